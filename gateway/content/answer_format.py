@@ -35,13 +35,15 @@ Families = tuple[ToolFamily | None, ReasoningFamily | None]
 class AnswerFormat:
     """By default the whole text is the answer.
 
-    `open`: the prompt has opened a thought. `inline`: thoughts are part of the text.
+    `only_calls`: text behind a call is left out. `open`: the prompt has opened a thought. `inline`:
+    thoughts are part of the text.
     """
 
     tools: ToolFamily | None = None
     reasoning: ReasoningFamily | None = None
     schemas: Schemas = field(default_factory=dict)
     parallel: bool = True
+    only_calls: bool = False
     open: bool = False
     inline: bool = False
 
@@ -63,7 +65,7 @@ class AnswerFormat:
             thoughts = self.reasoning.make(self.open) if self.reasoning else None
             calls = None
             if self.tools is not None:
-                calls = CallStream(self.tools, self.schemas, new_id, self.parallel)
+                calls = CallStream(self.tools, self.schemas, new_id, self.parallel, self.only_calls)
             made = AnswerParser(thoughts, calls)
         if self.inline and self.reasoning is not None:
             return InlineThoughts(made, self.reasoning.begin, self.reasoning.end)
@@ -107,6 +109,7 @@ def answer_format(
         reasoning,
         {tool.name: arguments_of(tool.parameters) for tool in use.tools} if use else {},
         use.parallel if use else True,
+        only_calls=use is not None and use.choice == "required",
         open=reasoning is not None and _is_open(reasoning, prompt_end, continues),
         inline=inline,
     )

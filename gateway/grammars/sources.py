@@ -19,7 +19,8 @@ Split = Callable[[str], Sequence[str | int]]  # a text at its special tokens
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # a rule
 _ANY = r"/(.|\n)*/"  # free text, in Lark
-MAX_BETWEEN = 8  # white space characters between two tags that text may not surround
+MAX_BETWEEN = 8  # white space characters between two tags that no text may surround
+MAX_LAST = 16  # characters of text behind these; most tokens have fewer
 
 
 def source(structure: Structure, split: Split, free: Collection[int]) -> str:
@@ -120,7 +121,11 @@ def _tagged(structure: Structure, split: Split, free: Collection[int]) -> list[d
 
 
 def _only_tags(value: Mapping[str, Any], split: Split) -> list[str]:
-    """The rules of tags with nothing but white space between them."""
+    """The rules of tags with nothing but white space between them.
+
+    Where another tag could begin, a model may write a few characters of text, which end it all: one
+    that can only end or go on with tags repeats them until it has no tokens left, if it is small.
+    """
     tags = value["structures"]
     lines = [
         "tag: " + " | ".join(f"tag_{n}" for n in range(len(tags))),
@@ -129,7 +134,13 @@ def _only_tags(value: Mapping[str, Any], split: Split) -> list[str]:
     ]  # fmt: skip
     if value.get("stop_after_first"):
         return ["start: tag", *lines]
-    return ["start: tag (BETWEEN? tag)* BETWEEN?", rf"BETWEEN: /\s{{1,{MAX_BETWEEN}}}/", *lines]
+    firsts = "".join(sorted({_literal(trigger[0]) for trigger in value["triggers"]}))
+    return [
+        "start: tag (BETWEEN? tag)* BETWEEN? LAST?",
+        rf"BETWEEN: /\s{{1,{MAX_BETWEEN}}}/",
+        rf"LAST: /[^\s{firsts}](.|\n){{0,{MAX_LAST - 1}}}/",
+        *lines,
+    ]
 
 
 def _tags_in_text(value: Mapping[str, Any], split: Split, free: Collection[int]) -> list[str]:

@@ -43,7 +43,11 @@ def chat_parse_tool() -> bool:
 
 def chat_stream() -> bool:
     with client.chat.completions.stream(
-        model=MODEL, messages=MESSAGES, max_tokens=30, stream_options={"include_usage": True}
+        model=MODEL,
+        messages=[{"role": "user", "content": "Say hello."}],
+        max_tokens=200,
+        temperature=0,
+        stream_options={"include_usage": True},
     ) as stream:
         text = "".join(event.delta for event in stream if event.type == "content.delta")
         final = stream.get_final_completion()
@@ -82,7 +86,7 @@ def responses_parse() -> bool:
 
 def responses_stream() -> bool:
     with client.responses.stream(
-        model=MODEL, input="Name three rivers.", max_output_tokens=30
+        model=MODEL, input="Say hello.", max_output_tokens=200, temperature=0
     ) as stream:
         text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
         final = stream.get_final_response()
@@ -143,7 +147,7 @@ def embeddings_are_refused() -> bool:
     try:
         client.embeddings.create(model=MODEL, input="hello")
     except openai.BadRequestError as error:
-        return error.param == "model" and MODEL in str(error)
+        return error.param == "model" and "Embeddings" in str(error)
     return False
 
 

@@ -201,8 +201,12 @@ def test_an_answer_may_have_nothing_but_tags_or_end_with_one() -> None:
     first = {**TAG, "required": True}
     for text in ("<f=two>7</f>", "<f=two>7</f>\n\n", "<f=two>7</f><f=two>8</f> <f=two>9</f>"):
         assert takes("structural_tag", first, text), text
-    for text in ("h", " ", "<f=two>7</f> and", "<f=two>7</f><f=x", "<f=two>7</f>" + "\n" * 9):
+        assert takes("structural_tag", first, text + "and so on"), text
+    for text in ("h", " ", "<f=two>7</f><f=x", "<f=two>7</f><a", "<f=two>7</f>" + "\n" * 9):
         assert not walk("structural_tag", first).take(text), text
+    cut = walk("structural_tag", first)
+    assert cut.take("<f=two>7</f> sixteen letters,")
+    assert cut.allowed() == []
     once = {**TAG, "stop_after_first": True}
     for text in ("hello", "so <f=two>7</f>"):
         assert takes("structural_tag", once, text)
