@@ -421,3 +421,15 @@ async def test_special_tokens_that_a_parser_needs_do_not_leak(
     message = (await client.post(URL, json=asked)).json()["choices"][0]["message"]
     assert message["reasoning_content"] == "so"
     assert message["content"].startswith('Look: \n{"name"')  # as without a parser
+
+
+@pytest.mark.parametrize(("strict", "status"), [(False, 200), (True, 400)])
+async def test_only_strict_functions_refuse_what_cannot_be_enforced(
+    make_http: Callable[..., Any], strict: bool, status: int
+) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    asked = body(tools=named(parameters=parameters, strict=strict), tool_choice="required")
+    reply = await make_http(router(saying("x"))).post(URL, json=asked)
+    assert reply.status_code == status
+    if status == 400:
+        assert "uniqueItems" in reply.json()["error"]["message"]
