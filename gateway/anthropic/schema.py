@@ -109,7 +109,8 @@ class CountBody(StrictModel):
         if not tools:
             if choice.type == "any":
                 raise refuse("tool_choice", "tool_choice needs tools")
-            return None
+            # "none" forbids the tools of servers as well.
+            return ToolUse((), "none") if choice.type == "none" else None
         return ToolUse(
             tools,
             {"auto": "auto", "none": "none"}.get(choice.type, "required"),  # type: ignore[arg-type]

@@ -105,7 +105,8 @@ def _page_of(request: Request) -> Callable[[KeptResponse], dict[str, Any]]:
         ids = [item["id"] for item in items]
         if after is not None and after not in ids:
             raise refuse("after", f"after: no item has the id {quoted(after)}")
-        start = 0 if after is None else ids.index(after) + 1
+        # Behind the last of that id: a client may have given one twice.
+        start = 0 if after is None else len(ids) - ids[::-1].index(after)
         data = items[start : start + int(limit)]
         return {
             "object": "list",
