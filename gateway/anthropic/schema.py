@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.anthropic.conversation import conversation
 from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
+from pdserve.gateway.http.docs.bounds import bounded
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
     ArgumentSchema,
@@ -132,6 +133,7 @@ class CountBody(StrictModel):
 class MessagesBody(CountBody):
     """Body of /v1/messages."""
 
+    model_config = ConfigDict(json_schema_extra=bounded)
     max_tokens: int
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=1)

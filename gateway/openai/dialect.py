@@ -20,6 +20,7 @@ from pdserve.gateway.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,
     DetokenizeAnswer,
+    EmbeddingList,
     ErrorObject,
     ModelList,
     ModelObject,
@@ -116,8 +117,9 @@ class OpenAiDialect:
             body = await self._read(request, CompletionBody)
             return self._answer(CompletionReply(service, body, caller_of(request)), body.stream)
 
-        @app.post("/v1/embeddings")
+        @app.post("/v1/embeddings", **described(EmbeddingBody, answer=EmbeddingList))
         async def embeddings(request: Request) -> Response:
+            """Vectors of texts or token ids."""
             body = await self._read(request, EmbeddingBody)
             reply = EmbeddingReply(service, body, caller_of(request))
             return Reply(reply.whole(), self, self._limits)
@@ -168,7 +170,9 @@ def _add_refusals(app: FastAPI) -> None:
 
     for path in STORED:
         for route in (path, path + "/{rest:path}"):
-            app.add_api_route(route, refused, methods=["GET", "POST", "DELETE"])
+            app.add_api_route(
+                route, refused, methods=["GET", "POST", "DELETE"], include_in_schema=False
+            )
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 
+from pdserve.gateway.http.docs.bounds import bounded
 from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, parse_body
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.sampling import RequestedSampling, refuse
@@ -53,6 +54,7 @@ class ReasoningConfig(StrictModel):
 class ResponsesBody(StrictModel):
     """Body of /v1/responses."""
 
+    model_config = ConfigDict(json_schema_extra=bounded)
     model: str = ""
     input: TextOrObjects
     instructions: str | None = None

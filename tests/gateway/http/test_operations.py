@@ -8,7 +8,7 @@ from fake_router import FakeRouter, saying, served
 from http_errors import check
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.gateway import service as service_module
+from pdserve.gateway.content import model_texts
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
@@ -139,7 +139,7 @@ async def test_metrics_without_a_router(make_http):
 
 async def test_long_lists_of_ids_leave_the_loop_to_others(make_service, monkeypatch):
     """Owners take turns, and other work runs between two parts of one list."""
-    monkeypatch.setattr(service_module, "IDS_AT_ONCE", 4)
+    monkeypatch.setattr(model_texts, "IDS_AT_ONCE", 4)
     router = FakeRouter(saying("x"))
     service = make_service(router)
     model = await service.catalog.get("tiny")
@@ -198,5 +198,9 @@ async def test_a_chats_body_is_tokenized_whatever_it_asks_of_the_answer(make_htt
         "response_format": {"type": "json_object"},
     }
     assert (await client.post("/tokenize", json={**body, **more})).json() == plain
-    for name, value in (("tools", [{}]), ("add_special_tokens", True), ("chat_template", "x")):
-        check(await client.post("/tokenize", json={**body, name: value}), 400, name)
+    for name, value, param in (
+        ("tools", [{}], "tools[0].type"),
+        ("add_special_tokens", True, "add_special_tokens"),
+        ("chat_template", "x", "chat_template"),
+    ):
+        check(await client.post("/tokenize", json={**body, name: value}), 400, param)
