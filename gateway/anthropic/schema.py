@@ -196,4 +196,5 @@ def parse_messages(body: Mapping[str, Any]) -> MessagesBody:
 
 def parse_count(body: Mapping[str, Any]) -> CountBody:
     """Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
-    return parse_body(CountBody, body, refused=REFUSED, ignored=IGNORED, instead=INSTEAD)
+    ignored = IGNORED | MessagesBody.model_fields.keys()
+    return parse_body(CountBody, body, refused=REFUSED, ignored=ignored, instead=INSTEAD)

@@ -41,6 +41,13 @@ class EmbeddingBody(Body):
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     normalize: Literal[True] | None = None  # not served otherwise: the model says it
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Literal["native", "little"] | None = None
+    # Not served: what others write before a text, and other names of `dimensions` and the format.
+    input_type: None = None
+    task: None = None
+    output_dimension: None = None
+    output_dtype: None = None
 
 
 class EmbeddingReply:

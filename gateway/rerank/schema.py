@@ -53,6 +53,8 @@ class ScoringBody(Body):
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     use_activation: Literal[True] | None = None  # not served otherwise
+    activation: Literal[True] | None = None  # its earlier names
+    softmax: Literal[True] | None = None
 
     def _request(
         self, api: str, queries: list[str], documents: list[str], names: tuple[str, str]

@@ -38,7 +38,7 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/v1/files": {"purpose": "batch", "file": LINE},
     "/v1/batches": {"endpoint": "/v1/completions", "completion_window": "24h"},
 }
-MAX_OTHERS = 2  # fields of a body beside those of one that can be answered
+PAIRS = {"queries", "items", "data_1", "data_2"}  # of /score, instead of text_1 and text_2
 CHECKS = [
     not_a_server_error,
     status_code_conformance,  # it is documented
@@ -88,8 +88,9 @@ def _made(url: str) -> dict[str, str]:
         }  # fmt: skip
 
 
-def _help(case: schemathesis.Case, how_much: int, there: dict[str, str]) -> None:
-    """Names what is there, and makes some bodies such that can be answered."""
+def _help(case: schemathesis.Case, how_much: int, turn: int, there: dict[str, str]) -> None:
+    """Names what is there, and makes some bodies such that can be answered: their own fields, and
+    one or two others, which are chosen by `turn`."""
     for name in case.path_parameters or {}:
         case.path_parameters[name] = there.get(case.path, there[name])
     if not isinstance(case.body, dict):
@@ -102,8 +103,9 @@ def _help(case: schemathesis.Case, how_much: int, there: dict[str, str]) -> None
     elif how_much == 2:
         case.body |= {name: answered[name] for name in answered if name in case.body}
     else:
-        others = sorted(name for name in case.body if name not in answered)[:MAX_OTHERS]
-        case.body = {**{name: case.body[name] for name in others}, **answered}
+        others = sorted(case.body.keys() - answered.keys() - PAIRS)
+        chosen = (others[turn % len(others) :] + others)[: how_much - 2] if others else []
+        case.body = {**{name: case.body[name] for name in chosen}, **answered}
 
 
 def _ask(
@@ -119,10 +121,14 @@ def _ask(
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=operation.as_strategy(generation_mode=mode), named=st.integers(0, 3))
-    def ask(case: schemathesis.Case, named: int) -> None:
-        if named:
-            _help(case, named, there)
+    @given(
+        case=operation.as_strategy(generation_mode=mode),
+        helped=st.sampled_from((0, 1, 2, 3, 3, 4)),
+        turn=st.integers(0, 99),
+    )
+    def ask(case: schemathesis.Case, helped: int, turn: int) -> None:
+        if helped:
+            _help(case, helped, turn, there)
         answer = case.call(timeout=30)
         found[answer.status_code] += 1
         case.validate_response(answer, checks=CHECKS)
