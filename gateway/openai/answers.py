@@ -211,14 +211,14 @@ class EmbeddingList(AnswerModel):
 
 
 class ModelObject(AnswerModel):
-    """A model that is served."""
+    """A model that is served. A capability is null while it is not known yet."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
-    capabilities: dict[str, bool]
+    capabilities: dict[str, bool | None]
     architecture: str
     quantization: str
     weights_bytes: int

@@ -140,13 +140,15 @@ class OpenAiDialect:
         async def models() -> Response:
             """The models that are served."""
             cards = await service.catalog.cards()
-            data = [model_object(card) for card in sorted(cards, key=lambda card: card.name)]
+            data = [
+                model_object(service, card) for card in sorted(cards, key=lambda card: card.name)
+            ]
             return JSONResponse({"object": "list", "data": data})
 
         @app.get("/v1/models/{name:path}", **described(answer=ModelObject))
         async def model(name: str) -> Response:
             """One model that is served."""
-            return JSONResponse(model_object(await service.catalog.card(name)))
+            return JSONResponse(model_object(service, await service.catalog.card(name)))
 
         if self._stored is None:
             _add_refusals(app)
