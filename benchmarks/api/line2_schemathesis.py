@@ -26,7 +26,7 @@ def main() -> int:
     with served_gateway() as url:
         try:
             statuses = run_cases(url, asked.cases, asked.seed)
-        except Exception as error:  # of several answers a group
+        except (Exception, BaseExceptionGroup) as error:  # a group of what is wrong of an answer
             figures["wrong"] = str(error)[:4000]
     served = [statuses.get(f"POST {path}", Counter())[200] for path in ANSWERED]
     cases = sum(found.total() for found in statuses.values())

@@ -8,7 +8,6 @@ from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.anthropic.conversation import conversation
 from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
-from pdserve.gateway.http.docs.bounds import bounded
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
     ArgumentSchema,
@@ -19,7 +18,7 @@ from pdserve.gateway.http.validation import (
     first_error,
     parse_body,
 )
-from pdserve.gateway.sampling import RequestedSampling, refuse
+from pdserve.gateway.sampling import RequestedSampling, bounded, refuse
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.tool_use import Tool, ToolUse

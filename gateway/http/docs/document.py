@@ -24,6 +24,11 @@ _MODELS = "x-pdserve-models"  # the schemas that a description refers to, until 
 CLIENT_LEFT = 499  # nobody reads it
 SHELL_ERRORS = (401, 403, 404, 405)
 BODY_ERRORS = (408, 413, 415)
+_EVENT = {  # before OpenAPI 3.2 the schema of a stream is that of each event
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 Model = type[BaseModel]
 
 
@@ -52,7 +57,7 @@ class Description:
             data = f"With `stream: true` the data of each event is a {self.event.__name__}"
             text = f"{data}, or an error" + (f"; at the end {self.end}." if self.end else ".")
             content["text/event-stream"] = {
-                "schema": {"type": "string", "description": text},
+                "schema": {**_EVENT, "description": text},
                 "x-event-schema": _ref(self.event, models),
             }
         found: dict[str, Any] = {"responses": {"200": {"content": content}}, _MODELS: models}

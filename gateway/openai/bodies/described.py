@@ -3,7 +3,7 @@
 from typing import Any
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
-from pdserve.gateway.http.docs.bounds import bounded
+from pdserve.gateway.sampling import bounded
 
 TEXT: dict[str, Any] = {"type": "string"}
 STOP: dict[str, Any] = {

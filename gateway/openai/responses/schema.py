@@ -5,10 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 
-from pdserve.gateway.http.docs.bounds import bounded
 from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, parse_body
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
-from pdserve.gateway.sampling import RequestedSampling, refuse
+from pdserve.gateway.sampling import RequestedSampling, bounded, refuse
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.messages import EFFORTS
 
