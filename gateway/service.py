@@ -28,7 +28,7 @@ from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling, check, client_errors, refuse, resolve
 from pdserve.gateway.text_processes.constraints import constraints_of
-from pdserve.gateway.text_processes.pool import TextPool
+from pdserve.gateway.text_processes.pool import LoadedText, TextPool
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.rate_limits import RateLimits
 
@@ -102,7 +102,7 @@ class Service:
                 _check_generates(model, "Completions" if text else "Chat Completions")
                 check(asked.sampling, model.card)
                 if isinstance(asked, ChatCompletionRequest):
-                    if self._server_tools is not None and self._may_call_tools(model):
+                    if self._server_tools is not None and self.may_call_tools(model.text):
                         asked, rounds = self._server_tools.offer(asked, self._next_round)
                     prompts = [await self._chat_prompt(asked, model, owner)]
                     sampling, form = self._shape(asked, model, prompts[0].ids)
@@ -236,10 +236,15 @@ class Service:
         params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "messages")
         return Prompt(ids, "", params)
 
-    def _may_call_tools(self, model: ServedModel) -> bool:
+    def may_call_tools(self, text: LoadedText) -> bool:
         """Whether the model's template shows tools, and its calls are read."""
-        family, _ = self._parsers.families(model.text.tool_parser, "")
-        return bool(model.text.tool_parser) and family is not None
+        family, _ = self._parsers.families(text.tool_parser, "")
+        return bool(text.tool_parser) and family is not None
+
+    def may_reason(self, text: LoadedText) -> bool:
+        """Whether thoughts in the model's answers are read."""
+        _, family = self._parsers.families("", text.reasoning_parser)
+        return family is not None
 
     def _shape(
         self, asked: ChatCompletionRequest, model: ServedModel, ids: Sequence[int]

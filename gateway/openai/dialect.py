@@ -20,6 +20,7 @@ from pdserve.gateway.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,
     DetokenizeAnswer,
+    EmbeddingList,
     ErrorObject,
     ModelList,
     ModelObject,
@@ -116,8 +117,9 @@ class OpenAiDialect:
             body = await self._read(request, CompletionBody)
             return self._answer(CompletionReply(service, body, caller_of(request)), body.stream)
 
-        @app.post("/v1/embeddings")
+        @app.post("/v1/embeddings", **described(EmbeddingBody, answer=EmbeddingList))
         async def embeddings(request: Request) -> Response:
+            """Vectors of texts or token ids."""
             body = await self._read(request, EmbeddingBody)
             reply = EmbeddingReply(service, body, caller_of(request))
             return Reply(reply.whole(), self, self._limits)
@@ -138,13 +140,15 @@ class OpenAiDialect:
         async def models() -> Response:
             """The models that are served."""
             cards = await service.catalog.cards()
-            data = [model_object(card) for card in sorted(cards, key=lambda card: card.name)]
+            data = [
+                model_object(service, card) for card in sorted(cards, key=lambda card: card.name)
+            ]
             return JSONResponse({"object": "list", "data": data})
 
         @app.get("/v1/models/{name:path}", **described(answer=ModelObject))
         async def model(name: str) -> Response:
             """One model that is served."""
-            return JSONResponse(model_object(await service.catalog.card(name)))
+            return JSONResponse(model_object(service, await service.catalog.card(name)))
 
         if self._stored is None:
             _add_refusals(app)
@@ -168,7 +172,9 @@ def _add_refusals(app: FastAPI) -> None:
 
     for path in STORED:
         for route in (path, path + "/{rest:path}"):
-            app.add_api_route(route, refused, methods=["GET", "POST", "DELETE"])
+            app.add_api_route(
+                route, refused, methods=["GET", "POST", "DELETE"], include_in_schema=False
+            )
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -11,7 +11,7 @@ from fake_router import FakeRouter, Play, saying, served, tokenizer_json
 from sse import events
 from tool_answers import TOOL_ANSWERS
 
-from pdserve.gateway.openai.bodies.tools import check_size
+from pdserve.gateway.openai.bodies.tools import FunctionBody
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/chat/completions"
@@ -252,7 +252,7 @@ async def test_wrong_tools_are_refused_by_name(
 )
 def test_large_schemas_are_refused(schema: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        check_size(schema)
+        FunctionBody(name="f", parameters=schema)
 
 
 @pytest.mark.parametrize("field", ["functions", "function_call"])
