@@ -73,14 +73,14 @@ class Service:
         self.catalog = Catalog(upstream, text_pool)
         self.completions = Completions(upstream, clock)
         self.pooling = PoolingRuns(upstream, clock)
-        self.texts = ModelTexts(rates, template_kwargs)
+        self.parsers = parsers or ParserChoice()
+        self.texts = ModelTexts(rates, template_kwargs, self.parsers)
         self.limits = limits
         self.rates = rates
         self.metrics = metrics
         self._clock = clock
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
-        self._parsers = parsers or ParserChoice()
         self._count_usage = count_usage
         self._server_tools = server_tools
 
@@ -238,19 +238,19 @@ class Service:
 
     def may_call_tools(self, text: LoadedText) -> bool:
         """Whether the model's template shows tools, and its calls are read."""
-        family, _ = self._parsers.families(text.tool_parser, "")
+        family, _ = self.parsers.families(text.tool_parser, "")
         return bool(text.tool_parser) and family is not None
 
     def may_reason(self, text: LoadedText) -> bool:
         """Whether thoughts in the model's answers are read."""
-        _, family = self._parsers.families("", text.reasoning_parser)
+        _, family = self.parsers.families("", text.reasoning_parser)
         return family is not None
 
     def _shape(
         self, asked: ChatCompletionRequest, model: ServedModel, ids: Sequence[int]
     ) -> tuple[RequestedSampling, AnswerFormat]:
         """The sampling with what holds the answer to the tools, and how the answer is read."""
-        families = self._parsers.families(model.text.tool_parser, model.text.reasoning_parser)
+        families = self.parsers.families(model.text.tool_parser, model.text.reasoning_parser)
         end = prompt_end(model.text.vocabulary, ids)
         if asked.continues:
             end = str(asked.conversation.messages[-1].get("content") or "")

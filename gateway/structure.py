@@ -22,8 +22,8 @@ class Structure:
     text; choice, a list of texts; lark, a grammar as llguidance reads it; grammar, one of Lark or
     of GBNF, as llama.cpp and XGrammar read it; structural_tag, free text with tags: {"structures":
     [{"begin", "schema", "end"}], "triggers": [texts], "required": bool, "stop_after_first": bool},
-    where `required` makes the text begin with one of the tags. A structure there may have a "param"
-    and be "lenient" itself.
+    where `required` leaves nothing but tags, at least one, white space between them, and a few
+    characters behind. A structure there may have a "param" and be "lenient" itself.
 
     `lenient`: of a schema, keywords that cannot be enforced bind nothing; otherwise they are
     refused. `whitespace`: JSON may have some between its tokens.

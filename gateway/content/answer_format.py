@@ -20,7 +20,7 @@ from pdserve.gateway.text.parsing.family import (
 from pdserve.gateway.text.parsing.stream import CallStream
 from pdserve.gateway.text.parsing.values import arguments_of
 from pdserve.gateway.text.reasoning import reasoning_family
-from pdserve.gateway.text.tools import tool_family
+from pdserve.gateway.text.tools import GENERIC, tool_family
 from pdserve.gateway.text.vocabulary import Vocabulary
 from pdserve.gateway.tool_use import ToolUse
 
@@ -35,13 +35,15 @@ Families = tuple[ToolFamily | None, ReasoningFamily | None]
 class AnswerFormat:
     """By default the whole text is the answer.
 
-    `open`: the prompt has opened a thought. `inline`: thoughts are part of the text.
+    `only_calls`: text behind a call is left out. `open`: the prompt has opened a thought. `inline`:
+    thoughts are part of the text.
     """
 
     tools: ToolFamily | None = None
     reasoning: ReasoningFamily | None = None
     schemas: Schemas = field(default_factory=dict)
     parallel: bool = True
+    only_calls: bool = False
     open: bool = False
     inline: bool = False
 
@@ -63,7 +65,7 @@ class AnswerFormat:
             thoughts = self.reasoning.make(self.open) if self.reasoning else None
             calls = None
             if self.tools is not None:
-                calls = CallStream(self.tools, self.schemas, new_id, self.parallel)
+                calls = CallStream(self.tools, self.schemas, new_id, self.parallel, self.only_calls)
             made = AnswerParser(thoughts, calls)
         if self.inline and self.reasoning is not None:
             return InlineThoughts(made, self.reasoning.begin, self.reasoning.end)
@@ -77,9 +79,15 @@ class ParserChoice:
     tools: str = AUTO
     reasoning: str = AUTO
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools are found in answers."""
+        return self.tools != "none"
+
     def families(self, tool_parser: str, reasoning_parser: str) -> Families:
-        """Those of a model whose template is of the named families."""
-        tools = tool_parser if self.tools == AUTO else self.tools
+        """Those of a model whose template is of the named families; without one of tools, the
+        prompt says how to call them."""
+        tools = (tool_parser or GENERIC) if self.tools == AUTO else self.tools
         reasoning = reasoning_parser if self.reasoning == AUTO else self.reasoning
         return tool_family(tools), reasoning_family(reasoning)
 
@@ -101,6 +109,7 @@ def answer_format(
         reasoning,
         {tool.name: arguments_of(tool.parameters) for tool in use.tools} if use else {},
         use.parallel if use else True,
+        only_calls=use is not None and use.choice == "required",
         open=reasoning is not None and _is_open(reasoning, prompt_end, continues),
         inline=inline,
     )
@@ -146,7 +155,8 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
             bound = required or tool.strict
             schema = dict(tool.parameters or ANY_OBJECT) if bound else ANY_OBJECT
             begin = family.form.begin.replace("NAME", tool.name)
-            structures.append({"begin": begin, "schema": schema, "end": family.form.end})
+            structure = {"begin": begin, "schema": schema, "end": family.form.end}
+            structures.append({**structure, "lenient": not tool.strict})
     value = {
         "structures": structures,
         "triggers": [family.form.trigger],

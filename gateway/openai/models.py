@@ -14,7 +14,7 @@ def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
     return {
         "completion": generates,
         "chat": chat,
-        "tools": chat and (service.may_call_tools(text) if text else None),
+        "tools": chat and service.parsers.reads_calls,
         "reasoning": chat and (service.may_reason(text) if text else None),
         "structured_output": generates and (text.takes_structures if text else None),
         "embeddings": bool(card.pooling),

@@ -23,6 +23,7 @@ class TemplateInput:
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template's own
     suggested: Mapping[str, Any] = field(default_factory=dict)  # likewise, where they are allowed
     tools: Sequence[Mapping[str, Any]] | None = None
+    tool_parser: str = ""  # of calls as plain text, where the template has no place for tools
 
     def __post_init__(self) -> None:
         """Raises TextError for a message that cannot be continued."""

@@ -24,7 +24,7 @@ from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.reasoning import reasoning_family_of
-from pdserve.gateway.text.template import ChatTemplate
+from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.tools import tool_family_of
 from pdserve.gateway.text.vocabulary import TextCard, store
@@ -62,7 +62,7 @@ class TextModel:
             except UnicodeDecodeError:
                 raise UnsupportedTokenizer("its chat template is not UTF-8") from None
             self.template = ChatTemplate(source, self.tokenizer)
-            self.tool_parser = tool_family_of(source) if "tools" in source else ""
+            self.tool_parser = tool_family_of(source) if self.template.shows_tools else ""
             self.reasoning_parser = reasoning_family_of(source)
         self.defaults = GenerationDefaults.from_json(files["generation"] or b"{}")
         self._compiler: GrammarCompiler | None = None

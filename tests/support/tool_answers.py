@@ -85,4 +85,5 @@ TOOL_ANSWERS = {
         "", "", "<|call|><|start|>assistant", "<|channel|> <|message|>",
     ),
     "json": _repeated(_JSON, "[", "]", ", ", ""),
+    "generic": _repeated(f"<tool_call>\n{_JSON}\n</tool_call>", "", "", "\n", ""),
 }  # fmt: skip

@@ -35,14 +35,21 @@ class CallStream:
     """
 
     def __init__(
-        self, family: ToolFamily, schemas: Schemas, new_id: Callable[[], str], parallel: bool
+        self,
+        family: ToolFamily,
+        schemas: Schemas,
+        new_id: Callable[[], str],
+        parallel: bool,
+        only_calls: bool = False,
     ) -> None:
-        """`parallel`: otherwise calls after the first are left out."""
+        """`parallel`: otherwise calls after the first are left out. `only_calls`: so is text behind
+        a call."""
         assert family.read is not None
         self._read = family.read
         self._schemas = schemas
         self._new_id = new_id
         self._parallel = parallel
+        self._only_calls = only_calls
         self._marks = (*family.openers, FENCE)
         self._pattern = re.compile("|".join(map(re.escape, self._marks)))
         self._bare = family.bare  # characters that may begin a block where the answer begins
@@ -152,6 +159,8 @@ class CallStream:
         self._parts.append(ToolCallPart(index, arguments=call.arguments))
 
     def _emit(self, text: str) -> None:
+        if self._only_calls and self._num_calls:
+            return
         text = self._space + text
         body = text.rstrip()
         if len(text) - len(body) > MAX_SPACE:

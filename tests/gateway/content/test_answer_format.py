@@ -49,11 +49,13 @@ def test_required_calls() -> None:
                     "begin": '<tool_call>\n{"name": "get_weather", "arguments": ',
                     "schema": SCHEMA,
                     "end": "}\n</tool_call>",
+                    "lenient": True,
                 },
                 {
                     "begin": '<tool_call>\n{"name": "get_time", "arguments": ',
                     "schema": {"type": "object"},
                     "end": "}\n</tool_call>",
+                    "lenient": True,
                 },
             ],
             "triggers": ["<tool_call>"],
@@ -81,7 +83,10 @@ def test_strict_arguments_are_held_to_their_schema_in_a_free_choice() -> None:
     assert structure is not None
     assert structure.param == "tools"
     assert not structure.value["required"]
-    assert [one["schema"] for one in structure.value["structures"]] == [SCHEMA, {"type": "object"}]
+    assert [(one["schema"], one["lenient"]) for one in structure.value["structures"]] == [
+        (SCHEMA, False),
+        ({"type": "object"}, True),
+    ]
 
 
 def test_allowed_tools_leave_the_others_out() -> None:
@@ -151,7 +156,7 @@ def test_ids_of_calls(name: str, pattern: str) -> None:
 
 def test_parsers_by_name() -> None:
     assert ParserChoice().families("hermes", "think") == (HERMES, THINK)
-    assert ParserChoice().families("", "") == (None, None)
+    assert ParserChoice().families("", "") == (tool_family("generic"), None)
     assert ParserChoice("mistral", "none").families("hermes", "think") == (
         tool_family("mistral"),
         None,

@@ -197,10 +197,16 @@ def test_each_tag_may_be_lenient() -> None:
     assert "not" in str(error_of("structural_tag", value, lenient=True))
 
 
-def test_an_answer_may_have_to_begin_with_a_tag_or_end_with_one() -> None:
+def test_an_answer_may_have_nothing_but_tags_or_end_with_one() -> None:
     first = {**TAG, "required": True}
-    assert takes("structural_tag", first, "<f=two>7</f> and more <f=two>8</f>")
-    assert not walk("structural_tag", first).take("h")
+    for text in ("<f=two>7</f>", "<f=two>7</f>\n\n", "<f=two>7</f><f=two>8</f> <f=two>9</f>"):
+        assert takes("structural_tag", first, text), text
+        assert takes("structural_tag", first, text + "and so on"), text
+    for text in ("h", " ", "<f=two>7</f><f=x", "<f=two>7</f><a", "<f=two>7</f>" + "\n" * 9):
+        assert not walk("structural_tag", first).take(text), text
+    cut = walk("structural_tag", first)
+    assert cut.take("<f=two>7</f> sixteen letters,")
+    assert cut.allowed() == []
     once = {**TAG, "stop_after_first": True}
     for text in ("hello", "so <f=two>7</f>"):
         assert takes("structural_tag", once, text)

@@ -11,6 +11,7 @@ from fake_router import FakeRouter, Play, saying, served, tokenizer_json
 from sse import events
 from tool_answers import TOOL_ANSWERS
 
+from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.openai.bodies.tools import FunctionBody
 
 pytestmark = pytest.mark.anyio
@@ -36,7 +37,7 @@ TEMPLATE = (
 
 
 def router(play: Play, template: str = TEMPLATE) -> FakeRouter:
-    card, blobs = served()
+    card, blobs = served(context_len=2048)
     blobs[card.template_digest] = template.encode()
     return FakeRouter(play, [card], blobs)
 
@@ -184,10 +185,48 @@ async def test_stop_strings_are_looked_for_in_what_the_model_writes(
     assert choice["message"]["content"].endswith('"city": "')
 
 
-async def test_a_template_without_tools_is_refused_them(make_http: Callable[..., Any]) -> None:
-    reply = await make_http(FakeRouter(saying("x"))).post(URL, json=body())
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
+
+
+async def test_a_template_without_tools_has_them_as_text(make_http: Callable[..., Any]) -> None:
+    upstream = router(saying(HERMES.call), PLAIN_TEMPLATE)
+    client = make_http(upstream)
+    message = (await client.post(URL, json=body(max_tokens=100))).json()["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "18 degrees"}
+    await client.post(URL, json=body(messages=[*HI, message, result]))
+    prompts = [upstream.words.decode(list(start.prompt_ids)) for start in upstream.starts]
+    for prompt in prompts:
+        assert prompt.startswith("system:You can call these functions.")
+        assert json.dumps(WEATHER["function"]) in prompt
+    assert '"arguments": {"city": "Paris"}' in prompts[1]
+    assert prompts[1].endswith("user:Result of get_weather:\n18 degrees\n")
+
+
+async def test_required_calls_of_a_template_without_tools(make_http: Callable[..., Any]) -> None:
+    """Whatever a model writes behind them is left out."""
+    upstream = router(saying(HERMES.call + " And so"), PLAIN_TEMPLATE)
+    reply = await make_http(upstream).post(URL, json=body(tool_choice="required", max_tokens=100))
+    choice = reply.json()["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "tool_calls"
+    assert upstream.starts[0].params.grammar
+
+
+async def test_without_a_parser_a_template_without_tools_is_refused_them(
+    make_http: Callable[..., Any],
+) -> None:
+    client = make_http(router(saying("x"), PLAIN_TEMPLATE), parsers=ParserChoice("none"))
+    reply = await client.post(URL, json=body())
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "tools"
+    assert "--tool-parser" in reply.json()["error"]["message"]
+    reply = await client.post(URL, json={**body(), "tools": None})
+    assert reply.status_code == 200
+    (model,) = (await client.get("/v1/models")).json()["data"]
+    assert not model["capabilities"]["tools"]
 
 
 def named(**more: Any) -> list[dict[str, Any]]:

@@ -66,7 +66,8 @@ def test_family(name: str) -> None:
     assert family.name == name
     assert "NAME" in family.form.begin
     assert family.form.begin.startswith(family.form.trigger)
-    assert tool_family_of("x" + TOOL_ANSWERS[name].known_by + "y") == name
+    known_by = TOOL_ANSWERS[name].known_by
+    assert tool_family_of("x" + known_by + "y") == (name if known_by else FALLBACK)
 
 
 def test_other_templates_take_the_fallback() -> None:
@@ -354,3 +355,16 @@ def test_a_call_without_end_does_not_take_all_memory() -> None:
     assert len(text) > MAX_CALL_CHARS
     text += text_of(parser.finish())
     assert text == head + piece * num_pieces
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"name": "get_weather", "arguments": {"city": "Paris"}}',
+        '\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        '<tool_call>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_call>',
+        '<tool_call>{"name": "get_weather", "parameters": {"city": "Paris"}}',
+    ],
+)
+def test_generic_calls_as_small_models_write_them(answer: str) -> None:
+    assert made(parse("generic", answer))[1] == [PARIS]
