@@ -1,39 +1,58 @@
-"""Line 4: 200 requests over all fields get byte-identical answers, usage and cached tokens too,
-from a system with separate prefill and from one whose decode workers compute prompts."""
+"""Line 4: at least 200 requests over all fields get byte-identical answers, usage and cached tokens
+too, from a system with separate prefill and from one whose decode workers compute prompts."""
 
 import json
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import httpx
 from fleet import Fleet
-from matrix import ask, requests
+from matrix import Request, needs_tools, paths, requests
+from replies import ask
 
 MODEL = "SmolLM2-135M-Instruct"
 COMMON = ("--decode", "1", "--kv-tokens", "32768", "--open-metrics")
+LEAST = 200  # requests
 SHOWN = 5  # differences that are printed
 
 
-def answers(*options: str) -> tuple[list[str], int, int]:
-    """One text an answer, and how many prompts were prefilled "remote" and "local"."""
+def answers(asked: Sequence[Request], *options: str) -> tuple[list[str], int]:
+    """One text an answer, and how many prompts were prefilled remotely."""
     with Fleet(*COMMON, *options) as fleet:
         with httpx.Client(base_url=fleet.url, timeout=300) as client:
-            found = [json.dumps(ask(client, *one), sort_keys=True) for one in requests(MODEL)]
-        return found, fleet.prefills("remote"), fleet.prefills("local")
+            found = [json.dumps(ask(client, *one)) for one in asked]
+        return found, fleet.prefills("remote")
+
+
+def refusals(asked: Sequence[Request], found: Sequence[str]) -> dict[str, Any]:
+    """What was not answered with 200: an answer that is an error in both modes shows nothing."""
+    errors = [(one, json.loads(text)) for one, text in zip(asked, found, strict=True)]
+    wrong = [(path, body, answer) for (path, body), answer in errors if answer[0] != 200]
+    messages = Counter(f"{path} {answer[0]} {answer[1]}"[:300] for path, _, answer in wrong)
+    return {
+        "errors": len(wrong),
+        "errors_of_tools": sum(needs_tools(body) for _, body, _ in wrong),
+        "messages": dict(messages.most_common(SHOWN)),
+    }
 
 
 def main() -> int:
     asked = requests(MODEL)
-    split, remote, _ = answers("--prefill", "1", "--remote-prefill", "always")
-    mixed, mixed_remote, _ = answers("--prefill", "0")
+    split, remote = answers(asked, "--prefill", "1", "--remote-prefill", "always")
+    mixed, mixed_remote = answers(asked, "--prefill", "0")
     unlike = [i for i, pair in enumerate(zip(split, mixed, strict=True)) if pair[0] != pair[1]]
-    errors = sum(json.loads(answer)[0] != 200 for answer in mixed)
+    refused = refusals(asked, mixed)
+    apart = remote > len(asked) / 2 and not mixed_remote
     figures = {
-        "ok": not unlike and remote > len(asked) / 2 and not mixed_remote and not errors,
+        "ok": not unlike and not refused["errors"] and apart and len(asked) >= LEAST,
         "requests": len(asked),
+        "paths": paths(asked),
         "unlike": len(unlike),
         "prefilled_remotely": remote,
-        "errors": errors,
-        "examples": [[asked[i][1], split[i][:500], mixed[i][:500]] for i in unlike[:SHOWN]],
+        **refused,
+        "examples": [[asked[i], split[i][:500], mixed[i][:500]] for i in unlike[:SHOWN]],
     }
     print(json.dumps(figures))
     return not figures["ok"]
