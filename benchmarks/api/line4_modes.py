@@ -3,7 +3,6 @@ too, from a system with separate prefill and from one whose decode workers compu
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,11 +29,11 @@ def refusals(asked: Sequence[Request], found: Sequence[str]) -> dict[str, Any]:
     """What was not answered with 200: an answer that is an error in both modes shows nothing."""
     errors = [(one, json.loads(text)) for one, text in zip(asked, found, strict=True)]
     wrong = [(path, body, answer) for (path, body), answer in errors if answer[0] != 200]
-    messages = Counter(f"{path} {answer[0]} {answer[1]}"[:300] for path, _, answer in wrong)
+    others = [(path, sorted(body), answer) for path, body, answer in wrong if not needs_tools(body)]
     return {
         "errors": len(wrong),
-        "errors_of_tools": sum(needs_tools(body) for _, body, _ in wrong),
-        "messages": dict(messages.most_common(SHOWN)),
+        "errors_of_tools": len(wrong) - len(others),
+        "other_errors": others[:SHOWN],
     }
 
 

@@ -217,12 +217,14 @@ NEEDS_OF: dict[str, dict[str, dict[str, Any]]] = {
 }
 # At most one field of each group is in a mix.
 GROUPS: tuple[frozenset[str], ...] = (
-    frozenset({*STRUCTURES, "ignore_eos", "min_tokens", "text"}),
+    frozenset({*STRUCTURES, "ignore_eos", "min_tokens", "allowed_token_ids"}),
     frozenset({*STRUCTURES, "max_tokens"}),  # which is among their needs
     frozenset(BUDGETS),
     frozenset({"stream", "prompt_logprobs", "best_of", "stream_options"}),
     frozenset({"logprobs", "top_logprobs", "logprob_token_ids", "return_tokens_as_token_ids"}),
     frozenset({"add_generation_prompt", "continue_final_message"}),
+    frozenset({"include", "top_logprobs"}),
+    frozenset({"thinking", "max_tokens"}),
 )
 # Only by themselves: templates without a place for tools refuse what has them.
 NOT_MIXED = frozenset({"tools", "tool_choice", "parallel_tool_calls"})

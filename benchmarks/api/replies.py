@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-OWN = ("id", "item_id", "call_id", "created", "created_at", "completed_at")
+OWN = ("id", "item_id", "call_id", "request_id", "created", "created_at", "completed_at")
 Event = dict[str, Any]
 
 
