@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 from fleet import Fleet
-from matrix import Request, needs_tools, paths, requests
+from matrix import Request, needs_thoughts, needs_tools, paths, requests
 from replies import ask
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -20,11 +20,18 @@ CACHED = re.compile(r'"(cached_tokens|cache_read_input_tokens)": [1-9]')
 
 
 def answers(asked: Sequence[Request], *options: str) -> tuple[list[str], int]:
-    """One text an answer, and how many prompts were prefilled remotely."""
-    with Fleet(*COMMON, *options) as fleet:
-        with httpx.Client(base_url=fleet.url, timeout=300) as client:
-            found = [json.dumps(ask(client, *one)) for one in asked]
-        return found, fleet.prefills("remote")
+    """One text an answer, and how many prompts were prefilled remotely. What is about thoughts is
+    asked of a gateway that reads them, though the model's template shows none."""
+    found: dict[int, str] = {}
+    remote = 0
+    for thinks, more in ((False, ()), (True, ("--reasoning-parser", "think"))):
+        with Fleet(*COMMON, *options, *more) as fleet:
+            with httpx.Client(base_url=fleet.url, timeout=300) as client:
+                for i, (path, body) in enumerate(asked):
+                    if needs_thoughts(body) == thinks:
+                        found[i] = json.dumps(ask(client, path, body))
+            remote += fleet.prefills("remote")
+    return [found[i] for i in range(len(asked))], remote
 
 
 def refusals(asked: Sequence[Request], found: Sequence[str]) -> dict[str, Any]:

@@ -191,6 +191,7 @@ OF_MESSAGES: Values = {
 TOKENIZE: Values = {"add_special_tokens": [True, False], "return_token_strs": [False, True]}
 
 # What a field needs beside it, of each path that has it.
+CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
 NEEDS: dict[str, dict[str, Any]] = {
     **{name: {"max_tokens": 48} for name in (*STRUCTURES, "output_config")},
     "text": {"max_output_tokens": 48},
@@ -198,13 +199,14 @@ NEEDS: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "logprob_token_ids": {"logprobs": 1},
     "return_tokens_as_token_ids": {"logprobs": 1, "return_token_ids": True},
-    "continue_final_message": {"add_generation_prompt": False},
+    "continue_final_message": CONTINUED,
     "tool_choice": {"tools": [TOOL], "max_tokens": 48},
     "parallel_tool_calls": {"tools": [TOOL]},
 }
 # The same where a path has other words for it.
 NEEDS_OF: dict[str, dict[str, dict[str, Any]]] = {
     "/v1/chat/completions": {
+        **dict.fromkeys(BUDGETS, CONTINUED),  # of a thought that has begun
         "logprob_token_ids": {"logprobs": True},
         "return_tokens_as_token_ids": {"logprobs": True, "return_token_ids": True},
     },
@@ -219,10 +221,9 @@ NEEDS_OF: dict[str, dict[str, dict[str, Any]]] = {
 GROUPS: tuple[frozenset[str], ...] = (
     frozenset({*STRUCTURES, "ignore_eos", "min_tokens", "allowed_token_ids"}),
     frozenset({*STRUCTURES, "max_tokens"}),  # which is among their needs
-    frozenset(BUDGETS),
     frozenset({"stream", "prompt_logprobs", "best_of", "stream_options"}),
     frozenset({"logprobs", "top_logprobs", "logprob_token_ids", "return_tokens_as_token_ids"}),
-    frozenset({"add_generation_prompt", "continue_final_message"}),
+    frozenset({"add_generation_prompt", "continue_final_message", *BUDGETS}),
     frozenset({"include", "top_logprobs"}),
     frozenset({"thinking", "max_tokens"}),
 )
@@ -272,6 +273,11 @@ def needs_tools(body: dict[str, Any]) -> bool:
     return bool(body.get("tools"))
 
 
+def needs_thoughts(body: dict[str, Any]) -> bool:
+    """Whether only a gateway that reads thoughts answers."""
+    return any(name in body for name in BUDGETS) or bool(body.get("thinking"))
+
+
 def _singles(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
     known = {"model", *endpoint.prompt, *endpoint.values, *endpoint.aside}
     if lacking := set(endpoint.kind.model_fields) - known:
@@ -319,11 +325,13 @@ def _complete(endpoint: Endpoint, model: str, body: dict[str, Any], index: int) 
 
 
 def _prompt(field: str, text: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What is bounded of a thought is the rest of one that the prompt has begun."""
+    begun = "<think>The first is" if needs_thoughts(body) else ""
     if field != "messages":
-        return {field: text}
+        return {field: f"{text} {begun}".rstrip()}
     messages = [{"role": "user", "content": text}]
-    if body.get("continue_final_message"):
-        messages.append({"role": "assistant", "content": "The first is"})
+    if body.get("continue_final_message") or begun:
+        messages.append({"role": "assistant", "content": begun or "The first is"})
     return {field: messages}
 
 
