@@ -54,12 +54,9 @@ def main() -> int:
     refused = refusals(asked, mixed)
     apart = remote > len(asked) / 2 and not mixed_remote
     cached = sum(bool(CACHED.search(answer)) for answer in mixed)
+    enough = len(asked) >= LEAST and cached > LEAST / 4
     figures = {
-        "ok": not unlike
-        and not refused["errors"]
-        and apart
-        and cached > LEAST / 4
-        and len(asked) >= LEAST,
+        "ok": not unlike and not refused["errors"] and apart and enough,
         "requests": len(asked),
         "paths": paths(asked),
         "unlike": len(unlike),

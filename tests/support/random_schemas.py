@@ -12,7 +12,7 @@ NAMES = ("a", "b1", "name", "the value", 'quo"te', "é", "x/y", "~tilde", "$id2"
 PATTERNS = ("^[a-c]{2,5}$", "^\\d{3}-\\d{2}$", "^(yes|no)$", "x+y?z*", '^[^"\\\\]{1,4}$', "^\\w+$")
 # Not "time": llguidance writes a small z, as RFC 3339 lets it, and jsonschema does not take it.
 FORMATS = ("date", "date-time", "email", "uuid", "ipv4", "duration", "hostname")
-# Nor "date" in an answer of a model: llguidance has a 29 February and a year 0 in it.
+# Nor "date" for a model's answers: llguidance has a 29 February in every year, and a year 0.
 FINITE_PATTERNS, FINITE_FORMATS = PATTERNS[:3], ("uuid", "ipv4")
 CONSTANTS: tuple[Any, ...] = (
     None, True, 0, -1, 2.5, "", "a b", 'q"\\', "é😀", [], [1, "x"], {}, {"k": [None]},
