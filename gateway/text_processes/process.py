@@ -86,7 +86,8 @@ class TextModel:
             self._no_grammars = f"this model takes no structure: {cut(str(error), MAX_QUOTED)}"
 
     def grammar(self, structure: Structure) -> str:
-        """After `load_grammars`. Raises TextError."""
+        """Raises TextError."""
+        self.load_grammars()
         if self._compiler is None:
             raise TextError(self._no_grammars, structure.param)
         return self._compiler.compile(structure)
@@ -193,7 +194,7 @@ def _answer(asked: TextMessage, model: TextModel, limits: TextLimits) -> TextMes
     """Raises TextError."""
     head = asked.head
     if head["op"] == "grammar":
-        model.load_grammars()
+        model.load_grammars()  # which is not the grammar's time
         _set_timer(PROMPT_SIGNAL, limits.grammar_s)
         return TextMessage({}, [model.grammar(Structure.decoded(asked.parts[0])).encode()])
     if head["op"] == "sequences":
