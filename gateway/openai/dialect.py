@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import HttpError, HttpLimits
+from pdserve.gateway.http.dialect import Dialect, HttpError, HttpLimits
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import EventStream, Reply
@@ -47,12 +47,17 @@ from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import ResponseStore
 
-if TYPE_CHECKING:
-    from pdserve.gateway.openai.stored.routes import StoredRoutes  # with SQLAlchemy
-
 END = "[DONE]"  # the data of a stream's last event
 DONE = f"data: {END}\n\n".encode()
 STORED = ("/v1/files", "/v1/batches", "/v1/usage")
+
+
+class StoredRoutes(Protocol):
+    """Adds the routes of what a database keeps."""
+
+    def add_routes(
+        self, app: FastAPI, dialect: Dialect, limits: HttpLimits, bodies: BodyReader
+    ) -> None: ...
 
 
 class OpenAiDialect:
@@ -79,7 +84,7 @@ class OpenAiDialect:
         limits: HttpLimits,
         bodies: BodyReader,
         responses: ResponseStore | None = None,
-        stored: "StoredRoutes | None" = None,
+        stored: StoredRoutes | None = None,
     ) -> None:
         """Without `responses` none is kept, without `stored` there are no files and batches."""
         self._responses = responses

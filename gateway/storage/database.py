@@ -6,10 +6,8 @@ that writes takes its turn when it begins.
 """
 
 import logging
-import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import event, text
@@ -18,17 +16,13 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase
 
+from pdserve.gateway.storage.url import DRIVERS, check_folder
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError
 
 log = logging.getLogger("pdserve.gateway.database")
 
 BUSY_S = 10  # that a transaction waits for those of other processes
-DRIVERS = {
-    "sqlite": "sqlite+aiosqlite",
-    "postgresql": "postgresql+asyncpg",
-    "postgres": "postgresql+asyncpg",
-}
 MAKING_TABLES = 7_291_445  # of Postgres's advisory locks: gateways that start together
 
 
@@ -66,7 +60,8 @@ class Database:
 
     async def start(self) -> None:
         """Makes the tables that are not there yet. Raises OSError if it cannot be opened."""
-        self._check_folder()
+        if self.is_file:
+            check_folder(self._url.database or "")
         try:
             async with self._engine.begin() as connection:
                 if not self.is_file:
@@ -76,14 +71,6 @@ class Database:
             await self._engine.dispose()
             shown = self._url.render_as_string(hide_password=True)
             raise OSError(f"--database-url {shown}: {_reason(error)}") from error
-
-    def _check_folder(self) -> None:
-        path = self._url.database or ""
-        if not self.is_file or path in ("", ":memory:"):
-            return
-        folder = Path(path).absolute().parent
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise OSError(f"--database-url: {folder} is no folder that can be written to")
 
     async def close(self) -> None:
         await self._engine.dispose()
@@ -124,7 +111,11 @@ def _reason(error: Exception) -> str:
 
 
 def _with_driver(url: URL) -> URL:
-    return url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+    driver = DRIVERS.get(url.drivername)
+    if driver is None:
+        return url
+    backend = "sqlite" if url.drivername == "sqlite" else "postgresql"
+    return url.set(drivername=f"{backend}+{driver}")
 
 
 def _prepare_sqlite(connection: Any, record: object) -> None:
