@@ -27,6 +27,7 @@ from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling, check, client_errors, refuse, resolve
+from pdserve.gateway.text.messages import content_text
 from pdserve.gateway.text_processes.constraints import constraints_of
 from pdserve.gateway.text_processes.pool import TextPool
 from pdserve.services.host.errors import ServiceError
@@ -248,7 +249,8 @@ class Service:
         families = self._parsers.families(model.text.tool_parser, model.text.reasoning_parser)
         end = prompt_end(model.text.vocabulary, ids)
         if asked.continues:
-            end = str(asked.conversation.messages[-1].get("content") or "")
+            content = asked.conversation.messages[-1].get("content")
+            end = "" if content is None else content_text(content, "messages")
         form = answer_format(
             families,
             asked.tool_use,
@@ -256,7 +258,8 @@ class Service:
             continues=asked.continues,
             inline=not asked.separate_reasoning,
         )
-        return shaped(asked.sampling, families, asked.tool_use, end), form
+        sampling = shaped(asked.sampling, families, asked.tool_use, end, continues=asked.continues)
+        return sampling, form
 
     async def _prompts(
         self, asked: TextCompletionRequest, model: ServedModel, owner: bytes

@@ -107,10 +107,16 @@ def answer_format(
 
 
 def shaped(
-    sampling: RequestedSampling, families: Families, use: ToolUse | None, prompt_end: str
+    sampling: RequestedSampling,
+    families: Families,
+    use: ToolUse | None,
+    prompt_end: str,
+    *,
+    continues: bool,
 ) -> RequestedSampling:
     """The sampling with the tags of the model's thoughts, the structure that the tools ask for, and
-    what an answer has before its structure. Raises ServiceError for two structures."""
+    what an answer has before its structure; `prompt_end` and `continues` as for `answer_format`.
+    Raises ServiceError for two structures."""
     tools, reasoning = families
     if reasoning is not None:
         sampling = replace(sampling, thinking_tags=(reasoning.begin, reasoning.end))
@@ -124,7 +130,7 @@ def shaped(
     if structure is None:
         return sampling
     after = ""
-    if reasoning is not None and not prompt_end.rstrip().endswith(reasoning.after):
+    if reasoning is not None and _thinks_first(reasoning, prompt_end, continues):
         after = reasoning.after
     if structure is not sampling.structure and tools is not None and tools.whole is not None:
         after = ""  # a call of Harmony's is a message of its own, not part of the final one
@@ -163,6 +169,13 @@ def new_call_id(length: int = 0) -> str:
 
 def _may_call(use: ToolUse | None) -> bool:
     return use is not None and bool(use.tools) and use.choice != "none"
+
+
+def _thinks_first(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:
+    """Whether a thought comes before the answer's text: a message that goes on has had its own."""
+    if continues:
+        return _is_open(reasoning, text, continues)
+    return not text.rstrip().endswith(reasoning.after)
 
 
 def _is_open(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:
