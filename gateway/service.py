@@ -14,10 +14,12 @@ from pdserve.gateway.catalog import Catalog, ServedModel
 from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt, Rounds
 from pdserve.gateway.content.answer_format import (
     AnswerFormat,
+    Families,
     ParserChoice,
     answer_format,
     prompt_end,
     shaped,
+    thinking_bound,
 )
 from pdserve.gateway.content.model_texts import ModelTexts, check_ids, check_room, kept_ids
 from pdserve.gateway.content.requests import ChatCompletionRequest, TextCompletionRequest
@@ -109,6 +111,8 @@ class Service:
                     sampling, form = self._shape(asked, model, prompts[0].ids)
                 else:
                     prompts = await self._prompts(asked, model, owner)
+                    _, reasoning = self._families(model)
+                    sampling = thinking_bound(sampling, reasoning)
                 await self._bind(prompts, sampling, model, owner, asked.continues)
                 num_tokens = sum(len(prompt.ids) for prompt in prompts)
                 await self.rates.count_tokens(owner, num_tokens)
@@ -242,11 +246,14 @@ class Service:
         family, _ = self._parsers.families(model.text.tool_parser, "")
         return bool(model.text.tool_parser) and family is not None
 
+    def _families(self, model: ServedModel) -> Families:
+        return self._parsers.families(model.text.tool_parser, model.text.reasoning_parser)
+
     def _shape(
         self, asked: ChatCompletionRequest, model: ServedModel, ids: Sequence[int]
     ) -> tuple[RequestedSampling, AnswerFormat]:
         """The sampling with what holds the answer to the tools, and how the answer is read."""
-        families = self._parsers.families(model.text.tool_parser, model.text.reasoning_parser)
+        families = self._families(model)
         end = prompt_end(model.text.vocabulary, ids)
         if asked.continues:
             content = asked.conversation.messages[-1].get("content")

@@ -118,8 +118,7 @@ def shaped(
     what an answer has before its structure; `prompt_end` and `continues` as for `answer_format`.
     Raises ServiceError for two structures."""
     tools, reasoning = families
-    if reasoning is not None:
-        sampling = replace(sampling, thinking_tags=(reasoning.begin, reasoning.end))
+    sampling = thinking_bound(sampling, reasoning)
     structure = tool_structure(tools, use) if use is not None else None
     if structure is None:
         structure = sampling.structure
@@ -135,6 +134,20 @@ def shaped(
     if structure is not sampling.structure and tools is not None and tools.whole is not None:
         after = ""  # a call of Harmony's is a message of its own, not part of the final one
     return replace(sampling, structure=structure, structure_after=after)
+
+
+def thinking_bound(
+    sampling: RequestedSampling, reasoning: ReasoningFamily | None
+) -> RequestedSampling:
+    """The sampling with the tags of the model's thoughts if these are bounded. Raises ServiceError
+    if there are none to bound."""
+    if sampling.thinking_budget is None or sampling.thinking_tags is not None:
+        return sampling
+    if reasoning is None:
+        param = sampling.thinking_budget_field
+        text = f"{param}: this gateway does not read thoughts of this model (--reasoning-parser)"
+        raise refuse(param, text)
+    return replace(sampling, thinking_tags=reasoning.written or (reasoning.begin, reasoning.end))
 
 
 def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:

@@ -67,7 +67,8 @@ class ReasoningFamily:
     """How models of a family think before they answer, between `begin` and `end`.
 
     `make(open)` makes a parser; `open`: the prompt has opened the thought already. `after`: the
-    text after which the answer begins.
+    text after which the answer begins. `written`: what the model writes for `begin` and `end`,
+    where that is something else.
     """
 
     name: str
@@ -77,6 +78,7 @@ class ReasoningFamily:
     end: str
     after: str
     special: Sequence[str] = ()
+    written: tuple[str, str] | None = None
 
 
 def call_of(value: Any, *, needs_arguments: bool = False) -> FoundCall:

@@ -1,7 +1,7 @@
 """gpt-oss's thoughts: messages on the channel analysis, in Harmony."""
 
 from pdserve.gateway.text.parsing.family import ReasoningFamily
-from pdserve.gateway.text.parsing.harmony import CHANNEL, MESSAGE, SPECIAL, HarmonyStream
+from pdserve.gateway.text.parsing.harmony import CHANNEL, END, MESSAGE, SPECIAL, HarmonyStream
 
 FAMILY = ReasoningFamily(
     "gpt_oss",
@@ -11,4 +11,5 @@ FAMILY = ReasoningFamily(
     "</think>",
     after=f"{CHANNEL}final{MESSAGE}",
     special=SPECIAL,
+    written=(f"{CHANNEL}analysis{MESSAGE}", END),
 )

@@ -157,6 +157,21 @@ async def test_a_structure_binds_at_once_in_a_message_that_goes_on(content: Any)
     assert await starts(ended) == (True, False)
 
 
+def test_a_bound_of_thoughts_has_the_tags_that_the_model_writes() -> None:
+    asked = RequestedSampling(thinking_budget=4, thinking_budget_field="reasoning_budget")
+
+    def tags(name: str) -> tuple[str, str] | None:
+        families = None, reasoning_family(name)
+        return shaped(asked, families, None, "assistant\n", continues=False).thinking_tags
+
+    assert tags("think") == ("<think>", "</think>")
+    assert tags("mistral") == ("[THINK]", "[/THINK]")
+    assert tags("gpt_oss") == ("<|channel|>analysis<|message|>", "<|end|>")
+    with pytest.raises(ServiceError) as error:
+        tags("none")
+    assert error.value.param == "reasoning_budget"
+
+
 def test_two_structures_are_refused() -> None:
     asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
     with pytest.raises(ServiceError) as error:
