@@ -128,11 +128,13 @@ def shaped(
         raise refuse(param, text)
     if structure is None:
         return sampling
+    if structure is not sampling.structure and tools is not None and tools.whole is not None:
+        # A call of Harmony's is a message of its own, not part of the final one.
+        return replace(sampling, structure=structure, structure_after="")
     after = ""
     if reasoning is not None and _thinks_first(reasoning, prompt_end, continues):
         after = reasoning.after
-    if structure is not sampling.structure and tools is not None and tools.whole is not None:
-        after = ""  # a call of Harmony's is a message of its own, not part of the final one
+        structure = replace(structure, lead=reasoning.lead)
     return replace(sampling, structure=structure, structure_after=after)
 
 
@@ -188,7 +190,7 @@ def _thinks_first(reasoning: ReasoningFamily, text: str, continues: bool) -> boo
     """Whether a thought comes before the answer's text: a message that goes on has had its own."""
     if continues:
         return _is_open(reasoning, text, continues)
-    return not text.rstrip().endswith(reasoning.after)
+    return not text.rstrip().endswith(reasoning.after + reasoning.lead)
 
 
 def _is_open(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:

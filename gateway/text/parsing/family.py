@@ -67,7 +67,8 @@ class ReasoningFamily:
     """How models of a family think before they answer, between `begin` and `end`.
 
     `make(open)` makes a parser; `open`: the prompt has opened the thought already. `after`: the
-    text after which the answer begins. `written`: what the model writes for `begin` and `end`,
+    text after which the answer begins, with `lead` between where something may stand there that a
+    structure leaves out. `written`: what the model writes for `begin` and `end`,
     where that is something else.
     """
 
@@ -79,6 +80,7 @@ class ReasoningFamily:
     after: str
     special: Sequence[str] = ()
     written: tuple[str, str] | None = None
+    lead: str = ""
 
 
 def call_of(value: Any, *, needs_arguments: bool = False) -> FoundCall:

@@ -9,7 +9,8 @@ FAMILY = ReasoningFamily(
     lambda open: HarmonyStream(calls=False),
     "<think>",
     "</think>",
-    after=f"{CHANNEL}final{MESSAGE}",
+    after=f"{CHANNEL}final",  # <|constrain|>json may follow
+    lead=MESSAGE,
     special=SPECIAL,
     written=(f"{CHANNEL}analysis{MESSAGE}", END),
 )

@@ -126,7 +126,12 @@ def test_a_structure_of_the_client_binds_after_the_thought_too() -> None:
     final = shaped(
         asked, (None, reasoning_family("gpt_oss")), None, "<|start|>assistant", continues=False
     )
-    assert final.structure_after == "<|channel|>final<|message|>"
+    assert final.structure_after == "<|channel|>final"
+    assert final.structure is not None
+    assert final.structure.lead == "<|message|>"  # so that no <|constrain|>json comes between
+    begun = "<|start|>assistant<|channel|>final<|message|>"
+    final = shaped(asked, (None, reasoning_family("gpt_oss")), None, begun, continues=False)
+    assert (final.structure, final.structure_after) == (asked.structure, "")
     assert (
         shaped(RequestedSampling(), (HERMES, THINK), None, "x", continues=False)
         == RequestedSampling()
