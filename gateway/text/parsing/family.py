@@ -23,11 +23,12 @@ Calls = Generator[FoundCall | None, None, None]  # None: needs more text
 
 
 class ContentParser(Protocol):
-    """Text in any pieces in, content out; `finish` gives what was held back."""
+    """Text in any pieces in, content out; `finish` gives what was held back. `cut`: the answer has
+    ended by its length, and so perhaps in the middle of a call."""
 
     def push(self, text: str) -> list[ContentPart]: ...
 
-    def finish(self) -> list[ContentPart]: ...
+    def finish(self, *, cut: bool = False) -> list[ContentPart]: ...
 
 
 @dataclass(frozen=True, slots=True)

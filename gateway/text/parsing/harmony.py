@@ -50,7 +50,7 @@ class HarmonyStream:
         self._reader.feed(text)
         return self._advanced()
 
-    def finish(self) -> list[ContentPart]:
+    def finish(self, *, cut: bool = False) -> list[ContentPart]:
         self._reader.ended = True
         return self._advanced()
 

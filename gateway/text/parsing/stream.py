@@ -1,8 +1,9 @@
 """Finds calls of tools in the text of an answer as it comes; pure.
 
 A call is given whole or not at all: what begins as one and is none goes back into the text, in
-order. Only what the end of the answer has cut off behind a complete call is left out, as is an
-opening tag with nothing behind it.
+order. Only what the answer's length has cut off is left out: in a block that has had a call, behind
+another block's call, or right behind an opening tag; the latter two where a special token opened
+the block. So is such an opening tag that is all of an answer.
 """
 
 import re
@@ -40,6 +41,7 @@ class CallStream:
         """`parallel`: otherwise calls after the first are left out."""
         assert family.read is not None
         self._read = family.read
+        self._special = family.special
         self._schemas = schemas
         self._new_id = new_id
         self._parallel = parallel
@@ -50,9 +52,12 @@ class CallStream:
         self._space = ""
         self._fenced = False
         self._ended = False
+        self._cut = False  # by its length
         self._num_calls = 0
+        self._has_text = False
         self._reader: BlockReader | None = None
         self._opener = ""
+        self._has_called = False  # in the block
         self._block: Calls | None = None
         self._parts: list[ContentPart] = []
 
@@ -63,8 +68,9 @@ class CallStream:
             self._pending += text
         return self._advanced()
 
-    def finish(self) -> list[ContentPart]:
+    def finish(self, *, cut: bool = False) -> list[ContentPart]:
         self._ended = True
+        self._cut = cut
         if self._reader is not None:
             self._reader.ended = True
         parts = self._advanced()
@@ -114,6 +120,7 @@ class CallStream:
         text, self._pending = self._pending[at:], ""
         self._reader = BlockReader(text, len(opener), ended=self._ended)
         self._opener = opener
+        self._has_called = False
         self._block = self._read(self._reader, opener, self._schemas)
 
     def _in_block(self) -> bool:
@@ -126,7 +133,7 @@ class CallStream:
                 if call is not None:
                     self._call(call)
                     reader.drop_read()
-                    self._opener = ""
+                    self._has_called = True
                 elif len(reader.text) > MAX_CALL_CHARS:
                     reader.at = len(reader.text)
                     raise Malformed
@@ -135,13 +142,23 @@ class CallStream:
         except CutOff:
             rest = reader.text
             reader.at = len(rest)
-            if not self._num_calls and rest.strip() != self._opener:
+            if not self._is_left_out(rest):
                 self._emit(rest)
         except Malformed:
             self._emit(reader.text[: reader.at])
         self._pending = reader.text[reader.at :]
         self._reader = self._block = None
         return True
+
+    def _is_left_out(self, rest: str) -> bool:
+        """Whether the rest of an answer that was cut off in a block is no text."""
+        if self._has_called:
+            return self._cut
+        if not any(text in self._opener for text in self._special):
+            return False
+        if rest.strip() == self._opener:
+            return self._cut or not (self._has_text or self._num_calls)
+        return self._cut and self._num_calls > 0
 
     def _call(self, call: FoundCall) -> None:
         index = self._num_calls
@@ -158,4 +175,5 @@ class CallStream:
             body = text
         self._space = text[len(body) :]
         if body:
+            self._has_text = True
             self._parts.append(TextPart(body))

@@ -38,10 +38,12 @@ def make(name: str, schemas: Schemas | None = None, parallel: bool = True) -> Co
     return CallStream(family, schemas or {}, lambda: f"call_{next(ids)}", parallel)
 
 
-def parse(name: str, pieces: Iterable[str], **options: Any) -> list[ContentPart]:
+def parse(
+    name: str, pieces: Iterable[str], *, cut: bool = False, **options: Any
+) -> list[ContentPart]:
     parser = make(name, **options)
     content = [part for piece in pieces for part in parser.push(piece)]
-    return content + parser.finish()
+    return content + parser.finish(cut=cut)
 
 
 def made(content: list[ContentPart]) -> tuple[str, list[tuple[str, Any]]]:
@@ -134,7 +136,30 @@ def test_a_call_that_is_cut_off_is_text(name: str) -> None:
 def test_what_is_cut_off_behind_a_call_is_left_out(name: str) -> None:
     answer = TOOL_ANSWERS[name]
     cut = answer.calls[: answer.calls.rindex("Rome") + 2]
-    assert made(parse(name, cut)) == ("", [PARIS])
+    assert made(parse(name, cut, cut=True)) == ("", [PARIS])
+    text, calls = made(parse(name, cut))
+    assert calls == [PARIS]
+    assert cut.endswith(text)
+    assert text.endswith("Ro")
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - AT_START - {"gpt_oss"}))
+def test_an_opening_tag_at_the_end_is_text_where_the_answer_ends_by_itself(name: str) -> None:
+    family = tool_family(name)
+    assert family is not None
+    for opener in family.openers:
+        special = any(text in opener for text in family.special)
+        text = f"Wrap it in {opener}"
+        assert made(parse(name, text)) == (text, [])
+        left = "Wrap it in " if special else text
+        assert made(parse(name, text, cut=True)) == (left, [])
+        assert made(parse(name, opener)) == ("" if special else opener, [])
+        ordinary = f"To cache it, use {opener}"
+        behind = TOOL_ANSWERS[name].call + ordinary
+        assert made(parse(name, behind)) == (ordinary, [PARIS])
+        if special:
+            ordinary = ordinary.removesuffix(f" {opener}")
+        assert made(parse(name, behind, cut=True)) == (ordinary, [PARIS])
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - AT_START - {"gpt_oss"}))
@@ -300,7 +325,7 @@ def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
         if not calls:
             left_out = text.removeprefix(given_back)
             assert given_back + left_out == text
-            assert left_out.strip() in ("", *family.openers)
+            assert left_out.strip() in ("", *([] if given_back.strip() else family.openers))
         else:
             remaining = iter(text)
             assert all(char in remaining for char in given_back)
