@@ -17,6 +17,9 @@ from pdserve.gateway.text.parts import ContentPart, TextPart, ToolCallPart
 MAX_CALL_CHARS = 1 << 20  # of one call
 MAX_SPACE = 1024  # white space that waits for text
 FENCE: Final = "```"
+MAX_FENCE = 1024  # a run of more backticks is none
+_RUN = re.compile("`+")
+_INFO = re.compile(r"`+|\n")  # in the line that opens a fence
 
 
 def held(text: str, marks: tuple[str, ...]) -> int:
@@ -32,7 +35,8 @@ class CallStream:
     """The parser of a family, for one choice.
 
     White space waits until text follows, and is left out at the end of an answer with calls. Tags
-    in fenced code are text.
+    in fenced code are text: from a line that begins with three backticks or more and has no others,
+    to a line that begins with as many or more and no word behind them.
     """
 
     def __init__(
@@ -46,11 +50,13 @@ class CallStream:
         self._new_id = new_id
         self._parallel = parallel
         self._marks = (*family.openers, FENCE)
-        self._pattern = re.compile("|".join(map(re.escape, self._marks)))
+        self._pattern = re.compile("|".join((*map(re.escape, family.openers), "`+")))
         self._bare = family.bare  # characters that may begin a block where the answer begins
         self._pending = ""
         self._space = ""
-        self._fenced = False
+        self._fence = 0  # backticks of the one that is open
+        self._in_info = False  # the rest of its line
+        self._blank = True  # what the line has so far
         self._ended = False
         self._cut = False  # by its length
         self._num_calls = 0
@@ -93,31 +99,49 @@ class CallStream:
                 return False
             bare, self._bare = self._bare, ""
             if start and start[0] in bare:
-                self._begin(0, "")
+                self._begin("")
                 return True
-        if self._fenced:
-            at, mark = self._pending.find(FENCE), FENCE
-        else:
-            found = self._pattern.search(self._pending)
-            at, mark = (found.start(), found[0]) if found else (-1, "")
-        if at < 0:
-            marks = (FENCE,) if self._fenced else self._marks
-            keep = 0 if self._ended else held(self._pending, marks)
-            cut = len(self._pending) - keep
-            self._emit(self._pending[:cut])
-            self._pending = self._pending[cut:]
+        pattern = _INFO if self._in_info else _RUN
+        found = (pattern if self._fence else self._pattern).search(self._pending)
+        if found is None:
+            keep = 0 if self._ended or self._fence else held(self._pending, self._marks)
+            self._pass(len(self._pending) - keep)
             return False
-        if mark == FENCE:
-            self._fenced = not self._fenced
-            self._emit(self._pending[: at + len(FENCE)])
-            self._pending = self._pending[at + len(FENCE) :]
+        at, mark = found.start(), found[0]
+        if mark == "\n":
+            self._in_info = False
+            self._pass(found.end())
             return True
-        self._emit(self._pending[:at])
-        self._begin(at, mark)
+        if mark[0] == "`":
+            behind = self._pending[found.end() : found.end() + 1]
+            if not behind and not self._ended and len(mark) < MAX_FENCE:
+                self._pass(at)
+                return False
+            self._pass(at)
+            self._run(len(mark), behind)
+            self._pass(len(mark))
+            return True
+        self._pass(at)
+        self._begin(mark)
         return True
 
-    def _begin(self, at: int, opener: str) -> None:
-        text, self._pending = self._pending[at:], ""
+    def _run(self, length: int, behind: str) -> None:
+        """A run of backticks, and the character behind it."""
+        if self._in_info:  # it was code within a line
+            self._fence, self._in_info = 0, False
+        elif self._fence:
+            if self._blank and length >= self._fence and not behind.isalnum():
+                self._fence = 0
+        elif self._blank and len(FENCE) <= length < MAX_FENCE:
+            self._fence, self._in_info = length, True
+
+    def _pass(self, size: int) -> None:
+        """Gives so much of what is pending as text."""
+        self._emit(self._pending[:size])
+        self._pending = self._pending[size:]
+
+    def _begin(self, opener: str) -> None:
+        text, self._pending = self._pending, ""
         self._reader = BlockReader(text, len(opener), ended=self._ended)
         self._opener = opener
         self._has_called = False
@@ -163,12 +187,15 @@ class CallStream:
     def _call(self, call: FoundCall) -> None:
         index = self._num_calls
         self._num_calls += 1
+        self._blank = False
         if index and not self._parallel:
             return
         self._parts.append(ToolCallPart(index, self._new_id(), call.name))
         self._parts.append(ToolCallPart(index, arguments=call.arguments))
 
     def _emit(self, text: str) -> None:
+        *lines, last = text.rsplit("\n", 1)
+        self._blank = not last.strip() and (bool(lines) or self._blank)
         text = self._space + text
         body = text.rstrip()
         if len(text) - len(body) > MAX_SPACE:

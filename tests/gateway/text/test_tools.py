@@ -169,6 +169,29 @@ def test_a_call_in_fenced_code_is_text(name: str) -> None:
     assert made(parse(name, quoted + "so on")) == (quoted + "so on", [])
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "Quote it with ``` as you like.\n", "See ```x``` and ```` ``` ````:\n", "```sh -c``` ok\n",
+        "````\n```\n````\n", "````\n```py\n`````  \n", "```\na ``` b\n```\n", "  ```py\nx\n  ```\n",
+        "```\n```", "```\nx\n```py\n```\n", "`" * 5000 + "\n",
+    ],
+)  # fmt: skip
+def test_backticks_that_open_no_fence_hide_no_call(before: str) -> None:
+    answer = before + TOOL_ANSWERS["hermes"].call
+    assert made(parse("hermes", [answer])) == (before.rstrip(), [PARIS])
+    assert made(parse("hermes", answer)) == (before.rstrip(), [PARIS])
+
+
+@pytest.mark.parametrize(
+    "before", ["```\n", "````md\n```\nx\n```\n", "```\n```py\n", "~\n ```\n x```\n"]
+)
+def test_a_fence_is_open_until_one_as_long(before: str) -> None:
+    answer = before + TOOL_ANSWERS["hermes"].call
+    assert made(parse("hermes", [answer])) == (answer, [])
+    assert made(parse("hermes", answer)) == (answer, [])
+
+
 @pytest.mark.parametrize("name", sorted(AT_START))
 def test_without_a_tag_a_call_begins_the_answer(name: str) -> None:
     call = TOOL_ANSWERS[name].call
