@@ -16,6 +16,7 @@ class FoundCall:
 
     name: str
     arguments: str  # a JSON object's text
+    id: str = ""  # that the model has given it
 
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of each argument, by function

@@ -60,6 +60,7 @@ class CallStream:
         self._ended = False
         self._cut = False  # by its length
         self._num_calls = 0
+        self._ids: set[str] = set()  # that the model has given
         self._has_text = False
         self._reader: BlockReader | None = None
         self._opener = ""
@@ -190,7 +191,9 @@ class CallStream:
         self._blank = False
         if index and not self._parallel:
             return
-        self._parts.append(ToolCallPart(index, self._new_id(), call.name))
+        given = call.id and call.id not in self._ids
+        self._ids.add(call.id)
+        self._parts.append(ToolCallPart(index, call.id if given else self._new_id(), call.name))
         self._parts.append(ToolCallPart(index, arguments=call.arguments))
 
     def _emit(self, text: str) -> None:

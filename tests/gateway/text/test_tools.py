@@ -80,7 +80,8 @@ def test_call(name: str) -> None:
     parts = parse(name, [TOOL_ANSWERS[name].call])
     assert made(parts) == ("", [PARIS])
     first, *rest = parts
-    assert first == ToolCallPart(0, "call_0", "get_weather", "")
+    given = "functions.get_weather:0" if name == "kimi_k2" else "call_0"
+    assert first == ToolCallPart(0, given, "get_weather", "")
     assert all(isinstance(part, ToolCallPart) and part.arguments and not part.id for part in rest)
 
 
@@ -89,8 +90,21 @@ def test_parallel_calls(name: str) -> None:
     answer = TOOL_ANSWERS[name].calls
     parts = parse(name, [answer])
     assert made(parts) == ("", [PARIS, ROME])
-    assert [call.id for call in calls_of(parts)] == ["call_0", "call_1"]
+    if name != "kimi_k2":
+        assert [call.id for call in calls_of(parts)] == ["call_0", "call_1"]
     assert made(parse(name, [answer], parallel=False)) == ("", [PARIS])
+
+
+def test_the_model_s_own_ids_are_kept() -> None:
+    calls = TOOL_ANSWERS["kimi_k2"].calls
+    first, rome = calls.split(":0", 1)
+    parts = parse("kimi_k2", first + ":3" + rome.replace(":0", ":4"))
+    own = ["functions.get_weather:3", "functions.get_weather:4"]
+    assert [call.id for call in calls_of(parts)] == own
+    twice = [call.id for call in calls_of(parse("kimi_k2", calls))]
+    assert twice == ["functions.get_weather:0", "call_0"]  # no two have the same
+    odd = [call.id for call in calls_of(parse("kimi_k2", calls.replace("functions.", "")))]
+    assert odd == ["call_0", "call_1"]
 
 
 @pytest.mark.parametrize("name", NAMES)
