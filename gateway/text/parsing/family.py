@@ -48,7 +48,8 @@ class ToolFamily:
     """How models of a family call tools.
 
     `read` reads the calls of a block from after the opener that it began with ("" for a block that
-    began with one of the characters `bare` at the start of the answer) and raises Malformed for
+    began with one of the characters `bare` at the start of the answer, whose first call is one of a
+    tool that the model has) and raises Malformed for
     what are none. `whole` makes a parser of whole answers instead, with reasoning; then `read` is
     not used. `special`: texts that the parser needs even where they are special tokens.
     """

@@ -156,6 +156,8 @@ class CallStream:
         try:
             for call in block:
                 if call is not None:
+                    if not self._opener and not self._has_called and call.name not in self._schemas:
+                        raise Malformed  # without a tag it may be any JSON
                     self._call(call)
                     reader.drop_read()
                     self._has_called = True

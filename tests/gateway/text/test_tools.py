@@ -26,6 +26,7 @@ from pdserve.gateway.text.tools import (
 PARIS = ("get_weather", {"city": "Paris"})
 ROME = ("get_weather", {"city": "Rome"})
 NAMES = tool_parser_names()
+TOOLS: Schemas = {"get_weather": {}, "f": {}}
 AT_START = {"llama3_json", "llama4_pythonic", "json"}  # without a tag, only there
 
 
@@ -35,7 +36,9 @@ def make(name: str, schemas: Schemas | None = None, parallel: bool = True) -> Co
     ids = count()
     if family.whole is not None:
         return family.whole(lambda: f"call_{next(ids)}", parallel)
-    return CallStream(family, schemas or {}, lambda: f"call_{next(ids)}", parallel)
+    return CallStream(
+        family, TOOLS if schemas is None else schemas, lambda: f"call_{next(ids)}", parallel
+    )
 
 
 def parse(
@@ -210,6 +213,13 @@ def test_a_fence_is_open_until_one_as_long(before: str) -> None:
 def test_without_a_tag_a_call_begins_the_answer(name: str) -> None:
     call = TOOL_ANSWERS[name].call
     assert made(parse(name, "Like this: " + call)) == ("Like this: " + call, [])
+
+
+@pytest.mark.parametrize("name", sorted(AT_START))
+@pytest.mark.parametrize("text", ['{"name": "Bob", "parameters": {}}', "[Bob(a=1)]"])
+def test_without_a_tag_a_call_is_one_of_a_tool(name: str, text: str) -> None:
+    assert made(parse(name, [text])) == (text, [])
+    assert made(parse(name, text + " and so on")) == (text + " and so on", [])
 
 
 @pytest.mark.parametrize("name", sorted(AT_START))
