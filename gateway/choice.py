@@ -153,14 +153,14 @@ class Choice:
         counted = len(update.offsets)
         self.num_tokens += counted
         self.closed = update.finish is not None
-        content = self._content(update.text)
+        content = self._content(update.text, cut=update.finish == "length")
         self._calls = self._calls or any(isinstance(part, ToolCallPart) for part in content)
         finish = "tool_calls" if self._calls and update.finish == "stop" else update.finish
         ids = tuple(tokens.ids[:counted])
         return Delta(self.index, content, tuple(scores), self.num_tokens, finish, ids, update.stop)
 
-    def _content(self, text: str) -> tuple[ContentPart, ...]:
+    def _content(self, text: str, *, cut: bool) -> tuple[ContentPart, ...]:
         if self._parser is None:
             return (TextPart(text),) if text else ()
         parts = self._parser.push(text) if text else []
-        return (*parts, *self._parser.finish()) if self.closed else tuple(parts)
+        return (*parts, *self._parser.finish(cut=cut)) if self.closed else tuple(parts)

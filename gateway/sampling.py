@@ -66,7 +66,8 @@ class RequestedSampling:
     structure_after: str = ""  # the structure binds what follows it; empty: all of the answer
     thinking_budget: int | None = None  # tokens of thinking; None: no bound
     thinking_budget_field: str = "thinking_token_budget"
-    thinking_tags: tuple[str, str] = ("<think>", "</think>")  # first empty: an answer begins within
+    # None: the model's own. The first one empty: an answer begins within.
+    thinking_tags: tuple[str, str] | None = None
 
     def written_as(self, param: str) -> str:
         """A parameter of the engine as the client calls its field."""

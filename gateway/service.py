@@ -14,10 +14,12 @@ from pdserve.gateway.catalog import Catalog, ServedModel
 from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt, Rounds
 from pdserve.gateway.content.answer_format import (
     AnswerFormat,
+    Families,
     ParserChoice,
     answer_format,
     prompt_end,
     shaped,
+    thinking_bound,
 )
 from pdserve.gateway.content.model_texts import ModelTexts, check_ids, check_room, kept_ids
 from pdserve.gateway.content.requests import ChatCompletionRequest, TextCompletionRequest
@@ -27,6 +29,7 @@ from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling, check, client_errors, refuse, resolve
+from pdserve.gateway.text.messages import content_text
 from pdserve.gateway.text_processes.constraints import constraints_of
 from pdserve.gateway.text_processes.pool import LoadedText, TextPool
 from pdserve.services.host.errors import ServiceError
@@ -108,6 +111,8 @@ class Service:
                     sampling, form = self._shape(asked, model, prompts[0].ids)
                 else:
                     prompts = await self._prompts(asked, model, owner)
+                    _, reasoning = self._families(model)
+                    sampling = thinking_bound(sampling, reasoning)
                 await self._bind(prompts, sampling, model, owner, asked.continues)
                 num_tokens = sum(len(prompt.ids) for prompt in prompts)
                 await self.rates.count_tokens(owner, num_tokens)
@@ -246,14 +251,18 @@ class Service:
         _, family = self.parsers.families("", text.reasoning_parser)
         return family is not None
 
+    def _families(self, model: ServedModel) -> Families:
+        return self.parsers.families(model.text.tool_parser, model.text.reasoning_parser)
+
     def _shape(
         self, asked: ChatCompletionRequest, model: ServedModel, ids: Sequence[int]
     ) -> tuple[RequestedSampling, AnswerFormat]:
         """The sampling with what holds the answer to the tools, and how the answer is read."""
-        families = self.parsers.families(model.text.tool_parser, model.text.reasoning_parser)
+        families = self._families(model)
         end = prompt_end(model.text.vocabulary, ids)
         if asked.continues:
-            end = str(asked.conversation.messages[-1].get("content") or "")
+            content = asked.conversation.messages[-1].get("content")
+            end = "" if content is None else content_text(content, "messages")
         form = answer_format(
             families,
             asked.tool_use,
@@ -261,7 +270,8 @@ class Service:
             continues=asked.continues,
             inline=not asked.separate_reasoning,
         )
-        return shaped(asked.sampling, families, asked.tool_use, end), form
+        sampling = shaped(asked.sampling, families, asked.tool_use, end, continues=asked.continues)
+        return sampling, form
 
     async def _prompts(
         self, asked: TextCompletionRequest, model: ServedModel, owner: bytes

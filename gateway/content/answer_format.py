@@ -116,13 +116,18 @@ def answer_format(
 
 
 def shaped(
-    sampling: RequestedSampling, families: Families, use: ToolUse | None, prompt_end: str
+    sampling: RequestedSampling,
+    families: Families,
+    use: ToolUse | None,
+    prompt_end: str,
+    *,
+    continues: bool,
 ) -> RequestedSampling:
     """The sampling with the tags of the model's thoughts, the structure that the tools ask for, and
-    what an answer has before its structure. Raises ServiceError for two structures."""
+    what an answer has before its structure; `prompt_end` and `continues` as for `answer_format`.
+    Raises ServiceError for two structures."""
     tools, reasoning = families
-    if reasoning is not None:
-        sampling = replace(sampling, thinking_tags=(reasoning.begin, reasoning.end))
+    sampling = thinking_bound(sampling, reasoning)
     structure = tool_structure(tools, use) if use is not None else None
     if structure is None:
         structure = sampling.structure
@@ -132,12 +137,28 @@ def shaped(
         raise refuse(param, text)
     if structure is None:
         return sampling
-    after = ""
-    if reasoning is not None and not prompt_end.rstrip().endswith(reasoning.after):
-        after = reasoning.after
     if structure is not sampling.structure and tools is not None and tools.whole is not None:
-        after = ""  # a call of Harmony's is a message of its own, not part of the final one
+        # A call of Harmony's is a message of its own, not part of the final one.
+        return replace(sampling, structure=structure, structure_after="")
+    after = ""
+    if reasoning is not None and _thinks_first(reasoning, prompt_end, continues):
+        after = reasoning.after
+        structure = replace(structure, lead=reasoning.lead)
     return replace(sampling, structure=structure, structure_after=after)
+
+
+def thinking_bound(
+    sampling: RequestedSampling, reasoning: ReasoningFamily | None
+) -> RequestedSampling:
+    """The sampling with the tags of the model's thoughts if these are bounded. Raises ServiceError
+    if there are none to bound."""
+    if sampling.thinking_budget is None or sampling.thinking_tags is not None:
+        return sampling
+    if reasoning is None:
+        param = sampling.thinking_budget_field
+        text = f"{param}: this gateway does not read thoughts of this model (--reasoning-parser)"
+        raise refuse(param, text)
+    return replace(sampling, thinking_tags=reasoning.written or (reasoning.begin, reasoning.end))
 
 
 def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
@@ -173,6 +194,13 @@ def new_call_id(length: int = 0) -> str:
 
 def _may_call(use: ToolUse | None) -> bool:
     return use is not None and bool(use.tools) and use.choice != "none"
+
+
+def _thinks_first(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:
+    """Whether a thought comes before the answer's text: a message that goes on has had its own."""
+    if continues:
+        return _is_open(reasoning, text, continues)
+    return not text.rstrip().endswith(reasoning.after + reasoning.lead)
 
 
 def _is_open(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:

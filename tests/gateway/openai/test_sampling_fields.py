@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, logprob, saying
+from fake_router import FakeRouter, logprob, saying, thinking_model
 from grammar_walks import tokenizer
 from http_errors import CHAT, HI, PLAIN, check
 
@@ -74,7 +74,7 @@ async def test_what_is_wrong_is_named(make_http, url, fields, param):
 @pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget", "reasoning_budget"])
 @pytest.mark.parametrize("url", BODIES)
 async def test_a_bound_of_thinking(make_http, url, name):
-    router = FakeRouter(saying("x"))
+    router = FakeRouter(saying("x"), *thinking_model())
     client = make_http(router)
     for budget in (5, 0, -1):
         assert (await client.post(url, json={**BODIES[url], name: budget})).status_code == 200
@@ -87,8 +87,17 @@ async def test_a_bound_of_thinking(make_http, url, name):
     assert not free.HasField("thinking")
 
 
-async def test_a_prompt_may_have_begun_the_thinking(make_http):
+@pytest.mark.parametrize("name", ["thinking_token_budget", "reasoning_budget"])
+@pytest.mark.parametrize("url", BODIES)
+async def test_thoughts_that_nothing_reads_cannot_be_bound(make_http, url, name):
     router = FakeRouter(saying("x"))
+    client = make_http(router)
+    check(await client.post(url, json={**BODIES[url], name: 5}), 400, name)
+    assert (await client.post(url, json={**BODIES[url], name: -1})).status_code == 200
+
+
+async def test_a_prompt_may_have_begun_the_thinking(make_http):
+    router = FakeRouter(saying("x"), *thinking_model())
     client = make_http(router)
     for prompt, begun in (
         ("a<think>\n", True),

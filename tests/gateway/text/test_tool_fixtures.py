@@ -75,7 +75,7 @@ def parse(fixture: Fixture, pieces: Iterable[str]) -> ParseResult:
     content: list[ContentPart] = []
     for piece in pieces:
         content += parser.push(piece)
-    content += parser.finish()
+    content += parser.finish(cut=fixture.truncated)
     calls = calls_of(content)
     assert [call.index for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls)

@@ -26,6 +26,7 @@ from pdserve.gateway.text.tools import (
 PARIS = ("get_weather", {"city": "Paris"})
 ROME = ("get_weather", {"city": "Rome"})
 NAMES = tool_parser_names()
+TOOLS: Schemas = {"get_weather": {}, "f": {}}
 AT_START = {"llama3_json", "llama4_pythonic", "json"}  # without a tag, only there
 
 
@@ -35,13 +36,17 @@ def make(name: str, schemas: Schemas | None = None, parallel: bool = True) -> Co
     ids = count()
     if family.whole is not None:
         return family.whole(lambda: f"call_{next(ids)}", parallel)
-    return CallStream(family, schemas or {}, lambda: f"call_{next(ids)}", parallel)
+    return CallStream(
+        family, TOOLS if schemas is None else schemas, lambda: f"call_{next(ids)}", parallel
+    )
 
 
-def parse(name: str, pieces: Iterable[str], **options: Any) -> list[ContentPart]:
+def parse(
+    name: str, pieces: Iterable[str], *, cut: bool = False, **options: Any
+) -> list[ContentPart]:
     parser = make(name, **options)
     content = [part for piece in pieces for part in parser.push(piece)]
-    return content + parser.finish()
+    return content + parser.finish(cut=cut)
 
 
 def made(content: list[ContentPart]) -> tuple[str, list[tuple[str, Any]]]:
@@ -79,7 +84,8 @@ def test_call(name: str) -> None:
     parts = parse(name, [TOOL_ANSWERS[name].call])
     assert made(parts) == ("", [PARIS])
     first, *rest = parts
-    assert first == ToolCallPart(0, "call_0", "get_weather", "")
+    given = "functions.get_weather:0" if name == "kimi_k2" else "call_0"
+    assert first == ToolCallPart(0, given, "get_weather", "")
     assert all(isinstance(part, ToolCallPart) and part.arguments and not part.id for part in rest)
 
 
@@ -88,8 +94,21 @@ def test_parallel_calls(name: str) -> None:
     answer = TOOL_ANSWERS[name].calls
     parts = parse(name, [answer])
     assert made(parts) == ("", [PARIS, ROME])
-    assert [call.id for call in calls_of(parts)] == ["call_0", "call_1"]
+    if name != "kimi_k2":
+        assert [call.id for call in calls_of(parts)] == ["call_0", "call_1"]
     assert made(parse(name, [answer], parallel=False)) == ("", [PARIS])
+
+
+def test_the_model_s_own_ids_are_kept() -> None:
+    calls = TOOL_ANSWERS["kimi_k2"].calls
+    first, rome = calls.split(":0", 1)
+    parts = parse("kimi_k2", first + ":3" + rome.replace(":0", ":4"))
+    own = ["functions.get_weather:3", "functions.get_weather:4"]
+    assert [call.id for call in calls_of(parts)] == own
+    twice = [call.id for call in calls_of(parse("kimi_k2", calls))]
+    assert twice == ["functions.get_weather:0", "call_0"]  # no two have the same
+    odd = [call.id for call in calls_of(parse("kimi_k2", calls.replace("functions.", "")))]
+    assert odd == ["call_0", "call_1"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -135,7 +154,30 @@ def test_a_call_that_is_cut_off_is_text(name: str) -> None:
 def test_what_is_cut_off_behind_a_call_is_left_out(name: str) -> None:
     answer = TOOL_ANSWERS[name]
     cut = answer.calls[: answer.calls.rindex("Rome") + 2]
-    assert made(parse(name, cut)) == ("", [PARIS])
+    assert made(parse(name, cut, cut=True)) == ("", [PARIS])
+    text, calls = made(parse(name, cut))
+    assert calls == [PARIS]
+    assert cut.endswith(text)
+    assert text.endswith("Ro")
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - AT_START - {"gpt_oss"}))
+def test_an_opening_tag_at_the_end_is_text_where_the_answer_ends_by_itself(name: str) -> None:
+    family = tool_family(name)
+    assert family is not None
+    for opener in family.openers:
+        special = any(text in opener for text in family.special)
+        text = f"Wrap it in {opener}"
+        assert made(parse(name, text)) == (text, [])
+        left = "Wrap it in " if special else text
+        assert made(parse(name, text, cut=True)) == (left, [])
+        assert made(parse(name, opener)) == ("" if special else opener, [])
+        ordinary = f"To cache it, use {opener}"
+        behind = TOOL_ANSWERS[name].call + ordinary
+        assert made(parse(name, behind)) == (ordinary, [PARIS])
+        if special:
+            ordinary = ordinary.removesuffix(f" {opener}")
+        assert made(parse(name, behind, cut=True)) == (ordinary, [PARIS])
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - AT_START - {"gpt_oss"}))
@@ -145,10 +187,40 @@ def test_a_call_in_fenced_code_is_text(name: str) -> None:
     assert made(parse(name, quoted + "so on")) == (quoted + "so on", [])
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "Quote it with ``` as you like.\n", "See ```x``` and ```` ``` ````:\n", "```sh -c``` ok\n",
+        "````\n```\n````\n", "````\n```py\n`````  \n", "```\na ``` b\n```\n", "  ```py\nx\n  ```\n",
+        "```\n```", "```\nx\n```py\n```\n", "`" * 5000 + "\n",
+    ],
+)  # fmt: skip
+def test_backticks_that_open_no_fence_hide_no_call(before: str) -> None:
+    answer = before + TOOL_ANSWERS["hermes"].call
+    assert made(parse("hermes", [answer])) == (before.rstrip(), [PARIS])
+    assert made(parse("hermes", answer)) == (before.rstrip(), [PARIS])
+
+
+@pytest.mark.parametrize(
+    "before", ["```\n", "````md\n```\nx\n```\n", "```\n```py\n", "~\n ```\n x```\n"]
+)
+def test_a_fence_is_open_until_one_as_long(before: str) -> None:
+    answer = before + TOOL_ANSWERS["hermes"].call
+    assert made(parse("hermes", [answer])) == (answer, [])
+    assert made(parse("hermes", answer)) == (answer, [])
+
+
 @pytest.mark.parametrize("name", sorted(AT_START))
 def test_without_a_tag_a_call_begins_the_answer(name: str) -> None:
     call = TOOL_ANSWERS[name].call
     assert made(parse(name, "Like this: " + call)) == ("Like this: " + call, [])
+
+
+@pytest.mark.parametrize("name", sorted(AT_START))
+@pytest.mark.parametrize("text", ['{"name": "Bob", "parameters": {}}', "[Bob(a=1)]"])
+def test_without_a_tag_a_call_is_one_of_a_tool(name: str, text: str) -> None:
+    assert made(parse(name, [text])) == (text, [])
+    assert made(parse(name, text + " and so on")) == (text + " and so on", [])
 
 
 @pytest.mark.parametrize("name", sorted(AT_START))
@@ -301,7 +373,7 @@ def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
         if not calls:
             left_out = text.removeprefix(given_back)
             assert given_back + left_out == text
-            assert left_out.strip() in ("", *family.openers)
+            assert left_out.strip() in ("", *([] if given_back.strip() else family.openers))
         else:
             remaining = iter(text)
             assert all(char in remaining for char in given_back)
