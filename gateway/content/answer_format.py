@@ -11,14 +11,13 @@ from functools import partial
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.parsing.answer import AnswerParser, InlineThoughts
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     ContentParser,
     ReasoningFamily,
-    Schemas,
     ToolFamily,
 )
 from pdserve.gateway.text.parsing.stream import CallStream
-from pdserve.gateway.text.parsing.values import arguments_of
 from pdserve.gateway.text.reasoning import reasoning_family
 from pdserve.gateway.text.tools import tool_family
 from pdserve.gateway.text.vocabulary import Vocabulary
@@ -40,7 +39,7 @@ class AnswerFormat:
 
     tools: ToolFamily | None = None
     reasoning: ReasoningFamily | None = None
-    schemas: Schemas = field(default_factory=dict)
+    schemas: ToolSchemas = field(default_factory=ToolSchemas)
     parallel: bool = True
     open: bool = False
     inline: bool = False
@@ -96,10 +95,11 @@ def answer_format(
     """`prompt_end`: the last text before the answer; with `continues` all of the message that the
     answer goes on with."""
     tools, reasoning = families
+    called = use.tools if use is not None and _may_call(use) else ()
     return AnswerFormat(
-        tools if _may_call(use) else None,
+        tools if called else None,
         reasoning,
-        {tool.name: arguments_of(tool.parameters) for tool in use.tools} if use else {},
+        ToolSchemas({tool.name: tool.parameters for tool in called}),
         use.parallel if use else True,
         open=reasoning is not None and _is_open(reasoning, prompt_end, continues),
         inline=inline,

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from pdserve.gateway.text.parsing.family import Calls, FoundCall, Schemas, ToolFamily
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import Calls, FoundCall, ToolFamily
 from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed
 from pdserve.gateway.text.parts import ContentPart, TextPart, ToolCallPart
 
@@ -35,7 +36,7 @@ class CallStream:
     """
 
     def __init__(
-        self, family: ToolFamily, schemas: Schemas, new_id: Callable[[], str], parallel: bool
+        self, family: ToolFamily, schemas: ToolSchemas, new_id: Callable[[], str], parallel: bool
     ) -> None:
         """`parallel`: otherwise calls after the first are left out."""
         assert family.read is not None
