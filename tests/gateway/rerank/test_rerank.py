@@ -181,7 +181,7 @@ async def test_a_certain_answer(make_http, infinite):
 @pytest.mark.parametrize(
     ("path", "change", "param", "says"),
     [
-        ("/rerank", {"model": ""}, "model", "at least 1 character"),
+        ("/rerank", {"model": ""}, "model", "must provide a model"),
         ("/rerank", {"query": 5}, "query", "valid string"),
         ("/rerank", {"query": None}, "query", "valid string"),
         ("/rerank", {"documents": []}, "documents", "at least 1 item"),
