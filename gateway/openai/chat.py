@@ -11,6 +11,7 @@ from pdserve.gateway.completion import Usage
 from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import ChatBody
+from pdserve.gateway.openai.json_text import array_json, object_json
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.service import Service
 from pdserve.gateway.text.parts import (
@@ -41,15 +42,22 @@ class ChatReply:
         self._id = f"chatcmpl-{caller.request_id}"
         self._caller = body.called_by(caller, self._id)
         self._created = int(time.time())
+        self._as_ids = bool(body.return_tokens_as_token_ids)
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> bytes:
+        """The JSON text, made piece by piece: log-probabilities all at once would hold up the
+        loop. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
+            if (num_top := self._body.prompt_logprobs) is not None:
+                logprobs.check_prompt_logprobs(completion.prompts, 1, num_top, "prompt_logprobs")
             answers, usage = await self._service.completions.collect(completion)
             choices: list[dict[str, Any]] = [
                 {
                     "index": answer.index,
                     "message": self._message(answer.content),
-                    "logprobs": self._logprobs(answer.tokens),
+                    "logprobs": await logprobs.chat_json(answer.tokens, self._as_ids)
+                    if self._body.logprobs
+                    else None,
                     "finish_reason": answer.finish,
                 }
                 for answer in answers
@@ -59,14 +67,15 @@ class ChatReply:
                 head["prompt_token_ids"] = list(completion.prompts[0].ids)
                 for choice, answer in zip(choices, answers, strict=True):
                     choice["token_ids"] = answer.ids
-            if (num_top := self._body.prompt_logprobs) is not None:
-                head["prompt_logprobs"] = await logprobs.of_prompt(
+            if num_top is not None:
+                head["prompt_logprobs"] = await logprobs.prompt_json(
                     completion.model.text.vocabulary,
                     completion.prompts[0].ids,
                     answers[0].prompt_scores,
                     num_top,
                 )
-            return {**head, "choices": choices, "usage": usage_object(usage)}
+            texts = array_json(map(object_json, choices))
+            return object_json({**head, "choices": texts, "usage": usage_object(usage)})
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """A chunk with the role when a choice begins, its text, its calls, its finish; then the
@@ -143,7 +152,7 @@ class ChatReply:
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return logprobs.of_chat(tokens, bool(self._body.return_tokens_as_token_ids))
+        return logprobs.of_chat(tokens, self._as_ids)
 
 
 def _call(part: ToolCallPart) -> dict[str, Any]:
