@@ -148,23 +148,30 @@ class Choice:
         """The next tokens, in order. Raises ServiceError INTERNAL if the choice was aborted."""
         if tokens.finish == ABORTED:
             raise ServiceError(INTERNAL, "an answer was cut short")
-        update = self._text.push(tokens.ids, _FINISH.get(tokens.finish))
+        new = tokens.ids
+        update = self._text.push(new, _FINISH.get(tokens.finish))
         scores: list[ScoredToken] = []
-        for token, score, offset in zip(tokens.ids, tokens.logprobs, update.offsets, strict=False):
+        for score, token, offset in zip(tokens.logprobs, new, update.offsets, strict=False):
             self.total_logprob += score.logprob
             if self._scored:
                 scores.append(scored(self._vocabulary, token, score, offset))
         counted = len(update.offsets)
         self.num_tokens += counted
         self.closed = update.finish is not None
-        content = self._content(update.text)
-        self._calls = self._calls or any(isinstance(part, ToolCallPart) for part in content)
+        content: tuple[ContentPart, ...]
+        if self._parser is None:
+            content = (TextPart(update.text),) if update.text else ()
+        else:
+            content = self._parsed(self._parser, update.text)
         finish = "tool_calls" if self._calls and update.finish == "stop" else update.finish
-        ids = tuple(tokens.ids[:counted])
+        ids = tuple(new[:counted])
         return Delta(self.index, content, tuple(scores), self.num_tokens, finish, ids, update.stop)
 
-    def _content(self, text: str) -> tuple[ContentPart, ...]:
-        if self._parser is None:
-            return (TextPart(text),) if text else ()
-        parts = self._parser.push(text) if text else []
-        return (*parts, *self._parser.finish()) if self.closed else tuple(parts)
+    def _parsed(self, parser: ContentParser, text: str) -> tuple[ContentPart, ...]:
+        parts = parser.push(text) if text else []
+        if self.closed:
+            parts += parser.finish()
+        for part in parts:
+            if isinstance(part, ToolCallPart):
+                self._calls = True
+        return tuple(parts)

@@ -16,6 +16,7 @@ from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.service import Service
 from pdserve.gateway.text.parts import (
     ContentPart,
+    TextPart,
     ToolCallPart,
     calls_of,
     reasoning_of,
@@ -130,15 +131,7 @@ class ChatReply:
     def _contents(self, delta: Delta) -> list[dict[str, Any]]:
         """The text of a delta and each piece of its calls, as choices of chunks of their own; the
         first has its tokens."""
-        deltas: list[dict[str, Any]] = []
-        text, thought = text_of(delta.content), reasoning_of(delta.content)
-        if thought and self._body.include_reasoning is not False:
-            deltas.append({"reasoning_content": thought})
-        if text:
-            deltas.append({"content": text})
-        for part in delta.content:
-            if isinstance(part, ToolCallPart):
-                deltas.append({"tool_calls": [{"index": part.index, **_call(part)}]})
+        deltas = self._pieces(delta.content)
         if not deltas:
             if not (delta.tokens or self._body.return_token_ids):
                 return []  # a thought that is left out
@@ -148,6 +141,20 @@ class ChatReply:
         if self._body.return_token_ids:
             choices[0]["token_ids"] = list(delta.ids)
         return choices
+
+    def _pieces(self, content: Sequence[ContentPart]) -> list[dict[str, Any]]:
+        if len(content) == 1 and isinstance(first := content[0], TextPart):  # most of them
+            return [{"content": first.text}] if first.text else []
+        deltas: list[dict[str, Any]] = []
+        text, thought = text_of(content), reasoning_of(content)
+        if thought and self._body.include_reasoning is not False:
+            deltas.append({"reasoning_content": thought})
+        if text:
+            deltas.append({"content": text})
+        for part in content:
+            if isinstance(part, ToolCallPart):
+                deltas.append({"tool_calls": [{"index": part.index, **_call(part)}]})
+        return deltas
 
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not self._body.logprobs:
