@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pdserve.gateway.sampling import RequestedSampling
 from pdserve.gateway.text.choice_text import ChoiceText
 from pdserve.gateway.text.parsing.family import ContentParser
-from pdserve.gateway.text.parts import ContentPart, TextPart, ToolCallPart
+from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 from pdserve.gateway.text.stop import StopMatcher
 from pdserve.gateway.text.vocabulary import Vocabulary
 from pdserve.protos.common_pb2 import (
@@ -124,6 +124,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.num_tokens = 0
+        self.reasoning_tokens = 0  # up to the last of what the model thinks
         self.total_logprob = 0.0
         self.closed = False
         self._vocabulary = vocabulary
@@ -174,4 +175,6 @@ class Choice:
         for part in parts:
             if isinstance(part, ToolCallPart):
                 self._calls = True
+            elif isinstance(part, ReasoningPart):
+                self.reasoning_tokens = self.num_tokens
         return tuple(parts)

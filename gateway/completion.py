@@ -68,6 +68,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     inexact: bool = False  # KV or tokens of another KV identity took part
+    reasoning_tokens: int = 0  # of those of the completion
 
     def __add__(self, other: "Usage") -> "Usage":
         return Usage(
@@ -75,6 +76,7 @@ class Usage:
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
             self.inexact or other.inexact,
+            self.reasoning_tokens + other.reasoning_tokens,
         )
 
 
@@ -209,6 +211,7 @@ class _PromptRun:
             0 if self._completion.echo_only else counted,
             self._finished.cached_tokens,
             self._finished.inexact,
+            sum(choice.reasoning_tokens for choice in self._choices),
         )
 
     def best(self, n: int) -> list[Choice]:
