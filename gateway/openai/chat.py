@@ -59,7 +59,7 @@ class ChatReply:
                     "logprobs": await logprobs.chat_json(answer.tokens, self._as_ids)
                     if self._body.logprobs
                     else None,
-                    "finish_reason": answer.finish,
+                    "finish_reason": self._finish(answer.finish),
                 }
                 for answer in answers
             ]
@@ -103,11 +103,18 @@ class ChatReply:
                         for choice in self._contents(item):
                             yield {**head, "choices": [choice]} | after
                     if item.finish is not None:
-                        ending = self._choice(item.choice, {}, item.finish)
+                        ending = self._choice(item.choice, {}, self._finish(item.finish))
                         yield {**head, "choices": [ending]} | after
 
     def _head(self, kind: str, model: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": model}
+
+    def _finish(self, finish: str) -> str:
+        """A call that the client has asked for by name is an answer like others, as OpenAI and
+        vLLM have it."""
+        choice = self._body.tool_choice
+        named = isinstance(choice, dict) and choice.get("type") == "function"
+        return "stop" if named and finish == "tool_calls" else finish
 
     def _choice(
         self, index: int, delta: dict[str, Any], finish: str | None = None

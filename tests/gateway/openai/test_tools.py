@@ -343,6 +343,20 @@ async def test_tokens_of_thoughts_are_counted(
     assert streamed == usage
 
 
+async def test_a_named_tool_ends_with_stop(make_http: Callable[..., Any]) -> None:
+    """As OpenAI and vLLM have it, unlike a call that is merely required."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    for choice, want in ((named, "stop"), ("required", "tool_calls"), (allowed, "tool_calls")):
+        client = make_http(router(saying(HERMES.call)))
+        asked = body(tool_choice=choice)
+        (whole,) = (await client.post(URL, json=asked)).json()["choices"]
+        assert whole["message"]["tool_calls"]
+        assert whole["finish_reason"] == want
+        streamed = events((await client.post(URL, json={**asked, "stream": True})).text)
+        assert joined(streamed)[0]["finish"] == want
+
+
 async def test_a_quoted_tag_opens_no_thought(make_http: Callable[..., Any]) -> None:
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "what is <think>"}]}
     reply = await make_http(router(saying("A tag."), THINKS)).post(URL, json=asked)
