@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_VALUES
+from pdserve.gateway.grammars.schemas import without_annotations
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.parsing.answer import AnswerParser, InlineThoughts
@@ -140,13 +142,20 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
     param = "tool_choice" if required or use.only else "tools"
     if family is None:
         raise refuse(param, f"{param}: this gateway does not read calls of tools (--tool-parser)")
-    structures = []
-    for tool in use.tools:
-        if not use.only or tool.name in use.only:
-            bound = required or tool.strict
-            schema = dict(tool.parameters or ANY_OBJECT) if bound else ANY_OBJECT
-            begin = family.form.begin.replace("NAME", tool.name)
-            structures.append({"begin": begin, "schema": schema, "end": family.form.end})
+    tools = [tool for tool in use.tools if not use.only or tool.name in use.only]
+    given = [
+        dict(tool.parameters or ANY_OBJECT) if required or tool.strict else ANY_OBJECT
+        for tool in tools
+    ]
+    schemas = without_annotations(given, 2 * MAX_STRUCTURE_VALUES)
+    structures = [
+        {
+            "begin": family.form.begin.replace("NAME", tool.name),
+            "schema": schema,
+            "end": family.form.end,
+        }
+        for tool, schema in zip(tools, schemas, strict=True)
+    ]
     value = {
         "structures": structures,
         "triggers": [family.form.trigger],
