@@ -141,7 +141,7 @@ class Service:
     async def prepare_inputs(
         self,
         model_name: str,
-        tokenized: Callable[[ServedModel], Awaitable[Sequence[Sequence[int]]]],
+        tokenized: Callable[[ServedModel], Awaitable[Sequence[Collection[int]]]],
         cache_salt: bytes,
         caller: Caller,
     ) -> AsyncIterator[PreparedInputs]:

@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_VALUES
+from pdserve.gateway.grammars.schemas import without_annotations
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.parsing.answer import AnswerParser, InlineThoughts
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     ContentParser,
     ReasoningFamily,
-    Schemas,
     ToolFamily,
 )
 from pdserve.gateway.text.parsing.stream import CallStream
-from pdserve.gateway.text.parsing.values import arguments_of
 from pdserve.gateway.text.reasoning import reasoning_family
 from pdserve.gateway.text.tools import GENERIC, tool_family
 from pdserve.gateway.text.vocabulary import Vocabulary
@@ -41,7 +42,7 @@ class AnswerFormat:
 
     tools: ToolFamily | None = None
     reasoning: ReasoningFamily | None = None
-    schemas: Schemas = field(default_factory=dict)
+    schemas: ToolSchemas = field(default_factory=ToolSchemas)
     parallel: bool = True
     only_calls: bool = False
     open: bool = False
@@ -104,10 +105,11 @@ def answer_format(
     """`prompt_end`: the last text before the answer; with `continues` all of the message that the
     answer goes on with."""
     tools, reasoning = families
+    called = use.tools if use is not None and _may_call(use) else ()
     return AnswerFormat(
-        tools if _may_call(use) else None,
+        tools if called else None,
         reasoning,
-        {tool.name: arguments_of(tool.parameters) for tool in use.tools} if use else {},
+        ToolSchemas({tool.name: tool.parameters for tool in called}),
         use.parallel if use else True,
         only_calls=use is not None and use.choice == "required",
         open=reasoning is not None and _is_open(reasoning, prompt_end, continues),
@@ -170,14 +172,21 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
     param = "tool_choice" if required or use.only else "tools"
     if family is None:
         raise refuse(param, f"{param}: this gateway does not read calls of tools (--tool-parser)")
-    structures = []
-    for tool in use.tools:
-        if not use.only or tool.name in use.only:
-            bound = required or tool.strict
-            schema = dict(tool.parameters or ANY_OBJECT) if bound else ANY_OBJECT
-            begin = family.form.begin.replace("NAME", tool.name)
-            structure = {"begin": begin, "schema": schema, "end": family.form.end}
-            structures.append({**structure, "lenient": not tool.strict})
+    tools = [tool for tool in use.tools if not use.only or tool.name in use.only]
+    given = [
+        dict(tool.parameters or ANY_OBJECT) if required or tool.strict else ANY_OBJECT
+        for tool in tools
+    ]
+    schemas = without_annotations(given, 2 * MAX_STRUCTURE_VALUES)
+    structures = [
+        {
+            "begin": family.form.begin.replace("NAME", tool.name),
+            "schema": schema,
+            "end": family.form.end,
+            "lenient": not tool.strict,
+        }
+        for tool, schema in zip(tools, schemas, strict=True)
+    ]
     value = {
         "structures": structures,
         "triggers": [family.form.trigger],

@@ -25,6 +25,12 @@ class PromptTokensDetails(AnswerModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(AnswerModel):
+    """`reasoning_tokens`: of what the model thinks before it answers."""
+
+    reasoning_tokens: int
+
+
 class UsageDetails(AnswerModel):
     """`inexact`: KV of other weights or numerics was used, so a rerun may give other tokens."""
 
@@ -36,6 +42,7 @@ class UsageObject(AnswerModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
     pdserve: UsageDetails
 
 
@@ -46,6 +53,7 @@ class ChunkUsage(AnswerModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
     pdserve: UsageDetails | None = None
 
 

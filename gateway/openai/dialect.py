@@ -182,12 +182,12 @@ def _add_refusals(app: FastAPI) -> None:
             )
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + to_json(value) + b"\n\n"
+def _event(value: dict[str, Any] | bytes) -> bytes:
+    """A server-sent event of an object, or of its text."""
+    return b"data: " + (value if isinstance(value, bytes) else to_json(value)) + b"\n\n"
 
 
-async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+async def _events(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
     """Each chunk as an event, then [DONE]."""
     async with aclosing(chunks) as items:
         async for chunk in items:

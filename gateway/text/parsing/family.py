@@ -1,10 +1,11 @@
 """What a plug-in of gateway/text/tools or gateway/text/reasoning is; pure data."""
 
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.reader import BlockReader, Malformed
 from pdserve.gateway.text.parsing.values import json_text, json_value
 from pdserve.gateway.text.parts import ContentPart
@@ -19,7 +20,6 @@ class FoundCall:
     id: str = ""  # that the model has given it
 
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of each argument, by function
 Calls = Generator[FoundCall | None, None, None]  # None: needs more text
 
 
@@ -59,7 +59,7 @@ class ToolFamily:
     form: CallForm
     openers: Sequence[str] = ()
     bare: str = ""
-    read: Callable[[BlockReader, str, Schemas], Calls] | None = None
+    read: Callable[[BlockReader, str, ToolSchemas], Calls] | None = None
     special: Sequence[str] = ()
     whole: Callable[[Callable[[], str], bool], ContentParser] | None = None
     id_len: int = 0  # letters and digits of a call's id, where templates insist on so many

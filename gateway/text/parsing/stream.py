@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from pdserve.gateway.text.parsing.family import Calls, FoundCall, Schemas, ToolFamily
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import Calls, FoundCall, ToolFamily
 from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed
 from pdserve.gateway.text.parts import ContentPart, TextPart, ToolCallPart
 
@@ -42,7 +43,7 @@ class CallStream:
     def __init__(
         self,
         family: ToolFamily,
-        schemas: Schemas,
+        schemas: ToolSchemas,
         new_id: Callable[[], str],
         parallel: bool,
         only_calls: bool = False,

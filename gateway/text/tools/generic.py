@@ -4,8 +4,8 @@ in <tool_call>, or without the tags where the answer begins, since small models 
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
-    Schemas,
     ToolFamily,
+    ToolSchemas,
     bare_calls,
     json_call,
     json_list,
@@ -15,7 +15,7 @@ from pdserve.gateway.text.parsing.reader import BlockReader
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if not opener:
         yield from bare_calls(reader)
         return

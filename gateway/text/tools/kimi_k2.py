@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from pdserve.gateway.text.parsing.family import CallForm, Calls, Schemas, ToolFamily, json_arguments
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader
 
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -10,7 +11,7 @@ CALL, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     while True:
         yield from reader.space()
         if (yield from reader.expect(CALL, END)) == END:

@@ -18,7 +18,7 @@ from pdserve.gateway.content.answer_format import (
 )
 from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.sampling import RequestedSampling
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.structure import Structure, oversize
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.parts import calls_of
 from pdserve.gateway.text.reasoning import reasoning_family
@@ -65,6 +65,40 @@ def test_required_calls() -> None:
         },
         "tool_choice",
     )
+
+
+def described(number: int) -> Tool:
+    texts = {"title": "t" * 20, "description": "d" * 400, "examples": ["e"], "default": "f"}
+    size = {"type": "integer", "minimum": number, **texts}
+    named = {"description": {"type": "string", **texts}, "default": {"items": size, **texts}}
+    either = {"anyOf": [size, {"$ref": "#/$defs/A"}], "$comment": "c", "deprecated": True}
+    schema = {"properties": {**named, "either": either, "mode": {"const": texts}}, **texts}
+    return Tool(f"f{number}", "d" * 400, {**schema, "$defs": {"A": size}})
+
+
+def test_what_describes_a_schema_is_no_part_of_a_structure() -> None:
+    tools = [described(number) for number in range(70)]
+    structure = tool_structure(HERMES, ToolUse(tools, "required"))
+    assert structure is not None
+    assert oversize(structure) == ""
+    size = {"type": "integer", "minimum": 7}
+    assert tools[7].parameters is not None
+    assert structure.value["structures"][7]["schema"] == {
+        "properties": {
+            "description": {"type": "string"},
+            "default": {"items": size},
+            "either": {"anyOf": [size, {"$ref": "#/$defs/A"}]},
+            "mode": tools[7].parameters["properties"]["mode"],
+        },
+        "$defs": {"A": size},
+    }
+
+
+def test_a_structure_that_is_too_large_stays_so() -> None:
+    many = {f"a{n}": {"type": "string", "description": "d"} for n in range(20000)}
+    structure = tool_structure(HERMES, ToolUse([Tool("f", "", {"properties": many})], "required"))
+    assert structure is not None
+    assert "values" in oversize(structure)
 
 
 @pytest.mark.parametrize("name", tool_parser_names())

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_answers import TOOL_ANSWERS
 
-from pdserve.gateway.text.parsing.family import ContentParser, Schemas
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import ContentParser
 from pdserve.gateway.text.parsing.reader import Malformed
 from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, CallStream
-from pdserve.gateway.text.parsing.values import Literals, arguments_of, typed
+from pdserve.gateway.text.parsing.values import Literals
 from pdserve.gateway.text.parts import ContentPart, ToolCallPart, calls_of, reasoning_of, text_of
 from pdserve.gateway.text.tools import (
     FALLBACK,
@@ -26,11 +27,11 @@ from pdserve.gateway.text.tools import (
 PARIS = ("get_weather", {"city": "Paris"})
 ROME = ("get_weather", {"city": "Rome"})
 NAMES = tool_parser_names()
-TOOLS: Schemas = {"get_weather": {}, "f": {}}
+TOOLS = ToolSchemas({"get_weather": {}, "f": {}})
 AT_START = {"llama3_json", "llama4_pythonic", "json"}  # without a tag, only there
 
 
-def make(name: str, schemas: Schemas | None = None, parallel: bool = True) -> ContentParser:
+def make(name: str, schemas: ToolSchemas | None = None, parallel: bool = True) -> ContentParser:
     family = tool_family(name)
     assert family is not None
     ids = count()
@@ -323,8 +324,20 @@ SCHEMA = {
         "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
         "place": {"$ref": "#/$defs/Place"},
         "mode": {"enum": ["1", "2"]},
+        "as_count": {"$ref": "#/properties/count"},
+        "odd": {"$ref": "#/$defs/a~1b~0c"},
+        "spaced": {"$ref": "#/$defs/a%20b"},
+        "second": {"$ref": "#/properties/maybe/anyOf/0"},
+        "far": {"$ref": "#/properties/maybe/anyOf/7"},
+        "tree": {"$ref": "#/$defs/Tree"},
     },
-    "$defs": {"Place": {"type": "object"}},
+    "$defs": {
+        "Place": {"type": "object"},
+        "a/b~c": {"type": "boolean"},
+        "a b": {"type": "null"},
+        "Tree": {"anyOf": [{"$ref": "#/$defs/Trees"}, {"type": "integer"}]},
+        "Trees": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "array"}]},
+    },
 }
 
 
@@ -335,12 +348,14 @@ SCHEMA = {
         ("code", "007", "007"), ("code", "true", "true"), ("maybe", "null", None),
         ("maybe", "3", 3), ("mode", "1", "1"),
         ("place", '{"x": 1}', {"x": 1}), ("place", "{'x': True}", {"x": True}), ("other", "1", "1"),
+        ("as_count", "7", 7), ("odd", "true", True), ("spaced", "None", None), ("second", "7", 7),
+        ("far", "7", "7"), ("tree", "[1]", [1]), ("tree", "1", 1), ("tree", "true", "true"),
     ],
 )  # fmt: skip
 def test_values_are_typed_by_the_schema(name: str, text: str, value: Any) -> None:
-    assert typed(text, arguments_of(SCHEMA).get(name)) == value
+    assert ToolSchemas({"f": SCHEMA}).call("f").typed(name, text) == value
     call = f"<tool_call><function=f><parameter={name}>{text}</parameter></function></tool_call>"
-    parts = parse("qwen3_coder", [call], schemas={"f": arguments_of(SCHEMA)})
+    parts = parse("qwen3_coder", [call], schemas=ToolSchemas({"f": SCHEMA}))
     if not text.endswith("\n"):
         assert made(parts) == ("", [("f", {name: value})])
 
@@ -349,7 +364,39 @@ def test_values_are_typed_by_the_schema(name: str, text: str, value: Any) -> Non
     "schema", [None, {}, {"properties": 1}, {"properties": {"a": {"$ref": 1}}}]
 )
 def test_odd_schemas_type_nothing(schema: Any) -> None:
-    assert typed("1", arguments_of(schema).get("a")) == "1"
+    assert ToolSchemas({"f": schema}).call("f").typed("a", "1") == "1"
+
+
+def test_schemas_that_refer_to_themselves_cost_little() -> None:
+    """Each of many arguments is a choice of choices of itself: resolved in place they are 4 million
+    schemas."""
+    a = {"anyOf": [{"anyOf": [{"$ref": "#/$defs/A"}] * 8}] * 8}
+    own = {f"own{n}": a for n in range(1900)}
+    referring = {f"a{n}": {"$ref": "#/$defs/A"} for n in range(1900)}
+    schemas = ToolSchemas({"f": {"properties": own | referring, "$defs": {"A": a}}})
+    started = process_time()
+    for name in own | referring:
+        assert schemas.call("f").typed(name, "1") == "1"
+    assert process_time() - started < 0.25
+
+
+def test_schemas_have_one_budget_but_keep_what_was_found() -> None:
+    big = {f"b{n}": {"anyOf": [{"type": "object"}] * 32} for n in range(100)}
+    schemas = ToolSchemas({"f": SCHEMA, "g": {"properties": big}})
+    assert schemas.call("f").typed("count", "1") == 1
+    assert schemas.call("g").typed("b0", "{}") == {}
+    assert [schemas.call("g").typed(name, "{}") for name in big][-1] == "{}"
+    assert schemas.call("f").typed("count", "1") == 1
+    assert schemas.call("f").typed("place", "{}") == "{}"
+
+
+def test_the_values_of_one_call_have_one_budget() -> None:
+    schemas = ToolSchemas({"f": {"properties": {"a": {"type": "array"}}}})
+    text = "[" + "'x'," * 1500 + "]"
+    call = schemas.call("f")
+    assert call.typed("a", text) == ["x"] * 1500
+    assert call.typed("a", text) == text
+    assert schemas.call("f").typed("a", text) == ["x"] * 1500
 
 
 PIECES = st.sampled_from(
