@@ -2,15 +2,18 @@
 
 It owns the connections. What is kept there is each module's own table on `Base`. Several gateways
 may use one: SQLite's file has a write-ahead log, so that readers wait for nobody, and a transaction
-that writes takes its turn when it begins.
+that writes takes its turn when it begins. A connection whose statement is cut off may keep SQLite's
+lock, so each transaction runs `in_own_task`.
 """
 
+import asyncio
+import functools
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from sqlalchemy import event, text
 from sqlalchemy.engine import URL, Connection, make_url
@@ -29,15 +32,38 @@ DRIVERS = {
     "postgresql": "postgresql+asyncpg",
     "postgres": "postgresql+asyncpg",
 }
+CLOSE_S = 5.0  # for the transactions that still run
 MAKING_TABLES = 7_291_445  # of Postgres's advisory locks: gateways that start together
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_own_tasks: set[asyncio.Task[Any]] = set()  # that run; nothing else holds those nobody waits for
 
 
 class Base(DeclarativeBase):
     """Every table of the gateway."""
 
 
+def in_own_task(
+    work: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Decorates coroutine functions that have transactions: they run to their end, whatever
+    becomes of the caller. They must be short, and wait for nothing but the database."""
+
+    @functools.wraps(work)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        task = asyncio.create_task(work(*args, **kwargs), name=work.__qualname__)
+        _own_tasks.add(task)
+        task.add_done_callback(_own_tasks.discard)
+        return await asyncio.shield(task)
+
+    return run
+
+
 class Database:
-    """Opened by `start`; `sessions` gives transactions: `async with db.sessions.begin() as s`."""
+    """Opened by `start`; `changing` and `reading` are transactions, of what is `in_own_task`."""
 
     def __init__(self, url: str) -> None:
         """`url` as SQLAlchemy reads it: "sqlite:///file.db", "postgresql://host/name". Raises
@@ -52,12 +78,13 @@ class Database:
         if self.is_file:
             event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
             event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
-        self.sessions: async_sessionmaker[AsyncSession] = async_sessionmaker(
+        self._writing: async_sessionmaker[AsyncSession] = async_sessionmaker(
             self._engine, expire_on_commit=False
         )
         self._reading: async_sessionmaker[AsyncSession] = async_sessionmaker(
             self._engine.execution_options(reads_only=True), expire_on_commit=False
         )
+        self._open: set[asyncio.Task[Any]] = set()  # that have a transaction
 
     @property
     def is_file(self) -> bool:
@@ -86,23 +113,39 @@ class Database:
             raise OSError(f"--database-url: {folder} is no folder that can be written to")
 
     async def close(self) -> None:
+        """Transactions that run may end before."""
+        if self._open:
+            await asyncio.wait(tuple(self._open), timeout=CLOSE_S)
         await self._engine.dispose()
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[AsyncSession]:
         """A transaction that writes. Raises ServiceError UNAVAILABLE if the database cannot be
         used, IntegrityError for a row that is there already."""
-        with _service_errors():
-            async with self.sessions.begin() as session:
-                yield session
+        async with self._transaction(self._writing) as session:
+            yield session
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
         """A transaction that only reads: it sees one state, and waits for no writer. Raises
         ServiceError UNAVAILABLE."""
-        with _service_errors():
-            async with self._reading.begin() as session:
-                yield session
+        async with self._transaction(self._reading) as session:
+            yield session
+
+    @asynccontextmanager
+    async def _transaction(
+        self, sessions: async_sessionmaker[AsyncSession]
+    ) -> AsyncIterator[AsyncSession]:
+        task = asyncio.current_task()
+        if task is None or task not in _own_tasks:
+            raise RuntimeError("a transaction must be in_own_task")
+        self._open.add(task)
+        try:
+            with _service_errors():
+                async with sessions.begin() as session:
+                    yield session
+        finally:
+            self._open.discard(task)
 
 
 @contextmanager
