@@ -10,8 +10,9 @@ import asyncio
 import functools
 import logging
 import os
+import stat
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -93,7 +94,7 @@ class Database:
 
     async def start(self) -> None:
         """Makes the tables that are not there yet. Raises OSError if it cannot be opened."""
-        self._check_folder()
+        self._make_file()
         try:
             async with self._engine.begin() as connection:
                 if not self.is_file:
@@ -104,13 +105,22 @@ class Database:
             shown = self._url.render_as_string(hide_password=True)
             raise OSError(f"--database-url {shown}: {_reason(error)}") from error
 
-    def _check_folder(self) -> None:
+    def _make_file(self) -> None:
+        """SQLite would make one that everybody may read; those beside it have its rights."""
         path = self._url.database or ""
         if not self.is_file or path in ("", ":memory:"):
             return
         folder = Path(path).absolute().parent
         if not os.access(folder, os.W_OK | os.X_OK):
             raise OSError(f"--database-url: {folder} is no folder that can be written to")
+        try:
+            with suppress(FileExistsError):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+            for name in (path, f"{path}-wal", f"{path}-shm"):
+                with suppress(FileNotFoundError):
+                    _make_private(name)
+        except OSError as error:
+            raise OSError(f"--database-url: {error.filename}: {error.strerror}") from error
 
     async def close(self) -> None:
         """Transactions that run may end before."""
@@ -168,6 +178,14 @@ def _reason(error: Exception) -> str:
 
 def _with_driver(url: URL) -> URL:
     return url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+
+
+def _make_private(path: str) -> None:
+    """Nobody else may read the file, if it is ours. It is not opened: to close it would drop the
+    locks that SQLite has on it in this process."""
+    found = os.stat(path)
+    if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
+        os.chmod(path, 0o600)
 
 
 def _prepare_sqlite(connection: Any, record: object) -> None:

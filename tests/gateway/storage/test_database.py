@@ -1,4 +1,4 @@
-"""A caller that goes away cuts off no transaction: SQLite's lock is free, and nothing is twice."""
+"""The database: no caller that goes away cuts off a transaction, and nobody else may read it."""
 
 import asyncio
 import sqlite3
@@ -126,3 +126,24 @@ async def test_a_transaction_of_the_caller_itself_is_refused(database):
     with pytest.raises(RuntimeError, match="in_own_task"):
         async with database.changing():
             pass
+
+
+async def test_only_its_user_may_read_the_file(tmp_path, database):
+    def modes() -> set[int]:
+        found = list(tmp_path.glob("gateway.db*"))
+        assert len(found) == 3  # its log and its shared memory, too
+        return {path.stat().st_mode & 0o777 for path in found}
+
+    assert modes() == {0o600}
+    for path in tmp_path.glob("gateway.db*"):
+        path.chmod(0o644)  # an earlier version's
+    again = Database(f"sqlite:///{tmp_path}/gateway.db")
+    await again.start()
+    assert modes() == {0o600}
+    await again.close()
+
+
+async def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / "gateway.db").mkdir()
+    with pytest.raises(OSError, match="/gateway"):
+        await Database(f"sqlite:///{tmp_path}/gateway.db").start()
