@@ -69,10 +69,8 @@ class Database:
     def __init__(self, url: str) -> None:
         """`url` as SQLAlchemy reads it: "sqlite:///file.db", "postgresql://host/name". Raises
         ValueError for one that cannot be used."""
+        self._url = _read(url)
         try:
-            self._url = _with_driver(make_url(url))
-            if self._url.get_backend_name() not in DRIVERS:
-                raise ValueError("it must begin with sqlite:/// or postgresql://")
             self._engine = create_async_engine(self._url, pool_pre_ping=not self.is_file)
         except (SQLAlchemyError, ImportError, ValueError) as error:
             raise ValueError(f"--database-url: {error}") from None
@@ -102,7 +100,8 @@ class Database:
                 await connection.run_sync(Base.metadata.create_all)
         except (SQLAlchemyError, OSError) as error:
             await self._engine.dispose()
-            shown = self._url.render_as_string(hide_password=True)
+            # What is behind the "?" may be a password, too.
+            shown = self._url.set(query={}).render_as_string(hide_password=True)
             raise OSError(f"--database-url {shown}: {_reason(error)}") from error
 
     def _make_file(self) -> None:
@@ -176,8 +175,19 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error)[:MAX_QUOTED]
 
 
-def _with_driver(url: URL) -> URL:
-    return url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+def _read(text: str) -> URL:
+    """The URL with its driver. No error has a part of it: it may be one of a password."""
+    wrong = "--database-url: it must be sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME"
+    try:
+        url = make_url(text)
+        url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+        if url.get_backend_name() in DRIVERS and (
+            url.get_backend_name() == "sqlite" or "@" not in f"{url.host}{url.database}"
+        ):
+            return url
+    except (SQLAlchemyError, ValueError):
+        pass
+    raise ValueError(f"{wrong}, whose sign @ is %40 in a password")
 
 
 def _make_private(path: str) -> None:

@@ -147,3 +147,31 @@ async def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     (tmp_path / "gateway.db").mkdir()
     with pytest.raises(OSError, match="/gateway"):
         await Database(f"sqlite:///{tmp_path}/gateway.db").start()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:a@s3cret/more@h/db",
+        "postgresql://u:a@s3cret:12@h/db",
+        "postgresql://u:s3cret#@h:55x/db",
+        "mysql://u:s3cret@h/db",
+        "s3cret",
+    ],
+)
+def test_a_url_that_cannot_be_read_is_not_shown(url):
+    with pytest.raises(ValueError, match="--database-url: it must be sqlite") as caught:
+        Database(url)
+    assert "s3cret" not in str(caught.value)
+    assert caught.value.__context__ is None or "s3cret" not in str(caught.value.__context__)
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql://u:s3cret@{}/db", "postgresql://{}/db?password=s3cret"]
+)
+async def test_a_server_that_does_not_answer_is_named_without_the_password(url):
+    pytest.importorskip("asyncpg")
+    database = Database(url.format("127.0.0.1:1"))
+    with pytest.raises(OSError, match=":1/db") as caught:
+        await database.start()
+    assert "s3cret" not in str(caught.value)
