@@ -39,6 +39,7 @@ class OpenBatch(NamedTuple):
     tenant: str
     key_name: str
     expires_at: int
+    cancelling: bool
 
 
 class Batches:
@@ -106,13 +107,18 @@ class Batches:
 
     @in_own_task
     async def cancel(self, tenant: str, batch_id: str) -> StoredBatch | None:
-        """The batch, which its owner will end. Raises ServiceError if it has ended already."""
+        """The batch, which its owner will end: one that has none and no results has ended. Raises
+        ServiceError if it had ended already."""
         async with self._db.changing() as session:
             batch = await session.get(StoredBatch, batch_id, with_for_update=True)
             if batch is None or batch.tenant != tenant:
                 return None
             if batch.status in ("validating", "in_progress"):
-                batch.status, batch.cancelling_at = "cancelling", int(time.time())
+                now = int(time.time())
+                batch.status, batch.cancelling_at = "cancelling", now
+                if not batch.owner and batch.in_progress_at is None:
+                    batch.status, batch.ended_at = "cancelled", now
+                    await session.execute(delete(BatchLine).where(BatchLine.batch_id == batch_id))
             elif batch.status != "cancelling":
                 text = f"a batch whose status is {batch.status!r} cannot be cancelled"
                 raise ServiceError(INVALID_ARGUMENT, text)
@@ -131,7 +137,13 @@ class Batches:
         async with self._db.reading() as session:
             rows = (await session.scalars(query)).all()
         return [
-            OpenBatch(BatchLease(b.id, b.owner, b.beat), b.tenant, b.key_name, b.expires_at)
+            OpenBatch(
+                BatchLease(b.id, b.owner, b.beat),
+                b.tenant,
+                b.key_name,
+                b.expires_at,
+                b.status == "cancelling",
+            )
             for b in rows
         ]
 

@@ -47,6 +47,12 @@ class Base(DeclarativeBase):
     """Every table of the gateway."""
 
 
+def _ended(task: asyncio.Task[Any]) -> None:
+    _own_tasks.discard(task)
+    if not task.cancelled():
+        task.exception()  # perhaps nobody waits for it any more
+
+
 def in_own_task(
     work: Callable[P, Coroutine[Any, Any, T]],
 ) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -57,7 +63,7 @@ def in_own_task(
     async def run(*args: P.args, **kwargs: P.kwargs) -> T:
         task = asyncio.create_task(work(*args, **kwargs), name=work.__qualname__)
         _own_tasks.add(task)
-        task.add_done_callback(_own_tasks.discard)
+        task.add_done_callback(_ended)
         return await asyncio.shield(task)
 
     return run
