@@ -1,11 +1,11 @@
 """Calls of models that learn from the prompt how to call (text/templates/described_tools.py): JSON
 in <tool_call>, or without the tags where the answer begins, since small models leave them out."""
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
     ToolFamily,
-    ToolSchemas,
     bare_calls,
     json_call,
     json_list,
