@@ -393,7 +393,7 @@ class Engine:
     def _begin(self, job: RequestState) -> None:
         """Makes the constraints of a new job; a grammar is compiled meanwhile."""
         params = job.request.params
-        if constrains(params) and not job.request.prefill_only and job.key in self.jobs.by_key:
+        if constrains(params) and job.request.generates and job.key in self.jobs.by_key:
             now_s = self._clock()
             job.constraints = self._constrainer.of_request(params, job.generated, now_s)
             self._beginning.append(job)

@@ -25,6 +25,8 @@ class Structure:
     where `required` leaves nothing but tags, at least one, white space between them, and a few
     characters behind. A structure there may have a "param" and be "lenient" itself.
 
+    `lead`: what the answer has before the form, in special tokens, too.
+
     `lenient`: of a schema, keywords that cannot be enforced bind nothing; otherwise they are
     refused. `whitespace`: JSON may have some between its tokens.
     """
@@ -34,6 +36,7 @@ class Structure:
     param: str
     lenient: bool = False
     whitespace: bool = True
+    lead: str = ""
 
     def encoded(self) -> bytes:
         """As the text processes read it; the same structures have the same bytes."""

@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_VALUES
+from pdserve.gateway.grammars.schemas import without_annotations
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.parsing.answer import AnswerParser, InlineThoughts
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     ContentParser,
     ReasoningFamily,
-    Schemas,
     ToolFamily,
 )
 from pdserve.gateway.text.parsing.stream import CallStream
-from pdserve.gateway.text.parsing.values import arguments_of
 from pdserve.gateway.text.reasoning import reasoning_family
 from pdserve.gateway.text.tools import GENERIC, tool_family
 from pdserve.gateway.text.vocabulary import Vocabulary
@@ -41,7 +42,7 @@ class AnswerFormat:
 
     tools: ToolFamily | None = None
     reasoning: ReasoningFamily | None = None
-    schemas: Schemas = field(default_factory=dict)
+    schemas: ToolSchemas = field(default_factory=ToolSchemas)
     parallel: bool = True
     only_calls: bool = False
     open: bool = False
@@ -104,10 +105,11 @@ def answer_format(
     """`prompt_end`: the last text before the answer; with `continues` all of the message that the
     answer goes on with."""
     tools, reasoning = families
+    called = use.tools if use is not None and _may_call(use) else ()
     return AnswerFormat(
-        tools if _may_call(use) else None,
+        tools if called else None,
         reasoning,
-        {tool.name: arguments_of(tool.parameters) for tool in use.tools} if use else {},
+        ToolSchemas({tool.name: tool.parameters for tool in called}),
         use.parallel if use else True,
         only_calls=use is not None and use.choice == "required",
         open=reasoning is not None and _is_open(reasoning, prompt_end, continues),
@@ -116,13 +118,18 @@ def answer_format(
 
 
 def shaped(
-    sampling: RequestedSampling, families: Families, use: ToolUse | None, prompt_end: str
+    sampling: RequestedSampling,
+    families: Families,
+    use: ToolUse | None,
+    prompt_end: str,
+    *,
+    continues: bool,
 ) -> RequestedSampling:
     """The sampling with the tags of the model's thoughts, the structure that the tools ask for, and
-    what an answer has before its structure. Raises ServiceError for two structures."""
+    what an answer has before its structure; `prompt_end` and `continues` as for `answer_format`.
+    Raises ServiceError for two structures."""
     tools, reasoning = families
-    if reasoning is not None:
-        sampling = replace(sampling, thinking_tags=(reasoning.begin, reasoning.end))
+    sampling = thinking_bound(sampling, reasoning)
     structure = tool_structure(tools, use) if use is not None else None
     if structure is None:
         structure = sampling.structure
@@ -132,12 +139,28 @@ def shaped(
         raise refuse(param, text)
     if structure is None:
         return sampling
-    after = ""
-    if reasoning is not None and not prompt_end.rstrip().endswith(reasoning.after):
-        after = reasoning.after
     if structure is not sampling.structure and tools is not None and tools.whole is not None:
-        after = ""  # a call of Harmony's is a message of its own, not part of the final one
+        # A call of Harmony's is a message of its own, not part of the final one.
+        return replace(sampling, structure=structure, structure_after="")
+    after = ""
+    if reasoning is not None and _thinks_first(reasoning, prompt_end, continues):
+        after = reasoning.after
+        structure = replace(structure, lead=reasoning.lead)
     return replace(sampling, structure=structure, structure_after=after)
+
+
+def thinking_bound(
+    sampling: RequestedSampling, reasoning: ReasoningFamily | None
+) -> RequestedSampling:
+    """The sampling with the tags of the model's thoughts if these are bounded. Raises ServiceError
+    if there are none to bound."""
+    if sampling.thinking_budget is None or sampling.thinking_tags is not None:
+        return sampling
+    if reasoning is None:
+        param = sampling.thinking_budget_field
+        text = f"{param}: this gateway does not read thoughts of this model (--reasoning-parser)"
+        raise refuse(param, text)
+    return replace(sampling, thinking_tags=reasoning.written or (reasoning.begin, reasoning.end))
 
 
 def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
@@ -149,14 +172,21 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
     param = "tool_choice" if required or use.only else "tools"
     if family is None:
         raise refuse(param, f"{param}: this gateway does not read calls of tools (--tool-parser)")
-    structures = []
-    for tool in use.tools:
-        if not use.only or tool.name in use.only:
-            bound = required or tool.strict
-            schema = dict(tool.parameters or ANY_OBJECT) if bound else ANY_OBJECT
-            begin = family.form.begin.replace("NAME", tool.name)
-            structure = {"begin": begin, "schema": schema, "end": family.form.end}
-            structures.append({**structure, "lenient": not tool.strict})
+    tools = [tool for tool in use.tools if not use.only or tool.name in use.only]
+    given = [
+        dict(tool.parameters or ANY_OBJECT) if required or tool.strict else ANY_OBJECT
+        for tool in tools
+    ]
+    schemas = without_annotations(given, 2 * MAX_STRUCTURE_VALUES)
+    structures = [
+        {
+            "begin": family.form.begin.replace("NAME", tool.name),
+            "schema": schema,
+            "end": family.form.end,
+            "lenient": not tool.strict,
+        }
+        for tool, schema in zip(tools, schemas, strict=True)
+    ]
     value = {
         "structures": structures,
         "triggers": [family.form.trigger],
@@ -173,6 +203,13 @@ def new_call_id(length: int = 0) -> str:
 
 def _may_call(use: ToolUse | None) -> bool:
     return use is not None and bool(use.tools) and use.choice != "none"
+
+
+def _thinks_first(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:
+    """Whether a thought comes before the answer's text: a message that goes on has had its own."""
+    if continues:
+        return _is_open(reasoning, text, continues)
+    return not text.rstrip().endswith(reasoning.after + reasoning.lead)
 
 
 def _is_open(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:

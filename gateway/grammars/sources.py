@@ -26,7 +26,12 @@ MAX_LAST = 16  # characters of text behind these; most tokens have fewer
 def source(structure: Structure, split: Split, free: Collection[int]) -> str:
     """`free`: the special tokens that text without a form may have. Raises TextError for what is
     no such structure."""
-    return _joined(_grammars(structure, split, free))
+    grammars = _grammars(structure, split, free)
+    if structure.lead:
+        whole, *parts = grammars
+        start = _lark(f"start: {_words(split(structure.lead))} @form")
+        grammars = [start, {"name": "form", **whole}, *parts]
+    return _joined(grammars)
 
 
 def tag_source(tag: Mapping[str, Any], structure: Structure) -> str:

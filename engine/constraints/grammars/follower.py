@@ -137,7 +137,7 @@ class GrammarFollower:
     def _begin_task(self) -> None:
         self._is_late |= self._is_slow
         self._done.clear()
-        self._threads.add(self)
+        self._threads.add(self, awaited=not self._is_late)
 
     def _note_error(self) -> None:
         try:

@@ -14,7 +14,8 @@ from pdserve.gateway.text.parsing.values import json_text, json_value
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
+END = "<|end|>"
+ENDS = (END, "<|call|>", "<|return|>")
 SPECIAL = (CHANNEL, MESSAGE, START, *ENDS, "<|constrain|>")
 MAX_HEADER_CHARS = 1024
 
@@ -49,7 +50,7 @@ class HarmonyStream:
         self._reader.feed(text)
         return self._advanced()
 
-    def finish(self) -> list[ContentPart]:
+    def finish(self, *, cut: bool = False) -> list[ContentPart]:
         self._reader.ended = True
         return self._advanced()
 

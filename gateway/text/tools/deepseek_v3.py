@@ -2,11 +2,11 @@
 
 from collections.abc import Generator
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
     FoundCall,
-    Schemas,
     ToolFamily,
     json_arguments,
 )
@@ -17,7 +17,7 @@ CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁en
 FENCED = "```json"
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     """The calls of V3, and those of V3.1, which have the name before the separator."""
     while True:
         yield from reader.space()

@@ -1,10 +1,10 @@
 """Gemma 4's calls: call:NAME{key:value} in its own notation of values."""
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
     FoundCall,
-    Schemas,
     ToolFamily,
     json_call,
 )
@@ -14,7 +14,7 @@ from pdserve.gateway.text.parsing.values import GemmaLiterals, json_text
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     if (yield from reader.first()) == "{":  # as a grammar makes it
         yield (yield from json_call(reader))

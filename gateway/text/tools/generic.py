@@ -1,10 +1,10 @@
 """Calls of models that learn from the prompt how to call (text/templates/described_tools.py): JSON
 in <tool_call>, or without the tags where the answer begins, since small models leave them out."""
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
-    Schemas,
     ToolFamily,
     bare_calls,
     json_call,
@@ -15,7 +15,7 @@ from pdserve.gateway.text.parsing.reader import BlockReader
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if not opener:
         yield from bare_calls(reader)
         return

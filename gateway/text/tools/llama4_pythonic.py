@@ -1,10 +1,10 @@
 """Llama 4's calls, and those of pythonic Llama 3.2: a Python list of calls."""
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
     FoundCall,
-    Schemas,
     ToolFamily,
     bare_calls,
 )
@@ -14,7 +14,7 @@ from pdserve.gateway.text.parsing.values import Literals, json_text
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     if (yield from reader.first()) == "{":  # as a grammar makes it
         yield from bare_calls(reader)

@@ -3,16 +3,16 @@
 from collections.abc import Generator
 from typing import Any
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
     FoundCall,
-    Schemas,
     ToolFamily,
     json_call,
 )
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
-from pdserve.gateway.text.parsing.values import json_text, typed
+from pdserve.gateway.text.parsing.values import json_text
 
 # A value on lines of its own may have such tags within its lines.
 _ENDS_OF_LINES = (
@@ -22,7 +22,7 @@ _ENDS_OF_LINES = (
 _ENDS = ("</parameter>", "<parameter=", "</function>")
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if opener == "<tool_call>":
         yield from reader.space()
         if (yield from reader.first()) == "{":  # as a grammar makes it
@@ -36,9 +36,9 @@ def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
     yield from reader.takes("</tool_call>")
 
 
-def _function(reader: BlockReader, schemas: Schemas) -> Generator[None, None, FoundCall]:
+def _function(reader: BlockReader, schemas: ToolSchemas) -> Generator[None, None, FoundCall]:
     name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
-    known = schemas.get(name, {})
+    known = schemas.call(name)
     arguments: dict[str, Any] = {}
     yield from reader.space()
     end = yield from reader.expect("<parameter=", "</function>")
@@ -48,7 +48,7 @@ def _function(reader: BlockReader, schemas: Schemas) -> Generator[None, None, Fo
             raise Malformed
         lines = yield from reader.takes("\n")
         value, end = yield from reader.until(*(_ENDS_OF_LINES if lines else _ENDS))
-        arguments[key] = typed(value, known.get(key))
+        arguments[key] = known.typed(key, value)
         if end in ("\n</parameter>", "</parameter>"):
             yield from reader.space()
             end = yield from reader.expect("<parameter=", "</function>")

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
 from eventually import wait_until
 from grammar_kit import Maker, Runner, of_regex
 
-from pdserve.engine.api.request import Event, Finished, NewTokens, PrefillComputed, RequestFailed
+from pdserve.engine.api.request import (
+    Event,
+    Finished,
+    NewTokens,
+    Pooled,
+    PrefillComputed,
+    RequestFailed,
+)
 from pdserve.engine.constraints.grammars import follower
 from pdserve.engine.constraints.grammars.cache import GrammarCache
 from pdserve.engine.constraints.grammars.compiled import CompiledGrammar
@@ -86,6 +94,16 @@ def test_a_compiler_that_takes_too_long_fails_the_request(compiler: SlowCompiler
     (failed,) = of(Runner(engine).step(), RequestFailed)
     assert (failed.key, failed.param) == ("r", "grammar")
     assert "too long" in failed.message
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_an_embedding_waits_for_no_grammar(compiler: SlowCompiler) -> None:
+    engine = fake_engine(pooling="last", grammars=compiler)
+    engine.submit(replace(ask("p", range(20), grammar=PATTERN), pool=True))
+    step = engine.step()
+    assert step is not None
+    assert [event.key for event in of(list(step.events), Pooled)] == ["p"]
     assert_at_rest(engine)
     engine.close()
 

@@ -164,6 +164,23 @@ def test_a_tag_s_special_tokens_are_tokens() -> None:
     assert found.ids.count(special) == 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        ("json_schema", ONE, '{"a": true, "b": [null]}'), ("regex", "a|b", "b"),
+        ("lark", 'start: "a" b*\nb: "(" b ")" | "x"', "a(x)x"), ("choice", ["yes", "no"], "no"),
+        ("grammar", 'root ::= "a" item*\nitem ::= "x"', "axx"),
+        ("structural_tag", TAG, "say <f=two>7</f> and <|im_start|>three null<|im_start|>"),
+    ],
+)  # fmt: skip
+def test_a_lead_stands_before_the_form(kind: Any, value: Any, text: str) -> None:
+    lead = "<|im_start|>so"
+    assert takes(kind, value, lead + text, lead=lead)
+    assert walk(kind, value, lead=lead).take(lead)
+    assert not walk(kind, value, lead=lead).take(text)
+    assert not takes(kind, value, lead, lead=lead) or takes(kind, value, "")
+
+
 def test_free_text_has_special_tokens_that_trigger_nothing() -> None:
     value = {"structures": TAG["structures"][:2], "triggers": ["<f="]}
     for text in ("<|im_start|>", "a <|im_start|> b<|im_start|><|im_start|> <f=two>7</f> c"):
