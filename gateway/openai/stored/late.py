@@ -35,7 +35,7 @@ WAITING = (*STORED, DOCUMENT)  # the document describes all routes
 
 
 class LateParts:
-    """The StoredRoutes, ResponseStore and CountUsage of a gateway, before and after its StoredParts
+    """The MoreRoutes, ResponseStore and CountUsage of a gateway, before and after its StoredParts
     are there. `run` is the task that makes and runs them; `drain` and `close` end them."""
 
     def __init__(self, settings: GatewaySettings, keys: ApiKeys, limits: AdmissionLimits) -> None:
