@@ -218,7 +218,7 @@ def make_stored(
     """None without a database. Raises ValueError for a URL of none, and OSError."""
     if settings.database_url in ("", NO_DATABASE):
         return None
-    return LateParts(settings, keys, limits)
+    return LateParts(settings, keys, limits, freeze_heap)  # once more, with SQLAlchemy
 
 
 def make_mcp(settings: GatewaySettings, metrics: GatewayMetrics) -> McpServers | None:

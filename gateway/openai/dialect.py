@@ -52,7 +52,7 @@ DONE = f"data: {END}\n\n".encode()
 STORED = ("/v1/files", "/v1/batches", "/v1/usage")
 
 
-class StoredRoutes(Protocol):
+class MoreRoutes(Protocol):
     """Adds the routes of what a database keeps."""
 
     def add_routes(
@@ -84,7 +84,7 @@ class OpenAiDialect:
         limits: HttpLimits,
         bodies: BodyReader,
         responses: ResponseStore | None = None,
-        stored: StoredRoutes | None = None,
+        stored: MoreRoutes | None = None,
     ) -> None:
         """Without `responses` none is kept, without `stored` there are no files and batches."""
         self._responses = responses

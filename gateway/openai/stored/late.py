@@ -35,12 +35,20 @@ WAITING = (*STORED, DOCUMENT)  # the document describes all routes
 
 
 class LateParts:
-    """The StoredRoutes, ResponseStore and CountUsage of a gateway, before and after its StoredParts
+    """The MoreRoutes, ResponseStore and CountUsage of a gateway, before and after its StoredParts
     are there. `run` is the task that makes and runs them; `drain` and `close` end them."""
 
-    def __init__(self, settings: GatewaySettings, keys: ApiKeys, limits: AdmissionLimits) -> None:
-        """Raises ValueError for a URL of no database, OSError for a file that cannot be written."""
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        keys: ApiKeys,
+        limits: AdmissionLimits,
+        on_made: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_made` is called on a thread. Raises ValueError for a URL of no database, OSError for
+        a file that cannot be written."""
         check_url(settings.database_url)
+        self._on_made = on_made
         self._make_parts = partial(_make_parts, settings, keys, limits)
         self._add_routes: list[Callable[[StoredParts], None]] = []
         self._noted: list[tuple[Caller, str, RequestUsage]] = []
@@ -57,6 +65,7 @@ class LateParts:
         or never."""
         await self._wanted.wait()
         parts = await asyncio.to_thread(self._make_parts)
+        await asyncio.to_thread(self._on_made)
         await parts.start()
         for add in self._add_routes:
             add(parts)
