@@ -171,7 +171,7 @@ class Choice:
     def _parsed(self, parser: ContentParser, text: str) -> tuple[ContentPart, ...]:
         parts = parser.push(text) if text else []
         if self.closed:
-            parts += parser.finish()
+            parts = [*parts, *parser.finish()]
         for part in parts:
             if isinstance(part, ToolCallPart):
                 self._calls = True
