@@ -171,7 +171,7 @@ class Choice:
     def _parsed(self, parser: ContentParser, text: str, *, cut: bool) -> tuple[ContentPart, ...]:
         parts = parser.push(text) if text else []
         if self.closed:
-            parts += parser.finish(cut=cut)
+            parts = [*parts, *parser.finish(cut=cut)]
         for part in parts:
             if isinstance(part, ToolCallPart):
                 self._calls = True

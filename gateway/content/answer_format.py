@@ -127,12 +127,16 @@ def shaped(
 ) -> RequestedSampling:
     """The sampling with the tags of the model's thoughts, the structure that the tools ask for, and
     what an answer has before its structure; `prompt_end` and `continues` as for `answer_format`.
-    Raises ServiceError for two structures."""
+    Raises ServiceError for two structures, and for one that leaves no room for calls that the model
+    may make."""
     tools, reasoning = families
     sampling = thinking_bound(sampling, reasoning)
     structure = tool_structure(tools, use) if use is not None else None
     if structure is None:
         structure = sampling.structure
+        if structure is not None and tools is not None and _may_call(use):
+            text = f"{structure.param} cannot be combined with tools that may be called"
+            raise refuse(structure.param, f'{text}; tool_choice "none" leaves them uncalled')
     elif sampling.structure is not None:
         param = sampling.structure.param
         text = f"{param} cannot be combined with the form that {structure.param} asks for"

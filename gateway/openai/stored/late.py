@@ -103,7 +103,7 @@ class LateParts:
         self, app: FastAPI, dialect: Dialect, limits: HttpLimits, bodies: BodyReader
     ) -> None:
         self._add_routes.append(lambda parts: parts.routes.add_routes(app, dialect, limits, bodies))
-        app.add_middleware(_Waiting, late=self)
+        app.add_middleware(_WaitForParts, late=self)
 
     async def save(self, tenant: bytes, kept: KeptResponse) -> bool:
         return await (await self.parts()).responses.save(tenant, kept)
@@ -115,7 +115,7 @@ class LateParts:
         return await (await self.parts()).responses.remove(tenant, name)
 
 
-class _Waiting:
+class _WaitForParts:
     """Lets requests for the parts through once they are there."""
 
     def __init__(self, app: ASGIApp, late: LateParts) -> None:

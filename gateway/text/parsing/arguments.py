@@ -99,16 +99,23 @@ class _ArgumentTypes:
         if key not in self._of:
             if key not in self.properties:
                 return _NOTHING
-            self._of[key] = self._reached(self.properties[key])
+            schema = self.properties[key]
+            pointer = _pointer(schema)
+            found = self._reached(schema, pointer)
+            self._of[key] = found | self._referred_to(pointer) if pointer else found
         return self._of[key]
 
-    def _reached(self, schema: Any) -> frozenset[str]:
-        """The types of a schema, and of all that it refers to or leaves a choice of."""
-        alone = _pointer(schema)
-        if alone in self._referred:
-            return self._referred[alone]
+    def _referred_to(self, pointer: str) -> frozenset[str]:
+        """The types of what a pointer refers to."""
+        if pointer not in self._referred:
+            self._referred[pointer] = self._reached(self._target(pointer), pointer)
+        return self._referred[pointer]
+
+    def _reached(self, schema: Any, known: str) -> frozenset[str]:
+        """The types of a schema, and of all that it refers to or leaves a choice of; the pointer
+        `known` is not followed."""
         found: set[str] = set()
-        seen: set[str] = set()
+        seen = {known}
         todo = [schema]
         while todo:
             schema = todo.pop()
@@ -119,15 +126,14 @@ class _ArgumentTypes:
             found |= _own_types(schema)
             todo += _options(schema)
             pointer = _pointer(schema)
+            if not pointer or pointer in seen:
+                continue
+            seen.add(pointer)
             if pointer in self._referred:
                 found |= self._referred[pointer]
-            elif pointer and pointer not in seen:
-                seen.add(pointer)
+            else:
                 todo.append(self._target(pointer))
-        types = frozenset(found)
-        if alone:
-            self._referred[alone] = types
-        return types
+        return frozenset(found)
 
     def _target(self, pointer: str) -> Any:
         """What a JSON pointer (RFC 6901) refers to; None for nothing."""
@@ -139,9 +145,8 @@ class _ArgumentTypes:
             name = name.replace("~1", "/").replace("~0", "~")
             if isinstance(found, Mapping):
                 found = found.get(name)
-            elif isinstance(found, list) and name.isascii() and name.isdigit():
-                at = int(name[:4])
-                found = found[at] if at < len(found) else None
+            elif isinstance(found, list) and name.isascii() and name.isdigit() and len(name) < 6:
+                found = found[int(name)] if int(name) < len(found) else None
             else:
                 return None
         return found

@@ -329,6 +329,7 @@ SCHEMA = {
         "spaced": {"$ref": "#/$defs/a%20b"},
         "second": {"$ref": "#/properties/maybe/anyOf/0"},
         "far": {"$ref": "#/properties/maybe/anyOf/7"},
+        "both": {"type": "boolean", "$ref": "#/$defs/Tree"},
         "tree": {"$ref": "#/$defs/Tree"},
     },
     "$defs": {
@@ -350,12 +351,15 @@ SCHEMA = {
         ("place", '{"x": 1}', {"x": 1}), ("place", "{'x': True}", {"x": True}), ("other", "1", "1"),
         ("as_count", "7", 7), ("odd", "true", True), ("spaced", "None", None), ("second", "7", 7),
         ("far", "7", "7"), ("tree", "[1]", [1]), ("tree", "1", 1), ("tree", "true", "true"),
+        ("both", "true", True), ("both", "1", 1),
     ],
 )  # fmt: skip
 def test_values_are_typed_by_the_schema(name: str, text: str, value: Any) -> None:
-    assert ToolSchemas({"f": SCHEMA}).call("f").typed(name, text) == value
-    call = f"<tool_call><function=f><parameter={name}>{text}</parameter></function></tool_call>"
-    parts = parse("qwen3_coder", [call], schemas=ToolSchemas({"f": SCHEMA}))
+    call = ToolSchemas({"f": SCHEMA}).call("f")
+    call.typed("both", "1")  # what others are does not change it
+    assert call.typed(name, text) == value
+    whole = f"<tool_call><function=f><parameter={name}>{text}</parameter></function></tool_call>"
+    parts = parse("qwen3_coder", [whole], schemas=ToolSchemas({"f": SCHEMA}))
     if not text.endswith("\n"):
         assert made(parts) == ("", [("f", {name: value})])
 
