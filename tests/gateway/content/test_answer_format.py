@@ -226,10 +226,10 @@ def test_two_structures_are_refused() -> None:
 def test_a_structure_without_room_for_calls_is_refused_beside_tools() -> None:
     asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
     with pytest.raises(ServiceError, match="tools that may be called") as error:
-        shaped(asked, (HERMES, THINK), ToolUse([WEATHER]), "")
+        shaped(asked, (HERMES, THINK), ToolUse([WEATHER]), "", continues=False)
     assert error.value.param == "response_format"
     for tools, use in ((HERMES, ToolUse([WEATHER], "none")), (None, ToolUse([WEATHER]))):
-        assert shaped(asked, (tools, THINK), use, "").structure == asked.structure
+        assert shaped(asked, (tools, None), use, "", continues=False).structure == asked.structure
 
 
 @pytest.mark.parametrize(
