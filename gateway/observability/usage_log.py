@@ -73,6 +73,8 @@ class UsageLog:
         self._db = database
         self._clock = clock
         self._counts: dict[_Key, list[int]] = {}
+        self._writing = asyncio.Lock()
+        self._flushing: asyncio.Task[None] | None = None
         self._hour = 0
         self._sessions: dict[tuple[str, str], set[str]] = {}  # of this hour, by key and model
 
@@ -90,13 +92,21 @@ class UsageLog:
         """Until it is cancelled."""
         while True:
             await asyncio.sleep(FLUSH_S)
-            try:
-                await self.flush()
-            except ServiceError as error:
-                log.warning("usage waits: %s", error.message)
+            self._flushing = asyncio.create_task(self._flush_or_say(), name="usage flush")
+            await asyncio.shield(self._flushing)  # cut off, it might be written once more
+
+    async def _flush_or_say(self) -> None:
+        try:
+            await self.flush()
+        except ServiceError as error:
+            log.warning("usage waits: %s", error.message)
 
     async def flush(self) -> None:
         """Everything is written. Raises ServiceError; what is not written then is kept."""
+        async with self._writing:
+            await self._flush()
+
+    async def _flush(self) -> None:
         unwritten, self._counts = self._counts, {}
         rows = list(unwritten.items())
         done = 0
