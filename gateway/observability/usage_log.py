@@ -73,7 +73,12 @@ class UsageLog:
         self._db = database
         self._clock = clock
         self._counts: dict[_Key, list[int]] = {}
+<<<<<<< HEAD
         self._flushing = asyncio.Lock()
+=======
+        self._writing = asyncio.Lock()
+        self._flushing: asyncio.Task[None] | None = None
+>>>>>>> engine
         self._hour = 0
         self._sessions: dict[tuple[str, str], set[str]] = {}  # of this hour, by key and model
 
@@ -91,13 +96,18 @@ class UsageLog:
         """Until it is cancelled."""
         while True:
             await asyncio.sleep(FLUSH_S)
-            try:
-                await self.flush()
-            except ServiceError as error:
-                log.warning("usage waits: %s", error.message)
+            self._flushing = asyncio.create_task(self._flush_or_say(), name="usage flush")
+            await asyncio.shield(self._flushing)  # cut off, it might be written once more
+
+    async def _flush_or_say(self) -> None:
+        try:
+            await self.flush()
+        except ServiceError as error:
+            log.warning("usage waits: %s", error.message)
 
     @in_own_task
     async def flush(self) -> None:
+<<<<<<< HEAD
         """Everything is written, once: one that is cancelled goes on, and the next one waits for
         it. Raises ServiceError; what is not written then is kept."""
         async with self._flushing:
@@ -111,6 +121,23 @@ class UsageLog:
             finally:
                 for key, counts in rows[done:]:
                     self._add(key, counts)
+=======
+        """Everything is written. Raises ServiceError; what is not written then is kept."""
+        async with self._writing:
+            await self._flush()
+
+    async def _flush(self) -> None:
+        unwritten, self._counts = self._counts, {}
+        rows = list(unwritten.items())
+        done = 0
+        try:
+            for at in range(0, len(rows), ROWS_AT_ONCE):
+                await self._write(rows[at : at + ROWS_AT_ONCE])
+                done = at + ROWS_AT_ONCE
+        finally:
+            for key, counts in rows[done:]:
+                self._add(key, counts)
+>>>>>>> engine
 
     @in_own_task
     async def report(self, tenant: str, query: UsageQuery, most: int) -> Sequence[Row[Any]]:

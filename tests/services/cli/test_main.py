@@ -17,7 +17,7 @@ from pdserve.services.options.options import options_of
 ROOT = Path(__file__).parents[3]
 
 
-def run(*words: str, block: tuple[str, ...] = (), timeout_s: float = 30) -> tuple[int, str, str]:
+def run(*words: str, block: tuple[str, ...] = (), timeout_s: float = 100) -> tuple[int, str, str]:
     """The command line in a process where some modules cannot be imported."""
     code = (
         "import sys\n"
