@@ -181,7 +181,7 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
         dict(tool.parameters or ANY_OBJECT) if required or tool.strict else ANY_OBJECT
         for tool in tools
     ]
-    schemas = without_annotations(given, 2 * MAX_STRUCTURE_VALUES)
+    schemas = without_annotations(given, MAX_STRUCTURE_VALUES)
     structures = [
         {
             "begin": family.form.begin.replace("NAME", tool.name),
