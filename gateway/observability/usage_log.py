@@ -73,12 +73,7 @@ class UsageLog:
         self._db = database
         self._clock = clock
         self._counts: dict[_Key, list[int]] = {}
-<<<<<<< HEAD
         self._flushing = asyncio.Lock()
-=======
-        self._writing = asyncio.Lock()
-        self._flushing: asyncio.Task[None] | None = None
->>>>>>> engine
         self._hour = 0
         self._sessions: dict[tuple[str, str], set[str]] = {}  # of this hour, by key and model
 
@@ -96,18 +91,13 @@ class UsageLog:
         """Until it is cancelled."""
         while True:
             await asyncio.sleep(FLUSH_S)
-            self._flushing = asyncio.create_task(self._flush_or_say(), name="usage flush")
-            await asyncio.shield(self._flushing)  # cut off, it might be written once more
-
-    async def _flush_or_say(self) -> None:
-        try:
-            await self.flush()
-        except ServiceError as error:
-            log.warning("usage waits: %s", error.message)
+            try:
+                await self.flush()
+            except ServiceError as error:
+                log.warning("usage waits: %s", error.message)
 
     @in_own_task
     async def flush(self) -> None:
-<<<<<<< HEAD
         """Everything is written, once: one that is cancelled goes on, and the next one waits for
         it. Raises ServiceError; what is not written then is kept."""
         async with self._flushing:
@@ -121,23 +111,6 @@ class UsageLog:
             finally:
                 for key, counts in rows[done:]:
                     self._add(key, counts)
-=======
-        """Everything is written. Raises ServiceError; what is not written then is kept."""
-        async with self._writing:
-            await self._flush()
-
-    async def _flush(self) -> None:
-        unwritten, self._counts = self._counts, {}
-        rows = list(unwritten.items())
-        done = 0
-        try:
-            for at in range(0, len(rows), ROWS_AT_ONCE):
-                await self._write(rows[at : at + ROWS_AT_ONCE])
-                done = at + ROWS_AT_ONCE
-        finally:
-            for key, counts in rows[done:]:
-                self._add(key, counts)
->>>>>>> engine
 
     @in_own_task
     async def report(self, tenant: str, query: UsageQuery, most: int) -> Sequence[Row[Any]]:
@@ -179,7 +152,8 @@ class UsageLog:
             held[index] += count
 
     async def _write(self, rows: Sequence[tuple[_Key, list[int]]]) -> None:
-        values = [{**key._asdict(), **dict(zip(COUNTS, c, strict=True))} for key, c in rows]
+        # Gateways that write at once lock rows in one order: none waits for another that waits.
+        values = [{**k._asdict(), **dict(zip(COUNTS, c, strict=True))} for k, c in sorted(rows)]
         insert = (sqlite if self._db.is_file else postgresql).insert(UsageRow)
         added = {name: getattr(UsageRow, name) + insert.excluded[name] for name in COUNTS}
         keys = ["tenant", "start", "model", "session"]
