@@ -277,6 +277,17 @@ def test_a_call_after_what_is_none(name: str) -> None:
     assert (text, calls) == (broken, [PARIS])
 
 
+@pytest.mark.parametrize("name", ["hermes", "gemma4", "kimi_k2", "deepseek_v31"])
+def test_a_missing_bracket_hides_no_later_call(name: str) -> None:
+    answer = TOOL_ANSWERS[name]
+    at = answer.call.rindex("}")
+    broken = answer.call[:at] + answer.call[at + 1 :]
+    for between in ("", "\n"):
+        whole = broken + between + answer.call.replace("Paris", "Rome")
+        assert made(parse(name, [whole])) == (broken, [ROME])
+        assert made(parse(name, whole)) == (broken, [ROME])
+
+
 def test_an_unknown_function_is_called_all_the_same() -> None:
     """The client answers that there is none, as with vLLM."""
     assert made(parse("hermes", TOOL_ANSWERS["hermes"].call)) == ("", [PARIS])
