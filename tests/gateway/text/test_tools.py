@@ -14,7 +14,7 @@ from tool_answers import TOOL_ANSWERS
 from pdserve.gateway.text.parsing.family import ContentParser, Schemas
 from pdserve.gateway.text.parsing.reader import Malformed
 from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, CallStream
-from pdserve.gateway.text.parsing.values import Literals, arguments_of, typed
+from pdserve.gateway.text.parsing.values import Literals, arguments_of, json_value, typed
 from pdserve.gateway.text.parts import ContentPart, ToolCallPart, calls_of, reasoning_of, text_of
 from pdserve.gateway.text.tools import (
     FALLBACK,
@@ -323,6 +323,26 @@ def test_what_is_no_literal(text: str) -> None:
 def test_double_encoded_arguments_are_decoded() -> None:
     call = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
     assert made(parse("hermes", [call])) == ("", [("f", {"a": 1})])
+
+
+def test_empty_arguments_are_none() -> None:
+    for arguments in ('""', '" "', "null", "{}"):
+        call = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+        assert made(parse("hermes", [call])) == ("", [("f", {})])
+
+
+def test_bare_line_breaks_in_strings() -> None:
+    code = 'a = "x\\"\n\tb\x00'
+    quoted = code.replace("\\", "\\\\").replace('"', '\\"')
+    call = f'<tool_call>\n{{"name": "f",\n"arguments": {{"code": "{quoted}"}}}}\n</tool_call>'
+    assert made(parse("hermes", [call])) == ("", [("f", {"code": code})])
+    for text in ('{"a": "\n', '{"a": "\n\\', '{"a": "\n" "b"}', "{\n"):
+        with pytest.raises(Malformed):
+            json_value(text)
+    began = process_time()
+    with pytest.raises(Malformed):
+        json_value('{"\n' + '\\"' * 500_000)
+    assert process_time() - began < 5
 
 
 SCHEMA = {
