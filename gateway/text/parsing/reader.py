@@ -80,6 +80,16 @@ class BlockReader:
                 return ""
             yield
 
+    def closes(self, mark: str) -> Reading[bool]:
+        """Reads a mark that ends a call, or as much of it as comes before the end of the answer;
+        whether it did."""
+        if (yield from self.takes(mark)):
+            return True
+        if not self.ended or not mark.startswith(self.text[self.at :]):
+            return False
+        self.at = len(self.text)
+        return True
+
     def expect(self, *marks: str) -> Reading[str]:
         """Reads one of the marks. Raises CutOff, or Malformed for something else."""
         found = yield from self.takes(*marks)

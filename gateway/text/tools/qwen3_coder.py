@@ -28,12 +28,12 @@ def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
         if (yield from reader.first()) == "{":  # as a grammar makes it
             yield (yield from json_call(reader))
             yield from reader.space()
-            yield from reader.takes("</tool_call>")
+            yield from reader.closes("</tool_call>")
             return
         yield from reader.expect("<function=")
     yield (yield from _function(reader, schemas))
     yield from reader.space()
-    yield from reader.takes("</tool_call>")
+    yield from reader.closes("</tool_call>")
 
 
 def _function(reader: BlockReader, schemas: Schemas) -> Generator[None, None, FoundCall]:

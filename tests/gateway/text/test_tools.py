@@ -345,6 +345,37 @@ def test_bare_line_breaks_in_strings() -> None:
     assert process_time() - began < 5
 
 
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("hermes", ["\n</tool_call>"]), ("qwen3_coder", ["\n</tool_call>"]),
+        ("glm45", []), ("gemma4", ["<tool_call|>"]), ("phi4_mini_json", []),
+        ("kimi_k2", ["<|tool_calls_section_end|>", "<|tool_call_end|>"]),
+        ("deepseek_v3", ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "```"]),
+        ("deepseek_v31", ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_call_whose_end_tag_the_end_of_the_answer_cuts_off(
+    name: str, ends: list[str], cut: bool
+) -> None:
+    call = "One." + TOOL_ANSWERS[name].call
+    for end in ends:
+        for at in range(call.rindex(end), len(call)):
+            assert made(parse(name, call[:at], cut=cut)) == ("One.", [PARIS])
+        call = call[: call.rindex(end)].rstrip()
+    made_json = "One." + form_of(name)
+    for at in range(made_json.rindex("}") + 1, len(made_json)):
+        assert made(parse(name, made_json[:at], cut=cut)) == ("One.", [PARIS])
+
+
+def form_of(name: str) -> str:
+    """A call as a grammar makes it."""
+    family = tool_family(name)
+    assert family is not None
+    return family.form.begin.replace("NAME", "get_weather") + '{"city": "Paris"}' + family.form.end
+
+
 SCHEMA = {
     "type": "object",
     "properties": {
