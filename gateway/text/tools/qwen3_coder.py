@@ -14,12 +14,10 @@ from pdserve.gateway.text.parsing.family import (
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
 from pdserve.gateway.text.parsing.values import json_text, typed
 
+_CLOSE, _NEXT = "</parameter>", ("<parameter=", "</function>")
 # A value on lines of its own may have such tags within its lines.
-_ENDS_OF_LINES = (
-    "\n</parameter>", "\n<parameter=", "\n</function>",
-    "</parameter>\n<parameter=", "</parameter>\n</function>",
-)  # fmt: skip
-_ENDS = ("</parameter>", "<parameter=", "</function>")
+_ENDS_OF_LINES = (_CLOSE, f"\n{_CLOSE}", "\n<parameter=", "\n</function>")
+_ENDS = (_CLOSE, *_NEXT)
 
 
 def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
@@ -46,13 +44,24 @@ def _function(reader: BlockReader, schemas: Schemas) -> Generator[None, None, Fo
         key, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
         if "\n" in key:
             raise Malformed
-        lines = yield from reader.takes("\n")
-        value, end = yield from reader.until(*(_ENDS_OF_LINES if lines else _ENDS))
+        value, end = yield from _value(reader)
         arguments[key] = typed(value, known.get(key))
-        if end in ("\n</parameter>", "</parameter>"):
-            yield from reader.space()
-            end = yield from reader.expect("<parameter=", "</function>")
     return FoundCall(name, json_text(arguments))
+
+
+def _value(reader: BlockReader) -> Generator[None, None, tuple[str, str]]:
+    """A value, and the tag that follows it. Its end tag is one only before the next tag."""
+    lines = yield from reader.takes("\n")
+    start = reader.at
+    while True:
+        _, end = yield from reader.until(*(_ENDS_OF_LINES if lines else _ENDS))
+        close = reader.at
+        if not end.endswith(_CLOSE):
+            return reader.text[start : close - len(end)], end
+        yield from reader.space()
+        if following := (yield from reader.takes(*_NEXT)):
+            return reader.text[start : close - len(end)], following
+        reader.at = close
 
 
 FAMILY = ToolFamily(

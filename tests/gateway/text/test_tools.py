@@ -376,6 +376,16 @@ def form_of(name: str) -> str:
     return family.form.begin.replace("NAME", "get_weather") + '{"city": "Paris"}' + family.form.end
 
 
+@pytest.mark.parametrize("newline", ["", "\n"])
+@pytest.mark.parametrize("gap", ["", "\n", "\n\n", " \n \n  "])
+def test_a_value_ends_at_a_tag_that_another_follows(newline: str, gap: str) -> None:
+    for value in ("x", "a</parameter> b", "a</parameter></parameter> c", "a</parameter>\n\nb"):
+        one = f"<parameter=a>{newline}{value}{newline}</parameter>{gap}"
+        call = f"<tool_call>\n<function=f>\n{one}{one.replace('=a', '=b')}</function>\n</tool_call>"
+        assert made(parse("qwen3_coder", [call])) == ("", [("f", {"a": value, "b": value})])
+        assert made(parse("qwen3_coder", call)) == ("", [("f", {"a": value, "b": value})])
+
+
 SCHEMA = {
     "type": "object",
     "properties": {
