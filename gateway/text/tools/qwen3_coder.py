@@ -20,18 +20,27 @@ _ENDS_OF_LINES = (_CLOSE, f"\n{_CLOSE}", "\n<parameter=", "\n</function>")
 _ENDS = (_CLOSE, *_NEXT)
 
 
+BEGIN, END = "<tool_call>", "</tool_call>"
+_TAGS = ("<function=", "<parameter=")  # in its templates
+
+
 def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
-    if opener == "<tool_call>":
+    return read_function(reader, opener, END, schemas)
+
+
+def read_function(reader: BlockReader, opener: str, end: str, schemas: Schemas) -> Calls:
+    """The call of a block, which may begin with <function= without an opener of its own."""
+    if opener != "<function=":
         yield from reader.space()
         if (yield from reader.first()) == "{":  # as a grammar makes it
             yield (yield from json_call(reader))
             yield from reader.space()
-            yield from reader.closes("</tool_call>")
+            yield from reader.closes(end)
             return
         yield from reader.expect("<function=")
     yield (yield from _function(reader, schemas))
     yield from reader.space()
-    yield from reader.closes("</tool_call>")
+    yield from reader.closes(end)
 
 
 def _function(reader: BlockReader, schemas: Schemas) -> Generator[None, None, FoundCall]:
@@ -66,11 +75,11 @@ def _value(reader: BlockReader) -> Generator[None, None, tuple[str, str]]:
 
 FAMILY = ToolFamily(
     "qwen3_coder",
-    lambda template: "<function=" in template and "<parameter=" in template,
+    lambda template: all(t in template for t in _TAGS) and "<seed:tool_call>" not in template,
     CallForm(
         '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", trigger="<tool_call>"
     ),
-    openers=("<tool_call>", "<function="),
+    openers=(BEGIN, "<function="),
     read=read,
-    special=("<tool_call>", "</tool_call>"),
+    special=(BEGIN, END),
 )

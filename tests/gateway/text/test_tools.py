@@ -248,6 +248,7 @@ MALFORMED = {
         "<function=f>x</function>",
         "<function=" + "a" * 600,
     ],
+    "seed_oss": ["<seed:tool_call>hi</seed:tool_call>", "<seed:tool_call>\n<function=f>x"],
     "glm45": ["<tool_call>two words</tool_call>", "<tool_call>f<arg_key>a</arg_key>b</tool_call>"],
     "mistral": ["[TOOL_CALLS] no json at all", "[TOOL_CALLS][1]", "[TOOL_CALLS]f[ARGS]x"],
     "gemma4": ["<|tool_call>call:f no brace<tool_call|>", "<|tool_call>call:f{a}<tool_call|>"],
@@ -349,6 +350,7 @@ def test_bare_line_breaks_in_strings() -> None:
     ("name", "ends"),
     [
         ("hermes", ["\n</tool_call>"]), ("qwen3_coder", ["\n</tool_call>"]),
+        ("seed_oss", ["\n</seed:tool_call>"]),
         ("glm45", []), ("gemma4", ["<tool_call|>"]), ("phi4_mini_json", []),
         ("kimi_k2", ["<|tool_calls_section_end|>", "<|tool_call_end|>"]),
         ("deepseek_v3", ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "```"]),
