@@ -452,6 +452,15 @@ def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
             assert all(char in remaining for char in given_back)
 
 
+def test_harmony_s_messages() -> None:
+    """What is said to a tool of the model's own while it thinks is thought, and two texts are two
+    lines."""
+    thought = "<|channel|>analysis to=python code<|message|>print(1)<|call|><|start|>assistant"
+    first = "<|channel|>commentary<|message|>One.<|end|><|start|>assistant"
+    parts = parse("gpt_oss", thought + first + final("gpt_oss", "Two."))
+    assert (reasoning_of(parts), text_of(parts)) == ("print(1)", "One.\nTwo.")
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.text(), st.lists(st.integers(0, 60), max_size=8))
 def test_harmony_keeps_the_text_of_messages(text: str, cuts: list[int]) -> None:
