@@ -98,7 +98,7 @@ def call_of(value: Any, *, needs_arguments: bool = False) -> FoundCall:
     if not isinstance(name, str) or not name or (needs_arguments and arguments is None):
         raise Malformed
     if isinstance(arguments, str):
-        arguments = json_value(arguments)
+        arguments = json_value(arguments) if arguments.strip() else {}
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):

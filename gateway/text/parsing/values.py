@@ -24,15 +24,29 @@ _WORDS = {
 _PYTHON_STRING = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
 _GEMMA_STRING = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|.)", re.DOTALL)
+_CONTROL = re.compile(r"[\0-\x1f]")
+# One that does not end goes to the end of the text, so that no character is looked at twice.
+_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
 def json_value(text: str) -> Any:
-    """Raises Malformed for what is not JSON, or too deep."""
+    """Strings may have bare control characters, as models write line breaks. Raises Malformed for
+    what is not JSON, or too deep."""
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError:
+        escaped = _JSON_STRING.sub(_without_controls, text) if _CONTROL.search(text) else text
+        if escaped == text:
+            raise Malformed from None
+    try:
+        return from_json(escaped, allow_inf_nan=False)
+    except ValueError:
         raise Malformed from None
+
+
+def _without_controls(string: re.Match[str]) -> str:
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", string[0])
 
 
 def json_text(value: Any) -> str:

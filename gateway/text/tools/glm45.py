@@ -22,7 +22,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if (yield from reader.first()) == "{":  # as a grammar makes it
         yield (yield from json_call(reader))
         yield from reader.space()
-        yield from reader.takes(END)
+        yield from reader.closes(END)
         return
     name, end = yield from reader.until("<arg_key>", END, most=MAX_NAME_CHARS)
     name = name.strip()

@@ -10,7 +10,7 @@ OTHERS = ("<arg_key>", "<function=")  # of families with the same tag
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield (yield from json_call(reader))
     yield from reader.space()
-    yield from reader.takes("</tool_call>")
+    yield from reader.closes("</tool_call>")
 
 
 FAMILY = ToolFamily(

@@ -14,7 +14,7 @@ TAG, END = "<|python_tag|>", "<|eom_id|>"
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from bare_calls(reader)
-    yield from reader.takes(END)
+    yield from reader.closes(END)
 
 
 FAMILY = ToolFamily(

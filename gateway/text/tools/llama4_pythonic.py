@@ -18,7 +18,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     if (yield from reader.first()) == "{":  # as a grammar makes it
         yield from bare_calls(reader)
-        yield from reader.takes(END)
+        yield from reader.closes(END)
         return
     yield from reader.expect("[")
     calls = []  # a list that is cut off is no list
@@ -42,7 +42,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         end = yield from reader.expect(",", "]")
         calls.append(FoundCall(name, json_text(made)))
     yield from reader.space()
-    yield from reader.takes(END)
+    yield from reader.closes(END)
     yield from calls
 
 

@@ -21,7 +21,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from reader.expect("[")
         yield from json_list(reader)
     yield from reader.space()
-    yield from reader.takes(END)
+    yield from reader.closes(END)
 
 
 FAMILY = ToolFamily(

@@ -15,7 +15,7 @@ from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import ContentParser
 from pdserve.gateway.text.parsing.reader import Malformed
 from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, CallStream
-from pdserve.gateway.text.parsing.values import Literals
+from pdserve.gateway.text.parsing.values import Literals, json_value
 from pdserve.gateway.text.parts import ContentPart, ToolCallPart, calls_of, reasoning_of, text_of
 from pdserve.gateway.text.tools import (
     FALLBACK,
@@ -250,6 +250,7 @@ MALFORMED = {
         "<function=f>x</function>",
         "<function=" + "a" * 600,
     ],
+    "seed_oss": ["<seed:tool_call>hi</seed:tool_call>", "<seed:tool_call>\n<function=f>x"],
     "glm45": ["<tool_call>two words</tool_call>", "<tool_call>f<arg_key>a</arg_key>b</tool_call>"],
     "mistral": ["[TOOL_CALLS] no json at all", "[TOOL_CALLS][1]", "[TOOL_CALLS]f[ARGS]x"],
     "gemma4": ["<|tool_call>call:f no brace<tool_call|>", "<|tool_call>call:f{a}<tool_call|>"],
@@ -277,6 +278,17 @@ def test_a_call_after_what_is_none(name: str) -> None:
     broken = MALFORMED[name][0]
     text, calls = made(parse(name, broken + "\n" + TOOL_ANSWERS[name].call))
     assert (text, calls) == (broken, [PARIS])
+
+
+@pytest.mark.parametrize("name", ["hermes", "gemma4", "kimi_k2", "deepseek_v31"])
+def test_a_missing_bracket_hides_no_later_call(name: str) -> None:
+    answer = TOOL_ANSWERS[name]
+    at = answer.call.rindex("}")
+    broken = answer.call[:at] + answer.call[at + 1 :]
+    for between in ("", "\n"):
+        whole = broken + between + answer.call.replace("Paris", "Rome")
+        assert made(parse(name, [whole])) == (broken, [ROME])
+        assert made(parse(name, whole)) == (broken, [ROME])
 
 
 def test_an_unknown_function_is_called_all_the_same() -> None:
@@ -314,6 +326,68 @@ def test_what_is_no_literal(text: str) -> None:
 def test_double_encoded_arguments_are_decoded() -> None:
     call = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
     assert made(parse("hermes", [call])) == ("", [("f", {"a": 1})])
+
+
+def test_empty_arguments_are_none() -> None:
+    for arguments in ('""', '" "', "null", "{}"):
+        call = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+        assert made(parse("hermes", [call])) == ("", [("f", {})])
+
+
+def test_bare_line_breaks_in_strings() -> None:
+    code = 'a = "x\\"\n\tb\x00'
+    quoted = code.replace("\\", "\\\\").replace('"', '\\"')
+    call = f'<tool_call>\n{{"name": "f",\n"arguments": {{"code": "{quoted}"}}}}\n</tool_call>'
+    assert made(parse("hermes", [call])) == ("", [("f", {"code": code})])
+    for text in ('{"a": "\n', '{"a": "\n\\', '{"a": "\n" "b"}', "{\n"):
+        with pytest.raises(Malformed):
+            json_value(text)
+    began = process_time()
+    with pytest.raises(Malformed):
+        json_value('{"\n' + '\\"' * 500_000)
+    assert process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("hermes", ["\n</tool_call>"]), ("qwen3_coder", ["\n</tool_call>"]),
+        ("seed_oss", ["\n</seed:tool_call>"]),
+        ("glm45", []), ("gemma4", ["<tool_call|>"]), ("phi4_mini_json", []),
+        ("kimi_k2", ["<|tool_calls_section_end|>", "<|tool_call_end|>"]),
+        ("deepseek_v3", ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "```"]),
+        ("deepseek_v31", ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_call_whose_end_tag_the_end_of_the_answer_cuts_off(
+    name: str, ends: list[str], cut: bool
+) -> None:
+    call = "One." + TOOL_ANSWERS[name].call
+    for end in ends:
+        for at in range(call.rindex(end), len(call)):
+            assert made(parse(name, call[:at], cut=cut)) == ("One.", [PARIS])
+        call = call[: call.rindex(end)].rstrip()
+    made_json = "One." + form_of(name)
+    for at in range(made_json.rindex("}") + 1, len(made_json)):
+        assert made(parse(name, made_json[:at], cut=cut)) == ("One.", [PARIS])
+
+
+def form_of(name: str) -> str:
+    """A call as a grammar makes it."""
+    family = tool_family(name)
+    assert family is not None
+    return family.form.begin.replace("NAME", "get_weather") + '{"city": "Paris"}' + family.form.end
+
+
+@pytest.mark.parametrize("newline", ["", "\n"])
+@pytest.mark.parametrize("gap", ["", "\n", "\n\n", " \n \n  "])
+def test_a_value_ends_at_a_tag_that_another_follows(newline: str, gap: str) -> None:
+    for value in ("x", "a</parameter> b", "a</parameter></parameter> c", "a</parameter>\n\nb"):
+        one = f"<parameter=a>{newline}{value}{newline}</parameter>{gap}"
+        call = f"<tool_call>\n<function=f>\n{one}{one.replace('=a', '=b')}</function>\n</tool_call>"
+        assert made(parse("qwen3_coder", [call])) == ("", [("f", {"a": value, "b": value})])
+        assert made(parse("qwen3_coder", call)) == ("", [("f", {"a": value, "b": value})])
 
 
 SCHEMA = {
@@ -428,6 +502,15 @@ def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
         else:
             remaining = iter(text)
             assert all(char in remaining for char in given_back)
+
+
+def test_harmony_s_messages() -> None:
+    """What is said to a tool of the model's own while it thinks is thought, and two texts are two
+    lines."""
+    thought = "<|channel|>analysis to=python code<|message|>print(1)<|call|><|start|>assistant"
+    first = "<|channel|>commentary<|message|>One.<|end|><|start|>assistant"
+    parts = parse("gpt_oss", thought + first + final("gpt_oss", "Two."))
+    assert (reasoning_of(parts), text_of(parts)) == ("print(1)", "One.\nTwo.")
 
 
 @settings(max_examples=100, deadline=None)
