@@ -20,11 +20,12 @@ from pdserve.services.host.tenants.fairness import FairShare
 
 PURPOSE = "batch"
 MAX_UPLOADS = 64  # at once, of all keys
+MAX_DOWNLOADS = 64
 MAX_LISTED = 10_000
 
 
 def add_file_routes(app: FastAPI, dialect: Dialect, files: Files, limits: HttpLimits) -> None:
-    uploads = FairShare(MAX_UPLOADS)
+    uploads, downloads = FairShare(MAX_UPLOADS), FairShare(MAX_DOWNLOADS)
 
     @app.post("/v1/files")
     async def upload(request: Request) -> Response:
@@ -52,6 +53,8 @@ def add_file_routes(app: FastAPI, dialect: Dialect, files: Files, limits: HttpLi
         file = await files.find(_tenant(request), file_id)
         if file is None:
             return not_found(dialect, "file", file_id)
+        caller = caller_of(request)
+        caller.at_end.enter_context(downloads.holding(caller.tenant.id, 1, "downloads"))
         kind = "application/octet-stream"  # whatever is in it, no browser runs it
         return PieceStream(files.pieces(file.id), file.num_bytes, kind, limits.stall_s)
 
