@@ -152,7 +152,8 @@ class UsageLog:
             held[index] += count
 
     async def _write(self, rows: Sequence[tuple[_Key, list[int]]]) -> None:
-        values = [{**key._asdict(), **dict(zip(COUNTS, c, strict=True))} for key, c in rows]
+        # Gateways that write at once lock rows in one order: none waits for another that waits.
+        values = [{**k._asdict(), **dict(zip(COUNTS, c, strict=True))} for k, c in sorted(rows)]
         insert = (sqlite if self._db.is_file else postgresql).insert(UsageRow)
         added = {name: getattr(UsageRow, name) + insert.excluded[name] for name in COUNTS}
         keys = ["tenant", "start", "model", "session"]
