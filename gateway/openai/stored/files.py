@@ -21,7 +21,7 @@ from pdserve.services.host.tenants.fairness import FairShare
 PURPOSE = "batch"
 MAX_UPLOADS = 64  # at once, of all keys
 MAX_DOWNLOADS = 64
-MAX_LISTED = 10_000
+MAX_LISTED = 1000
 
 
 def add_file_routes(app: FastAPI, dialect: Dialect, files: Files, limits: HttpLimits) -> None:
