@@ -105,7 +105,9 @@ class Service:
                 _check_generates(model, "Completions" if text else "Chat Completions")
                 check(asked.sampling, model.card)
                 if isinstance(asked, ChatCompletionRequest):
-                    if self._server_tools is not None and self.may_call_tools(model.text):
+                    # A line of a batch may be asked again: what its calls have done would be, too.
+                    offers = self.may_call_tools(model.text) and not caller.background
+                    if self._server_tools is not None and offers:
                         asked, rounds = self._server_tools.offer(asked, self._next_round)
                     prompts = [await self._chat_prompt(asked, model, owner)]
                     sampling, form = self._shape(asked, model, prompts[0].ids)

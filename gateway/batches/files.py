@@ -33,7 +33,7 @@ from pdserve.gateway.storage.database import Database, in_own_task
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError
 
-PAGE_BYTES = 1 << 20  # of pieces that are read at once, about
+PAGE_BYTES = PIECE_BYTES  # of pieces that are read at once, about
 MAX_PAGE = 256  # pieces
 STOPPED_S = 600.0  # an upload without a piece for so long is given up
 TOO_SLOW = "the upload took too long"
@@ -184,7 +184,9 @@ class Files:
                 return
             last = found[-1].number
             largest = max(len(piece.data) for piece in found)
-            yield b"".join(piece.data for piece in found)
+            data = b"".join(piece.data for piece in found)
+            del found  # the caller may take long
+            yield data
 
     @in_own_task
     async def _rows(self, query: Select[int, bytes]) -> Sequence[Row[int, bytes]]:

@@ -5,6 +5,7 @@ answers that were not committed, and those lines are asked again.
 """
 
 import asyncio
+import math
 import random
 import time
 import uuid
@@ -28,6 +29,8 @@ CHECK_BYTES = 1 << 14  # of an input that are checked before others have the loo
 AGAIN = (429, 499, 503)  # the server is busy or ends: no line's result
 NOT_FOUND = 404
 MODEL_WAIT_S = 30.0  # for a model that is not there: its workers may be about to start
+MAX_MODELS = 1000  # that are waited for; those beyond are not there at once
+MAX_MODEL = 512  # characters of a name that tell it from others
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.25, 30.0  # before a line is asked again
 REASONS = {
     "batch_expired": "This request could not be executed before the completion window expired.",
@@ -65,7 +68,7 @@ class BatchRun:
         self._ask = ask
         self._slots = slots
         self._max_line_bytes = max_line_bytes
-        self._missing_since: float | None = None  # the model
+        self._missing_since: dict[str, float] = {}  # by model
         self.cancelling = asyncio.Event()
         self.stopping = asyncio.Event()
 
@@ -205,7 +208,7 @@ class BatchRun:
                 request = await self._request(batch, span)
                 body = jsonl.body_of(request)
                 answer = await self._ask(batch.endpoint, body, tenant, batch.id)
-                if not self._is_to_be_asked_again(answer):
+                if not self._is_to_be_asked_again(answer, request.body.get("model")):
                     line = jsonl.answered(
                         answer.request_id, request.custom_id, answer.status, answer.body
                     )
@@ -215,16 +218,19 @@ class BatchRun:
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
             await _either(self.stopping, wait_s)
 
-    def _is_to_be_asked_again(self, answer: Answer) -> bool:
+    def _is_to_be_asked_again(self, answer: Answer, asked: Any) -> bool:
+        model = str(asked)[:MAX_MODEL]
         if answer.status in AGAIN:
             return True
         if answer.status != NOT_FOUND:
-            self._missing_since = None
+            self._missing_since.pop(model, None)
             return False
         now = asyncio.get_running_loop().time()
-        if self._missing_since is None:
-            self._missing_since = now
-        return now - self._missing_since < MODEL_WAIT_S
+        if len(self._missing_since) < MAX_MODELS:
+            since = self._missing_since.setdefault(model, now)
+        else:
+            since = self._missing_since.get(model, -math.inf)
+        return now - since < MODEL_WAIT_S
 
     # --- lines that are not run
 

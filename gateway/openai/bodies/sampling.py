@@ -96,9 +96,12 @@ class Sampling(StructureFields):
 
     def called_by(self, caller: Caller, request_id: str) -> Caller:
         """The caller of this body: its own session counts before that of the header, and the user
-        where there is none, if it is a short text."""
+        where there is none, if it is a short text. That of a batch is the batch, whatever its
+        lines say."""
         user = self.user if isinstance(self.user, str) and len(self.user) <= MAX_SESSION else ""
         session = self.session_id or caller.session or user
+        if caller.background:
+            session = caller.session
         return replace(caller, request_id=request_id, session=session)
 
     @property

@@ -50,7 +50,9 @@ class ResponseReply:
         self._bodies = bodies
         self._body = body
         self._store = store
-        self._keeps = store is not None and body.store is not False
+        # Those of a batch are in its file: kept, too, they would push out the client's others.
+        keeps = not caller.background if body.store is None else body.store
+        self._keeps = store is not None and keeps
         self._items = parse_input(body.input)
         self._sampling = body.sampling()
         self._tools = parse_tools(body.tools or ())

@@ -28,7 +28,8 @@ from pdserve.services.host.tenants.fairness import FairShare
 
 PURPOSE = "batch"
 MAX_UPLOADS = 64  # at once, of all keys
-MAX_LISTED = 10_000
+MAX_DOWNLOADS = 64
+MAX_LISTED = 1000
 
 
 class _Bytes(Response):
@@ -38,7 +39,7 @@ class _Bytes(Response):
 
 
 def add_file_routes(app: FastAPI, dialect: Dialect, files: Files, limits: HttpLimits) -> None:
-    uploads = FairShare(MAX_UPLOADS)
+    uploads, downloads = FairShare(MAX_UPLOADS), FairShare(MAX_DOWNLOADS)
 
     @app.post("/v1/files", **described(form=FileUpload, answer=FileObject))
     async def upload(request: Request) -> Response:
@@ -70,6 +71,8 @@ def add_file_routes(app: FastAPI, dialect: Dialect, files: Files, limits: HttpLi
         file = await files.find(_tenant(request), file_id)
         if file is None:
             return not_found(dialect, "file", file_id)
+        caller = caller_of(request)
+        caller.at_end.enter_context(downloads.holding(caller.tenant.id, 1, "downloads"))
         pieces = files.pieces(file.id)
         return PieceStream(pieces, file.num_bytes, _Bytes.media_type, limits.stall_s)
 

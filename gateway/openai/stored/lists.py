@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from pdserve.gateway.batches.files import Page, Stored
 from pdserve.gateway.http.dialect import Dialect, HttpError, error_response
@@ -38,15 +39,14 @@ def list_reply(
     if rows is None:
         raise refuse("after", f"there is no {quoted(page.after)} to begin after")
     shown = rows[: page.limit]
-    return JSONResponse(
-        {
-            "object": "list",
-            "data": [as_object(row) for row in shown],
-            "first_id": shown[0].id if shown else None,
-            "last_id": shown[-1].id if shown else None,
-            "has_more": len(rows) > page.limit,
-        }
-    )
+    found = {
+        "object": "list",
+        "data": [as_object(row) for row in shown],
+        "first_id": shown[0].id if shown else None,
+        "last_id": shown[-1].id if shown else None,
+        "has_more": len(rows) > page.limit,
+    }
+    return Response(to_json(found), media_type="application/json")
 
 
 def not_found(dialect: Dialect, what: str, name: str) -> Response:

@@ -16,6 +16,7 @@ from eventually import eventually
 from fake_router import FakeRouter
 from scripted_service import scripted_service
 from sse import events
+from starlette.types import ASGIApp
 from tool_model import CONTEXT_LEN, TEMPLATE, THINKING, ToolModel, calls
 
 from pdserve.gateway.caller import Caller
@@ -23,9 +24,10 @@ from pdserve.gateway.completion import PreparedCompletion
 from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
-from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.http.inner import post
 from pdserve.gateway.mcp.config import McpServer
 from pdserve.gateway.mcp.loop import MAX_CALLS, McpTools
 from pdserve.gateway.mcp.offer import ServerTool, ToolResult, offered_tools
@@ -43,7 +45,7 @@ from pdserve.protos.text_pb2 import ChatMessage, ChatRequest
 from pdserve.protos.text_pb2_grpc import TextStub, add_TextServicer_to_server
 from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
-from pdserve.services.host.tenants.keys import ApiKeys
+from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys
 from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
@@ -82,7 +84,10 @@ def answers(text: str, *, is_error: bool = False) -> Does:
 class Gateway:
     """A gateway with one MCP server, `s`."""
 
-    def __init__(self, service: Service, http: httpx.AsyncClient, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, service: Service, http: httpx.AsyncClient, metrics: GatewayMetrics
+    ) -> None:
+        self.app = app
         self.service = service
         self.http = http
         self.metrics = metrics
@@ -122,12 +127,14 @@ async def gateway(
     offers = McpTools(servers, max_rounds, clock)
     service = scripted_service(router, server_tools=offers, clock=clock, **options)
     dialect = OpenAiDialect(service, LIMITS, BodyReader(LIMITS))
-    app = create_app([dialect], service, Readiness(router, service.catalog), ApiKeys(), True)
+    readiness = Readiness(router, service.catalog)
+    routes = create_routes([dialect], service, readiness)
+    app = create_app([dialect], service, readiness, ApiKeys(), True, routes=routes)
     servers.start()
     await eventually(lambda: servers.offered)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
-        yield Gateway(service, http, metrics)
+        yield Gateway(routes, service, http, metrics)
     await servers.close()
     assert service.limits.open == 0
 
@@ -315,6 +322,17 @@ async def test_where_nothing_is_offered() -> None:
     async with gateway(router, tools, parsers=ParserChoice(tools="none")) as gw:
         await gw.choice()
     assert "s__get" not in router.prompt(0)
+
+
+async def test_a_line_of_a_batch_is_offered_nothing() -> None:
+    tools = Tools(get=answers("x"))
+    router = ToolModel(calls("s__get"))
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}'
+    async with gateway(router, tools) as gw:
+        reply = await post(gw.app, "/v1/chat/completions", body, EVERYBODY, "batch")
+    assert reply.status == 200
+    assert "s__get" not in router.prompt(0)
+    assert tools.called == []
 
 
 async def test_an_answer_with_a_structure_is_no_place_for_calls() -> None:

@@ -21,21 +21,33 @@ from pdserve.gateway.storage.responses import DatabaseResponses
 pytestmark = pytest.mark.anyio
 
 
+DRIVER = (
+    (aiosqlite.Cursor, "execute"),
+    (aiosqlite.Cursor, "executemany"),
+    (aiosqlite.Cursor, "fetchall"),
+    (aiosqlite.Cursor, "close"),
+    (aiosqlite.Connection, "commit"),
+    (aiosqlite.Connection, "rollback"),
+)
+
+
 class Cuts:
     """Cancels a task when the driver is asked for the n-th time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._steps, self._at = 0, 0
         self._task: asyncio.Task[object] | None = None
-        execute = vars(aiosqlite.Connection)["_execute"]  # all that a driver does
+        for owner, name in DRIVER:
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
 
-        async def counted(connection, *args, **kwargs):
+    def _counted(self, step):
+        async def counted(*args, **kwargs):
             self._steps += 1
             if self._steps == self._at and self._task is not None:
                 asyncio.get_running_loop().call_soon(self._task.cancel)
-            return await execute(connection, *args, **kwargs)
+            return await step(*args, **kwargs)
 
-        monkeypatch.setattr("aiosqlite.Connection._execute", counted)
+        return counted
 
     async def run(self, work, at: int) -> bool:
         """Whether there was a step `at` to be cut off at."""

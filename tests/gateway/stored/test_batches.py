@@ -87,6 +87,32 @@ async def test_completions_too(tmp_path):
         assert answer["response"]["body"]["choices"][0]["text"] == " world"
 
 
+async def test_lines_of_responses_are_kept_if_they_say_so(tmp_path):
+    url = "/v1/responses"
+    data = b"".join(
+        json.dumps(
+            {
+                "custom_id": str(number),
+                "method": "POST",
+                "url": url,
+                "body": {"model": "tiny", "input": "hello", **fields},
+            }
+        ).encode()
+        + b"\n"
+        for number, fields in enumerate(({}, {"store": False}, {"store": True}))
+    )
+    async with stored_gateway(FakeRouter(saying(" world")), tmp_path) as gateway:
+        client = gateway.client()
+        batch = await ended(client, await start_batch(client, data, url))
+        answers = [
+            line["response"]["body"] for line in await content_of(client, batch.output_file_id)
+        ]
+        assert [answer["store"] for answer in answers] == [False, False, True]
+        async with gateway.http() as http:
+            found = [(await http.get(f"{url}/{answer['id']}")).status_code for answer in answers]
+        assert found == [404, 404, 200]
+
+
 ONE = json.loads(lines_of(1))
 
 

@@ -8,6 +8,8 @@ from eventually import eventually
 from fake_router import FakeRouter, saying
 from stored_gateway import CHAT, lines_of, start_batch, stored_gateway
 
+from pdserve.gateway.openai.stored import files as stored_files
+
 pytestmark = pytest.mark.anyio
 BOUNDARY = "----a-boundary"
 FORM = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
@@ -61,7 +63,7 @@ async def test_files_are_listed_by_pages(tmp_path):
         after = await client.files.list(after=made[2], order="asc")
         assert ([file.id for file in after.data], after.has_more) == (made[3:], False)
         assert (await client.files.list(purpose="batch_output")).data == []
-        for wrong in ({"limit": 0}, {"limit": 10_001}, {"order": "up"}, {"after": "file-none"}):
+        for wrong in ({"limit": 0}, {"limit": 1001}, {"order": "up"}, {"after": "file-none"}):
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.files.list(**wrong)
             assert caught.value.param == next(iter(wrong))
@@ -213,6 +215,24 @@ async def test_a_file_is_read_in_pieces(tmp_path):
             async for _ in reply.aiter_bytes(1000):
                 break
         assert (await http.get("/health")).status_code == 200
+
+
+async def test_downloads_at_once_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_files, "MAX_DOWNLOADS", 1)
+    async with stored_gateway(router(), tmp_path) as gateway, gateway.http() as http:
+        file = await gateway.client().files.create(file=b"x" * 30_000_000, purpose="batch")
+        content = f"/v1/files/{file.id}/content"
+        async with http.stream("GET", content) as first:
+            assert first.status_code == 200
+            second = await http.get(content)
+            assert second.status_code in (429, 503)
+            assert "too many downloads" in second.json()["error"]["message"]
+
+        async def is_free() -> bool:
+            async with http.stream("GET", content) as again:
+                return again.status_code == 200
+
+        await eventually(is_free)
 
 
 async def test_without_a_database_it_says_so(make_http):

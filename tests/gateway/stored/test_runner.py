@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from eventually import eventually
 
+from pdserve.gateway.batches import run
 from pdserve.gateway.batches.batches import Batches
 from pdserve.gateway.batches.files import FileLimits, Files
 from pdserve.gateway.batches.leases import BatchLease
@@ -27,6 +28,7 @@ class World:
     def __init__(self, database: Database, batches: Batches) -> None:
         self.batches = batches
         self.asked: list[str] = []
+        self.num_missing = 0
         self.revoked: set[str] = set()
         self.answers = asyncio.Event()
         self._files = Files(database, FileLimits(1 << 30, 1 << 30, 1000))
@@ -39,14 +41,25 @@ class World:
         self.asked.append(tenant.name)
         await asyncio.sleep(0.01)
         await self.answers.wait()
-        return Answer("request", 200, b"{}")
+        missing = b"missing" in body
+        self.num_missing += missing
+        return Answer("request", 404 if missing else 200, b"{}")
 
-    async def make(self, tenant: Tenant, count: int, window_s: int = 86400) -> str:
-        """The id of a batch of so many lines."""
+    async def make(
+        self, tenant: Tenant, count: int, window_s: int = 86400, models: tuple[str, ...] = ("a",)
+    ) -> str:
+        """The id of a batch of so many lines, which ask for the models in turn."""
         owner = tenant.id.hex()
         file_id = await self._files.begin(owner)
         lines = [
-            json.dumps({"custom_id": f"{n}", "method": "POST", "url": URL, "body": {}}).encode()
+            json.dumps(
+                {
+                    "custom_id": f"{n}",
+                    "method": "POST",
+                    "url": URL,
+                    "body": {"model": models[n % len(models)]},
+                }
+            ).encode()
             for n in range(count)
         ]
         await self._files.append(owner, file_id, 0, b"\n".join(lines))
@@ -166,3 +179,17 @@ async def test_a_claim_under_way_at_the_end_is_given_back(running, end):
     await ending
     assert await running.owner(batch_id) == ""
     assert running.asked == []
+
+
+async def test_a_model_that_is_there_makes_nobody_wait_again_for_one_that_is_not(
+    running, monkeypatch
+):
+    """Once a model has not come for so long, each line for it is asked once."""
+    monkeypatch.setattr(run, "MODEL_WAIT_S", 1.0)
+    running.answers.set()
+    batch_id = await running.make(key(0), 60, models=("a", "a", "missing"))
+    await running.has_status(key(0), batch_id, "completed")
+    batch = await running.batches.find(key(0).id.hex(), batch_id)
+    assert batch is not None
+    assert (batch.completed, batch.failed) == (40, 20)
+    assert 20 < running.num_missing < 40

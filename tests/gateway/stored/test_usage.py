@@ -85,7 +85,7 @@ async def test_by_model_and_session(tmp_path):
 async def test_a_batch_is_a_session(tmp_path):
     async with stored_gateway(FakeRouter(saying("hello")), tmp_path) as gateway:
         client = gateway.client()
-        batch = await ended(client, await start_batch(client, lines_of(5)))
+        batch = await ended(client, await start_batch(client, lines_of(5, session_id="mine")))
         await gateway.stored.usage.flush()
         async with gateway.http() as http:
             found = await results(http, group_by="session_id")
