@@ -136,7 +136,7 @@ HARMONY = (
 def test_harmony(end: str) -> None:
     for pieces in ([HARMONY + end], HARMONY + end):
         assert parse("gpt_oss", pieces) == ("So.", "I look.\nHi")
-    assert parse("gpt_oss", HARMONY, inline=True)[1] == "<think>\nSo.\n</think>\n\nI look.Hi"
+    assert parse("gpt_oss", HARMONY, inline=True)[1] == "<think>\nSo.\n</think>\n\nI look.\nHi"
 
 
 def test_a_call_is_text_where_there_are_no_tools() -> None:
