@@ -63,7 +63,8 @@ class Batches:
         """Raises ServiceError for a file that is not there, and for too many open batches."""
         owner = tenant.id.hex()
         async with self._db.changing() as session:
-            file = await session.get(StoredFile, input_file_id[: MAX_ID + 1])
+            wanted = input_file_id[: MAX_ID + 1]
+            file = await session.get(StoredFile, wanted, with_for_update=True)
             if file is None or not file.complete or file.tenant != owner:
                 text = f"there is no file {input_file_id[:MAX_ID]!r}"
                 raise ServiceError(INVALID_ARGUMENT, text, param="input_file_id")

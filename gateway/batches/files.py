@@ -156,7 +156,9 @@ class Files:
     async def delete(self, tenant: str, file_id: str) -> bool:
         """Whether it was there. Raises ServiceError while an open batch reads it."""
         async with self._db.changing() as session:
-            file = await session.get(StoredFile, file_id) if len(file_id) <= MAX_ID else None
+            # Who makes a batch of it has its row, or waits for this one.
+            wanted = file_id[: MAX_ID + 1]
+            file = await session.get(StoredFile, wanted, with_for_update=True)
             if file is None or not file.complete or file.tenant != tenant:
                 return False
             reader = select(StoredBatch.id).where(
