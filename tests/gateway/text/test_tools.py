@@ -1,4 +1,7 @@
-"""The parsers of tool calls, each by its family's way to call a tool."""
+"""The parsers of tool calls, each by its family's way to call a tool.
+
+Over 400 lines: every family with the same few samples and cuts, which share how parsers are made.
+"""
 
 import json
 from collections.abc import Iterable
