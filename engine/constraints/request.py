@@ -103,10 +103,7 @@ class Constrainer:
 
 
 class RequestConstraints:
-    """What the scheduler, the sampler and the progress of steps ask of one request.
-
-    `failure` says why it cannot go on: what is wrong, and the field at fault.
-    """
+    """What the scheduler, the sampler and the progress of steps ask of one request."""
 
     def __init__(
         self,
@@ -132,7 +129,7 @@ class RequestConstraints:
             self._begin(self._compiling.result())
             self._constrainer.start_masks()
         if not self._choices and now_s > self._deadline_s:
-            raise GrammarError("the grammar takes too long to compile")
+            raise GrammarError("the grammar takes too long to compile", is_internal=True)
         ready = (c.grammar is None or c.grammar.is_done for c in self._choices)
         self._begun = bool(self._choices) and all(ready)
         return self._begun
@@ -159,8 +156,8 @@ class RequestConstraints:
     def mask(self, choice: int) -> Words | None:
         """The tokens that may come next, None: all. Raises GrammarError."""
         found = self._choices[choice]
-        if found.grammar is not None and found.grammar.failure:
-            raise GrammarError(found.grammar.failure)
+        if found.grammar is not None and found.grammar.failure is not None:
+            raise found.grammar.failure
         return found.mask()
 
     def param(self, choice: int) -> str:

@@ -48,9 +48,10 @@ class GrammarCache:
                 raise GrammarError(text) from error
 
     def compile(self, source: str) -> "Future[CompiledGrammar]":
-        """A compiled grammar, or GrammarError. One thread calls this."""
+        """A compiled grammar, or GrammarError; one that is the grammar's fault is kept as well.
+        One thread calls this."""
         found = self._kept.get(source)
-        if found is not None and not (found.done() and found.exception()):
+        if found is not None and not _has_failed_internally(found):
             self._kept.move_to_end(source)
             return found
         made = self._kept[source] = self._threads.submit(self._compile, source)
@@ -64,6 +65,24 @@ class GrammarCache:
         self._trials.close()
 
     def _compile(self, source: str) -> CompiledGrammar:
-        self.load()
-        self._trials.check(source)
-        return CompiledGrammar(self._tokenizer, source)
+        """Raises GrammarError and nothing else."""
+        try:
+            self.load()
+            self._trials.check(source)
+            return CompiledGrammar(self._tokenizer, source)
+        except GrammarError as error:
+            if error.is_internal:
+                log.warning("a grammar was not compiled: %s", error)
+            raise
+        except BaseException as error:  # a panic is no Exception
+            log.exception("a grammar was not compiled")
+            text = f"the grammar was not compiled: {type(error).__name__}"
+            raise GrammarError(text, is_internal=True) from error
+
+
+def _has_failed_internally(made: "Future[CompiledGrammar]") -> bool:
+    """Whether another attempt may succeed."""
+    if not made.done() or made.cancelled():
+        return made.cancelled()
+    error = made.exception()
+    return isinstance(error, GrammarError) and error.is_internal

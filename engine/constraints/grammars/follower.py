@@ -56,7 +56,7 @@ class GrammarFollower:
         # that a step has waited for in vain.
         self._is_late = True
         self._is_slow = False
-        self.failure = ""
+        self.failure: GrammarError | None = None
         self.stopped = False  # nothing may follow
         start = 0
         while self._search is not None and start < len(generated):
@@ -71,11 +71,11 @@ class GrammarFollower:
             self._seek(token)
             if self._search is None:
                 self._begin_task()
-        elif not self.failure:
+        elif self.failure is None:
             if self._matcher.consume_token(token):
                 self.stopped = self._matcher.is_stopped()
             self._note_error()
-            if not self.stopped and not self.failure:
+            if not self.stopped and self.failure is None:
                 self._begin_task()
 
     def allowed(self) -> Words | None:
@@ -117,13 +117,14 @@ class GrammarFollower:
                 took = time.perf_counter() - started
                 self._is_slow = took > SLOW_S and not self._unseen
                 if took > MOST_S:
-                    self.failure = "the grammar takes too long"
+                    raise GrammarError("the grammar takes too long")
             self._unseen = []
         except GrammarError as error:
-            self.failure = str(error)
+            self.failure = error
         except BaseException as error:  # a panic is no Exception
             log.exception("a grammar's mask failed")
-            self.failure = f"the grammar cannot be followed: {type(error).__name__}"
+            text = f"the grammar cannot be followed: {type(error).__name__}"
+            self.failure = GrammarError(text, is_internal=True)
         finally:
             self._done.set()
             if self._is_late:
@@ -143,4 +144,4 @@ class GrammarFollower:
         try:
             raise_error(self._matcher)
         except GrammarError as error:
-            self.failure = str(error)
+            self.failure = error

@@ -12,10 +12,18 @@ from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
 from eventually import wait_until
 from grammar_kit import Maker, Runner, of_regex
 
-from pdserve.engine.api.request import Event, Finished, NewTokens, PrefillComputed, RequestFailed
-from pdserve.engine.constraints.grammars import follower
+from pdserve.engine.api.request import (
+    Event,
+    Finished,
+    Grammar,
+    NewTokens,
+    PrefillComputed,
+    RequestFailed,
+)
+from pdserve.engine.constraints.grammars import follower, trial
 from pdserve.engine.constraints.grammars.cache import GrammarCache
-from pdserve.engine.constraints.grammars.compiled import CompiledGrammar
+from pdserve.engine.constraints.grammars.compiled import CompiledGrammar, GrammarError
+from pdserve.engine.constraints.grammars.trial import GrammarTrials
 from pdserve.engine.constraints.request import COMPILE_S
 from pdserve.engine.thread import EngineThread
 
@@ -84,7 +92,7 @@ def test_a_compiler_that_takes_too_long_fails_the_request(compiler: SlowCompiler
     assert not of(events, RequestFailed)
     now[0] = COMPILE_S + 1
     (failed,) = of(Runner(engine).step(), RequestFailed)
-    assert (failed.key, failed.param) == ("r", "grammar")
+    assert (failed.key, failed.param) == ("r", "")  # it may go on elsewhere
     assert "too long" in failed.message
     assert_at_rest(engine)
     engine.close()
@@ -99,6 +107,74 @@ def test_a_request_that_leaves_while_its_grammar_is_compiled(compiler: SlowCompi
     Runner(engine).run()
     assert_at_rest(engine)
     engine.close()
+
+
+class BrokenCompiler(GrammarCache):
+    """Gives what is no GrammarError, for one source."""
+
+    broken = of_regex("broken").source
+
+    def compile(self, source: str) -> "Future[CompiledGrammar]":
+        if source != self.broken:
+            return super().compile(source)
+        made: Future[CompiledGrammar] = Future()
+        made.set_exception(OSError("no more processes"))
+        return made
+
+
+def test_a_compiler_that_breaks_fails_its_request_alone(folder: Path) -> None:
+    compiler = BrokenCompiler((folder / "tokenizer.json").read_bytes(), 64, EOS)
+    compiler.compile(PATTERN.source).result(60)
+    engine = fake_engine(grammars=compiler)
+    reserved = engine.reserve(ask("reserved", [1], grammar=PATTERN))
+    engine.submit(ask("before", range(9), grammar=PATTERN))
+    engine.submit(ask("broken", range(9), grammar=Grammar(compiler.broken)))
+    engine.submit(ask("after", range(9), grammar=PATTERN))
+    engine.submit(ask("free", range(9)))
+    events = Runner(engine).step()
+    assert reserved is not None
+    engine.commit(reserved)
+    events += Runner(engine).run()
+    (failed,) = of(events, RequestFailed)
+    assert (failed.key, failed.param) == ("broken", "")
+    assert {e.key for e in of(events, Finished)} == {"reserved", "before", "after", "free"}
+    assert_at_rest(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("error", [OSError("no more processes"), SystemExit(1)])
+def test_what_breaks_in_a_compilation_is_an_internal_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def broken(self: GrammarTrials, source: str) -> None:
+        raise error
+
+    compiler = GrammarCache((folder / "tokenizer.json").read_bytes(), 64, EOS)
+    with monkeypatch.context() as patched:
+        patched.setattr(GrammarTrials, "check", broken)
+        engine = fake_engine(grammars=compiler)
+        events = Runner(engine).run(ask("bound", range(9), grammar=PATTERN), ask("free", [1]))
+    (failed,) = of(events, RequestFailed)
+    assert (failed.key, failed.param) == ("bound", "")
+    assert [e.key for e in of(events, Finished)] == ["free"]
+    # Another attempt is made.
+    assert of(Runner(engine).run(ask("bound", range(9), grammar=PATTERN)), Finished)
+    engine.close()
+
+
+def test_only_what_is_wrong_with_a_grammar_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCache((folder / "tokenizer.json").read_bytes(), 64, EOS)
+    wrong = compiler.compile(of_regex("(").source)
+    assert isinstance(wrong.exception(60), GrammarError)
+    assert compiler.compile(of_regex("(").source) is wrong
+    with monkeypatch.context() as patched:
+        patched.setattr(trial, "TRIAL_S", 0.0)
+        late = compiler.compile(PATTERN.source)
+        assert late.exception(60)
+    assert compiler.compile(PATTERN.source).result(60)
+    compiler.close()
 
 
 def test_a_reservation_begins_to_compile_and_fails_after_its_commit(folder: Path) -> None:
