@@ -4,11 +4,16 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-NUM_THREADS = 4  # so that a few slow grammars leave threads to the others
+NUM_THREADS = 4
+NUM_SLOW_THREADS = 2  # of their own for tasks that are known to be slow, so that others pass these
 
 
 class MaskTask(Protocol):
     """What computes one mask."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is known to take long."""
 
     def run(self) -> None: ...
 
@@ -17,14 +22,31 @@ class MaskThreads:
     """Tasks are collected by `add` and begun by `start`: two calls for all tasks of a step."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "masks")
-        self._tasks: deque[MaskTask] = deque()
+        self._quick = _Lane(NUM_THREADS, "masks")
+        self._slow = _Lane(NUM_SLOW_THREADS, "slow-masks")
 
     def add(self, task: MaskTask) -> None:
-        self._tasks.append(task)
+        (self._slow if task.is_slow else self._quick).tasks.append(task)
 
     def start(self) -> None:
-        for _ in range(min(NUM_THREADS, len(self._tasks))):
+        self._quick.start()
+        self._slow.start()
+
+    def close(self) -> None:
+        self._quick.close()
+        self._slow.close()
+
+
+class _Lane:
+    """Some threads and the tasks that they take in order."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self.tasks: deque[MaskTask] = deque()
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, name)
+
+    def start(self) -> None:
+        for _ in range(min(self._num_threads, len(self.tasks))):
             self._threads.submit(self._work)
 
     def close(self) -> None:
@@ -33,7 +55,7 @@ class MaskThreads:
     def _work(self) -> None:
         while True:
             try:
-                task = self._tasks.popleft()
+                task = self.tasks.popleft()
             except IndexError:
                 return
             task.run()

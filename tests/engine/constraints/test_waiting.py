@@ -1,5 +1,6 @@
 """Who waits for a grammar, and who does not: slow compilers, late masks, deadlines, wake-ups."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from eventually import wait_until
 from grammar_kit import Maker, Runner, of_regex
 
 from pdserve.engine.api.request import (
+    ChoiceState,
     Event,
     Finished,
     Grammar,
@@ -23,6 +25,7 @@ from pdserve.engine.api.request import (
 from pdserve.engine.constraints.grammars import follower, trial
 from pdserve.engine.constraints.grammars.cache import GrammarCache
 from pdserve.engine.constraints.grammars.compiled import CompiledGrammar, GrammarError
+from pdserve.engine.constraints.grammars.mask_threads import MaskThreads
 from pdserve.engine.constraints.grammars.trial import GrammarTrials
 from pdserve.engine.constraints.request import COMPILE_S
 from pdserve.engine.thread import EngineThread
@@ -229,6 +232,120 @@ def test_a_mask_that_takes_far_too_long_fails_the_request(
     (failed,) = of(runner.run(ask("r", range(5), grammar=PATTERN)), RequestFailed)
     assert (failed.param, failed.message) == ("grammar", "the grammar takes too long")
     assert_at_rest(runner.engine)
+
+
+AMBIGUOUS = Grammar(json.dumps({"grammars": [{"lark_grammar": 'start: e\ne: e e | "a" | "b"'}]}))
+
+
+@pytest.mark.parametrize(("name", "number"), [("MOST_TOKEN_S", 0.0), ("SLOW_TOKEN_S", 0.0)])
+def test_tokens_that_take_far_too_long_fail_the_request(
+    engine_of: Maker, monkeypatch: pytest.MonkeyPatch, name: str, number: float
+) -> None:
+    runner = Runner(engine_of())
+    asked = ask("r", range(5), grammar=of_regex("[a-z]{30}"), max_tokens=30)
+    states = (ChoiceState(tuple(tokens(runner.run(asked))["r", 0][:10])),)
+    monkeypatch.setattr(follower, name, number)
+    resumed = ask("r", range(5), grammar=of_regex("[a-z]{30}"), max_tokens=30, choices=states)
+    for request in (asked, resumed):
+        (failed,) = of(runner.run(request), RequestFailed)
+        assert (failed.param, failed.message) == ("grammar", "the grammar takes too long")
+    assert_at_rest(runner.engine)
+
+
+def test_an_ambiguous_grammar_takes_little_of_any_step(folder: Path) -> None:
+    """It is ended before one token takes the engine's thread for long."""
+    compiler = GrammarCache((folder / "tokenizer.json").read_bytes(), 259, (258,))
+    compiled = compiler.compile(AMBIGUOUS.source).result(60)
+    threads = MaskThreads()
+    made = follower.GrammarFollower(AMBIGUOUS, compiled, [], 259, threads, lambda: None)
+    took = []
+    for token in [64, 65] * 400:
+        threads.start()
+        assert made.wait(time.perf_counter() + 30)
+        started = time.thread_time()
+        made.push(token)
+        took.append(time.thread_time() - started)
+        if made.failure is not None:
+            break
+    assert made.failure is not None
+    assert made.failure.param == "grammar"
+    assert max(took) < 2 * follower.MOST_TOKEN_S
+    threads.close()
+    compiler.close()
+
+
+def test_a_long_resume_lets_others_run_and_is_no_slow_mask(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCache((folder / "tokenizer.json").read_bytes(), 259, (258,))
+    grammar = of_regex("[a-z]*")
+    compiled = compiler.compile(grammar.source).result(60)
+    monkeypatch.setattr(follower, "HELD_S", 0.0)
+    turns: list[float] = []
+    monkeypatch.setattr(time, "sleep", turns.append)
+    threads = MaskThreads()
+    ids = [64] * 20_000
+    made = follower.GrammarFollower(grammar, compiled, ids, 259, threads, lambda: None)
+    threads.start()
+    assert made.wait(time.perf_counter() + 60)
+    assert made.failure is None
+    assert not made.is_slow
+    assert len(turns) >= len(ids) // 2
+    threads.close()
+    compiler.close()
+
+
+def test_a_mask_that_came_too_late_is_not_waited_for_again_soon(folder: Path) -> None:
+    compiler = GrammarCache((folder / "tokenizer.json").read_bytes(), 259, (258,))
+    grammar = of_regex("[a-z]*")
+    compiled = compiler.compile(grammar.source).result(60)
+    threads = MaskThreads()
+    made = follower.GrammarFollower(grammar, compiled, [], 259, threads, lambda: None)
+    assert not made.is_awaited
+    threads.start()
+    assert made.wait(time.perf_counter() + 60)
+    made.push(64)
+    assert made.is_awaited
+    assert not made.wait(time.perf_counter())  # its thread has not begun
+    unawaited = 0
+    while not made.is_awaited or made.is_done:
+        if not made.is_done:
+            unawaited += 1
+            threads.start()
+            assert made.wait(time.perf_counter() + 60)
+        else:
+            made.push(64)
+    assert unawaited == follower.PATIENCE
+    threads.close()
+    compiler.close()
+
+
+class Blocked:
+    """A mask that takes until `opened` is set."""
+
+    def __init__(self, is_slow: bool, opened: threading.Event) -> None:
+        self.is_slow = is_slow
+        self.done = False
+        self._opened = opened
+
+    def run(self) -> None:
+        self._opened.wait(60)
+        self.done = True
+
+
+def test_slow_masks_leave_threads_to_others() -> None:
+    threads, closed, opened = MaskThreads(), threading.Event(), threading.Event()
+    opened.set()
+    slow = [Blocked(True, closed) for _ in range(20)]
+    quick = [Blocked(False, opened) for _ in range(20)]
+    for task in [*slow, *quick]:
+        threads.add(task)
+    threads.start()
+    wait_until(lambda: all(task.done for task in quick), "the quick ones")
+    assert not any(task.done for task in slow)
+    closed.set()
+    wait_until(lambda: all(task.done for task in slow), "the slow ones")
+    threads.close()
 
 
 def test_equal_grammars_are_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
