@@ -380,7 +380,7 @@ class Engine:
         self, request: Request, order: int | None = None, sender: bytes = b""
     ) -> RequestState:
         max_tokens = self.limits.check(request)
-        self._constrainer.check(request.params)
+        self._constrainer.check(request)
         if request.key in self.jobs.by_key:
             raise InvalidRequest(f"a request {request.key!r} is under way", "request")
         if order is None:
@@ -392,10 +392,10 @@ class Engine:
 
     def _begin(self, job: RequestState) -> None:
         """Makes the constraints of a new job; a grammar is compiled meanwhile."""
-        params = job.request.params
-        if constrains(params) and not job.request.prefill_only and job.key in self.jobs.by_key:
+        request = job.request
+        if constrains(request.params) and request.generates and job.key in self.jobs.by_key:
             now_s = self._clock()
-            job.constraints = self._constrainer.of_request(params, job.generated, now_s)
+            job.constraints = self._constrainer.of_request(request, job.generated, now_s)
             self._beginning.append(job)
 
     def _settle(self) -> None:
@@ -417,7 +417,10 @@ class Engine:
     def _has_begun(self, job: RequestState) -> bool:
         """Whether a job needs no more of `_settle`. Raises what its constraints raise."""
         jobs, constraints = self.jobs, job.constraints
-        if jobs.by_key.get(job.key) is not job or constraints is None:
+        if constraints is None:
+            return True
+        if jobs.by_key.get(job.key) is not job:
+            constraints.leave()
             return True
         is_active = job.key in jobs.waiting or job in jobs.running
         if not is_active or not constraints.has_begun(self._clock()):

@@ -6,15 +6,15 @@ again, makes them anew and gets the same tokens.
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
-from pdserve.engine.api.errors import InvalidRequest
-from pdserve.engine.api.request import SamplingParams
+from pdserve.engine.api.errors import InvalidRequest, QueueFull
+from pdserve.engine.api.request import Request, SamplingParams
 from pdserve.engine.constraints.allowed_ids import AllowedIds
 from pdserve.engine.constraints.bad_words import BadWords
 from pdserve.engine.constraints.bitmask import Words
 from pdserve.engine.constraints.choice import ChoiceConstraints, Constraint
 from pdserve.engine.constraints.grammars.cache import GrammarCache
+from pdserve.engine.constraints.grammars.compile_queue import Compilation
 from pdserve.engine.constraints.grammars.compiled import CompiledGrammar, GrammarError
 from pdserve.engine.constraints.grammars.follower import GrammarFollower
 from pdserve.engine.constraints.grammars.mask_threads import MaskThreads
@@ -41,18 +41,24 @@ class Constrainer:
         self._threads = MaskThreads()
         self.wake: Callable[[], None] = lambda: None  # from any thread: a request may go on
 
-    def check(self, params: SamplingParams) -> None:
-        """Raises InvalidRequest for a grammar if there can be none."""
-        if params.grammar is not None and self._grammars is None:
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest for a grammar if there can be none, QueueFull if too many are to be
+        compiled."""
+        grammar = request.params.grammar
+        if grammar is None or not request.generates:
+            return
+        if self._grammars is None:
             raise InvalidRequest("this engine has no tokenizer for grammars", "grammar")
+        if not self._grammars.has_room(grammar.source, request.tenant):
+            raise QueueFull("too many grammars wait to be compiled")
 
     def of_request(
-        self, params: SamplingParams, generated: Sequence[list[int]], now_s: float
+        self, request: Request, generated: Sequence[list[int]], now_s: float
     ) -> "RequestConstraints":
         """`generated`: of each choice."""
-        compiling = None
+        params, compiling = request.params, None
         if params.grammar is not None and self._grammars is not None:
-            compiling = self._grammars.compile(params.grammar.source)
+            compiling = self._grammars.compile(params.grammar.source, request.tenant)
             compiling.add_done_callback(lambda _: self.wake())
         return RequestConstraints(self, params, generated, compiling, now_s + COMPILE_S)
 
@@ -83,6 +89,11 @@ class Constrainer:
             )
         return ChoiceConstraints(plain, follower)
 
+    def leave(self, compiling: Compilation) -> None:
+        """A request has ended that waited for a grammar."""
+        if self._grammars is not None:
+            self._grammars.leave(compiling)
+
     def start_masks(self) -> None:
         """Begins to compute the masks of what was pushed since the last call."""
         self._threads.start()
@@ -110,7 +121,7 @@ class RequestConstraints:
         constrainer: Constrainer,
         params: SamplingParams,
         generated: Sequence[list[int]],
-        compiling: "Future[CompiledGrammar] | None",
+        compiling: Compilation | None,
         deadline_s: float,
     ) -> None:
         self._constrainer = constrainer
@@ -123,12 +134,18 @@ class RequestConstraints:
         if compiling is None:
             self._begin(None)
 
+    def leave(self) -> None:
+        """The request has ended before it has begun: nothing is compiled for it any more."""
+        if self._compiling is not None:
+            self._constrainer.leave(self._compiling)
+
     def has_begun(self, now_s: float) -> bool:
         """Whether every choice is ready for its first token. Raises GrammarError."""
         if not self._choices and self._compiling is not None and self._compiling.done():
             self._begin(self._compiling.result())
             self._constrainer.start_masks()
         if not self._choices and now_s > self._deadline_s:
+            self.leave()
             raise GrammarError("the grammar takes too long to compile", is_internal=True)
         ready = (c.grammar is None or c.grammar.is_done for c in self._choices)
         self._begun = bool(self._choices) and all(ready)

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
 from eventually import wait_until
 from grammar_kit import Maker, Runner, of_regex
 
+from pdserve.engine.api.errors import QueueFull
 from pdserve.engine.api.request import (
     ChoiceState,
     Event,
@@ -23,7 +24,13 @@ from pdserve.engine.api.request import (
     RequestFailed,
 )
 from pdserve.engine.constraints.grammars import follower, trial
-from pdserve.engine.constraints.grammars.cache import GrammarCache
+from pdserve.engine.constraints.grammars.cache import NUM_THREADS, GrammarCache
+from pdserve.engine.constraints.grammars.compile_queue import (
+    MAX_QUEUED,
+    MAX_QUEUED_OF_TENANT,
+    Compilation,
+    CompileQueue,
+)
 from pdserve.engine.constraints.grammars.compiled import CompiledGrammar, GrammarError
 from pdserve.engine.constraints.grammars.mask_threads import MaskThreads
 from pdserve.engine.constraints.grammars.trial import GrammarTrials
@@ -40,9 +47,13 @@ class SlowCompiler(GrammarCache):
     def __init__(self, *vocabulary: Any) -> None:
         super().__init__(*vocabulary)
         self.opened = threading.Event()
+        self.num_begun = 0
+        self.compiled: list[str] = []
 
     def _compile(self, source: str) -> CompiledGrammar:
+        self.num_begun += 1
         self.opened.wait(60)
+        self.compiled.append(source)
         return super()._compile(source)
 
 
@@ -98,6 +109,15 @@ def test_a_compiler_that_takes_too_long_fails_the_request(compiler: SlowCompiler
     assert (failed.key, failed.param) == ("r", "")  # it may go on elsewhere
     assert "too long" in failed.message
     assert_at_rest(engine)
+    # Nobody waits for a grammar that is not begun when its requests have failed.
+    wait_until(lambda: compiler.num_begun == 1, "the thread")
+    for i in range(2 * NUM_THREADS):
+        engine.submit(ask(f"{i}", [1], grammar=of_number(i + 10)))
+    now[0] *= 3
+    Runner(engine).step()
+    compiler.opened.set()
+    wait_until(lambda: len(compiler.compiled) == compiler.num_begun, "those that were begun")
+    assert compiler.num_begun == NUM_THREADS
     engine.close()
 
 
@@ -117,10 +137,10 @@ class BrokenCompiler(GrammarCache):
 
     broken = of_regex("broken").source
 
-    def compile(self, source: str) -> "Future[CompiledGrammar]":
+    def compile(self, source: str, tenant: bytes = b"") -> Compilation:
         if source != self.broken:
-            return super().compile(source)
-        made: Future[CompiledGrammar] = Future()
+            return super().compile(source, tenant)
+        made = Compilation()
         made.set_exception(OSError("no more processes"))
         return made
 
@@ -178,6 +198,70 @@ def test_only_what_is_wrong_with_a_grammar_is_kept(
         assert late.exception(60)
     assert compiler.compile(PATTERN.source).result(60)
     compiler.close()
+
+
+def of_number(number: int) -> Grammar:
+    return of_regex(f"[A-D]{{{number}}}")
+
+
+def test_what_nobody_waits_for_is_not_compiled(compiler: SlowCompiler) -> None:
+    engine = fake_engine(grammars=compiler)
+    for round_ in range(4):  # more than may wait at a time
+        for i in range(20):
+            engine.submit(ask(f"{i}", [1], grammar=of_number(100 * round_ + i + 10)))
+            engine.abort(f"{i}")
+        engine.step()
+    engine.submit(ask("wanted", [1], grammar=PATTERN))
+    engine.submit(ask("leaves", [1], grammar=PATTERN))
+    engine.abort("leaves")
+    engine.step()
+    compiler.opened.set()
+    assert of(Runner(engine).run(), Finished, "wanted")
+    assert len(compiler.compiled) <= NUM_THREADS + 1
+    assert_at_rest(engine)
+    engine.close()
+
+
+def test_the_queue_of_grammars_is_bounded_and_fair(compiler: SlowCompiler) -> None:
+    engine = fake_engine(grammars=compiler, max_waiting=1000)
+
+    def submit(count: int, tenant: bytes, key: str) -> int:
+        """How many were taken."""
+        for i in range(count):
+            asked = ask(f"{key}{i}", [1], grammar=of_number(len(engine.jobs.by_key) + 10))
+            try:
+                engine.submit(replace(asked, tenant=tenant))
+            except QueueFull:
+                return i
+        return count
+
+    assert submit(NUM_THREADS, b"one", "first") == NUM_THREADS
+    wait_until(lambda: compiler.num_begun == NUM_THREADS, "all threads at work")
+    assert submit(100, b"one", "one") == MAX_QUEUED_OF_TENANT
+    assert submit(100, b"two", "two") == MAX_QUEUED - MAX_QUEUED_OF_TENANT
+    assert submit(1, b"three", "three") == 0
+    # What is compiled already needs no place, and neither does what is under way.
+    again = engine.jobs.by_key["one0"].request.params.grammar
+    engine.submit(ask("again", [1], grammar=again))
+    engine.submit(ask("no grammar", [1]))
+    engine.close()
+
+
+def test_tenants_take_turns_at_the_compiler() -> None:
+    queue = CompileQueue()
+    made = {name: queue.add(name[:1].encode(), name) for name in ("a1", "a2", "a3", "b1", "c1")}
+    queue.remove(made["c1"])
+    queue.remove(made["a2"])
+    assert made["c1"].cancelled()
+    order = [taken[0] for taken in iter(queue.pop, None)]
+    assert order == ["a1", "b1", "a3"]
+    assert made["a1"].running()
+    queue.remove(made["a1"])  # it is under way
+    assert not made["a1"].cancelled()
+    last = queue.add(b"a", "a4")
+    queue.clear()
+    assert last.cancelled()
+    assert queue.pop() is None
 
 
 def test_a_reservation_begins_to_compile_and_fails_after_its_commit(folder: Path) -> None:
@@ -350,7 +434,7 @@ def test_slow_masks_leave_threads_to_others() -> None:
 
 def test_equal_grammars_are_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCache((folder / "tokenizer.json").read_bytes(), 64, EOS)
-    futures: list[Future[CompiledGrammar]] = [compiler.compile(PATTERN.source) for _ in range(3)]
+    futures = [compiler.compile(PATTERN.source) for _ in range(3)]
     assert len({id(future.result(60)) for future in futures}) == 1
     assert compiler.compile(of_regex("b").source).result(60) is not futures[0].result()
     monkeypatch.setattr("pdserve.engine.constraints.grammars.cache.MAX_KEPT", 1)
