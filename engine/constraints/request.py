@@ -130,7 +130,7 @@ class RequestConstraints:
         self._compiling = compiling
         self._deadline_s = deadline_s
         self._choices: list[ChoiceConstraints] = []  # all of them, or none as yet
-        self._begun = False
+        self.begun = False  # what `has_begun` said last
         if compiling is None:
             self._begin(None)
 
@@ -148,13 +148,14 @@ class RequestConstraints:
             self.leave()
             raise GrammarError("the grammar takes too long to compile", is_internal=True)
         ready = (c.grammar is None or c.grammar.is_done for c in self._choices)
-        self._begun = bool(self._choices) and all(ready)
-        return self._begun
+        self.begun = bool(self._choices) and all(ready)
+        return self.begun
 
     def may_sample(self, choice: int) -> bool:
-        """Whether its next token can be picked at the end of a step that begins now."""
-        grammar = self._choices[choice].grammar if self._begun else None
-        return self._begun and (grammar is None or grammar.is_awaited)
+        """Whether its next token can be picked at the end of a step that begins now; once it has
+        begun."""
+        grammar = self._choices[choice].grammar
+        return grammar is None or grammar.is_awaited
 
     def push(self, choice: int, token: int) -> bool:
         """A token was generated; whether nothing may follow it."""

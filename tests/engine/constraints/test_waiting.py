@@ -20,8 +20,8 @@ from pdserve.engine.api.request import (
     Finished,
     Grammar,
     NewTokens,
-    PrefillComputed,
     RequestFailed,
+    Scheduled,
 )
 from pdserve.engine.constraints.grammars import follower, trial
 from pdserve.engine.constraints.grammars.cache import NUM_THREADS, GrammarCache
@@ -74,13 +74,33 @@ def test_others_go_on_while_a_grammar_is_compiled(compiler: SlowCompiler) -> Non
         events += engine.collect(engine.launch(plan)).events
     assert len(tokens(events)["free", 0]) == 30
     assert of(events, Finished, "free")
-    # Its prompt is computed but for the token that is sampled from.
-    assert of(events, PrefillComputed, "bound")[-1] == PrefillComputed("bound", 39, False)
+    assert not of(events, Scheduled, "bound")
     assert engine.has_work
     compiler.opened.set()
     events = Runner(engine).run()
     assert all(32 <= token <= 35 for token in tokens(events)["bound", 0])
     assert len(tokens(events)["bound", 0]) == 6
+    engine.close()
+
+
+def test_requests_that_wait_for_a_grammar_have_no_slots(compiler: SlowCompiler) -> None:
+    engine = fake_engine(grammars=compiler, num_blocks=16)
+    for i in range(engine.limits.max_running + 2):
+        engine.submit(ask(f"bound{i}", range(40), i, grammar=of_number(i + 1), max_tokens=4))
+    reserved = engine.reserve(ask("reserved", [1], grammar=PATTERN))  # no KV to send
+    assert reserved is not None
+    engine.commit(reserved)
+    assert engine.step() is None
+    engine.submit(ask("free", range(50), max_tokens=9))
+    events: list[Event] = []
+    while (step := engine.step()) is not None:
+        events += step.events
+    assert {e.key for e in events} == {"free"}
+    assert len(tokens(events)["free", 0]) == 9
+    assert engine.jobs.num_free_slots == engine.limits.max_running
+    compiler.opened.set()
+    assert len(of(Runner(engine).run(), Finished)) == engine.limits.max_running + 3
+    assert_at_rest(engine)
     engine.close()
 
 
@@ -90,8 +110,8 @@ def test_an_idle_engine_is_woken_when_the_grammar_is_there(compiler: SlowCompile
     thread = EngineThread(engine, lambda step: events.extend(step.events))
     thread.start()
     thread.post(lambda engine: engine.submit(ask("r", range(9), grammar=PATTERN))).result()
-    wait_until(lambda: of(events, PrefillComputed), "the prompt")
-    assert not of(events, NewTokens)
+    wait_until(lambda: compiler.num_begun == 1, "the compiler")
+    assert not of(events, Scheduled)
     compiler.opened.set()
     wait_until(lambda: of(events, Finished), "the end")
     assert len(tokens(events)["r", 0]) == 6
