@@ -62,18 +62,35 @@ class Constrainer:
             compiling.add_done_callback(lambda _: self.wake())
         return RequestConstraints(self, params, generated, compiling, now_s + COMPILE_S)
 
-    def of_choice(
-        self, params: SamplingParams, generated: list[int], compiled: CompiledGrammar | None
+    def of_choices(
+        self,
+        params: SamplingParams,
+        generated: Sequence[list[int]],
+        compiled: CompiledGrammar | None,
+    ) -> list[ChoiceConstraints]:
+        """Of each choice, with what it has generated."""
+        allowed = None
+        if params.allowed_token_ids:
+            ends = self._eos_ids.union(params.stop_token_ids)
+            allowed = AllowedIds(ends.union(params.allowed_token_ids), self._vocab_size)
+        return [self._of_choice(params, ids, compiled, allowed) for ids in generated]
+
+    def _of_choice(
+        self,
+        params: SamplingParams,
+        generated: list[int],
+        compiled: CompiledGrammar | None,
+        allowed: AllowedIds | None,
     ) -> ChoiceConstraints:
+        """`allowed` has no state, so that all choices have the same."""
         vocab_size = self._vocab_size
         plain: list[Constraint] = []
         if params.thinking is not None:
             plain.append(ThinkingLimit(params.thinking, vocab_size))
         if params.bad_words:
             plain.append(BadWords(params.bad_words, vocab_size))
-        if params.allowed_token_ids:
-            ends = self._eos_ids.union(params.stop_token_ids)
-            plain.append(AllowedIds(ends.union(params.allowed_token_ids), vocab_size))
+        if allowed is not None:
+            plain.append(allowed)
         for constraint in plain:
             for token in generated:
                 constraint.push(token)
@@ -183,9 +200,7 @@ class RequestConstraints:
         return self._choices[choice].param
 
     def _begin(self, compiled: CompiledGrammar | None) -> None:
-        self._choices = [
-            self._constrainer.of_choice(self._params, ids, compiled) for ids in self._generated
-        ]
+        self._choices = self._constrainer.of_choices(self._params, self._generated, compiled)
 
 
 def mask_deadline() -> float:
