@@ -69,6 +69,13 @@ class Catalog:
             MODEL_NOT_FOUND, f"the model {quoted(name)} does not exist", param="model"
         )
 
+    def loaded(self, card: ModelCard) -> LoadedText | None:
+        """What the model's files say, if they are loaded now."""
+        load = self._loads.get(_key(card))
+        if load is None or not load.done() or load.cancelled() or load.exception() is not None:
+            return None
+        return load.result()
+
     async def get(self, name: str) -> ServedModel:
         """The model of that name; "" names the only one.
 

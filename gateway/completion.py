@@ -68,6 +68,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     inexact: bool = False  # KV or tokens of another KV identity took part
+    reasoning_tokens: int = 0  # of those of the completion
 
     def __add__(self, other: "Usage") -> "Usage":
         return Usage(
@@ -75,6 +76,7 @@ class Usage:
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
             self.inexact or other.inexact,
+            self.reasoning_tokens + other.reasoning_tokens,
         )
 
 
@@ -196,6 +198,8 @@ class _PromptRun:
             for c in range(width)
         ]
         self._to_echo = set(range(width)) if completion.echo else set()
+        # Its tokens as every choice echoes them, once they are described.
+        self._echoed: tuple[ScoredToken, ...] | None = None if completion.echo else ()
         self._withheld: dict[int, tuple[int, ...]] = {}  # ids by choice, whose text is yet to come
         self.prompt_scores: list[TokenLogprob] = []
         self._finished = Finished()
@@ -207,6 +211,7 @@ class _PromptRun:
             0 if self._completion.echo_only else counted,
             self._finished.cached_tokens,
             self._finished.inexact,
+            sum(choice.reasoning_tokens for choice in self._choices),
         )
 
     def best(self, n: int) -> list[Choice]:
@@ -222,6 +227,8 @@ class _PromptRun:
             async for event in self._until_done(events):
                 kind = event.WhichOneof("event")
                 if kind == "tokens":
+                    if self._echoed is None and self._completion.sampling.logprobs is not None:
+                        self._echoed = await self._scored_prompt()
                     delta = self._push(event)
                     if delta is not None:
                         yield delta
@@ -300,14 +307,15 @@ class _PromptRun:
             delta = replace(delta, ids=self._withheld.pop(choice.index, ()) + delta.ids)
         return delta
 
+    async def _scored_prompt(self) -> tuple[ScoredToken, ...]:
+        vocabulary = self._completion.model.text.vocabulary
+        num_top = self._completion.sampling.logprobs or 0
+        return await score_prompt(vocabulary, self._prompt.ids, self.prompt_scores, num_top)
+
     def _echo(self, delta: Delta) -> Delta:
         """The first delta of a choice, with the prompt before it."""
         prompt = TextPart(self._prompt.text)
-        scores: tuple[ScoredToken, ...] = ()
-        num_top = self._completion.sampling.logprobs
-        if num_top is not None:
-            vocabulary = self._completion.model.text.vocabulary
-            scores = score_prompt(vocabulary, self._prompt.ids, self.prompt_scores, num_top)
+        scores = self._echoed or ()
         if self._completion.echo_only:
             return Delta(delta.choice, (prompt,), scores, 0, "length")
         return replace(delta, content=(prompt, *delta.content), tokens=scores + delta.tokens)

@@ -10,7 +10,7 @@ import math
 import secrets
 import socket
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.content.answer_format import ParserChoice
@@ -29,6 +29,7 @@ from pdserve.gateway.observability.meter import uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.openai.stored.late import LateParts
 from pdserve.gateway.rerank.dialect import RerankDialect
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.service import Service
@@ -45,9 +46,6 @@ from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.host.tenants.keys import ApiKeys, make_keys
 from pdserve.services.host.tenants.rate_limits import make_rate_limits
-
-if TYPE_CHECKING:
-    from pdserve.gateway.openai.stored.parts import StoredParts
 
 log = logging.getLogger("pdserve.gateway")
 
@@ -75,8 +73,6 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
     tls = make_tls(settings.tls_cert, settings.tls_key)
     limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
     stored = make_stored(settings, keys, limits)
-    if stored:
-        await stored.start()
     client = RouterClient(settings.routers, access, secrets.token_bytes(16))
     listener = listen(settings.host, settings.port)
     rates = make_rate_limits(settings, settings.text_seconds_per_minute)
@@ -100,7 +96,7 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
         settings.queue_timeout_s,
         settings.template_kwargs,
         ParserChoice(settings.tool_parser, settings.reasoning_parser),
-        stored.usage.count if stored else uncounted,
+        stored.count if stored else uncounted,
         None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic),
     )
     readiness = Readiness(client, service.catalog)
@@ -116,8 +112,8 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
         service,
         http_limits,
         bodies,
-        responses=stored.responses if stored else None,
-        stored=stored.routes if stored else None,
+        responses=stored,
+        stored=stored,
     )
     dialects: list[Dialect] = [
         AnthropicDialect(service, http_limits, bodies),
@@ -169,7 +165,13 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
     ]
     if stored:
         watching.append(asyncio.create_task(stored.run(routes), name="stored"))
-    announcing = asyncio.create_task(_announce(readiness, grpc_host, report), name="announce")
+
+    def announced(models: list[str]) -> None:
+        report("ready", {"models": models})
+        if stored:
+            stored.want()
+
+    announcing = asyncio.create_task(_announce(readiness, grpc_host, announced), name="announce")
 
     def set_serving(serving: bool) -> None:
         announcing.cancel()
@@ -212,13 +214,11 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
 
 def make_stored(
     settings: GatewaySettings, keys: ApiKeys, limits: AdmissionLimits
-) -> "StoredParts | None":
-    """None without a database. Raises ValueError for a URL of none."""
+) -> LateParts | None:
+    """None without a database. Raises ValueError for a URL of none, and OSError."""
     if settings.database_url in ("", NO_DATABASE):
         return None
-    from pdserve.gateway.openai.stored.parts import StoredParts  # SQLAlchemy takes a while
-
-    return StoredParts(settings, keys, limits)
+    return LateParts(settings, keys, limits, freeze_heap)  # once more, with SQLAlchemy
 
 
 def make_mcp(settings: GatewaySettings, metrics: GatewayMetrics) -> McpServers | None:
@@ -241,8 +241,10 @@ def make_text_limits(settings: GatewaySettings) -> TextLimits:
     )
 
 
-async def _announce(readiness: Readiness, grpc_host: GrpcHost, report: Report) -> None:
-    """Report "ready" once, and keep the gRPC health at what /ready says."""
+async def _announce(
+    readiness: Readiness, grpc_host: GrpcHost, on_ready: Callable[[list[str]], None]
+) -> None:
+    """Call `on_ready` once, and keep the gRPC health at what /ready says."""
     announced = serving = False
     while True:
         models = await readiness.models()
@@ -253,5 +255,5 @@ async def _announce(readiness: Readiness, grpc_host: GrpcHost, report: Report) -
             grpc_host.set_serving(serving)
         if serving and not announced:
             announced = True
-            report("ready", {"models": models})
+            on_ready(models)
         await asyncio.sleep(READY_S if announced else START_S)

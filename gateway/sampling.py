@@ -4,6 +4,7 @@ REST and gRPC both come through `check` and `resolve`, so they refuse the same t
 words. The bounds are those of engine/api/sampling_bounds.py.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -65,7 +66,8 @@ class RequestedSampling:
     structure_after: str = ""  # the structure binds what follows it; empty: all of the answer
     thinking_budget: int | None = None  # tokens of thinking; None: no bound
     thinking_budget_field: str = "thinking_token_budget"
-    thinking_tags: tuple[str, str] = ("<think>", "</think>")  # first empty: an answer begins within
+    # None: the model's own. The first one empty: an answer begins within.
+    thinking_tags: tuple[str, str] | None = None
 
     def written_as(self, param: str) -> str:
         """A parameter of the engine as the client calls its field."""
@@ -210,3 +212,27 @@ def _recommended(
     if found["top_k"] is not None:
         found["top_k"] = min(max(found["top_k"], 0), card.vocab_size)
     return found
+
+
+# Fields of bodies with the bounds of another name.
+_BOUNDED_AS = {
+    "top_logprobs": "logprobs",
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "best_of": "n",
+}
+
+
+def bounded(schema: dict[str, Any]) -> None:
+    """Writes the bounds of sampling into the JSON schema of a body, where its own types have
+    none."""
+    for name, its in schema["properties"].items():
+        bounds = BOUNDS.get(_BOUNDED_AS.get(name, name))
+        for kind in its.get("anyOf", (its,)):
+            if bounds is None or kind.get("type") not in ("integer", "number"):
+                continue
+            kind.setdefault(
+                "exclusiveMinimum" if bounds.api.open_low else "minimum", bounds.api.low
+            )
+            if bounds.api.high < math.inf:
+                kind.setdefault("maximum", bounds.api.high)

@@ -14,10 +14,12 @@ from pdserve.gateway.catalog import Catalog, ServedModel
 from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt, Rounds
 from pdserve.gateway.content.answer_format import (
     AnswerFormat,
+    Families,
     ParserChoice,
     answer_format,
     prompt_end,
     shaped,
+    thinking_bound,
 )
 from pdserve.gateway.content.model_texts import ModelTexts, check_ids, check_room, kept_ids
 from pdserve.gateway.content.requests import ChatCompletionRequest, TextCompletionRequest
@@ -27,8 +29,9 @@ from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.sampling import RequestedSampling, check, client_errors, refuse, resolve
+from pdserve.gateway.text.messages import content_text
 from pdserve.gateway.text_processes.constraints import constraints_of
-from pdserve.gateway.text_processes.pool import TextPool
+from pdserve.gateway.text_processes.pool import LoadedText, TextPool
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.rate_limits import RateLimits
 
@@ -73,14 +76,14 @@ class Service:
         self.catalog = Catalog(upstream, text_pool)
         self.completions = Completions(upstream, clock)
         self.pooling = PoolingRuns(upstream, clock)
-        self.texts = ModelTexts(rates, template_kwargs)
+        self.parsers = parsers or ParserChoice()
+        self.texts = ModelTexts(rates, template_kwargs, self.parsers)
         self.limits = limits
         self.rates = rates
         self.metrics = metrics
         self._clock = clock
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
-        self._parsers = parsers or ParserChoice()
         self._count_usage = count_usage
         self._server_tools = server_tools
 
@@ -102,12 +105,14 @@ class Service:
                 _check_generates(model, "Completions" if text else "Chat Completions")
                 check(asked.sampling, model.card)
                 if isinstance(asked, ChatCompletionRequest):
-                    if self._server_tools is not None and self._may_call_tools(model):
+                    if self._server_tools is not None and self.may_call_tools(model.text):
                         asked, rounds = self._server_tools.offer(asked, self._next_round)
                     prompts = [await self._chat_prompt(asked, model, owner)]
                     sampling, form = self._shape(asked, model, prompts[0].ids)
                 else:
                     prompts = await self._prompts(asked, model, owner)
+                    _, reasoning = self._families(model)
+                    sampling = thinking_bound(sampling, reasoning)
                 await self._bind(prompts, sampling, model, owner, asked.continues)
                 num_tokens = sum(len(prompt.ids) for prompt in prompts)
                 await self.rates.count_tokens(owner, num_tokens)
@@ -136,7 +141,7 @@ class Service:
     async def prepare_inputs(
         self,
         model_name: str,
-        tokenized: Callable[[ServedModel], Awaitable[Sequence[Sequence[int]]]],
+        tokenized: Callable[[ServedModel], Awaitable[Sequence[Collection[int]]]],
         cache_salt: bytes,
         caller: Caller,
     ) -> AsyncIterator[PreparedInputs]:
@@ -236,19 +241,28 @@ class Service:
         params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "messages")
         return Prompt(ids, "", params)
 
-    def _may_call_tools(self, model: ServedModel) -> bool:
+    def may_call_tools(self, text: LoadedText) -> bool:
         """Whether the model's template shows tools, and its calls are read."""
-        family, _ = self._parsers.families(model.text.tool_parser, "")
-        return bool(model.text.tool_parser) and family is not None
+        family, _ = self.parsers.families(text.tool_parser, "")
+        return bool(text.tool_parser) and family is not None
+
+    def may_reason(self, text: LoadedText) -> bool:
+        """Whether thoughts in the model's answers are read."""
+        _, family = self.parsers.families("", text.reasoning_parser)
+        return family is not None
+
+    def _families(self, model: ServedModel) -> Families:
+        return self.parsers.families(model.text.tool_parser, model.text.reasoning_parser)
 
     def _shape(
         self, asked: ChatCompletionRequest, model: ServedModel, ids: Sequence[int]
     ) -> tuple[RequestedSampling, AnswerFormat]:
         """The sampling with what holds the answer to the tools, and how the answer is read."""
-        families = self._parsers.families(model.text.tool_parser, model.text.reasoning_parser)
+        families = self._families(model)
         end = prompt_end(model.text.vocabulary, ids)
         if asked.continues:
-            end = str(asked.conversation.messages[-1].get("content") or "")
+            content = asked.conversation.messages[-1].get("content")
+            end = "" if content is None else content_text(content, "messages")
         form = answer_format(
             families,
             asked.tool_use,
@@ -256,7 +270,8 @@ class Service:
             continues=asked.continues,
             inline=not asked.separate_reasoning,
         )
-        return shaped(asked.sampling, families, asked.tool_use, end), form
+        sampling = shaped(asked.sampling, families, asked.tool_use, end, continues=asked.continues)
+        return sampling, form
 
     async def _prompts(
         self, asked: TextCompletionRequest, model: ServedModel, owner: bytes

@@ -89,7 +89,7 @@ class GatewaySettings(PublicSettings):
     )
     tool_parser: str = option(
         "auto",
-        "how models write calls of tools; auto: as their chat templates show",
+        "how models write calls of tools; auto: as their chat templates show, or their prompts say",
         choices=("auto", "none", *tool_parser_names()),
     )
     reasoning_parser: str = option(

@@ -22,8 +22,10 @@ class Structure:
     text; choice, a list of texts; lark, a grammar as llguidance reads it; grammar, one of Lark or
     of GBNF, as llama.cpp and XGrammar read it; structural_tag, free text with tags: {"structures":
     [{"begin", "schema", "end"}], "triggers": [texts], "required": bool, "stop_after_first": bool},
-    where `required` makes the text begin with one of the tags. A structure there may have a "param"
-    and be "lenient" itself.
+    where `required` leaves nothing but tags, at least one, white space between them, and a few
+    characters behind. A structure there may have a "param" and be "lenient" itself.
+
+    `lead`: what the answer has before the form, in special tokens, too.
 
     `lenient`: of a schema, keywords that cannot be enforced bind nothing; otherwise they are
     refused. `whitespace`: JSON may have some between its tokens.
@@ -34,6 +36,7 @@ class Structure:
     param: str
     lenient: bool = False
     whitespace: bool = True
+    lead: str = ""
 
     def encoded(self) -> bytes:
         """As the text processes read it; the same structures have the same bytes."""

@@ -1,5 +1,6 @@
 """Line 1: a scripted conversation of each client library with a running system: streaming, tools
-and JSON schemas. The libraries are installed into a virtual environment of their own."""
+and JSON schemas; with prefill apart from decode, and in one worker. The libraries are installed
+into a virtual environment of their own."""
 
 import json
 import os
@@ -21,6 +22,7 @@ LIBRARIES = (
     "litellm",
 )  # fmt: skip
 MODEL, KEY = "SmolLM2-135M-Instruct", "a-key"
+FORMS = {"prefill apart": ("--prefill", "1", "--decode", "1"), "one worker": ("--prefill", "0")}
 
 
 def install() -> None:
@@ -59,23 +61,30 @@ def talk(words: list[str], env: dict[str, str]) -> dict[str, Any]:
         return {"ok": False, "error": done.stderr[-500:]}
 
 
+def conversations(url: str) -> dict[str, dict[str, Any]]:
+    """What each script found, by its client."""
+    found: dict[str, dict[str, Any]] = {}
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env = own | {"BASE_URL": url, "MODEL": MODEL, "API_KEY": KEY}
+    for script in sorted(CLIENTS.glob("talk_*.py")):
+        found[script.stem.removeprefix("talk_")] = talk([str(PYTHON), str(script)], env)
+    if shutil.which("node"):
+        script = NODE_FOLDER / "talk_openai.mjs"  # beside the modules that it imports
+        shutil.copy(CLIENTS / script.name, script)
+        conversation = {"CONVERSATION": conversation_json()}
+        found["openai (npm)"] = talk(["node", str(script)], env | conversation)
+    else:
+        found["openai (npm)"] = {"ok": True, "skipped": "no node"}
+    return found
+
+
 def main() -> None:
     install()
-    found: dict[str, Any] = {}
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    options = ("--kv-tokens", "16384", "--api-key", KEY)
-    with Fleet("--prefill", "1", "--decode", "1", *options) as fleet:
-        env = own | {"BASE_URL": fleet.url, "MODEL": MODEL, "API_KEY": KEY}
-        for script in sorted(CLIENTS.glob("talk_*.py")):
-            found[script.stem.removeprefix("talk_")] = talk([str(PYTHON), str(script)], env)
-        if shutil.which("node"):
-            script = NODE_FOLDER / "talk_openai.mjs"  # beside the modules that it imports
-            shutil.copy(CLIENTS / script.name, script)
-            conversation = {"CONVERSATION": conversation_json()}
-            found["openai (npm)"] = talk(["node", str(script)], env | conversation)
-        else:
-            found["openai (npm)"] = {"ok": True, "skipped": "no node"}
-    ok = all(client["ok"] for client in found.values())
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, form in FORMS.items():
+        with Fleet(*form, "--kv-tokens", "16384", "--api-key", KEY) as fleet:
+            found[name] = conversations(fleet.url)
+    ok = all(client["ok"] for clients in found.values() for client in clients.values())
     print(json.dumps({"ok": ok, "versions": versions(), **found}))
     sys.exit(not ok)
 

@@ -5,5 +5,10 @@ import json
 
 from pytest_line import run_tests
 
-found = run_tests("tests/system/test_embeddings.py", "tests/engine/execution/test_pooling.py")
-print(json.dumps(found))
+FILES = (
+    "tests/engine/test_pooling.py",
+    "tests/system/test_embeddings.py",
+    "tests/system/test_rerank.py",
+)
+
+print(json.dumps(run_tests(*FILES)))

@@ -6,4 +6,4 @@ from pytest_line import run_tests
 
 READS_PROSE = True
 
-print(json.dumps(run_tests("tests/test_api_page.py")))
+print(json.dumps(run_tests("tests/gateway/openai/test_api_page.py")))

@@ -1,20 +1,27 @@
-"""200 requests over all fields of the API, and what two systems must agree on of their answers.
+"""At least 200 requests over all fields that the API serves: each value of each field by itself,
+then random mixes.
 
-Pure but for `ask`. A field that has no values here is an error, so that nobody adds a field and
-leaves it out.
+Pure. A field that has no values here is an error, so that nobody adds a field and leaves it out.
 """
 
 import itertools
-import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import httpx
+from pdserve.gateway.anthropic.schema import MessagesBody
+from pdserve.gateway.openai.bodies.schema import (
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    TokenizeChatBody,
+)
+from pdserve.gateway.openai.responses.schema import LOGPROBS, ResponsesBody
 
-from pdserve.gateway.openai.bodies.schema import ChatBody, CompletionBody
+Values = dict[str, list[Any]]
+Request = tuple[str, dict[str, Any]]  # path and body
 
-NUM_REQUESTS = 200
 SHORT = "Name three rivers and a mountain."
 LONG = "The quick brown fox jumps over the lazy dog. " * 40  # long enough to be prefilled apart
 SCHEMA = {
@@ -23,12 +30,58 @@ SCHEMA = {
     "required": ["name", "size"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "measure", "parameters": SCHEMA}}
-
+ARRAY = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 2, "maxItems": 4}
+REGEX = "[a-f]{4}-[0-9]{2,6}"
+GBNF = 'root ::= "on " word+\nword ::= [a-z]+ "."'
+LARK = 'start: "on " WORD ("," WORD)*\nWORD: /[a-z]{1,8}/'
+TAG = {
+    "structures": [{"begin": "<n>", "schema": {"type": "integer", "maximum": 99}, "end": "</n>"}],
+    "triggers": ["<"],
+}
+IDS = list(range(300, 900, 7))
+MEASURE = {"name": "measure", "description": "The size of a thing.", "parameters": SCHEMA}
+TOOL = {"type": "function", "function": MEASURE}
+STRICT_TOOL = {"type": "function", "function": {**MEASURE, "strict": True}}
+NAMED = {"type": "function", "function": {"name": "measure"}}
+ALLOWED = {"mode": "required", "tools": [NAMED]}
 USAGE_IN_CHUNKS = {"include_usage": True, "continuous_usage_stats": True}
 
-# Values of each field that both endpoints have.
-SHARED: dict[str, list[Any]] = {
+# Each of them asks for a structure, and a request has one at most.
+STRUCTURES: Values = {
+    "response_format": [
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": ARRAY, "strict": True}},
+        {"type": "structural_tag", **TAG},
+    ],
+    "structured_outputs": [
+        {"json": SCHEMA},
+        {"json": ARRAY, "disable_any_whitespace": True},
+        {"regex": REGEX},
+        {"choice": ["yes", "no", "perhaps"]},
+        {"grammar": LARK},
+        {"json_object": True},
+        {"structural_tag": TAG},
+    ],
+    "guided_json": [SCHEMA],
+    "guided_regex": [REGEX],
+    "guided_choice": [["north", "south"]],
+    "guided_grammar": [LARK],
+    "regex": [REGEX],
+    "ebnf": [GBNF],
+    "json_schema": [ARRAY],
+    "grammar": [GBNF],
+    "structural_tag": [TAG],
+}
+# Likewise the names of the bound of thinking.
+BUDGETS: Values = {
+    "thinking_token_budget": [4, -1],
+    "thinking_budget": [0],
+    "reasoning_budget": [8],
+}
+# Of chats and plain completions.
+SHARED: Values = {
     "n": [1, 2],
     "stream": [False, True],
     "stream_options": [{"include_usage": True}, USAGE_IN_CHUNKS],
@@ -43,6 +96,11 @@ SHARED: dict[str, list[Any]] = {
     "seed": [7, -3],
     "stop": ["\n", [".", "river"]],
     "stop_token_ids": [[30]],
+    "allowed_token_ids": [IDS],
+    "bad_words": [["river", "The"]],
+    "logprob_token_ids": [[28, 30, 49000]],
+    "prompt_logprobs": [0, 2],
+    "return_tokens_as_token_ids": [True],
     "ignore_eos": [True],
     "min_tokens": [5],
     "max_tokens": [1, 20],
@@ -51,109 +109,233 @@ SHARED: dict[str, list[Any]] = {
     "cache_salt": ["salt"],
     "truncate_prompt_tokens": [20, -1],
     "return_token_ids": [True],
-}  # fmt: skip
-OF_CHAT: dict[str, list[Any]] = {
-    "add_generation_prompt": [True],
+    "session_id": ["a session"],
+    "user": ["a user"],
+}
+# How a conversation becomes a prompt.
+CONVERSATION: Values = {
+    "add_generation_prompt": [True, False],
     "continue_final_message": [True],
     "add_special_tokens": [False],
     "chat_template_kwargs": [{}],
-    "reasoning_effort": ["low"],
+    "reasoning_effort": ["low", "none"],
+    "tools": [[TOOL]],
+}
+OF_CHAT: Values = {
+    **SHARED,
+    **STRUCTURES,
+    **BUDGETS,
+    **CONVERSATION,
     "logprobs": [True],
     "top_logprobs": [3],
     "max_completion_tokens": [12],
+    "tools": [[TOOL], [STRICT_TOOL]],
+    "tool_choice": ["none", "auto", "required", NAMED, {"type": "allowed_tools", **ALLOWED}],
+    "parallel_tool_calls": [False, True],
+    "include_reasoning": [False, True],
+    "separate_reasoning": [False, True],
 }
-OF_COMPLETIONS: dict[str, list[Any]] = {
+OF_COMPLETIONS: Values = {
+    **SHARED,
+    **STRUCTURES,
+    **BUDGETS,
     "best_of": [3],
     "echo": [True],
     "logprobs": [0, 4],
     "add_special_tokens": [True, False],
 }
-# What a field needs beside it.
+OF_RESPONSES: Values = {
+    "instructions": ["Answer in one word."],
+    "stream": [False, True],
+    "store": [False],
+    "include": [[], [LOGPROBS]],
+    "max_output_tokens": [1, 20],
+    "temperature": [0],
+    "top_p": [1e-6],
+    "top_logprobs": [3],
+    "tools": [[{"type": "function", **MEASURE}]],
+    "tool_choice": ["none", "auto", "required", {"type": "function", "name": "measure"}],
+    "parallel_tool_calls": [False],
+    "text": [
+        {"format": {"type": "text"}, "verbosity": "low"},
+        {"format": {"type": "json_object"}},
+        {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}},
+    ],
+    "reasoning": [{"effort": "low"}],
+    "metadata": [{"key": "value"}],
+    "user": ["a user"],
+    "safety_identifier": ["an id"],
+    "prompt_cache_key": ["a key"],
+}
+OF_MESSAGES: Values = {
+    "system": ["Answer in one word.", [{"type": "text", "text": "Be brief."}]],
+    "tools": [[{"name": "measure", "input_schema": SCHEMA}]],
+    "tool_choice": [
+        {"type": "auto", "disable_parallel_tool_use": True},
+        {"type": "any"},
+        {"type": "tool", "name": "measure"},
+        {"type": "none"},
+    ],
+    "thinking": [{"type": "enabled", "budget_tokens": 4}, {"type": "disabled"}],
+    "output_config": [
+        {"effort": "low"},
+        {"format": {"type": "json_schema", "schema": SCHEMA}},
+    ],
+    "max_tokens": [1, 20],
+    "stream": [False, True],
+    "temperature": [0],
+    "top_p": [1e-6],
+    "top_k": [1],
+    "stop_sequences": [["."]],
+}
+TOKENIZE: Values = {"add_special_tokens": [True, False], "return_token_strs": [False, True]}
+
+# What a field needs beside it, of each path that has it.
+CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
 NEEDS: dict[str, dict[str, Any]] = {
+    **{name: {"max_tokens": 48} for name in (*STRUCTURES, "output_config")},
+    "text": {"max_output_tokens": 48},
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True},
-    "continue_final_message": {"add_generation_prompt": False},
+    "logprob_token_ids": {"logprobs": 1},
+    "return_tokens_as_token_ids": {"logprobs": 1, "return_token_ids": True},
+    "continue_final_message": CONTINUED,
+    "tool_choice": {"tools": [TOOL], "max_tokens": 48},
+    "parallel_tool_calls": {"tools": [TOOL]},
 }
-ALONE = ("best_of",)  # not with stream
+# The same where a path has other words for it.
+NEEDS_OF: dict[str, dict[str, dict[str, Any]]] = {
+    "/v1/chat/completions": {
+        **dict.fromkeys(BUDGETS, CONTINUED),  # of a thought that has begun
+        "logprob_token_ids": {"logprobs": True},
+        "return_tokens_as_token_ids": {"logprobs": True, "return_token_ids": True},
+    },
+    "/v1/responses": {
+        "top_logprobs": {"include": [LOGPROBS]},
+        "tool_choice": {"tools": OF_RESPONSES["tools"][0], "max_output_tokens": 48},
+        "parallel_tool_calls": {"tools": OF_RESPONSES["tools"][0]},
+    },
+    "/v1/messages": {"tool_choice": {"tools": OF_MESSAGES["tools"][0], "max_tokens": 48}},
+}
+# At most one field of each group is in a mix.
+GROUPS: tuple[frozenset[str], ...] = (
+    frozenset({*STRUCTURES, "ignore_eos", "min_tokens", "allowed_token_ids"}),
+    frozenset({*STRUCTURES, "max_tokens"}),  # which is among their needs
+    frozenset({"stream", "prompt_logprobs", "best_of", "stream_options"}),
+    frozenset({"logprobs", "top_logprobs", "logprob_token_ids", "return_tokens_as_token_ids"}),
+    frozenset({"add_generation_prompt", "continue_final_message", *BUDGETS}),
+    frozenset({"include", "top_logprobs"}),
+    frozenset({"thinking", "max_tokens"}),
+)
+# Only by themselves: templates without a place for tools refuse what has them.
+NOT_MIXED = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 
 
-def requests(model: str) -> list[tuple[str, dict[str, Any]]]:
-    """Paths and bodies: each value of each field alone, then random mixes. Sampling without a seed
-    would differ from run to run, so each has one."""
-    made = [
-        *_singles("/v1/chat/completions", ChatBody, SHARED | OF_CHAT),
-        *_singles("/v1/completions", CompletionBody, SHARED | OF_COMPLETIONS),
-    ]
-    mixes = zip(
-        _mixes("/v1/chat/completions", SHARED | OF_CHAT, 1),
-        _mixes("/v1/completions", SHARED | OF_COMPLETIONS, 2),
-        strict=False,
-    )
-    for pair in mixes:
-        made += pair
-        if len(made) >= NUM_REQUESTS:
-            break
-    return [(path, _complete(path, model, body, i)) for i, (path, body) in enumerate(made)]
+@dataclass(frozen=True)
+class Endpoint:
+    """One path with the fields of its body, those of the prompt aside, and how many mixes."""
+
+    path: str
+    kind: Any
+    prompt: tuple[str, ...]
+    values: Values
+    mixes: int
+    aside: tuple[str, ...] = ()  # fields that are no part of one request
 
 
-def _singles(path: str, kind: Any, values: dict[str, list[Any]]) -> Iterator[tuple[str, Any]]:
-    lacking = set(kind.model_fields) - set(values) - {"model", "messages", "prompt"}
-    if lacking:
-        raise ValueError(f"no values for {sorted(lacking)} of {path}")
-    for name, options in values.items():
+ENDPOINTS = (
+    Endpoint("/v1/chat/completions", ChatBody, ("messages",), OF_CHAT, 40),
+    Endpoint("/v1/completions", CompletionBody, ("prompt",), OF_COMPLETIONS, 40),
+    Endpoint(
+        "/v1/responses", ResponsesBody, ("input",), OF_RESPONSES, 8, ("previous_response_id",)
+    ),
+    Endpoint("/v1/messages", MessagesBody, ("messages",), OF_MESSAGES, 8),
+    Endpoint("/tokenize", TokenizeBody, ("prompt",), TOKENIZE, 0),
+    Endpoint(
+        "/tokenize",
+        TokenizeChatBody,
+        ("messages",),
+        {**CONVERSATION, "return_token_strs": [True]},
+        0,
+    ),
+)
+
+
+def requests(model: str) -> list[Request]:
+    """All of them. Sampling without a seed would differ from run to run, so each has one or is
+    greedy."""
+    made = [(e, body) for e in ENDPOINTS for body in (*_singles(e), *_mixes(e))]
+    return [(e.path, _complete(e, model, body, i)) for i, (e, body) in enumerate(made)]
+
+
+def needs_tools(body: dict[str, Any]) -> bool:
+    """Whether a model can answer only if its template has a place for tools."""
+    return bool(body.get("tools"))
+
+
+def needs_thoughts(body: dict[str, Any]) -> bool:
+    """Whether only a gateway that reads thoughts answers."""
+    return any(name in body for name in BUDGETS) or bool(body.get("thinking"))
+
+
+def _singles(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
+    known = {"model", *endpoint.prompt, *endpoint.values, *endpoint.aside}
+    if lacking := set(endpoint.kind.model_fields) - known:
+        raise ValueError(f"no values for {sorted(lacking)} of {endpoint.path}")
+    for name, options in endpoint.values.items():
         for value in options:
-            yield path, {**NEEDS.get(name, {}), name: value}
+            yield {**_needs(endpoint, name), name: value}
 
 
-def _mixes(path: str, values: dict[str, list[Any]], seed: int) -> Iterator[tuple[str, Any]]:
-    chosen = random.Random(seed)
-    names = [name for name in values if name not in ALONE and name not in NEEDS]
-    while True:
-        some = chosen.sample(names, chosen.randint(3, 6))
-        yield path, {name: chosen.choice(values[name]) for name in some}
+def _mixes(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
+    chosen = random.Random(endpoint.path)
+    names = [name for name in endpoint.values if name not in NOT_MIXED]
+    for _ in range(endpoint.mixes):
+        body: dict[str, Any] = {}
+        some: list[str] = []
+        for name in chosen.sample(names, chosen.randint(4, 7)):
+            if not any(name in group and group & set(some) for group in GROUPS):
+                some.append(name)
+        for name in some:
+            body = _needs(endpoint, name) | body | {name: chosen.choice(endpoint.values[name])}
+        yield body
 
 
-def _complete(path: str, model: str, body: dict[str, Any], index: int) -> dict[str, Any]:
-    """With a model, a prompt of its own, a seed and few tokens."""
-    text = f"{index} {LONG if index % 2 else SHORT}"
-    given: dict[str, Any] = {"model": model, "seed": index, "max_tokens": 12, **body}
-    if path == "/v1/completions":
-        return {**given, "prompt": text}
+def _needs(endpoint: Endpoint, name: str) -> dict[str, Any]:
+    return NEEDS_OF.get(endpoint.path, {}).get(name, NEEDS.get(name, {}))
+
+
+def _complete(endpoint: Endpoint, model: str, body: dict[str, Any], index: int) -> dict[str, Any]:
+    """With a model, a prompt that two others have too, and a seed and few tokens where these are
+    fields."""
+    number = index // 3
+    text = f"{number} {LONG if number % 2 else SHORT}"
+    fields = endpoint.kind.model_fields
+    usual = {
+        "seed": index,
+        "max_tokens": 12,
+        "max_output_tokens": 12,
+        "temperature": 0,
+        "store": False,
+    }
+    if "seed" in fields:
+        del usual["temperature"]
+    given = {name: value for name, value in usual.items() if name in fields}
+    return {"model": model, **given, **_prompt(endpoint.prompt[0], text, body), **body}
+
+
+def _prompt(field: str, text: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What is bounded of a thought is the rest of one that the prompt has begun."""
+    begun = "<think>The first is" if needs_thoughts(body) else ""
+    if field != "messages":
+        return {field: f"{text} {begun}".rstrip()}
     messages = [{"role": "user", "content": text}]
-    if body.get("continue_final_message"):
-        messages.append({"role": "assistant", "content": "The first is"})
-    return {**given, "messages": messages}
+    if body.get("continue_final_message") or begun:
+        messages.append({"role": "assistant", "content": begun or "The first is"})
+    return {field: messages}
 
 
-def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> Any:
-    """The answer without what differs from call to call; a stream as its chunks joined."""
-    answer = client.post(path, json=body)
-    if not body.get("stream") or answer.status_code != 200:
-        return [answer.status_code, _normal(answer.json())]
-    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert events[-1] == "[DONE]", events[-1]
-    return [answer.status_code, joined([_normal(json.loads(event)) for event in events[:-1]])]
-
-
-def _normal(answer: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in answer.items() if name not in ("id", "created")}
-
-
-def joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By choice: texts and lists of its chunks in a row, and what is said once. How many tokens a
-    chunk has is a matter of time, so `usage` counts of the last chunk alone."""
-    choices: dict[int, dict[str, Any]] = {}
-    for choice in itertools.chain.from_iterable(chunk.get("choices", ()) for chunk in chunks):
-        _add(choices.setdefault(choice["index"], {}), choice)
-    usages = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
-    return {"choices": [choices[i] for i in sorted(choices)], "usage": usages[-1:]}
-
-
-def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
-    for name, value in part.items():
-        if isinstance(value, dict):
-            _add(whole.setdefault(name, {}) or {}, value)
-        elif isinstance(value, str | list) and isinstance(whole.get(name), str | list):
-            whole[name] += value
-        elif value is not None or name not in whole:
-            whole[name] = value
+def paths(asked: Sequence[Request]) -> dict[str, int]:
+    """How many requests each path has."""
+    ordered = sorted(path for path, _ in asked)
+    return {path: len(list(some)) for path, some in itertools.groupby(ordered)}

@@ -7,12 +7,18 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
-from pdserve.gateway.anthropic.answers import MessagesError
+from pdserve.gateway.anthropic.answers import (
+    MessageEvent,
+    MessageObject,
+    MessagesError,
+    TokenCount,
+)
 from pdserve.gateway.anthropic.reply import MessageReply, count_tokens, framed
-from pdserve.gateway.anthropic.schema import parse_count, parse_messages
+from pdserve.gateway.anthropic.schema import CountBody, MessagesBody, parse_count, parse_messages
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
+from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import EventStream, Reply
 from pdserve.gateway.service import Service
@@ -59,8 +65,11 @@ class AnthropicDialect:
     def add_routes(self, app: FastAPI) -> None:
         service = self._service
 
-        @app.post("/v1/messages")
+        @app.post(
+            "/v1/messages", **described(MessagesBody, answer=MessageObject, event=MessageEvent)
+        )
         async def messages(request: Request) -> Response:
+            """The next message of a conversation."""
             caller = _named(request)
             body = await self._bodies.read(request, parse_messages)
             reply = MessageReply(service, body, caller)
@@ -68,8 +77,9 @@ class AnthropicDialect:
                 return EventStream(reply.framed(), self, self._limits)
             return Reply(reply.whole(), self, self._limits)
 
-        @app.post("/v1/messages/count_tokens")
+        @app.post("/v1/messages/count_tokens", **described(CountBody, answer=TokenCount))
         async def count(request: Request) -> Response:
+            """How many tokens a message's prompt has."""
             caller = _named(request)
             body = await self._bodies.read(request, parse_count)
             return Reply(count_tokens(service, body, caller), self, self._limits)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import ConfigDict, Field, StringConstraints, ValidationError
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.anthropic.conversation import conversation
@@ -18,7 +18,7 @@ from pdserve.gateway.http.validation import (
     first_error,
     parse_body,
 )
-from pdserve.gateway.sampling import RequestedSampling, refuse
+from pdserve.gateway.sampling import RequestedSampling, bounded, refuse
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.tool_use import Tool, ToolUse
@@ -109,7 +109,8 @@ class CountBody(StrictModel):
         if not tools:
             if choice.type == "any":
                 raise refuse("tool_choice", "tool_choice needs tools")
-            return None
+            # "none" forbids the tools of servers as well.
+            return ToolUse((), "none") if choice.type == "none" else None
         return ToolUse(
             tools,
             {"auto": "auto", "none": "none"}.get(choice.type, "required"),  # type: ignore[arg-type]
@@ -132,6 +133,7 @@ class CountBody(StrictModel):
 class MessagesBody(CountBody):
     """Body of /v1/messages."""
 
+    model_config = ConfigDict(json_schema_extra=bounded)
     max_tokens: int
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=1)
@@ -194,4 +196,5 @@ def parse_messages(body: Mapping[str, Any]) -> MessagesBody:
 
 def parse_count(body: Mapping[str, Any]) -> CountBody:
     """Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
-    return parse_body(CountBody, body, refused=REFUSED, ignored=IGNORED, instead=INSTEAD)
+    ignored = IGNORED | MessagesBody.model_fields.keys()
+    return parse_body(CountBody, body, refused=REFUSED, ignored=ignored, instead=INSTEAD)

@@ -18,7 +18,7 @@ from pdserve.gateway.batches.files import OPEN, Page, now_us, rows_of
 from pdserve.gateway.batches.jsonl import Span
 from pdserve.gateway.batches.leases import BatchLease
 from pdserve.gateway.batches.tables import MAX_ID, BatchLine, FilePiece, StoredBatch, StoredFile
-from pdserve.gateway.storage.database import Database
+from pdserve.gateway.storage.database import Database, in_own_task
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.keys import Tenant
@@ -39,6 +39,7 @@ class OpenBatch(NamedTuple):
     tenant: str
     key_name: str
     expires_at: int
+    cancelling: bool
 
 
 class Batches:
@@ -49,6 +50,7 @@ class Batches:
 
     # --- of clients
 
+    @in_own_task
     async def create(
         self,
         tenant: Tenant,
@@ -91,24 +93,32 @@ class Batches:
             session.add(batch)
         return batch
 
+    @in_own_task
     async def find(self, tenant: str, batch_id: str) -> StoredBatch | None:
         async with self._db.reading() as session:
             found = await session.get(StoredBatch, batch_id) if len(batch_id) <= MAX_ID else None
         return found if found is not None and found.tenant == tenant else None
 
+    @in_own_task
     async def page(self, tenant: str, page: Page) -> list[StoredBatch] | None:
         """At most one more than `page.limit`; None if there is no row `page.after`."""
         async with self._db.reading() as session:
             return await rows_of(session, StoredBatch, [StoredBatch.tenant == tenant], page)
 
+    @in_own_task
     async def cancel(self, tenant: str, batch_id: str) -> StoredBatch | None:
-        """The batch, which its owner will end. Raises ServiceError if it has ended already."""
+        """The batch, which its owner will end: one that has none and no results has ended. Raises
+        ServiceError if it had ended already."""
         async with self._db.changing() as session:
             batch = await session.get(StoredBatch, batch_id, with_for_update=True)
             if batch is None or batch.tenant != tenant:
                 return None
             if batch.status in ("validating", "in_progress"):
-                batch.status, batch.cancelling_at = "cancelling", int(time.time())
+                now = int(time.time())
+                batch.status, batch.cancelling_at = "cancelling", now
+                if not batch.owner and batch.in_progress_at is None:
+                    batch.status, batch.ended_at = "cancelled", now
+                    await session.execute(delete(BatchLine).where(BatchLine.batch_id == batch_id))
             elif batch.status != "cancelling":
                 text = f"a batch whose status is {batch.status!r} cannot be cancelled"
                 raise ServiceError(INVALID_ARGUMENT, text)
@@ -116,6 +126,7 @@ class Batches:
 
     # --- leases
 
+    @in_own_task
     async def leases(self) -> list[OpenBatch]:
         """Of all open batches, the oldest first."""
         query = (
@@ -126,7 +137,13 @@ class Batches:
         async with self._db.reading() as session:
             rows = (await session.scalars(query)).all()
         return [
-            OpenBatch(BatchLease(b.id, b.owner, b.beat), b.tenant, b.key_name, b.expires_at)
+            OpenBatch(
+                BatchLease(b.id, b.owner, b.beat),
+                b.tenant,
+                b.key_name,
+                b.expires_at,
+                b.status == "cancelling",
+            )
             for b in rows
         ]
 
@@ -136,6 +153,7 @@ class Batches:
         same = (StoredBatch.owner == lease.owner, StoredBatch.beat == lease.beat)
         return await self._change(lease.batch_id, *same, owner=owner, beat=lease.beat + 1)
 
+    @in_own_task
     async def renew(self, owner: str) -> dict[str, str]:
         """One more beat of all that the owner holds; returns their ids and statuses."""
         held = (StoredBatch.owner == owner, StoredBatch.status.in_(OPEN))
@@ -150,6 +168,7 @@ class Batches:
         """Anybody may take the batch at once."""
         await self._change(batch_id, StoredBatch.owner == owner, owner="")
 
+    @in_own_task
     async def _change(self, batch_id: str, *where: Any, **values: Any) -> bool:
         async with self._db.changing() as session:
             return await _changed(session, batch_id, *where, **values)
@@ -164,6 +183,7 @@ class OwnedBatch:
         self._id = batch_id
         self._owner = owner
 
+    @in_own_task
     async def load(self) -> StoredBatch:
         async with self._db.reading() as session:
             batch = await session.get(StoredBatch, self._id)
@@ -171,12 +191,14 @@ class OwnedBatch:
             raise LeaseLost
         return batch
 
+    @in_own_task
     async def restart_validation(self) -> None:
         """Forgets what an earlier owner has found."""
         async with self._db.changing() as session:
             await self._own(session)
             await session.execute(delete(BatchLine).where(BatchLine.batch_id == self._id))
 
+    @in_own_task
     async def add_lines(self, spans: Sequence[Span]) -> None:
         rows = [
             {"batch_id": self._id, "number": s.number, "at": s.at, "num_bytes": s.num_bytes}
@@ -186,12 +208,14 @@ class OwnedBatch:
             await self._own(session)
             await session.execute(insert(BatchLine), rows)
 
+    @in_own_task
     async def fail(self, errors: list[dict[str, Any]]) -> None:
         """Its file cannot be run. A batch that is to be cancelled has failed all the same."""
         async with self._db.changing() as session:
             await self._own(session, status="failed", ended_at=int(time.time()), errors=errors)
             await session.execute(delete(BatchLine).where(BatchLine.batch_id == self._id))
 
+    @in_own_task
     async def begin(self, total: int) -> None:
         """Its lines are known. One that is to be cancelled stays so."""
         async with self._db.changing() as session:
@@ -199,6 +223,7 @@ class OwnedBatch:
             begun = {"status": "in_progress", "in_progress_at": int(time.time())}
             await _changed(session, self._id, StoredBatch.status == "validating", **begun)
 
+    @in_own_task
     async def lines(self, after: int, limit: int) -> list[Span]:
         """The first lines behind the number `after` that have no result."""
         query = (
@@ -211,6 +236,7 @@ class OwnedBatch:
             rows = (await session.scalars(query)).all()
         return [Span(row.number, row.at, row.num_bytes) for row in rows]
 
+    @in_own_task
     async def add_result(self, number: int, data: bytes, ok: bool) -> None:
         """The line has its result."""
         counted = StoredBatch.completed if ok else StoredBatch.failed
@@ -218,6 +244,7 @@ class OwnedBatch:
             await self._own(session, **{counted.key: counted + 1})
             await self._move(session, number, OUTPUT if ok else ERRORS, data)
 
+    @in_own_task
     async def add_not_run(self, lines: Sequence[tuple[int, bytes]]) -> None:
         """These lines get no answer, and are not counted."""
         async with self._db.changing() as session:
@@ -225,6 +252,7 @@ class OwnedBatch:
             for number, data in lines:
                 await self._move(session, number, ERRORS, data)
 
+    @in_own_task
     async def finalize(self) -> None:
         """No line is left. One that is to be cancelled stays so."""
         async with self._db.changing() as session:
@@ -232,6 +260,7 @@ class OwnedBatch:
             final = {"status": "finalizing", "finalizing_at": int(time.time())}
             await _changed(session, self._id, StoredBatch.status == "in_progress", **final)
 
+    @in_own_task
     async def end(self, status: str) -> None:
         """Shows its files, as far as they have lines."""
         async with self._db.changing() as session:

@@ -7,9 +7,19 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, delete, func, select, tuple_, update
+from sqlalchemy import (
+    ColumnElement,
+    CursorResult,
+    Row,
+    Select,
+    delete,
+    func,
+    select,
+    tuple_,
+    update,
+)
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from pdserve.gateway.batches.tables import (
@@ -19,14 +29,15 @@ from pdserve.gateway.batches.tables import (
     StoredBatch,
     StoredFile,
 )
-from pdserve.gateway.storage.database import Database
+from pdserve.gateway.storage.database import Database, in_own_task
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError
 
 PAGE_BYTES = 1 << 20  # of pieces that are read at once, about
 MAX_PAGE = 256  # pieces
 STOPPED_S = 600.0  # an upload without a piece for so long is given up
-Row = TypeVar("Row", StoredFile, StoredBatch)
+TOO_SLOW = "the upload took too long"
+Stored = TypeVar("Stored", StoredFile, StoredBatch)
 
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")  # batches that have not ended
 
@@ -56,6 +67,7 @@ class Files:
         self._db = database
         self.limits = limits
 
+    @in_own_task
     async def begin(self, tenant: str) -> str:
         """The id of a new file, not complete yet. Raises ServiceError for too many."""
         file_id = f"file-{uuid.uuid4().hex}"
@@ -79,34 +91,42 @@ class Files:
             )
         return file_id
 
+    @in_own_task
     async def append(self, tenant: str, file_id: str, number: int, data: bytes) -> None:
-        """One more piece. Raises ServiceError if the tenant has too much then."""
+        """One more piece. Raises ServiceError if the tenant has too much then, and for a file that
+        has been given up meanwhile."""
+        longer = (
+            update(StoredFile)
+            .where(StoredFile.id == file_id, StoredFile.complete.is_(False))
+            .values(num_bytes=StoredFile.num_bytes + len(data), touched_us=now_us())
+        )
         async with self._db.changing() as session:
+            done: CursorResult[Any] = await session.execute(longer)  # type: ignore[assignment]
+            if not done.rowcount:
+                raise ServiceError(INVALID_ARGUMENT, TOO_SLOW, param="file")
             session.add(FilePiece(file_id=file_id, number=number, data=data))
-            await session.execute(
-                update(StoredFile)
-                .where(StoredFile.id == file_id)
-                .values(num_bytes=StoredFile.num_bytes + len(data), touched_us=now_us())
-            )
             held = select(func.sum(StoredFile.num_bytes)).where(StoredFile.tenant == tenant)
             if int(await session.scalar(held) or 0) > self.limits.max_bytes:
                 most = f"your files may have {self.limits.max_bytes} bytes in all"
                 raise ServiceError(INVALID_ARGUMENT, f"{most}; delete some", param="file")
 
+    @in_own_task
     async def finish(self, file_id: str, filename: str, purpose: str) -> StoredFile:
         """The file is whole. Raises ServiceError if it has been given up meanwhile."""
         async with self._db.changing() as session:
             file = await session.get(StoredFile, file_id)
             if file is None:
-                raise ServiceError(INVALID_ARGUMENT, "the upload took too long", param="file")
+                raise ServiceError(INVALID_ARGUMENT, TOO_SLOW, param="file")
             file.filename, file.purpose, file.complete = filename, purpose, True
             return file
 
+    @in_own_task
     async def abandon(self, file_id: str) -> None:
         """Forgets an upload that has failed."""
         async with self._db.changing() as session:
             await _remove(session, [file_id])
 
+    @in_own_task
     async def remove_stopped(self) -> None:
         """Forgets uploads whose gateway has died."""
         before = now_us() - int(STOPPED_S * 1e6)
@@ -116,12 +136,14 @@ class Files:
         async with self._db.changing() as session:
             await _remove(session, (await session.scalars(stopped)).all())
 
+    @in_own_task
     async def find(self, tenant: str, file_id: str) -> StoredFile | None:
         async with self._db.reading() as session:
             found = await session.get(StoredFile, file_id) if len(file_id) <= MAX_ID else None
         whole = found is not None and found.complete and found.tenant == tenant
         return found if whole else None
 
+    @in_own_task
     async def page(self, tenant: str, page: Page, purpose: str = "") -> list[StoredFile] | None:
         """At most one more than `page.limit`; None if there is no row `page.after`."""
         mine = [StoredFile.tenant == tenant, StoredFile.complete.is_(True)]
@@ -130,6 +152,7 @@ class Files:
         async with self._db.reading() as session:
             return await rows_of(session, StoredFile, mine, page)
 
+    @in_own_task
     async def delete(self, tenant: str, file_id: str) -> bool:
         """Whether it was there. Raises ServiceError while an open batch reads it."""
         async with self._db.changing() as session:
@@ -156,14 +179,19 @@ class Files:
                 .order_by(FilePiece.number)
                 .limit(most)
             )
-            async with self._db.reading() as session:
-                found = (await session.execute(query)).all()
+            found = await self._rows(query)
             if not found:
                 return
             last = found[-1].number
             largest = max(len(piece.data) for piece in found)
             yield b"".join(piece.data for piece in found)
 
+    @in_own_task
+    async def _rows(self, query: Select[int, bytes]) -> Sequence[Row[int, bytes]]:
+        async with self._db.reading() as session:
+            return (await session.execute(query)).all()
+
+    @in_own_task
     async def read(self, file_id: str, at: int, num_bytes: int) -> bytes:
         """A part of an uploaded file."""
         first, last = at // PIECE_BYTES, (at + max(1, num_bytes) - 1) // PIECE_BYTES
@@ -179,8 +207,8 @@ class Files:
 
 
 async def rows_of(
-    session: AsyncSession, table: type[Row], wanted: Sequence[ColumnElement[bool]], page: Page
-) -> list[Row] | None:
+    session: AsyncSession, table: type[Stored], wanted: Sequence[ColumnElement[bool]], page: Page
+) -> list[Stored] | None:
     """A page of a table by time; None if there is no row `page.after` among those wanted."""
     key = tuple_(table.created_us, table.id)
     query = select(table).where(*wanted)
@@ -196,8 +224,9 @@ async def rows_of(
 
 
 async def _remove(session: AsyncSession, file_ids: Sequence[str]) -> None:
-    await session.execute(delete(FilePiece).where(FilePiece.file_id.in_(file_ids)))
+    """The files first: who still appends to one waits for its row, or is waited for."""
     await session.execute(delete(StoredFile).where(StoredFile.id.in_(file_ids)))
+    await session.execute(delete(FilePiece).where(FilePiece.file_id.in_(file_ids)))
 
 
 def now_us() -> int:

@@ -10,24 +10,34 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from time import time
 
-from pdserve.gateway.batches.batches import Batches, LeaseLost, OwnedBatch
+from pdserve.gateway.batches.batches import Batches, LeaseLost, OpenBatch, OwnedBatch
 from pdserve.gateway.batches.files import Files
 from pdserve.gateway.batches.jsonl import ENVELOPE_BYTES
-from pdserve.gateway.batches.leases import BEAT_S, BatchLease, LeaseWatch
+from pdserve.gateway.batches.leases import BEAT_S, LeaseWatch
 from pdserve.gateway.batches.run import Ask, BatchRun
 from pdserve.gateway.batches.slots import LineSlots
-from pdserve.gateway.storage.database import Database
+from pdserve.gateway.storage.database import Database, in_own_task
 from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger("pdserve.gateway.batches")
 
-MAX_RUNS = 16  # batches that one gateway runs at once
+MAX_RUNS = 16  # batches that one gateway runs at once; a key that has none may have one more
 MAX_RUNS_OF_TENANT = 4
+MAX_ENDING = 16  # batches that only have to end, beside them
 REST_S = 10.0  # after a run that has failed
 SWEEP_S = 60.0  # between two looks for uploads that have stopped
 CLOSE_S = 3.0  # to give leases back at the end
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    opened: OpenBatch
+    run: BatchRun
+    task: asyncio.Task[None]
+    ending: bool  # it was cancelled, or its time was over, before it began here
 
 
 class BatchRunner:
@@ -51,8 +61,8 @@ class BatchRunner:
         self._max_line_bytes = max_body_bytes + ENVELOPE_BYTES
         self._owner = secrets.token_hex(8)
         self._watch = LeaseWatch()
-        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
-        self._tenants: dict[str, str] = {}  # of the runs
+        self._runs: dict[str, _Running] = {}
+        self._claiming = asyncio.Lock()
         self._rests: dict[str, float] = {}  # batches whose run has failed, until when
         self._wake = asyncio.Event()
         self._stopping = False
@@ -82,55 +92,81 @@ class BatchRunner:
 
     async def drain(self) -> None:
         """Begins no more lines; returns when those that run have ended and the leases are free."""
-        self._stopping = True
-        for run, _ in self._runs.values():
-            run.stopping.set()
-        await asyncio.gather(*(task for _, task in self._runs.values()), return_exceptions=True)
+        await self._claim_no_more()
+        for running in self._runs.values():
+            running.run.stopping.set()
+        await asyncio.gather(*(r.task for r in self._runs.values()), return_exceptions=True)
 
     async def close(self) -> None:
         """Ends everything at once, and gives the leases back if the database answers."""
-        self._stopping = True
-        tasks = [task for _, task in self._runs.values()]
+        await self._claim_no_more()
+        tasks = [running.task for running in self._runs.values()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S)
 
+    async def _claim_no_more(self) -> None:
+        self._stopping = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S), self._claiming:
+                pass
+
     async def _renew(self) -> None:
         held = await self._batches.renew(self._owner) if self._runs else {}
-        for batch_id, (run, task) in self._runs.items():
+        for batch_id, running in self._runs.items():
             if batch_id not in held:
-                task.cancel()  # it has ended, or another gateway has taken it
+                running.task.cancel()  # it has ended, or another gateway has taken it
             elif held[batch_id] == "cancelling":
-                run.cancelling.set()
+                running.run.cancelling.set()
+            elif not running.ending and not self._accepts_key(running.opened.key_name):
+                running.run.stopping.set()
 
     async def _claim(self, ask: Ask) -> None:
+        """Keys take turns: the next batch is of one that has the fewest here."""
         found = await self._batches.leases()
-        now = asyncio.get_running_loop().time()
+        now, clock = asyncio.get_running_loop().time(), time()
         free = {lease.batch_id for lease in self._watch.free((o.lease for o in found), now)}
-        for opened in found:
-            lease = opened.lease
-            if len(self._runs) >= MAX_RUNS:
+        claimable = [
+            opened
+            for opened in found
+            if (opened.lease.batch_id in free or opened.lease.owner == self._owner)
+            and opened.lease.batch_id not in self._runs
+            and self._rests.get(opened.lease.batch_id, 0.0) <= now
+        ]
+        endings = [o for o in claimable if o.cancelling or o.expires_at <= clock]
+        for opened in endings:
+            if sum(running.ending for running in self._runs.values()) < MAX_ENDING:
+                await self._claim_one(opened, ask, ending=True)
+        waiting = [o for o in claimable if o not in endings and self._accepts_key(o.key_name)]
+        while waiting and not self._stopping:
+            held = Counter(r.opened.tenant for r in self._runs.values() if not r.ending)
+            following = min(waiting, key=lambda o: held[o.tenant])
+            most = MAX_RUNS_OF_TENANT if held.total() < MAX_RUNS else 1
+            if held[following.tenant] >= most:
                 return
-            if lease.batch_id in self._runs or self._rests.get(lease.batch_id, 0.0) > now:
-                continue
-            if lease.batch_id not in free and lease.owner != self._owner:
-                continue
-            if Counter(self._tenants.values())[opened.tenant] >= MAX_RUNS_OF_TENANT:
-                continue
-            if not self._accepts_key(opened.key_name) and opened.expires_at > time():
-                continue
-            if await self._batches.claim(lease, self._owner):
-                self._start(lease, opened.tenant, ask)
+            waiting.remove(following)
+            await self._claim_one(following, ask, ending=False)
 
-    def _start(self, lease: BatchLease, tenant: str, ask: Ask) -> None:
-        if lease.owner:
-            log.info("%s goes on here", lease.batch_id)
-        owned = OwnedBatch(self._db, lease.batch_id, self._owner)
+    @in_own_task
+    async def _claim_one(self, opened: OpenBatch, ask: Ask, ending: bool) -> None:
+        """One that is claimed while the runner stops is given back."""
+        async with self._claiming:
+            if self._stopping or not await self._batches.claim(opened.lease, self._owner):
+                return
+            if self._stopping:
+                await self._batches.release(self._owner, opened.lease.batch_id)
+            else:
+                self._start(opened, ask, ending)
+
+    def _start(self, opened: OpenBatch, ask: Ask, ending: bool) -> None:
+        batch_id = opened.lease.batch_id
+        if opened.lease.owner:
+            log.info("%s goes on here", batch_id)
+        owned = OwnedBatch(self._db, batch_id, self._owner)
         run = BatchRun(owned, self._files, ask, self._slots, self._max_line_bytes)
-        task = asyncio.create_task(self._run_one(lease.batch_id, run), name=lease.batch_id)
-        self._runs[lease.batch_id] = run, task
-        self._tenants[lease.batch_id] = tenant
+        task = asyncio.create_task(self._run_one(batch_id, run), name=batch_id)
+        self._runs[batch_id] = _Running(opened, run, task, ending)
 
     async def _run_one(self, batch_id: str, run: BatchRun) -> None:
         try:
@@ -148,7 +184,7 @@ class BatchRunner:
                 with suppress(ServiceError):
                     await self._batches.release(self._owner, batch_id)
             finally:
-                del self._runs[batch_id], self._tenants[batch_id]
+                del self._runs[batch_id]
                 self._wake.set()
 
     def _rest(self, batch_id: str) -> None:

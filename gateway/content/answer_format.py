@@ -8,19 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_VALUES
+from pdserve.gateway.grammars.schemas import without_annotations
 from pdserve.gateway.sampling import RequestedSampling, refuse
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.parsing.answer import AnswerParser, InlineThoughts
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     ContentParser,
     ReasoningFamily,
-    Schemas,
     ToolFamily,
 )
 from pdserve.gateway.text.parsing.stream import CallStream
-from pdserve.gateway.text.parsing.values import arguments_of
 from pdserve.gateway.text.reasoning import reasoning_family
-from pdserve.gateway.text.tools import tool_family
+from pdserve.gateway.text.tools import GENERIC, tool_family
 from pdserve.gateway.text.vocabulary import Vocabulary
 from pdserve.gateway.tool_use import ToolUse
 
@@ -35,13 +36,15 @@ Families = tuple[ToolFamily | None, ReasoningFamily | None]
 class AnswerFormat:
     """By default the whole text is the answer.
 
-    `open`: the prompt has opened a thought. `inline`: thoughts are part of the text.
+    `only_calls`: text behind a call is left out. `open`: the prompt has opened a thought. `inline`:
+    thoughts are part of the text.
     """
 
     tools: ToolFamily | None = None
     reasoning: ReasoningFamily | None = None
-    schemas: Schemas = field(default_factory=dict)
+    schemas: ToolSchemas = field(default_factory=ToolSchemas)
     parallel: bool = True
+    only_calls: bool = False
     open: bool = False
     inline: bool = False
 
@@ -63,7 +66,7 @@ class AnswerFormat:
             thoughts = self.reasoning.make(self.open) if self.reasoning else None
             calls = None
             if self.tools is not None:
-                calls = CallStream(self.tools, self.schemas, new_id, self.parallel)
+                calls = CallStream(self.tools, self.schemas, new_id, self.parallel, self.only_calls)
             made = AnswerParser(thoughts, calls)
         if self.inline and self.reasoning is not None:
             return InlineThoughts(made, self.reasoning.begin, self.reasoning.end)
@@ -77,9 +80,15 @@ class ParserChoice:
     tools: str = AUTO
     reasoning: str = AUTO
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether calls of tools are found in answers."""
+        return self.tools != "none"
+
     def families(self, tool_parser: str, reasoning_parser: str) -> Families:
-        """Those of a model whose template is of the named families."""
-        tools = tool_parser if self.tools == AUTO else self.tools
+        """Those of a model whose template is of the named families; without one of tools, the
+        prompt says how to call them."""
+        tools = (tool_parser or GENERIC) if self.tools == AUTO else self.tools
         reasoning = reasoning_parser if self.reasoning == AUTO else self.reasoning
         return tool_family(tools), reasoning_family(reasoning)
 
@@ -96,39 +105,66 @@ def answer_format(
     """`prompt_end`: the last text before the answer; with `continues` all of the message that the
     answer goes on with."""
     tools, reasoning = families
+    called = use.tools if use is not None and _may_call(use) else ()
     return AnswerFormat(
-        tools if _may_call(use) else None,
+        tools if called else None,
         reasoning,
-        {tool.name: arguments_of(tool.parameters) for tool in use.tools} if use else {},
+        ToolSchemas({tool.name: tool.parameters for tool in called}),
         use.parallel if use else True,
+        only_calls=use is not None and use.choice == "required",
         open=reasoning is not None and _is_open(reasoning, prompt_end, continues),
         inline=inline,
     )
 
 
 def shaped(
-    sampling: RequestedSampling, families: Families, use: ToolUse | None, prompt_end: str
+    sampling: RequestedSampling,
+    families: Families,
+    use: ToolUse | None,
+    prompt_end: str,
+    *,
+    continues: bool,
 ) -> RequestedSampling:
     """The sampling with the tags of the model's thoughts, the structure that the tools ask for, and
-    what an answer has before its structure. Raises ServiceError for two structures."""
+    what an answer has before its structure; `prompt_end` and `continues` as for `answer_format`.
+    Raises ServiceError for two structures, and for one that leaves no room for calls that the model
+    may make."""
     tools, reasoning = families
-    if reasoning is not None:
-        sampling = replace(sampling, thinking_tags=(reasoning.begin, reasoning.end))
+    sampling = thinking_bound(sampling, reasoning)
     structure = tool_structure(tools, use) if use is not None else None
     if structure is None:
         structure = sampling.structure
+        if structure is not None and tools is not None and _may_call(use):
+            text = f"{structure.param} cannot be combined with tools that may be called"
+            raise refuse(structure.param, f'{text}; tool_choice "none" leaves them uncalled')
     elif sampling.structure is not None:
         param = sampling.structure.param
         text = f"{param} cannot be combined with the form that {structure.param} asks for"
         raise refuse(param, text)
     if structure is None:
         return sampling
-    after = ""
-    if reasoning is not None and not prompt_end.rstrip().endswith(reasoning.after):
-        after = reasoning.after
     if structure is not sampling.structure and tools is not None and tools.whole is not None:
-        after = ""  # a call of Harmony's is a message of its own, not part of the final one
+        # A call of Harmony's is a message of its own, not part of the final one.
+        return replace(sampling, structure=structure, structure_after="")
+    after = ""
+    if reasoning is not None and _thinks_first(reasoning, prompt_end, continues):
+        after = reasoning.after
+        structure = replace(structure, lead=reasoning.lead)
     return replace(sampling, structure=structure, structure_after=after)
+
+
+def thinking_bound(
+    sampling: RequestedSampling, reasoning: ReasoningFamily | None
+) -> RequestedSampling:
+    """The sampling with the tags of the model's thoughts if these are bounded. Raises ServiceError
+    if there are none to bound."""
+    if sampling.thinking_budget is None or sampling.thinking_tags is not None:
+        return sampling
+    if reasoning is None:
+        param = sampling.thinking_budget_field
+        text = f"{param}: this gateway does not read thoughts of this model (--reasoning-parser)"
+        raise refuse(param, text)
+    return replace(sampling, thinking_tags=reasoning.written or (reasoning.begin, reasoning.end))
 
 
 def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
@@ -140,13 +176,21 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
     param = "tool_choice" if required or use.only else "tools"
     if family is None:
         raise refuse(param, f"{param}: this gateway does not read calls of tools (--tool-parser)")
-    structures = []
-    for tool in use.tools:
-        if not use.only or tool.name in use.only:
-            bound = required or tool.strict
-            schema = dict(tool.parameters or ANY_OBJECT) if bound else ANY_OBJECT
-            begin = family.form.begin.replace("NAME", tool.name)
-            structures.append({"begin": begin, "schema": schema, "end": family.form.end})
+    tools = [tool for tool in use.tools if not use.only or tool.name in use.only]
+    given = [
+        dict(tool.parameters or ANY_OBJECT) if required or tool.strict else ANY_OBJECT
+        for tool in tools
+    ]
+    schemas = without_annotations(given, MAX_STRUCTURE_VALUES)
+    structures = [
+        {
+            "begin": family.form.begin.replace("NAME", tool.name),
+            "schema": schema,
+            "end": family.form.end,
+            "lenient": not tool.strict,
+        }
+        for tool, schema in zip(tools, schemas, strict=True)
+    ]
     value = {
         "structures": structures,
         "triggers": [family.form.trigger],
@@ -163,6 +207,13 @@ def new_call_id(length: int = 0) -> str:
 
 def _may_call(use: ToolUse | None) -> bool:
     return use is not None and bool(use.tools) and use.choice != "none"
+
+
+def _thinks_first(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:
+    """Whether a thought comes before the answer's text: a message that goes on has had its own."""
+    if continues:
+        return _is_open(reasoning, text, continues)
+    return not text.rstrip().endswith(reasoning.after + reasoning.lead)
 
 
 def _is_open(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:

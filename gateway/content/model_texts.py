@@ -7,6 +7,7 @@ from itertools import chain
 from typing import TypeVar
 
 from pdserve.gateway.catalog import ServedModel
+from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.sampling import client_errors, refuse
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import TemplateInput
@@ -26,9 +27,12 @@ IDS_AT_ONCE = 256  # that are turned into text before others have the loop
 class ModelTexts:
     """What is long is done in text processes, or in turns of its owners. Raises ServiceError."""
 
-    def __init__(self, rates: RateLimits, template_kwargs: Collection[str]) -> None:
+    def __init__(
+        self, rates: RateLimits, template_kwargs: Collection[str], parsers: ParserChoice
+    ) -> None:
         """`template_kwargs`: names that clients may give a chat template."""
         self._rates = rates
+        self._parsers = parsers
         self._template_kwargs = frozenset(template_kwargs)
         self._decoding = FairSemaphore(1)
 
@@ -36,9 +40,8 @@ class ModelTexts:
         """The token ids of a conversation."""
         if not model.text.has_template:
             raise refuse("messages", f"the model {model.card.name!r} has no chat template")
-        if asked.tools and not model.text.tool_parser:
-            text = f"the chat template of the model {model.card.name!r} has no place for tools"
-            raise refuse("tools", text)
+        if not model.text.tool_parser:
+            asked = self._with_parser(model, asked)
         for name in asked.variables:
             if name not in self._template_kwargs:
                 known = ", ".join(sorted(self._template_kwargs)) or "no names"
@@ -51,6 +54,19 @@ class ModelTexts:
         await self._rates.check_text(owner)
         with client_errors():
             return await model.text.processes.chat_ids(owner, asked, max_len=most)
+
+    def _with_parser(self, model: ServedModel, asked: TemplateInput) -> TemplateInput:
+        """For a template without a place for tools. Raises ServiceError."""
+        family, _ = self._parsers.families("", "")
+        if family is not None:
+            return replace(asked, tool_parser=family.name)
+        if asked.tools:
+            text = (
+                f"the chat template of the model {model.card.name!r} has no place for tools, "
+                "and this gateway does not read calls of tools (--tool-parser)"
+            )
+            raise refuse("tools", text)
+        return asked
 
     async def text_ids(
         self,

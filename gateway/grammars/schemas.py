@@ -1,6 +1,6 @@
 """JSON schemas as llguidance compiles them, and where in one a keyword stands. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pdserve.gateway.text.errors import TextError
@@ -14,6 +14,11 @@ _ONE = ("additionalProperties", "items", "not", "if", "then", "else", "contains"
         "additionalItems", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+_ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly",
+     "writeOnly")
+)  # fmt: skip
 
 
 def guided(schema: Any, *, lenient: bool, whitespace: bool) -> dict[str, Any]:
@@ -29,6 +34,37 @@ def guided(schema: Any, *, lenient: bool, whitespace: bool) -> dict[str, Any]:
     else:
         options["whitespace_flexible"] = False
     return {**schema, "x-guidance": options}
+
+
+def without_annotations(schemas: Sequence[Any], most: int) -> list[Any]:
+    """Copies without keywords that bind nothing, which are most of many schemas' text; what has
+    more than `most` keywords in all is given back as it is."""
+    todo: list[tuple[Mapping[str, Any], dict[str, Any]]] = []
+
+    def copied(schema: Any) -> Any:
+        if not isinstance(schema, Mapping):
+            return schema
+        todo.append((schema, {}))
+        return todo[-1][1]
+
+    made = [copied(schema) for schema in schemas]
+    seen = 0
+    while todo:
+        schema, copy = todo.pop()
+        seen += len(schema)
+        if seen > most:
+            return list(schemas)
+        for key, value in schema.items():
+            if key in _ANNOTATIONS:
+                continue
+            copy[key] = value
+            if key in _NAMED and isinstance(value, Mapping):
+                copy[key] = {name: copied(one) for name, one in value.items()}
+            elif key in _SEVERAL and isinstance(value, list):
+                copy[key] = [copied(one) for one in value]
+            elif key in _ONE:
+                copy[key] = copied(value)
+    return made
 
 
 def where(schema: Any, keyword: str, value: Any = None) -> str:

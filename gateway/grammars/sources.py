@@ -19,12 +19,19 @@ Split = Callable[[str], Sequence[str | int]]  # a text at its special tokens
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # a rule
 _ANY = r"/(.|\n)*/"  # free text, in Lark
+MAX_BETWEEN = 8  # white space characters between two tags that no text may surround
+MAX_LAST = 16  # characters of text behind these; most tokens have fewer
 
 
 def source(structure: Structure, split: Split, free: Collection[int]) -> str:
     """`free`: the special tokens that text without a form may have. Raises TextError for what is
     no such structure."""
-    return _joined(_grammars(structure, split, free))
+    grammars = _grammars(structure, split, free)
+    if structure.lead:
+        whole, *parts = grammars
+        start = _lark(f"start: {_words(split(structure.lead))} @form")
+        grammars = [start, {"name": "form", **whole}, *parts]
+    return _joined(grammars)
 
 
 def tag_source(tag: Mapping[str, Any], structure: Structure) -> str:
@@ -103,12 +110,47 @@ def _plain_escape(found: re.Match[str]) -> str:
 
 
 def _tagged(structure: Structure, split: Split, free: Collection[int]) -> list[dict[str, Any]]:
-    """Free text in which a trigger begins one of the tags that begin with it."""
+    """Tags, in free text if none is required."""
     value = structure.value
     tags, triggers = value["structures"], value["triggers"]
     for tag in tags:
         if not any(tag["begin"].startswith(trigger) for trigger in triggers):
             raise TextError(f"the tag {tag['begin'][:80]!r} begins with none of the triggers")
+    required = value.get("required")
+    lines = _only_tags(value, split) if required else _tags_in_text(value, split, free)
+    schemas = [
+        {"name": f"schema_{n}", **_json(tag["schema"], structure, tag.get("lenient"))}
+        for n, tag in enumerate(tags)
+    ]
+    return [_lark("\n".join(("%llguidance {}", *lines))), *schemas]
+
+
+def _only_tags(value: Mapping[str, Any], split: Split) -> list[str]:
+    """The rules of tags with nothing but white space between them.
+
+    Where another tag could begin, a model may write a few characters of text, which end it all: one
+    that can only end or go on with tags repeats them until it has no tokens left, if it is small.
+    """
+    tags = value["structures"]
+    lines = [
+        "tag: " + " | ".join(f"tag_{n}" for n in range(len(tags))),
+        *(f"tag_{n}: {_words(split(tag['begin']))} {_ended(n, tag, split)}"
+          for n, tag in enumerate(tags)),
+    ]  # fmt: skip
+    if value.get("stop_after_first"):
+        return ["start: tag", *lines]
+    firsts = "".join(sorted({_literal(trigger[0]) for trigger in value["triggers"]}))
+    return [
+        "start: tag (BETWEEN? tag)* BETWEEN? LAST?",
+        rf"BETWEEN: /\s{{1,{MAX_BETWEEN}}}/",
+        rf"LAST: /[^\s{firsts}](.|\n){{0,{MAX_LAST - 1}}}/",
+        *lines,
+    ]
+
+
+def _tags_in_text(value: Mapping[str, Any], split: Split, free: Collection[int]) -> list[str]:
+    """The rules of free text in which a trigger begins one of the tags that begin with it."""
+    tags, triggers = value["structures"], value["triggers"]
     started = [split(trigger) for trigger in triggers]
     # Special tokens that free text may have: those of no trigger, and the first of one before what
     # is not the rest of it.
@@ -120,14 +162,10 @@ def _tagged(structure: Structure, split: Split, free: Collection[int]) -> list[d
         passed.append(f"<[{token}]> NOT_{token}")
     lines.append(f"free: TEXT ({' | '.join(passed)})*" if passed else "free: TEXT")
     before = f"(TEXT <[{others}]>)* " if others else ""
-    lines += [
-        f"tag_{n}: {_words(split(tag['begin']))} @schema_{n} {_words(split(tag['end']))}"
-        for n, tag in enumerate(tags)
-    ]
     segments = []
     for t, trigger in enumerate(triggers):
         ends = [
-            f"{_words(split(tag['begin'][len(trigger) :]))} @schema_{n} {_words(split(tag['end']))}"
+            f"{_words(split(tag['begin'][len(trigger) :]))} {_ended(n, tag, split)}"
             for n, tag in enumerate(tags)
             if tag["begin"].startswith(trigger)
         ]
@@ -138,22 +176,15 @@ def _tagged(structure: Structure, split: Split, free: Collection[int]) -> list[d
                 begun = before + _triggered(t, started[t], lines)
             lines.append(f"segment_{t}: {begun} ({' | '.join(ends)})")
             segments.append(f"segment_{t}")
-    any_tag = " | ".join(f"tag_{n}" for n in range(len(tags)))
     any_segment = " | ".join(segments)
-    if value.get("required"):
-        start = f"({any_tag})"
-        if not value.get("stop_after_first"):
-            start += f" ({any_segment})* free"
-    elif value.get("stop_after_first"):
-        start = f"{any_segment} | free"
-    else:
-        start = f"({any_segment})* free"
-    lark = "\n".join(("%llguidance {}", f"start: {start}", *lines))
-    schemas = [
-        {"name": f"schema_{n}", **_json(tag["schema"], structure, tag.get("lenient"))}
-        for n, tag in enumerate(tags)
-    ]
-    return [_lark(lark), *schemas]
+    if value.get("stop_after_first"):
+        return [f"start: {any_segment} | free", *lines]
+    return [f"start: ({any_segment})* free", *lines]
+
+
+def _ended(number: int, tag: Mapping[str, Any], split: Split) -> str:
+    """What a tag has after its beginning."""
+    return f"@schema_{number} {_words(split(tag['end']))}"
 
 
 def _beginnings(triggers: Iterable[Sequence[str | int]]) -> dict[int, list[str]]:

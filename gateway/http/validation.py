@@ -5,7 +5,14 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
@@ -30,7 +37,11 @@ def _text_or_objects(value: Any) -> Any:
     raise ValueError("must be a string or a list of objects")
 
 
-TextOrObjects = Annotated[Any, AfterValidator(_text_or_objects)]
+TextOrObjects = Annotated[
+    Any,
+    AfterValidator(_text_or_objects),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+]
 """A field that is a text, or a list of parts or turns whose types are looked at elsewhere."""
 
 
@@ -94,11 +105,17 @@ def parse_body(
         if not asks_nothing(value, refused[name]):
             hint = f"; use {instead[name]}" if name in instead else ""
             raise refuse(name, f"{name} is not supported by this server{hint}")
+    return parse_fields(kind, body, {*ignored, *refused})
+
+
+def parse_fields(kind: type[M], body: Mapping[str, Any], known: Collection[str]) -> M:
+    """The fields of `kind`. Others are ignored, and named in the log unless they are `known`.
+    Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
     try:
         parsed = kind.model_validate(body)
     except ValidationError as error:
         raise first_error(error) from None
-    log_unknown(set(body) - kind.model_fields.keys() - set(ignored) - refused.keys())
+    _log_unknown(set(body) - kind.model_fields.keys() - set(known))
     return parsed
 
 
@@ -127,7 +144,7 @@ def first_error(error: ValidationError, at: str = "") -> ServiceError:
     return refuse(param, f"{param}: {message.removeprefix('input ')}")
 
 
-def log_unknown(names: Collection[str]) -> None:
+def _log_unknown(names: Collection[str]) -> None:
     """Names the unknown fields of a body in the debug log."""
     if names:
         shown = ", ".join(repr(name[:40]) for name in sorted(names)[:MAX_LOGGED_NAMES])

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.observability.meter import RequestUsage
-from pdserve.gateway.storage.database import Base, Database
+from pdserve.gateway.storage.database import Base, Database, in_own_task
 from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger("pdserve.gateway.usage")
@@ -73,6 +73,7 @@ class UsageLog:
         self._db = database
         self._clock = clock
         self._counts: dict[_Key, list[int]] = {}
+        self._flushing = asyncio.Lock()
         self._hour = 0
         self._sessions: dict[tuple[str, str], set[str]] = {}  # of this hour, by key and model
 
@@ -95,19 +96,23 @@ class UsageLog:
             except ServiceError as error:
                 log.warning("usage waits: %s", error.message)
 
+    @in_own_task
     async def flush(self) -> None:
-        """Everything is written. Raises ServiceError; what is not written then is kept."""
-        unwritten, self._counts = self._counts, {}
-        rows = list(unwritten.items())
-        done = 0
-        try:
-            for at in range(0, len(rows), ROWS_AT_ONCE):
-                await self._write(rows[at : at + ROWS_AT_ONCE])
-                done = at + ROWS_AT_ONCE
-        finally:
-            for key, counts in rows[done:]:
-                self._add(key, counts)
+        """Everything is written, once: one that is cancelled goes on, and the next one waits for
+        it. Raises ServiceError; what is not written then is kept."""
+        async with self._flushing:
+            unwritten, self._counts = self._counts, {}
+            rows = list(unwritten.items())
+            done = 0
+            try:
+                for at in range(0, len(rows), ROWS_AT_ONCE):
+                    await self._write(rows[at : at + ROWS_AT_ONCE])
+                    done = at + ROWS_AT_ONCE
+            finally:
+                for key, counts in rows[done:]:
+                    self._add(key, counts)
 
+    @in_own_task
     async def report(self, tenant: str, query: UsageQuery, most: int) -> Sequence[Row[Any]]:
         """Rows with `bucket` (the start of one), the columns of `group_by` and the sums, in order
         of time; at most so many."""
@@ -147,7 +152,8 @@ class UsageLog:
             held[index] += count
 
     async def _write(self, rows: Sequence[tuple[_Key, list[int]]]) -> None:
-        values = [{**key._asdict(), **dict(zip(COUNTS, c, strict=True))} for key, c in rows]
+        # Gateways that write at once lock rows in one order: none waits for another that waits.
+        values = [{**k._asdict(), **dict(zip(COUNTS, c, strict=True))} for k, c in sorted(rows)]
         insert = (sqlite if self._db.is_file else postgresql).insert(UsageRow)
         added = {name: getattr(UsageRow, name) + insert.excluded[name] for name in COUNTS}
         keys = ["tenant", "start", "model", "session"]

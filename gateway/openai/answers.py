@@ -5,51 +5,59 @@ Clients must take further fields, as OpenAI's do.
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pdserve.gateway.http.docs.document import AnswerModel
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(AnswerModel):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorObject(BaseModel):
+class ErrorObject(AnswerModel):
     """The body of every error, and the last event of a stream that fails."""
 
     error: ErrorDetail
 
 
-class PromptTokensDetails(BaseModel):
+class PromptTokensDetails(AnswerModel):
     cached_tokens: int
 
 
-class UsageDetails(BaseModel):
+class CompletionTokensDetails(AnswerModel):
+    """`reasoning_tokens`: of what the model thinks before it answers."""
+
+    reasoning_tokens: int
+
+
+class UsageDetails(AnswerModel):
     """`inexact`: KV of other weights or numerics was used, so a rerun may give other tokens."""
 
     inexact: bool
 
 
-class UsageObject(BaseModel):
+class UsageObject(AnswerModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
     pdserve: UsageDetails
 
 
-class ChunkUsage(BaseModel):
+class ChunkUsage(AnswerModel):
     """Of a stream: what has been counted so far, or at its end all."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
     pdserve: UsageDetails | None = None
 
 
-class AnswerLogprob(BaseModel):
+class AnswerLogprob(AnswerModel):
     token: str
     logprob: float | None
     bytes: list[int]
@@ -59,18 +67,43 @@ class ScoredChatToken(AnswerLogprob):
     top_logprobs: list[AnswerLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(AnswerModel):
     content: list[ScoredChatToken]
     refusal: None
 
 
-class AnswerMessage(BaseModel):
+class PromptLogprob(AnswerModel):
+    """A token at a position of the prompt; `rank` if it is among the best."""
+
+    logprob: float | None
+    rank: int | None = None
+    decoded_token: str
+
+
+class CalledFunction(AnswerModel):
+    """`arguments` is a JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(AnswerModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(AnswerModel):
+    """The content is null if there are only calls or thoughts."""
+
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(AnswerModel):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
@@ -78,7 +111,7 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(AnswerModel):
     """The answer of /v1/chat/completions."""
 
     id: str
@@ -88,15 +121,32 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: UsageObject
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
-class MessageDelta(BaseModel):
+class FunctionDelta(AnswerModel):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(AnswerModel):
+    """A piece of a call: the first has its id and name, the others go on with its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class MessageDelta(AnswerModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChunkChoice(BaseModel):
+class ChunkChoice(AnswerModel):
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None
@@ -104,7 +154,7 @@ class ChunkChoice(BaseModel):
     token_ids: list[int] | None = None
 
 
-class ChatCompletionChunk(BaseModel):
+class ChatCompletionChunk(AnswerModel):
     """An event of a streamed chat completion."""
 
     id: str
@@ -116,23 +166,24 @@ class ChatCompletionChunk(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(AnswerModel):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float | None] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(AnswerModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
-class TextCompletion(BaseModel):
+class TextCompletion(AnswerModel):
     """The answer of /v1/completions, and with `usage` so far an event of a streamed one."""
 
     id: str
@@ -143,15 +194,39 @@ class TextCompletion(BaseModel):
     usage: ChunkUsage | None = None
 
 
-class ModelObject(BaseModel):
-    """A model that is served."""
+class EmbeddingObject(AnswerModel):
+    """As base64 it is little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class PromptUsage(AnswerModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(AnswerModel):
+    """The answer of /v1/embeddings."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[EmbeddingObject]
+    usage: PromptUsage
+
+
+class ModelObject(AnswerModel):
+    """A model that is served. A capability is null while it is not known yet."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
-    capabilities: dict[str, bool]
+    capabilities: dict[str, bool | None]
     architecture: str
     quantization: str
     weights_bytes: int
@@ -160,17 +235,17 @@ class ModelObject(BaseModel):
     numerics_id: str
 
 
-class ModelList(BaseModel):
+class ModelList(AnswerModel):
     object: Literal["list"]
     data: list[ModelObject]
 
 
-class TokenizeAnswer(BaseModel):
+class TokenizeAnswer(AnswerModel):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class DetokenizeAnswer(BaseModel):
+class DetokenizeAnswer(AnswerModel):
     prompt: str

@@ -11,10 +11,12 @@ from pdserve.gateway.completion import Usage
 from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import ChatBody
+from pdserve.gateway.openai.json_text import array_json, object_json
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.service import Service
 from pdserve.gateway.text.parts import (
     ContentPart,
+    TextPart,
     ToolCallPart,
     calls_of,
     reasoning_of,
@@ -41,16 +43,23 @@ class ChatReply:
         self._id = f"chatcmpl-{caller.request_id}"
         self._caller = body.called_by(caller, self._id)
         self._created = int(time.time())
+        self._as_ids = bool(body.return_tokens_as_token_ids)
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> bytes:
+        """The JSON text, made piece by piece: log-probabilities all at once would hold up the
+        loop. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
+            if (num_top := self._body.prompt_logprobs) is not None:
+                logprobs.check_prompt_logprobs(completion.prompts, 1, num_top, "prompt_logprobs")
             answers, usage = await self._service.completions.collect(completion)
             choices: list[dict[str, Any]] = [
                 {
                     "index": answer.index,
                     "message": self._message(answer.content),
-                    "logprobs": self._logprobs(answer.tokens),
-                    "finish_reason": answer.finish,
+                    "logprobs": await logprobs.chat_json(answer.tokens, self._as_ids)
+                    if self._body.logprobs
+                    else None,
+                    "finish_reason": self._finish(answer.finish),
                 }
                 for answer in answers
             ]
@@ -59,14 +68,15 @@ class ChatReply:
                 head["prompt_token_ids"] = list(completion.prompts[0].ids)
                 for choice, answer in zip(choices, answers, strict=True):
                     choice["token_ids"] = answer.ids
-            if (num_top := self._body.prompt_logprobs) is not None:
-                head["prompt_logprobs"] = await logprobs.of_prompt(
+            if num_top is not None:
+                head["prompt_logprobs"] = await logprobs.prompt_json(
                     completion.model.text.vocabulary,
                     completion.prompts[0].ids,
                     answers[0].prompt_scores,
                     num_top,
                 )
-            return {**head, "choices": choices, "usage": usage_object(usage)}
+            texts = array_json(map(object_json, choices))
+            return object_json({**head, "choices": texts, "usage": usage_object(usage)})
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """A chunk with the role when a choice begins, its text, its calls, its finish; then the
@@ -93,11 +103,18 @@ class ChatReply:
                         for choice in self._contents(item):
                             yield {**head, "choices": [choice]} | after
                     if item.finish is not None:
-                        ending = self._choice(item.choice, {}, item.finish)
+                        ending = self._choice(item.choice, {}, self._finish(item.finish))
                         yield {**head, "choices": [ending]} | after
 
     def _head(self, kind: str, model: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": model}
+
+    def _finish(self, finish: str) -> str:
+        """A call that the client has asked for by name is an answer like others, as OpenAI and
+        vLLM have it."""
+        choice = self._body.tool_choice
+        named = isinstance(choice, dict) and choice.get("type") == "function"
+        return "stop" if named and finish == "tool_calls" else finish
 
     def _choice(
         self, index: int, delta: dict[str, Any], finish: str | None = None
@@ -121,15 +138,7 @@ class ChatReply:
     def _contents(self, delta: Delta) -> list[dict[str, Any]]:
         """The text of a delta and each piece of its calls, as choices of chunks of their own; the
         first has its tokens."""
-        deltas: list[dict[str, Any]] = []
-        text, thought = text_of(delta.content), reasoning_of(delta.content)
-        if thought and self._body.include_reasoning is not False:
-            deltas.append({"reasoning_content": thought})
-        if text:
-            deltas.append({"content": text})
-        for part in delta.content:
-            if isinstance(part, ToolCallPart):
-                deltas.append({"tool_calls": [{"index": part.index, **_call(part)}]})
+        deltas = self._pieces(delta.content)
         if not deltas:
             if not (delta.tokens or self._body.return_token_ids):
                 return []  # a thought that is left out
@@ -140,10 +149,24 @@ class ChatReply:
             choices[0]["token_ids"] = list(delta.ids)
         return choices
 
+    def _pieces(self, content: Sequence[ContentPart]) -> list[dict[str, Any]]:
+        if len(content) == 1 and isinstance(first := content[0], TextPart):  # most of them
+            return [{"content": first.text}] if first.text else []
+        deltas: list[dict[str, Any]] = []
+        text, thought = text_of(content), reasoning_of(content)
+        if thought and self._body.include_reasoning is not False:
+            deltas.append({"reasoning_content": thought})
+        if text:
+            deltas.append({"content": text})
+        for part in content:
+            if isinstance(part, ToolCallPart):
+                deltas.append({"tool_calls": [{"index": part.index, **_call(part)}]})
+        return deltas
+
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return logprobs.of_chat(tokens, bool(self._body.return_tokens_as_token_ids))
+        return logprobs.of_chat(tokens, self._as_ids)
 
 
 def _call(part: ToolCallPart) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from typing import Any
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import ScoredToken
-from pdserve.gateway.completion import Usage
+from pdserve.gateway.completion import PreparedCompletion, Usage
 from pdserve.gateway.content.requests import TextCompletionRequest
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import CompletionBody
+from pdserve.gateway.openai.json_text import AT_ONCE, array_json, object_json
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.service import Service
 from pdserve.gateway.text.parts import ContentPart, text_of
@@ -36,42 +37,66 @@ class CompletionReply:
         self._id = f"cmpl-{caller.request_id}"
         self._caller = body.called_by(caller, self._id)
         self._created = int(time.time())
+        self._as_ids = bool(body.return_tokens_as_token_ids)
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> bytes:
+        """The JSON text, made piece by piece: log-probabilities all at once would hold up the
+        loop. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
+            self._check(completion)
             answers, usage = await self._service.completions.collect(completion)
+            described: dict[int, bytes] = {}  # log-probabilities, by prompt
             choices = []
             for answer in answers:
-                choice = self._choice(answer.index, answer.content, answer.tokens, answer.finish)
-                prompt = completion.prompts[answer.index // completion.sampling.n]
+                number = answer.index // completion.sampling.n
+                prompt = completion.prompts[number]
+                choice = self._choice(answer.index, answer.content, answer.finish)
+                if self._body.logprobs is not None:
+                    choice["logprobs"] = await self._logprobs(answer.tokens)
                 if self._body.return_token_ids:
                     choice |= {"prompt_token_ids": list(prompt.ids), "token_ids": answer.ids}
                 if (num_top := self._body.prompt_logprobs) is not None:
-                    vocabulary = completion.model.text.vocabulary
-                    scores = answer.prompt_scores
-                    choice["prompt_logprobs"] = await logprobs.of_prompt(
-                        vocabulary, prompt.ids, scores, num_top
-                    )
-                choices.append(choice)
+                    if number not in described:
+                        described[number] = await logprobs.prompt_json(
+                            completion.model.text.vocabulary,
+                            prompt.ids,
+                            answer.prompt_scores,
+                            num_top,
+                        )
+                    choice["prompt_logprobs"] = described[number]
+                choices.append(object_json(choice))
             head = self._head(completion.model.card.name)
-            return {**head, "choices": choices, "usage": usage_object(usage)}
+            found = {"choices": array_json(choices), "usage": usage_object(usage)}
+            return object_json({**head, **found})
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any] | bytes, None]:
+        """Each an object, or the text of one with many log-probabilities."""
         async with self._service.prepare(self._request, self._caller) as completion:
+            self._check(completion)
             head = self._head(completion.model.card.name)
             counted = StreamUsage(self._body, completion)
             begun: set[int] = set()
             async with aclosing(self._service.completions.stream(completion)) as items:
                 async for item in items:
                     if not isinstance(item, Usage):
-                        choice = self._choice(item.choice, item.content, item.tokens, item.finish)
+                        choice = self._choice(item.choice, item.content, item.finish)
+                        many = len(item.tokens) > AT_ONCE and self._body.logprobs is not None
+                        if many:
+                            choice["logprobs"] = await self._logprobs(item.tokens)
+                        elif self._body.logprobs is not None:
+                            choice["logprobs"] = logprobs.of_completion(item.tokens, self._as_ids)
                         if self._body.return_token_ids:
                             choice["token_ids"] = list(item.ids)
                             if item.choice not in begun:
                                 begun.add(item.choice)
                                 prompt = completion.prompts[item.choice // completion.sampling.n]
                                 choice["prompt_token_ids"] = list(prompt.ids)
-                        yield {**head, "choices": [choice]} | counted.after(item)
+                        after = counted.after(item)
+                        if many:
+                            one = array_json([object_json(choice)])
+                            yield object_json({**head, "choices": one, **after})
+                        else:
+                            yield {**head, "choices": [choice]} | after
                     elif self._body.include_usage:
                         yield {**head, "choices": [], "usage": usage_object(item)}
 
@@ -81,17 +106,20 @@ class CompletionReply:
         }  # fmt: skip
 
     def _choice(
-        self,
-        index: int,
-        content: Sequence[ContentPart],
-        tokens: Sequence[ScoredToken],
-        finish: str | None,
+        self, index: int, content: Sequence[ContentPart], finish: str | None
     ) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": text_of(content),
-            "logprobs": None
-            if self._body.logprobs is None
-            else logprobs.of_completion(tokens, bool(self._body.return_tokens_as_token_ids)),
-            "finish_reason": finish,
-        }
+        text = text_of(content)
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+
+    async def _logprobs(self, tokens: Sequence[ScoredToken]) -> bytes:
+        return await logprobs.completion_json(tokens, self._as_ids)
+
+    def _check(self, completion: PreparedCompletion) -> None:
+        """Raises ServiceError for too many log-probabilities of prompts."""
+        n = completion.sampling.n
+        for param, num_top in (
+            ("prompt_logprobs", self._body.prompt_logprobs),
+            ("logprobs", self._body.logprobs if self._body.echo else None),
+        ):
+            if num_top is not None:
+                logprobs.check_prompt_logprobs(completion.prompts, n, num_top, param)

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import HttpError, HttpLimits
+from pdserve.gateway.http.dialect import Dialect, HttpError, HttpLimits
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import EventStream, Reply
@@ -20,6 +20,7 @@ from pdserve.gateway.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,
     DetokenizeAnswer,
+    EmbeddingList,
     ErrorObject,
     ModelList,
     ModelObject,
@@ -46,12 +47,17 @@ from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import ResponseStore
 
-if TYPE_CHECKING:
-    from pdserve.gateway.openai.stored.routes import StoredRoutes  # with SQLAlchemy
-
 END = "[DONE]"  # the data of a stream's last event
 DONE = f"data: {END}\n\n".encode()
 STORED = ("/v1/files", "/v1/batches", "/v1/usage")
+
+
+class MoreRoutes(Protocol):
+    """Adds the routes of what a database keeps."""
+
+    def add_routes(
+        self, app: FastAPI, dialect: Dialect, limits: HttpLimits, bodies: BodyReader
+    ) -> None: ...
 
 
 class OpenAiDialect:
@@ -78,7 +84,7 @@ class OpenAiDialect:
         limits: HttpLimits,
         bodies: BodyReader,
         responses: ResponseStore | None = None,
-        stored: "StoredRoutes | None" = None,
+        stored: MoreRoutes | None = None,
     ) -> None:
         """Without `responses` none is kept, without `stored` there are no files and batches."""
         self._responses = responses
@@ -116,8 +122,9 @@ class OpenAiDialect:
             body = await self._read(request, CompletionBody)
             return self._answer(CompletionReply(service, body, caller_of(request)), body.stream)
 
-        @app.post("/v1/embeddings")
+        @app.post("/v1/embeddings", **described(EmbeddingBody, answer=EmbeddingList))
         async def embeddings(request: Request) -> Response:
+            """Vectors of texts or token ids."""
             body = await self._read(request, EmbeddingBody)
             reply = EmbeddingReply(service, body, caller_of(request))
             return Reply(reply.whole(), self, self._limits)
@@ -138,13 +145,15 @@ class OpenAiDialect:
         async def models() -> Response:
             """The models that are served."""
             cards = await service.catalog.cards()
-            data = [model_object(card) for card in sorted(cards, key=lambda card: card.name)]
+            data = [
+                model_object(service, card) for card in sorted(cards, key=lambda card: card.name)
+            ]
             return JSONResponse({"object": "list", "data": data})
 
         @app.get("/v1/models/{name:path}", **described(answer=ModelObject))
         async def model(name: str) -> Response:
             """One model that is served."""
-            return JSONResponse(model_object(await service.catalog.card(name)))
+            return JSONResponse(model_object(service, await service.catalog.card(name)))
 
         if self._stored is None:
             _add_refusals(app)
@@ -168,15 +177,17 @@ def _add_refusals(app: FastAPI) -> None:
 
     for path in STORED:
         for route in (path, path + "/{rest:path}"):
-            app.add_api_route(route, refused, methods=["GET", "POST", "DELETE"])
+            app.add_api_route(
+                route, refused, methods=["GET", "POST", "DELETE"], include_in_schema=False
+            )
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + to_json(value) + b"\n\n"
+def _event(value: dict[str, Any] | bytes) -> bytes:
+    """A server-sent event of an object, or of its text."""
+    return b"data: " + (value if isinstance(value, bytes) else to_json(value)) + b"\n\n"
 
 
-async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+async def _events(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
     """Each chunk as an event, then [DONE]."""
     async with aclosing(chunks) as items:
         async for chunk in items:

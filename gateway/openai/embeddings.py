@@ -7,12 +7,13 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.content.model_texts import check_ids, check_room, kept_ids
+from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import Body
 from pdserve.gateway.openai.bodies.schema import texts_or_ids
 from pdserve.gateway.pooling.vectors import base64_of, shaped
@@ -31,13 +32,22 @@ class EmbeddingBody(Body):
 
     generates = True
     model: str = Field(min_length=1)
-    input: Annotated[Any, AfterValidator(_inputs)]
+    input: Annotated[
+        Any, AfterValidator(_inputs), WithJsonSchema(described.texts_or_ids(MAX_INPUTS))
+    ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     normalize: Literal[True] | None = None  # not served otherwise: the model says it
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Literal["native", "little"] | None = None
+    # Not served: what others write before a text, and other names of `dimensions` and the format.
+    input_type: None = None
+    task: None = None
+    output_dimension: None = None
+    output_dtype: None = None
 
 
 class EmbeddingReply:

@@ -1,26 +1,28 @@
 """Log-probabilities as OpenAI's API writes them, and those of a prompt as vLLM does."""
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from pdserve.gateway.choice import LogprobEntry, ScoredToken, scored
+from pdserve.gateway.completion import Prompt
+from pdserve.gateway.openai.json_text import list_json, object_json
+from pdserve.gateway.sampling import refuse
 from pdserve.gateway.text.vocabulary import Vocabulary
 from pdserve.protos.common_pb2 import TokenLogprob
 
-AT_ONCE = 256  # tokens of a prompt that are described before others have the loop
+MAX_PROMPT_ENTRIES = 1 << 20  # of an answer: some 70 MB of it
 
 
 def of_chat(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
     """`as_ids`: tokens are written by their ids."""
-    content = [
-        {
-            **_entry(token.chosen, as_ids),
-            "top_logprobs": [_entry(top, as_ids) for top in token.top],
-        }
-        for token in tokens
-    ]
+    content = [_with_top(token, as_ids) for token in tokens]
     return {"content": content, "refusal": None}
+
+
+def _with_top(token: ScoredToken, as_ids: bool) -> dict[str, Any]:
+    top = [_entry(entry, as_ids) for entry in token.top]
+    return {**_entry(token.chosen, as_ids), "top_logprobs": top}
 
 
 def _entry(entry: LogprobEntry, as_ids: bool) -> dict[str, Any]:
@@ -28,48 +30,74 @@ def _entry(entry: LogprobEntry, as_ids: bool) -> dict[str, Any]:
 
 
 def of_completion(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
-    tops: list[dict[str, float | None] | None] = []
-    for token in tokens:
-        if token.chosen.logprob is None:
-            tops.append(None)
-            continue
-        top: dict[str, float | None] = {}
-        for entry in (*token.top, token.chosen):
-            top.setdefault(_name(entry, as_ids), entry.logprob)
-        tops.append(top)
     return {
         "tokens": [_name(token.chosen, as_ids) for token in tokens],
         "token_logprobs": [token.chosen.logprob for token in tokens],
-        "top_logprobs": tops,
+        "top_logprobs": [_top_by_name(token, as_ids) for token in tokens],
         "text_offset": [token.offset for token in tokens],
     }
+
+
+def _top_by_name(token: ScoredToken, as_ids: bool) -> dict[str, float | None] | None:
+    if token.chosen.logprob is None:
+        return None
+    top: dict[str, float | None] = {}
+    for entry in (*token.top, token.chosen):
+        top.setdefault(_name(entry, as_ids), entry.logprob)
+    return top
 
 
 def _name(entry: LogprobEntry, as_ids: bool) -> str:
     return f"token_id:{entry.id}" if as_ids else entry.text
 
 
-async def of_prompt(
+async def chat_json(tokens: Sequence[ScoredToken], as_ids: bool) -> bytes:
+    """The text of `of_chat`, for many tokens."""
+    content = await list_json(tokens, partial(_with_top, as_ids=as_ids))
+    return object_json({"content": content, "refusal": None})
+
+
+async def completion_json(tokens: Sequence[ScoredToken], as_ids: bool) -> bytes:
+    """The text of `of_completion`, for many tokens."""
+    return object_json(
+        {
+            "tokens": await list_json(tokens, lambda token: _name(token.chosen, as_ids)),
+            "token_logprobs": await list_json(tokens, lambda token: token.chosen.logprob),
+            "top_logprobs": await list_json(tokens, partial(_top_by_name, as_ids=as_ids)),
+            "text_offset": await list_json(tokens, lambda token: token.offset),
+        }
+    )
+
+
+async def prompt_json(
     vocabulary: Vocabulary, ids: Sequence[int], scores: Sequence[TokenLogprob], num_top: int
-) -> list[dict[str, Any] | None]:
-    """Each token of a prompt and the best at its position, by id; the first token has none.
+) -> bytes:
+    """The text of a list of each token of a prompt and the best at its position, by id; the first
+    token has none.
 
     A token that is not among the best has no rank: the engine does not count it.
     """
-    described: list[dict[str, Any] | None] = [None]
-    for at, (token, score) in enumerate(zip(ids[1:], scores, strict=True)):
-        if at % AT_ONCE == 0:
-            await asyncio.sleep(0)
-        of_token = scored(vocabulary, token, score, 0)
+
+    def described(at: int) -> dict[str, Any] | None:
+        if at == 0:
+            return None
+        of_token = scored(vocabulary, ids[at], scores[at - 1], 0)
         ranks = {entry.id: rank for rank, entry in enumerate(of_token.top, start=1)}
-        described.append(
-            {
-                str(entry.id): {
-                    "logprob": entry.logprob,
-                    **({"rank": ranks[entry.id]} if entry.id in ranks else {}),
-                    "decoded_token": entry.text,
-                }
-                for entry in (of_token.chosen, *of_token.top[:num_top])
+        return {
+            str(entry.id): {
+                "logprob": entry.logprob,
+                **({"rank": ranks[entry.id]} if entry.id in ranks else {}),
+                "decoded_token": entry.text,
             }
-        )
-    return described
+            for entry in (of_token.chosen, *of_token.top[:num_top])
+        }
+
+    return await list_json(range(len(ids)), described)
+
+
+def check_prompt_logprobs(prompts: Sequence[Prompt], n: int, num_top: int, param: str) -> None:
+    """Raises ServiceError for more entries than one answer may have."""
+    entries = n * (1 + num_top) * sum(len(prompt.ids) for prompt in prompts)
+    if entries > MAX_PROMPT_ENTRIES:
+        text = f"{param}: {entries} log-probabilities of prompts, for {n} choices each"
+        raise refuse(param, f"{text}; at most {MAX_PROMPT_ENTRIES}")

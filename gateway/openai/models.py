@@ -1,25 +1,35 @@
 """/v1/models: the models of the fleet as OpenAI lists them, with further fields of their cards."""
 
-from collections.abc import Callable
 from typing import Any
 
+from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import ModelCard
 
-# What a client can ask of a model, by the facts of its card. Whoever serves more adds a row.
-CAPABILITIES: dict[str, Callable[[ModelCard], bool]] = {
-    "completion": lambda card: not card.pooling,
-    "chat": lambda card: not card.pooling and bool(card.template_digest),
-}
+
+def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
+    """What a client can ask of a model; null: not known before its tokenizer is loaded."""
+    generates = not (card.pooling or card.score_token_ids)
+    chat = generates and bool(card.template_digest)
+    text = service.catalog.loaded(card)
+    return {
+        "completion": generates,
+        "chat": chat,
+        "tools": chat and service.parsers.reads_calls,
+        "reasoning": chat and (service.may_reason(text) if text else None),
+        "structured_output": generates and (text.takes_structures if text else None),
+        "embeddings": bool(card.pooling),
+        "score": not generates,
+    }
 
 
-def model_object(card: ModelCard) -> dict[str, Any]:
+def model_object(service: Service, card: ModelCard) -> dict[str, Any]:
     return {
         "id": card.name,
         "object": "model",
         "created": card.created,
         "owned_by": "pdserve",
         "max_model_len": card.context_len,
-        "capabilities": {name: served(card) for name, served in CAPABILITIES.items()},
+        "capabilities": capabilities(service, card),
         "architecture": card.architecture,
         "quantization": card.kv_identity.quantization,
         "weights_bytes": card.weights_bytes,

@@ -13,6 +13,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         # With KV of other weights or numerics (--allow-mixed-...) a rerun may give other tokens.
         "pdserve": {"inexact": usage.inexact},
     }

@@ -6,7 +6,7 @@ Ownership: a run owns its requests at the router; closing it early cancels them 
 import asyncio
 import math
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -32,7 +32,7 @@ class PreparedInputs:
 
     id: str
     model: ServedModel
-    inputs: Sequence[Sequence[int]]
+    inputs: Sequence[Collection[int]]
     admitted: AdmittedRequest
     meter: Meter
     timeout_s: float
@@ -84,7 +84,7 @@ class PoolingRuns:
     async def _lane(
         self,
         prepared: PreparedInputs,
-        left: Iterator[tuple[int, Sequence[int]]],
+        left: Iterator[tuple[int, Collection[int]]],
         asked: Start,
         answer: Answer[T],
     ) -> AsyncGenerator[tuple[int, T], None]:
@@ -96,7 +96,7 @@ class PoolingRuns:
         self,
         prepared: PreparedInputs,
         number: int,
-        ids: Sequence[int],
+        ids: Collection[int],
         asked: Start,
         answer: Answer[T],
     ) -> T:
@@ -119,7 +119,7 @@ class PoolingRuns:
         return found
 
     def _start(
-        self, prepared: PreparedInputs, number: int, ids: Sequence[int], asked: Start
+        self, prepared: PreparedInputs, number: int, ids: Collection[int], asked: Start
     ) -> Start:
         start = Start()
         start.CopyFrom(asked)

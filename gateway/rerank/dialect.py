@@ -14,11 +14,13 @@ from pydantic_core import to_json
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
+from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import Reply
 from pdserve.gateway.openai.answers import ErrorObject
 from pdserve.gateway.openai.bodies.body import parse
 from pdserve.gateway.openai.errors import error_object
+from pdserve.gateway.rerank.answers import RerankAnswer, ScoreList
 from pdserve.gateway.rerank.schema import RerankBody, ScoreBody
 from pdserve.gateway.rerank.scores import Scored, ScoreRequest, score
 from pdserve.gateway.service import Service
@@ -44,15 +46,20 @@ class RerankDialect:
         return b"data: " + to_json(error_object(error)) + b"\n\n"
 
     def add_routes(self, app: FastAPI) -> None:
-        @app.post("/v1/rerank")
-        @app.post("/rerank")
+        rerank_fields = described(RerankBody, answer=RerankAnswer)
+        score_fields = described(ScoreBody, answer=ScoreList)
+
+        @app.post("/v1/rerank", **rerank_fields)
+        @app.post("/rerank", **rerank_fields)
         async def rerank_route(request: Request) -> Response:
+            """Documents, sorted by how well they answer a query."""
             body = await self._bodies.read(request, partial(parse, RerankBody))
             return self._reply(rerank(self._service, body, caller_of(request)))
 
-        @app.post("/v1/score")
-        @app.post("/score")
+        @app.post("/v1/score", **score_fields)
+        @app.post("/score", **score_fields)
         async def score_route(request: Request) -> Response:
+            """How well each text answers or resembles another."""
             body = await self._bodies.read(request, partial(parse, ScoreBody))
             asked = body.request()
             return self._reply(scores(self._service, asked, caller_of(request)))

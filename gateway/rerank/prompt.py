@@ -1,11 +1,13 @@
 """The prompt in which Qwen3-Reranker judges a document, as its model card has it.
 
-Its three parts are tokenized apart, as there, so that a client's text never becomes a special
-token.
+Its frame is tokenized apart, as there, so that a client's text never becomes a special token. So is
+the document, behind a line break, where Qwen's tokenizer begins anew whatever stands before it.
 """
 
 import asyncio
-from collections.abc import Sequence
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.content.model_texts import check_room
@@ -20,6 +22,24 @@ BEFORE = (
 AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 ANSWER_TOKENS = 1
+MAX_CALL_TOKENS = 1 << 22  # of all prompts of a call
+
+
+class JudgingIds(Collection[int]):
+    """The token ids of one prompt, in parts that other prompts of the call have, too: 2,048 of them
+    with a long query would take gigabytes."""
+
+    def __init__(self, *parts: Sequence[int]) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._parts)
+
+    def __contains__(self, token: object) -> bool:
+        return any(token in part for part in self._parts)
 
 
 async def judging_ids(
@@ -30,26 +50,38 @@ async def judging_ids(
     param: str,
     owner: bytes,
     kept_tokens: int | None,
-) -> list[Sequence[int]]:
+) -> list[JudgingIds]:
     """The token ids of a prompt for each query and document. With `kept_tokens` its text loses its
     end, so that the prompt has that many at most; -1: as many as fit. Raises ServiceError that
     names `param`."""
 
-    async def ids(text: str, *, special: bool) -> list[int]:
-        return await service.texts.text_ids(
+    async def ids(text: str, *, special: bool) -> "array[int]":
+        found = await service.texts.text_ids(
             model, text, param, owner, add_special_tokens=False, parse_special=special
         )
+        return array("I", found)
 
     before, after = await ids(BEFORE, special=True), await ids(AFTER, special=True)
     room = None if kept_tokens is None else _room(model, kept_tokens, len(before) + len(after))
-    found: list[Sequence[int]] = []
+    asked: dict[str, Sequence[int]] = {}  # by query
+    prompts: list[JudgingIds] = []
+    num_tokens = 0
     for query, document in pairs:
-        text = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
-        prompt = [*before, *(await ids(text, special=False))[:room], *after]
+        if query not in asked:
+            text = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n"
+            asked[query] = (await ids(text, special=False))[:room]
+        begun = asked[query]
+        left = None if room is None else room - len(begun)
+        rest = (await ids(f"<Document>: {document}", special=False))[:left]
+        prompt = JudgingIds(before, begun, rest, after)
         check_room(len(prompt), ANSWER_TOKENS, model, param)
-        found.append(prompt)
+        num_tokens += len(prompt)
+        if num_tokens > MAX_CALL_TOKENS:
+            text = f"the prompts of all {param} have more than {MAX_CALL_TOKENS} tokens together"
+            raise refuse(param, text)
+        prompts.append(prompt)
         await asyncio.sleep(0)
-    return found
+    return prompts
 
 
 def _room(model: ServedModel, kept: int, frame: int) -> int:

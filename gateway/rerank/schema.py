@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from pdserve.gateway.openai.bodies.body import Body
 from pdserve.gateway.rerank.scores import ScoreRequest
@@ -28,7 +28,20 @@ def _documents(value: Any) -> Any:
     return [one["text"] if isinstance(one, dict) and "text" in one else one for one in given]
 
 
-Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_as_list)]
+_TEXT = {"type": "string"}
+_ONE = {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}
+
+
+def _described(*kinds: dict[str, Any], single: bool = False) -> WithJsonSchema:
+    """A list of such, or with `single` also a text."""
+    one = kinds[0] if len(kinds) == 1 else {"anyOf": list(kinds)}
+    several = {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_TEXTS}
+    return WithJsonSchema({"anyOf": [_TEXT, several]} if single else several)
+
+
+Texts = Annotated[
+    list[str], Field(min_length=1), BeforeValidator(_as_list), _described(_TEXT, single=True)
+]
 
 
 class ScoringBody(Body):
@@ -40,6 +53,8 @@ class ScoringBody(Body):
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     use_activation: Literal[True] | None = None  # not served otherwise
+    activation: Literal[True] | None = None  # its earlier names
+    softmax: Literal[True] | None = None
 
     def _request(
         self, api: str, queries: list[str], documents: list[str], names: tuple[str, str]
@@ -60,7 +75,12 @@ class RerankBody(ScoringBody):
     """Body of /rerank and /v1/rerank."""
 
     query: str
-    documents: Annotated[list[str], Field(min_length=1), BeforeValidator(_documents)]
+    documents: Annotated[
+        list[str],
+        Field(min_length=1),
+        BeforeValidator(_documents),
+        _described(_TEXT, _ONE, single=True),
+    ]
     top_n: int | None = Field(None, ge=0)  # 0: all, as vLLM
     return_documents: bool | None = None
     max_tokens_per_doc: None = None  # not served: truncate_prompt_tokens is

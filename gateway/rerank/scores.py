@@ -1,7 +1,7 @@
 """How well a document answers a query: what a reranker says, or how alike two embeddings are."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -46,7 +46,7 @@ async def score(service: Service, asked: ScoreRequest, caller: Caller) -> Scored
     owner = caller.tenant.id
     of_query, of_document = asked.names
 
-    async def tokenized(model: ServedModel) -> list[Sequence[int]]:
+    async def tokenized(model: ServedModel) -> Sequence[Collection[int]]:
         if model.card.pooling:
             if asked.instruction is not None:
                 raise refuse("instruction", "instruction: the model embeds, it takes none")

@@ -2,15 +2,18 @@
 
 It owns the connections. What is kept there is each module's own table on `Base`. Several gateways
 may use one: SQLite's file has a write-ahead log, so that readers wait for nobody, and a transaction
-that writes takes its turn when it begins.
+that writes takes its turn when it begins. A connection whose statement is cut off may keep SQLite's
+lock, so each transaction runs `in_own_task`.
 """
 
+import asyncio
+import functools
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
-from typing import Any
+import stat
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, ParamSpec, TypeVar
 
 from sqlalchemy import event, text
 from sqlalchemy.engine import URL, Connection, make_url
@@ -18,46 +21,74 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase
 
+from pdserve.gateway.storage.url import DRIVERS, check_folder
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError
 
 log = logging.getLogger("pdserve.gateway.database")
 
 BUSY_S = 10  # that a transaction waits for those of other processes
-DRIVERS = {
-    "sqlite": "sqlite+aiosqlite",
-    "postgresql": "postgresql+asyncpg",
-    "postgres": "postgresql+asyncpg",
+_DIALECTS = {
+    scheme: f"{'sqlite' if scheme == 'sqlite' else 'postgresql'}+{package}"
+    for scheme, package in DRIVERS.items()
 }
+CLOSE_S = 5.0  # for the transactions that still run
 MAKING_TABLES = 7_291_445  # of Postgres's advisory locks: gateways that start together
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_own_tasks: set[asyncio.Task[Any]] = set()  # that run; nothing else holds those nobody waits for
 
 
 class Base(DeclarativeBase):
     """Every table of the gateway."""
 
 
+def _ended(task: asyncio.Task[Any]) -> None:
+    _own_tasks.discard(task)
+    if not task.cancelled():
+        task.exception()  # perhaps nobody waits for it any more
+
+
+def in_own_task(
+    work: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Decorates coroutine functions that have transactions: they run to their end, whatever
+    becomes of the caller. They must be short, and wait for nothing but the database."""
+
+    @functools.wraps(work)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        task = asyncio.create_task(work(*args, **kwargs), name=work.__qualname__)
+        _own_tasks.add(task)
+        task.add_done_callback(_ended)
+        return await asyncio.shield(task)
+
+    return run
+
+
 class Database:
-    """Opened by `start`; `sessions` gives transactions: `async with db.sessions.begin() as s`."""
+    """Opened by `start`; `changing` and `reading` are transactions, of what is `in_own_task`."""
 
     def __init__(self, url: str) -> None:
         """`url` as SQLAlchemy reads it: "sqlite:///file.db", "postgresql://host/name". Raises
         ValueError for one that cannot be used."""
+        self._url = _read(url)
         try:
-            self._url = _with_driver(make_url(url))
-            if self._url.get_backend_name() not in DRIVERS:
-                raise ValueError("it must begin with sqlite:/// or postgresql://")
             self._engine = create_async_engine(self._url, pool_pre_ping=not self.is_file)
         except (SQLAlchemyError, ImportError, ValueError) as error:
             raise ValueError(f"--database-url: {error}") from None
         if self.is_file:
             event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
             event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
-        self.sessions: async_sessionmaker[AsyncSession] = async_sessionmaker(
+        self._writing: async_sessionmaker[AsyncSession] = async_sessionmaker(
             self._engine, expire_on_commit=False
         )
         self._reading: async_sessionmaker[AsyncSession] = async_sessionmaker(
             self._engine.execution_options(reads_only=True), expire_on_commit=False
         )
+        self._open: set[asyncio.Task[Any]] = set()  # that have a transaction
 
     @property
     def is_file(self) -> bool:
@@ -66,7 +97,7 @@ class Database:
 
     async def start(self) -> None:
         """Makes the tables that are not there yet. Raises OSError if it cannot be opened."""
-        self._check_folder()
+        self._make_file()
         try:
             async with self._engine.begin() as connection:
                 if not self.is_file:
@@ -74,35 +105,59 @@ class Database:
                 await connection.run_sync(Base.metadata.create_all)
         except (SQLAlchemyError, OSError) as error:
             await self._engine.dispose()
-            shown = self._url.render_as_string(hide_password=True)
+            # What is behind the "?" may be a password, too.
+            shown = self._url.set(query={}).render_as_string(hide_password=True)
             raise OSError(f"--database-url {shown}: {_reason(error)}") from error
 
-    def _check_folder(self) -> None:
+    def _make_file(self) -> None:
+        """SQLite would make one that everybody may read; those beside it have its rights."""
         path = self._url.database or ""
         if not self.is_file or path in ("", ":memory:"):
             return
-        folder = Path(path).absolute().parent
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise OSError(f"--database-url: {folder} is no folder that can be written to")
+        check_folder(path)
+        try:
+            with suppress(FileExistsError):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+            for name in (path, f"{path}-wal", f"{path}-shm"):
+                with suppress(FileNotFoundError):
+                    _make_private(name)
+        except OSError as error:
+            raise OSError(f"--database-url: {error.filename}: {error.strerror}") from error
 
     async def close(self) -> None:
+        """Transactions that run may end before."""
+        if self._open:
+            await asyncio.wait(tuple(self._open), timeout=CLOSE_S)
         await self._engine.dispose()
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[AsyncSession]:
         """A transaction that writes. Raises ServiceError UNAVAILABLE if the database cannot be
         used, IntegrityError for a row that is there already."""
-        with _service_errors():
-            async with self.sessions.begin() as session:
-                yield session
+        async with self._transaction(self._writing) as session:
+            yield session
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
         """A transaction that only reads: it sees one state, and waits for no writer. Raises
         ServiceError UNAVAILABLE."""
-        with _service_errors():
-            async with self._reading.begin() as session:
-                yield session
+        async with self._transaction(self._reading) as session:
+            yield session
+
+    @asynccontextmanager
+    async def _transaction(
+        self, sessions: async_sessionmaker[AsyncSession]
+    ) -> AsyncIterator[AsyncSession]:
+        task = asyncio.current_task()
+        if task is None or task not in _own_tasks:
+            raise RuntimeError("a transaction must be in_own_task")
+        self._open.add(task)
+        try:
+            with _service_errors():
+                async with sessions.begin() as session:
+                    yield session
+        finally:
+            self._open.discard(task)
 
 
 @contextmanager
@@ -123,8 +178,27 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error)[:MAX_QUOTED]
 
 
-def _with_driver(url: URL) -> URL:
-    return url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+def _read(text: str) -> URL:
+    """The URL with its driver. No error has a part of it: it may be one of a password."""
+    wrong = "--database-url: it must be sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME"
+    try:
+        url = make_url(text)
+        url = url.set(drivername=_DIALECTS.get(url.drivername, url.drivername))
+        if url.get_backend_name() in DRIVERS and (
+            url.get_backend_name() == "sqlite" or "@" not in f"{url.host}{url.database}"
+        ):
+            return url
+    except (SQLAlchemyError, ValueError):
+        pass
+    raise ValueError(f"{wrong}, whose sign @ is %40 in a password")
+
+
+def _make_private(path: str) -> None:
+    """Nobody else may read the file, if it is ours. It is not opened: to close it would drop the
+    locks that SQLite has on it in this process."""
+    found = os.stat(path)
+    if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
+        os.chmod(path, 0o600)
 
 
 def _prepare_sqlite(connection: Any, record: object) -> None:

@@ -4,22 +4,15 @@ Invariants: a tenant sees its own alone, has at most so many and so many bytes o
 go first), and none that has expired is ever found.
 """
 
-import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sqlalchemy import Index, String, Text, delete, func, select
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from pdserve.gateway.storage.database import Base, Database
+from pdserve.gateway.storage.database import Base, Database, in_own_task
 from pdserve.gateway.storage.response_store import KeptResponse
-from pdserve.protos.common_pb2 import UNAVAILABLE
-from pdserve.services.host.errors import ServiceError
-
-log = logging.getLogger(__name__)
 
 MAX_ID = 200  # characters
 PRUNED_AT_ONCE = 32  # rows
@@ -66,6 +59,7 @@ class DatabaseResponses:
         self._clock = clock
         self._bounds = bounds
 
+    @in_own_task
     async def save(self, tenant: bytes, kept: KeptResponse) -> bool:
         """Keep one more; False: it is too large."""
         now, owner, num_bytes = self._clock(), tenant.hex(), kept.num_bytes
@@ -80,23 +74,25 @@ class DatabaseResponses:
             items=kept.items,
         )
         expired = delete(ResponseRow).where(ResponseRow.created <= now - self._bounds.keep_s)
-        async with self._transaction() as session:
+        async with self._database.changing() as session:
             session.add(row)
             await session.flush()
             await session.execute(expired)
             await self._prune(session, owner)
         return True
 
+    @in_own_task
     async def find(self, tenant: bytes, name: str) -> KeptResponse | None:
         wanted = select(ResponseRow).where(
             ResponseRow.tenant == tenant.hex(),
             ResponseRow.id == name,
             ResponseRow.created > self._clock() - self._bounds.keep_s,
         )
-        async with self._transaction() as session:
+        async with self._database.reading() as session:
             row = await session.scalar(wanted)
         return None if row is None else KeptResponse(row.id, row.response, row.items)
 
+    @in_own_task
     async def remove(self, tenant: bytes, name: str) -> bool:
         """Whether there was one to forget."""
         one = (
@@ -104,7 +100,7 @@ class DatabaseResponses:
             .where(ResponseRow.tenant == tenant.hex(), ResponseRow.id == name)
             .returning(ResponseRow.id)
         )
-        async with self._transaction() as session:
+        async with self._database.changing() as session:
             return await session.scalar(one) is not None
 
     async def _prune(self, session: AsyncSession, owner: str) -> None:
@@ -126,12 +122,3 @@ class DatabaseResponses:
                 gone.append(name)
                 count, total = count - 1, total - num_bytes
             await session.execute(delete(ResponseRow).where(own, ResponseRow.id.in_(gone)))
-
-    @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[AsyncSession]:
-        try:
-            async with self._database.sessions.begin() as session:
-                yield session
-        except (SQLAlchemyError, OSError) as error:  # its statement has what clients wrote
-            log.error("the database: %s", getattr(error, "orig", None) or type(error).__name__)
-            raise ServiceError(UNAVAILABLE, "the database does not answer") from error

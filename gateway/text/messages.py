@@ -23,6 +23,7 @@ class TemplateInput:
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template's own
     suggested: Mapping[str, Any] = field(default_factory=dict)  # likewise, where they are allowed
     tools: Sequence[Mapping[str, Any]] | None = None
+    tool_parser: str = ""  # of calls as plain text, where the template has no place for tools
 
     def __post_init__(self) -> None:
         """Raises TextError for a message that cannot be continued."""
@@ -84,7 +85,7 @@ def _message(
     only_calls = content is None and role == "assistant" and bool(message.get("tool_calls"))
     if role == "developer" and not knows_developer:
         role = "system"
-    text = (None if knows_null else "") if only_calls else _text(content, f"{param}.content")
+    text = (None if knows_null else "") if only_calls else content_text(content, f"{param}.content")
     made = {**message, "role": role, "content": text}
     calls = made.pop("tool_calls", None)  # a template may only ask whether there is the key
     if calls:
@@ -114,7 +115,8 @@ def _tool_calls(calls: object, param: str) -> list[dict[str, Any]]:
     return made
 
 
-def _text(content: object, param: str) -> str:
+def content_text(content: object, param: str) -> str:
+    """A message's content as one string. Raises TextError that names the field."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):

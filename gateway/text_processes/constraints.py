@@ -60,7 +60,7 @@ async def constraints_of(
         check_structure(r, r.structure)
     words = list(dict.fromkeys(v for word in r.bad_words for v in _as_written(word)))
     after = [r.structure_after] if r.structure is not None and r.structure_after else []
-    tags = list(r.thinking_tags) if r.thinking_budget is not None else []
+    tags = list(r.thinking_tags or ()) if r.thinking_budget is not None else []
     found: list[list[int]] = []
     if texts := [*words, *after, *tags]:
         found = await text.processes.sequences(owner, texts)

@@ -17,14 +17,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
 
-from pdserve.gateway.grammars.compiler import GrammarCompiler
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.reasoning import reasoning_family_of
-from pdserve.gateway.text.template import ChatTemplate
+from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.tools import tool_family_of
 from pdserve.gateway.text.vocabulary import TextCard, store
@@ -45,6 +45,9 @@ from pdserve.gateway.text_processes.protocol import (
 from pdserve.services.host.errors import MAX_MESSAGE, MAX_QUOTED, cut
 from pdserve.services.host.process import die_with, show_as
 
+if TYPE_CHECKING:
+    from pdserve.gateway.grammars.compiler import GrammarCompiler
+
 MAX_FILES = 256  # that a text process may have open: a few, and one for each child
 
 
@@ -62,10 +65,19 @@ class TextModel:
             except UnicodeDecodeError:
                 raise UnsupportedTokenizer("its chat template is not UTF-8") from None
             self.template = ChatTemplate(source, self.tokenizer)
-            self.tool_parser = tool_family_of(source) if "tools" in source else ""
+            self.tool_parser = tool_family_of(source) if self.template.shows_tools else ""
             self.reasoning_parser = reasoning_family_of(source)
         self.defaults = GenerationDefaults.from_json(files["generation"] or b"{}")
         self._compiler: GrammarCompiler | None = None
+        self._no_grammars = ""
+
+    def load_grammars(self) -> None:
+        """Makes ready for `grammar`, once: it takes about 3 us for each token of the vocabulary,
+        which only the child for grammars spends."""
+        if self._compiler is not None or self._no_grammars:
+            return
+        from pdserve.gateway.grammars.compiler import GrammarCompiler  # llguidance takes a while
+
         try:
             self._compiler = GrammarCompiler(self.tokenizer)
         except MemoryError:
@@ -75,9 +87,14 @@ class TextModel:
 
     def grammar(self, structure: Structure) -> str:
         """Raises TextError."""
+        self.load_grammars()
         if self._compiler is None:
             raise TextError(self._no_grammars, structure.param)
         return self._compiler.compile(structure)
+
+    @property
+    def takes_structures(self) -> bool:
+        return self._compiler is not None
 
     def described(self) -> TextMessage:
         """What the gateway keeps."""
@@ -88,6 +105,7 @@ class TextModel:
             "has_template": self.template is not None,
             "tool_parser": self.tool_parser,
             "reasoning_parser": self.reasoning_parser,
+            "takes_structures": self.takes_structures,
             "defaults": asdict(self.defaults),
         }
         return TextMessage(head, store(list(tokens)))
@@ -181,6 +199,7 @@ def _answer(asked: TextMessage, model: TextModel, limits: TextLimits) -> TextMes
     """Raises TextError."""
     head = asked.head
     if head["op"] == "grammar":
+        model.load_grammars()  # which is not the grammar's time
         _set_timer(PROMPT_SIGNAL, limits.grammar_s)
         return TextMessage({}, [model.grammar(Structure.decoded(asked.parts[0])).encode()])
     if head["op"] == "sequences":

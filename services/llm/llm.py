@@ -31,7 +31,7 @@ from pdserve.engine.build import build_engine
 from pdserve.engine.thread import EngineThread
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.text.template import ChatTemplate
+from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard
 from pdserve.services.llm.generation import Generation, GenerationError, Result, TextDelta

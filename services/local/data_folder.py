@@ -1,15 +1,26 @@
 """Where `pdserve up` keeps what outlives it: a folder of its user, which nobody else may read."""
 
 import os
+import stat
 from pathlib import Path
 
 
 def data_dir() -> Path:
-    """As the XDG base directory specification has it. Raises OSError if it cannot be made."""
+    """As the XDG base directory specification has it. Raises OSError if it cannot be made, and for
+    one that is another user's."""
     base = os.environ.get("XDG_DATA_HOME", "")
     folder = Path(base) if base.startswith("/") else Path.home() / ".local/share"
     folder /= "pdserve"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid():
+            raise PermissionError(f"{folder} is another user's")
+        if stat.S_IMODE(found.st_mode) != 0o700:
+            os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} cannot be written to")
     return folder

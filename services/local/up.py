@@ -8,8 +8,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from pdserve.services.host.tenants.keys import make_keys
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share, allot, machine_cores
 from pdserve.services.local.data_folder import data_dir
+from pdserve.services.local.kept_database import kept_database
 from pdserve.services.local.progress import progress_on
 from pdserve.services.local.run_folder import run_dir
 from pdserve.services.local.supervisor import Child, StartError, Supervisor
@@ -135,6 +136,10 @@ class System:
 
     def serve(self, supervisor: Supervisor, folder: Path) -> int:
         """Starts the children, waits for a signal and ends them. Raises StartError."""
+        with self._database(folder) as database:
+            return self._serve(supervisor, folder, database)
+
+    def _serve(self, supervisor: Supervisor, folder: Path, database: str) -> int:
         workers = self._workers()
         cores, worth = machine_cores()
         shares = allot(cores, worth, len(workers), self._up.threads)
@@ -142,7 +147,6 @@ class System:
             say(f"{name}: {share}")
         say(f"gateway and router: cores shared by all ({len(cores)})")
 
-        database = self._database_url(folder)
         gateway = supervisor.start(GATEWAY, lambda: self._gateway_task(database))
         routers: list[Child] = []
         children: list[Child] = []
@@ -193,20 +197,22 @@ class System:
         )
         return Task(self._entries["router"], (made,))
 
-    def _database_url(self, folder: Path) -> str:
-        """Without an option a file of this port, so that a system finds again what it has kept,
-        and no other one's batches; with a port that nobody can know again, one that goes with it.
-        """
+    @contextmanager
+    def _database(self, folder: Path) -> Iterator[str]:
+        """Yields its URL. Without an option it is a file of this port, so that a system finds again
+        what it has kept, and no other one's batches; with a port that nobody can know again, and
+        where none can be kept, it is one that goes with the system."""
         url, port = self._gateway.database_url, self._gateway.port
-        if url:
-            return url
-        kept = folder
-        if port:
-            try:
-                kept = data_dir()
-            except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-                say(f"warning: files, batches and usage are lost at the end: {error}")
-        return f"sqlite:///{kept / f'gateway-{port}.db'}"
+        with ExitStack() as held:
+            if not url:
+                path = folder / "gateway.db"
+                if port:
+                    try:
+                        path = held.enter_context(kept_database(data_dir(), port))
+                    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+                        say(f"warning: files, batches and usage are lost at the end: {error}")
+                url = f"sqlite:///{path}"
+            yield url
 
     def _gateway_task(self, database: str) -> Task:
         made = replace(

@@ -117,16 +117,23 @@ def _add(group: Any, option: Option) -> None:
         negative = "--no-" + option.flag.removeprefix("--")
         group.add_argument(negative, action="store_const", const="false", **common)
         return
-    metavar = "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS[option.kind]
     action = "append" if option.repeated else "store"
-    group.add_argument(option.flag, action=action, metavar=metavar, **common)
+    group.add_argument(option.flag, action=action, metavar=_metavar(option), **common)
 
 
 _METAVARS = {str: "TEXT", int: "N", float: "X", bool: "true|false"}
+MAX_METAVAR = 70  # characters; more choices stand in the help, which is wrapped
+
+
+def _metavar(option: Option) -> str:
+    choices = "{" + ",".join(option.choices) + "}"
+    return choices if option.choices and len(choices) <= MAX_METAVAR else _METAVARS[option.kind]
 
 
 def _help(option: Option) -> str:
     notes = []
+    if option.choices and _metavar(option) == _METAVARS[option.kind]:
+        notes.append(f"one of: {', '.join(option.choices)}")
     if option.repeated:
         notes.append("repeatable")
     if option.kind is bool:

@@ -4,4 +4,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / f"benchmarks{part}") for part in ("/cpu", "/handoff", "/structure", "")]
+sys.path += [
+    str(ROOT / f"benchmarks{part}") for part in ("/cpu", "/handoff", "/structure", "/api", "")
+]

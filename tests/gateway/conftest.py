@@ -14,6 +14,7 @@ from scripted_service import scripted_service
 from starlette.types import ASGIApp
 
 from pdserve.gateway.anthropic.dialect import AnthropicDialect
+from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
@@ -60,10 +61,11 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         rates: RateLimits | None = None,
         template_kwargs: Sequence[str] = GatewaySettings().template_kwargs,
         responses: ResponseStore | None = None,
+        parsers: ParserChoice | None = None,
         arrange: Callable[[Service], None] = lambda service: None,
         **guard: Any,
     ) -> ASGIApp:
-        service = make_service(router, limits, text_pool, rates, template_kwargs)
+        service = make_service(router, limits, text_pool, rates, template_kwargs, parsers)
         arrange(service)
         bodies = BodyReader(bounds)
         dialects = [

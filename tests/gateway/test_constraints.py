@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from fake_router import FakeRouter, saying, served
+from fake_router import FakeRouter, saying, served, thinking_model
 from http_errors import CHAT, HI, check
 from scripted_service import scripted_service
 from tokenizers import decoders, models, pre_tokenizers
@@ -67,14 +67,15 @@ async def test_a_prompt_that_closes_the_thinking_leaves_the_whole_answer_to_the_
 
 @pytest.mark.parametrize(
     ("template", "begun"),
-    [("{{ messages[0].content }}", False), ("{{ messages[0].content }}<think>\n", True)],
+    [
+        ("{{ messages[0].content }}{# </think> #}", False),
+        ("</think>{{ messages[0].content }}<think>\n", True),
+    ],
 )
 async def test_a_template_begins_the_thinking_and_a_client_s_words_do_not(
     make_http, template, begun
 ):
-    card, blobs = served()
-    card.template_digest = hashlib.sha256(template.encode()).hexdigest()
-    blobs[card.template_digest] = template.encode()
+    card, blobs = served(template="{# </think> #}" + template)
     router = FakeRouter(saying("x"), [card], blobs)
     messages = [{"role": "user", "content": "what is <think> for?"}]
     body = {"model": "tiny", "messages": messages, "thinking_budget": 3}
@@ -106,7 +107,8 @@ async def test_a_model_that_cannot_write_a_tag_is_said() -> None:
     blobs[card.tokenizer_digest] = data
     router = FakeRouter(saying("x"), [card], blobs)
     budget = {"thinking_budget": 1, "thinking_budget_field": "reasoning_budget"}
-    _, params = await params_of("think", router, **budget)
+    tags = ("<think>", "</think>")
+    _, params = await params_of("think", router, **budget, thinking_tags=tags)
     assert len(params.thinking.end_ids) == len("</think>")
     for tags in (("<thank>", "</think>"), ("<think>", "</thank>"), ("<think>", "")):
         with pytest.raises(ServiceError) as caught:
@@ -121,7 +123,9 @@ async def test_each_prompt_is_bound_by_what_it_has() -> None:
     card, blobs = served()
     router = FakeRouter(saying("x"), [card], blobs)
     service = scripted_service(router)
-    sampling = RequestedSampling(thinking_budget=2, bad_words=("x",), structure=WORD)
+    sampling = RequestedSampling(
+        thinking_budget=2, thinking_tags=("<think>", "</think>"), bad_words=("x",), structure=WORD
+    )
     asked = TextCompletionRequest("tiny", ["a", "a<think>"], sampling)
     async with service.prepare(asked, Caller("r")) as completion:
         plain, begun = (prompt.params for prompt in completion.prompts)
@@ -156,5 +160,6 @@ async def test_what_a_worker_refuses_is_named_as_the_client_wrote_it(
         failed = pb.Failed(request=start.request, epoch=start.epoch, failure=failure)
         yield router_pb2.RequestEvent(failed=failed)
 
-    reply = await make_http(play).post(CHAT, json={"model": "tiny", "messages": HI, **fields})
+    client = make_http(FakeRouter(play, *thinking_model()))
+    reply = await client.post(CHAT, json={"model": "tiny", "messages": HI, **fields})
     check(reply, 400, field)

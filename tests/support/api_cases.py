@@ -4,6 +4,7 @@ true of their answers."""
 from collections import Counter
 from typing import Any
 
+import httpx
 import hypothesis
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -16,17 +17,33 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-MODEL = "tiny"
-PROMPTS: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "hi"}],
-    "prompt": "hi",
-    "tokens": [1, 2, 3],
+HI = [{"role": "user", "content": "hi"}]
+JUDGED = {"model": "reranker", "query": "hi", "documents": ["hi", "you"]}
+SCORED = {"model": "reranker", "text_1": "hi", "text_2": ["hi", "you"]}
+LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}'
+# A body of each route that can be answered.
+ANSWERED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "tiny", "messages": HI},
+    "/v1/completions": {"model": "tiny", "prompt": "hi"},
+    "/v1/responses": {"model": "tiny", "input": "hi"},
+    "/v1/messages": {"model": "tiny", "messages": HI, "max_tokens": 5},
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": HI},
+    "/v1/embeddings": {"model": "embedder", "input": "hi"},
+    "/rerank": JUDGED,
+    "/v1/rerank": JUDGED,
+    "/score": SCORED,
+    "/v1/score": SCORED,
+    "/tokenize": {"model": "tiny", "prompt": "hi"},
+    "/detokenize": {"model": "tiny", "tokens": [1, 2, 3]},
+    "/v1/files": {"purpose": "batch", "file": LINE},
+    "/v1/batches": {"endpoint": "/v1/completions", "completion_window": "24h"},
 }
+PAIRS = {"queries", "items", "data_1", "data_2"}  # of /score, instead of text_1 and text_2
 CHECKS = [
     not_a_server_error,
     status_code_conformance,  # it is documented
     content_type_conformance,
-    response_schema_conformance,  # errors have the shape of OpenAI's
+    response_schema_conformance,  # errors have the shape of their dialect
 ]
 
 
@@ -41,32 +58,59 @@ def run_cases(url: str, num_cases: int, seed: int) -> dict[str, Counter[int]]:
     each_body = -(-num_cases // len(bodies) // 2)  # of each mode
     statuses: dict[str, Counter[int]] = {}
     for operation in operations:
+        there = _made(url)
         if operation in bodies:
-            valid = _ask(operation, GenerationMode.POSITIVE, each_body, seed)
+            valid = _ask(operation, GenerationMode.POSITIVE, each_body, seed, there)
             statuses[operation.label] = valid + _ask(
-                operation, GenerationMode.NEGATIVE, each_body, seed
+                operation, GenerationMode.NEGATIVE, each_body, seed, there
             )
         else:
-            statuses[operation.label] = _ask(operation, GenerationMode.POSITIVE, each_rest, seed)
+            mode = GenerationMode.POSITIVE
+            statuses[operation.label] = _ask(operation, mode, each_rest, seed, there)
     return statuses
 
 
-def _help(body: dict[str, Any], how_much: int) -> None:
-    """Names the model that is served, and gives some a prompt that can be answered."""
-    body["model"] = MODEL
-    if how_much == 1:
+def _made(url: str) -> dict[str, str]:
+    """A model, a new file, a batch and a response that are there, by where their ids stand."""
+    with httpx.Client(base_url=url, timeout=30) as client:
+
+        def made(path: str, **more: Any) -> str:
+            name: str = client.post(path, **more).raise_for_status().json()["id"]
+            return name
+
+        form: Any = {"data": {"purpose": "batch"}, "files": {"file": LINE}}
+        file = made("/v1/files", **form)
+        batch = made("/v1/batches", json={**ANSWERED["/v1/batches"], "input_file_id": file})
+        response = made("/v1/responses", json=ANSWERED["/v1/responses"])
+        return {
+            "/v1/models/{name}": "tiny", "file_id": file,
+            "input_file_id": file, "batch_id": batch, "name": response,
+        }  # fmt: skip
+
+
+def _help(case: schemathesis.Case, how_much: int, turn: int, there: dict[str, str]) -> None:
+    """Names what is there, and makes some bodies such that can be answered: their own fields, and
+    one or two others, which are chosen by `turn`."""
+    for name in case.path_parameters or {}:
+        case.path_parameters[name] = there.get(case.path, there[name])
+    if not isinstance(case.body, dict):
         return
-    for name, prompt in PROMPTS.items():
-        if name in body:
-            body[name] = prompt
-    if "top_logprobs" in body:
-        body["logprobs"] = True
-    for name in ("stream_options", "add_special_tokens", "min_tokens", "best_of"):
-        if how_much == 2:
-            body.pop(name, None)
+    answered = dict(ANSWERED[case.path])
+    if "input_file_id" in case.body:
+        answered["input_file_id"] = there["input_file_id"]
+    if how_much == 1:
+        case.body |= {name: answered[name] for name in answered if name == "model"}
+    elif how_much == 2:
+        case.body |= {name: answered[name] for name in answered if name in case.body}
+    else:
+        others = sorted(case.body.keys() - answered.keys() - PAIRS)
+        chosen = (others[turn % len(others) :] + others)[: how_much - 2] if others else []
+        case.body = {**{name: case.body[name] for name in chosen}, **answered}
 
 
-def _ask(operation: Any, mode: GenerationMode, num_cases: int, seed: int) -> Counter[int]:
+def _ask(
+    operation: Any, mode: GenerationMode, num_cases: int, seed: int, there: dict[str, str]
+) -> Counter[int]:
     found: Counter[int] = Counter()
 
     @hypothesis.seed(seed)
@@ -77,10 +121,14 @@ def _ask(operation: Any, mode: GenerationMode, num_cases: int, seed: int) -> Cou
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=operation.as_strategy(generation_mode=mode), named=st.integers(0, 3))
-    def ask(case: schemathesis.Case, named: int) -> None:
-        if named and isinstance(case.body, dict):
-            _help(case.body, named)
+    @given(
+        case=operation.as_strategy(generation_mode=mode),
+        helped=st.sampled_from((0, 1, 2, 3, 3, 4)),
+        turn=st.integers(0, 99),
+    )
+    def ask(case: schemathesis.Case, helped: int, turn: int) -> None:
+        if helped:
+            _help(case, helped, turn, there)
         answer = case.call(timeout=30)
         found[answer.status_code] += 1
         case.validate_response(answer, checks=CHECKS)

@@ -11,6 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from pdserve.gateway.anthropic import fields as anthropic
+from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
+from pdserve.gateway.http.validation import NOTHING
 from pdserve.gateway.openai.bodies import fields
 from pdserve.gateway.openai.bodies.schema import (
     Body,
@@ -20,6 +23,12 @@ from pdserve.gateway.openai.bodies.schema import (
     TokenizeBody,
     TokenizeChatBody,
 )
+from pdserve.gateway.openai.embeddings import EmbeddingBody
+from pdserve.gateway.openai.responses import fields as responses
+from pdserve.gateway.openai.responses.schema import ResponsesBody
+from pdserve.gateway.openai.stored.answers import FileUpload
+from pdserve.gateway.openai.stored.batches import BatchBody
+from pdserve.gateway.rerank.schema import RerankBody, ScoreBody
 
 HEAD = """\
 # Fields of the API
@@ -34,7 +43,7 @@ nothing: null, false and what is empty, or the values that stand beside it. Fiel
 table are ignored, and named in the debug log.
 """
 SERVED, IGNORED, REFUSED = "served", "ignored", "refused"
-USUAL = {repr(value) for value in fields.NOTHING}
+USUAL = {repr(value) for value in NOTHING}
 
 
 @dataclass(frozen=True)
@@ -52,24 +61,54 @@ class Route:
 
 def _openai(path: str, *bodies: type[Body], remark: str = "") -> Route:
     """A route of gateway/openai, whose fields are those of fields.py."""
-    served = {name for body in bodies for name in body.model_fields}
+    served = {name for body in bodies for name in _served_by(body)}
+    refused = {name: (None,) for body in bodies for name in body.model_fields.keys() - served}
+    ignored = fields.OF_COMPLETIONS - served
     if not bodies[0].generates:
-        refused = {name: fields.REFUSED[name] for name in fields.OF_PROMPTS if name not in served}
-        return Route(path, bodies, refused, remark=remark)
+        refused |= {name: fields.REFUSED[name] for name in fields.OF_PROMPTS if name not in served}
+        return Route(path, bodies, refused, ignored, remark=remark)
     known = {**dict.fromkeys(fields.OTHER_NAMES, (None,)), **fields.REFUSED}
-    refused = {name: values for name, values in known.items() if name not in served}
-    return Route(path, bodies, refused, fields.IGNORED, fields.OTHER_NAMES, remark)
+    refused |= {name: values for name, values in known.items() if name not in served}
+    return Route(path, bodies, refused, fields.IGNORED | ignored, fields.OTHER_NAMES, remark)
+
+
+def _other(path: str, body: type[BaseModel], table: Any, ignored: Collection[str] = ()) -> Route:
+    """A route that has its own table of fields."""
+    served = _served_by(body)
+    refused = {name: values for name, values in table.REFUSED.items() if name not in served}
+    return Route(path, (body,), refused, {*table.IGNORED, *ignored} - served, table.INSTEAD)
+
+
+def _served_by(body: type[BaseModel]) -> set[str]:
+    """A field that can only be null is not served."""
+    return {
+        field.alias or name
+        for name, field in body.model_fields.items()
+        if field.annotation is not type(None)
+    }
 
 
 ROUTES = (
     _openai("/v1/chat/completions", ChatBody),
     _openai("/v1/completions", CompletionBody),
+    _other("/v1/responses", ResponsesBody, responses),
+    _openai("/v1/embeddings", EmbeddingBody),
+    _openai("/rerank", RerankBody, remark="`/v1/rerank` is the same."),
+    _openai(
+        "/score", ScoreBody,
+        remark="`/v1/score` is the same. It takes one pair of texts: `text_1` and `text_2`, "
+        "`queries` and `documents`, `queries` and `items`, or `data_1` and `data_2`.",
+    ),
+    _other("/v1/messages", MessagesBody, anthropic),
+    _other("/v1/messages/count_tokens", CountBody, anthropic, MessagesBody.model_fields),
     _openai(
         "/tokenize", TokenizeBody, TokenizeChatBody,
         remark="It takes either `prompt` or `messages`. The fields of a completion that change no "
         "prompt are ignored.",
     ),
     _openai("/detokenize", DetokenizeBody),
+    Route("/v1/files", (FileUpload,), {"expires_after": ()}, remark="The body is a form."),
+    _openai("/v1/batches", BatchBody),
 )  # fmt: skip
 
 
@@ -96,10 +135,11 @@ def _lines() -> Iterator[str]:
 def _served(route: Route) -> Iterator[tuple[str, str]]:
     seen = set()
     for body in route.bodies:
+        served = _served_by(body)
         schema = body.model_json_schema()
         required = schema.get("required", ())
         for name, value in schema["properties"].items():
-            if name not in seen:
+            if name in served and name not in seen:
                 seen.add(name)
                 said = _kind(value, schema.get("$defs", {}))
                 needed = name in required and len(route.bodies) == 1
@@ -113,6 +153,8 @@ def _kind(schema: Mapping[str, Any], models: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         kinds = [_kind(one, models) for one in schema["anyOf"] if one.get("type") != "null"]
         return " or ".join(kinds)
+    if schema.get("format") == "binary":
+        return "file"
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
         return ", ".join(f"`{json.dumps(value)}`" for value in values)
@@ -153,8 +195,11 @@ def _taken(values: tuple[Any, ...]) -> str:
 
 def _instead(route: Route, name: str) -> str:
     other = route.other_names.get(name)
-    served = {name for body in route.bodies for name in body.model_fields}
-    return f"; use `{other}`" if other in served else ""
+    if other is None:
+        return ""
+    first = other.partition(".")[0].partition(" ")[0]
+    served = {name for body in route.bodies for name in _served_by(body)}
+    return f"; use `{other}`" if first in served else ""
 
 
 if __name__ == "__main__":

@@ -39,12 +39,15 @@ def tokenizer_json() -> bytes:
 
 
 def served(
-    name: str = "tiny", context_len: int = 512, generation: dict[str, object] | None = None
+    name: str = "tiny",
+    context_len: int = 512,
+    generation: dict[str, object] | None = None,
+    template: str = "",
 ) -> tuple[pb.ModelCard, dict[str, bytes]]:
-    """A card and the blobs that it names."""
+    """A card and the blobs that it names; `template`: another one than TEMPLATE."""
     words = tokenizer_json()
     reader = tokenizers.Tokenizer.from_str(words.decode())
-    contents = [words, TEMPLATE.encode(), json.dumps(generation or {}).encode()]
+    contents = [words, (template or TEMPLATE).encode(), json.dumps(generation or {}).encode()]
     blobs = {hashlib.sha256(data).hexdigest(): data for data in contents}
     digests = [hashlib.sha256(data).hexdigest() for data in contents]
     card = pb.ModelCard(
@@ -63,6 +66,12 @@ def served(
         weights_bytes=98,
     )
     return card, blobs
+
+
+def thinking_model() -> tuple[list[pb.ModelCard], dict[str, bytes]]:
+    """Likewise, of a model that thinks between <think> and </think>."""
+    card, blobs = served(template=TEMPLATE + "{# </think> #}")
+    return [card], blobs
 
 
 class FakeRouter:

@@ -26,3 +26,9 @@ HARD_STRINGS = (
     "1,234.56e-7",
     "<|im_end|> <s> </s> <0x0A>",
 )
+
+# Special tokens of several families.
+SPECIALS = (
+    *("<s>", "</s>", "[INST]", "[/INST]", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+    *("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+)

@@ -1,4 +1,8 @@
-"""Random JSON schemas that something matches, from a seed."""
+"""Random JSON schemas that something matches, from a seed.
+
+A finite one leaves an answer no end to miss: a small model fills a string, a number, an array or a
+list that is open until its tokens are spent.
+"""
 
 import random
 from collections.abc import Callable
@@ -8,17 +12,21 @@ NAMES = ("a", "b1", "name", "the value", 'quo"te', "é", "x/y", "~tilde", "$id2"
 PATTERNS = ("^[a-c]{2,5}$", "^\\d{3}-\\d{2}$", "^(yes|no)$", "x+y?z*", '^[^"\\\\]{1,4}$', "^\\w+$")
 # Not "time": llguidance writes a small z, as RFC 3339 lets it, and jsonschema does not take it.
 FORMATS = ("date", "date-time", "email", "uuid", "ipv4", "duration", "hostname")
+# Nor "date" for a model's answers: llguidance has a 29 February in every year, and a year 0.
+FINITE_PATTERNS, FINITE_FORMATS = PATTERNS[:3], ("uuid", "ipv4")
 CONSTANTS: tuple[Any, ...] = (
     None, True, 0, -1, 2.5, "", "a b", 'q"\\', "é😀", [], [1, "x"], {}, {"k": [None]},
 )  # fmt: skip
-MAX_DEPTH = 4
+MAX_DEPTH, FINITE_DEPTH = 4, 3
 
 
 class SchemaMaker:
     """One schema; definitions that it refers to are made on the way."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, finite: bool) -> None:
         self._rng = rng
+        self._finite = finite
+        self._max_depth = FINITE_DEPTH if finite else MAX_DEPTH
         self._definitions: dict[str, Any] = {}
 
     def make(self) -> dict[str, Any]:
@@ -32,7 +40,7 @@ class SchemaMaker:
             self._string, self._number, self._integer, self._word, self._choice,
         ]  # fmt: skip
         nested = [self._object, self._object, self._array, self._union, self._reference]
-        kind = self._rng.choice(leaves if depth >= MAX_DEPTH else leaves + nested * 2)
+        kind = self._rng.choice(leaves if depth >= self._max_depth else leaves + nested * 2)
         schema = kind(depth)
         if self._chance(0.1):
             schema = {**schema, "title": "A", "description": "What it is"}
@@ -50,11 +58,14 @@ class SchemaMaker:
         return {"enum": self._rng.sample(CONSTANTS, self._rng.randint(1, 6))}
 
     def _string(self, _: int) -> dict[str, Any]:
-        match self._rng.randrange(4):
+        patterns, formats = PATTERNS, FORMATS
+        if self._finite:
+            patterns, formats = FINITE_PATTERNS, FINITE_FORMATS
+        match self._rng.randrange(3 if self._finite else 4):
             case 0:
-                return {"type": "string", "pattern": self._rng.choice(PATTERNS)}
+                return {"type": "string", "pattern": self._rng.choice(patterns)}
             case 1:
-                return {"type": "string", "format": self._rng.choice(FORMATS)}
+                return {"type": "string", "format": self._rng.choice(formats)}
             case 2:
                 low = self._rng.randint(0, 5)
                 return {"type": "string", "minLength": low, "maxLength": low + self._below(9)}
@@ -66,9 +77,9 @@ class SchemaMaker:
     def _integer(self, _: int) -> dict[str, Any]:
         schema: dict[str, Any] = {"type": "integer"}
         low = self._rng.randint(-500, 500)
-        if self._chance(0.5):
+        if self._finite or self._chance(0.5):
             schema[self._rng.choice(["minimum", "exclusiveMinimum"])] = low
-        if self._chance(0.5):
+        if self._finite or self._chance(0.5):
             schema[self._rng.choice(["maximum", "exclusiveMaximum"])] = low + self._below(999) + 2
         elif self._chance(0.2):
             schema["multipleOf"] = self._rng.choice([2, 5, 10])
@@ -77,15 +88,17 @@ class SchemaMaker:
     def _number(self, _: int) -> dict[str, Any]:
         schema: dict[str, Any] = {"type": "number"}
         low = round(self._rng.uniform(-50, 50), self._below(3))
-        if self._chance(0.5):
+        if self._finite or self._chance(0.5):
             schema[self._rng.choice(["minimum", "exclusiveMinimum"])] = low
-        if self._chance(0.5):
+        if self._finite or self._chance(0.5):
             schema[self._rng.choice(["maximum", "exclusiveMaximum"])] = low + self._below(99) + 1
+        if self._finite:
+            schema["multipleOf"] = self._rng.choice([0.25, 0.5])
         return schema
 
     def _array(self, depth: int) -> dict[str, Any]:
         schema: dict[str, Any] = {"type": "array"}
-        if self._chance(0.8):
+        if self._finite or self._chance(0.8):
             schema["items"] = self._any(depth + 1)
         if self._chance(0.2):
             schema["prefixItems"] = [self._any(depth + 1) for _ in range(self._rng.randint(1, 2))]
@@ -94,7 +107,7 @@ class SchemaMaker:
         low = self._below(3)
         if self._chance(0.4):
             schema["minItems"] = low
-        if self._chance(0.6):
+        if self._finite or self._chance(0.6):
             schema["maxItems"] = low + self._below(4)
         return schema
 
@@ -104,7 +117,7 @@ class SchemaMaker:
         if names:
             schema["properties"] = {name: self._any(depth + 1) for name in names}
             schema["required"] = [name for name in names if self._chance(0.6)]
-        match self._rng.randrange(4):
+        match 1 if self._finite else self._rng.randrange(4):
             case 0:
                 schema["additionalProperties"] = self._any(depth + 1)
             case 1 | 2:
@@ -121,21 +134,21 @@ class SchemaMaker:
             name = f"d{len(self._definitions)}"
             self._definitions[name] = {}  # one that is begun: what is in it must not refer to it
             whole.append(name)
-            if self._chance(0.5):
+            if not self._finite and self._chance(0.5):
                 again = {"$ref": f"#/$defs/{name}"}
                 self._definitions[name] = {
                     "type": "object",
                     "properties": {
-                        "v": self._any(MAX_DEPTH),
+                        "v": self._any(self._max_depth),
                         "next": {"anyOf": [again, {"type": "null"}]},
                     },
                     "required": ["v"],
                     "additionalProperties": False,
                 }
             else:
-                self._definitions[name] = self._any(max(depth + 1, MAX_DEPTH - 1))
+                self._definitions[name] = self._any(max(depth + 1, self._max_depth - 1))
         return {"$ref": f"#/$defs/{self._rng.choice(whole)}"}
 
 
-def random_schema(seed: int) -> dict[str, Any]:
-    return SchemaMaker(random.Random(seed)).make()
+def random_schema(seed: int, finite: bool = False) -> dict[str, Any]:
+    return SchemaMaker(random.Random(seed), finite).make()

@@ -9,7 +9,7 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta
 from pdserve.gateway.completion import PreparedCompletion, Usage
 from pdserve.gateway.service import Service
-from pdserve.gateway.text.parts import ContentPart
+from pdserve.gateway.text.parts import ContentPart, ReasoningPart
 
 CACHED = 3  # tokens of each prompt
 
@@ -42,13 +42,15 @@ class ScriptedParts:
 
     async def stream(self, completion: PreparedCompletion) -> AsyncGenerator[Delta | Usage, None]:
         answer = self._answers.pop(0)
-        counted = 0
+        counted = thought = 0
         for delta in answer:
             if isinstance(delta, Exception):
                 raise delta
             counted = delta.num_tokens
+            if any(isinstance(part, ReasoningPart) for part in delta.content):
+                thought = counted
             yield delta
-        yield Usage(len(completion.prompts[0].ids), counted, CACHED)
+        yield Usage(len(completion.prompts[0].ids), counted, CACHED, reasoning_tokens=thought)
 
     def messages(self, number: int = -1) -> list[dict[str, Any]]:
         """What a template was to be filled with."""

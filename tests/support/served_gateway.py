@@ -2,41 +2,88 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import uvloop
-from fake_router import FakeRouter, saying
+from fake_router import Event, FakeRouter, saying, served
+from pooled_answers import HIDDEN, NO, YES, embedding, judging, vector_of
 from scripted_service import scripted_service
 
-from pdserve.gateway.http.app import create_app
+from pdserve.gateway.anthropic.dialect import AnthropicDialect
+from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.http.serving.server import HttpServer, listen
+from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.openai.stored.parts import StoredParts
+from pdserve.gateway.rerank.dialect import RerankDialect
+from pdserve.gateway.settings import GatewaySettings
+from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.tenants.keys import ApiKeys
 
 LIMITS = HttpLimits(1 << 20, 1 << 24, 5.0, 1 << 20, 10.0)
 START_S = 20.0
 
 
+def every_kind() -> FakeRouter:
+    """Serves the model "tiny", which always says the same, an "embedder" and a "reranker"."""
+    tiny, blobs = served()
+    embedder, _ = served("embedder")
+    embedder.pooling, embedder.normalizes, embedder.hidden_size = "last", True, HIDDEN
+    reranker, _ = served("reranker")
+    reranker.score_token_ids.extend((YES, NO))
+    plays = {
+        "tiny": saying("hello world"),
+        "embedder": embedding(vector_of),
+        "reranker": judging(lambda ids: (0.1 * len(ids), 10.0)),
+    }
+
+    async def play(router: FakeRouter, start: pb.Start) -> AsyncGenerator[Event, None]:
+        judges = list(start.params.logprob_token_ids) == [YES, NO] and start.model == "reranker"
+        name = "tiny" if start.model == "reranker" and not judges else start.model
+        async for event in plays[name](router, start):
+            yield event
+
+    return FakeRouter(play, [tiny, embedder, reranker], blobs)
+
+
 @contextmanager
 def served_gateway() -> Iterator[str]:
-    """Its URL. It serves the model "tiny", which always says the same."""
+    """Its URL. It has every API, a database, and the models of `every_kind`."""
     started = threading.Event()
     stop: list[tuple[asyncio.AbstractEventLoop, HttpServer]] = []
-    with listen("127.0.0.1", 0) as listener:
+    with TemporaryDirectory() as folder, listen("127.0.0.1", 0) as listener:
 
         async def serve() -> None:
-            router = FakeRouter(saying("hello world"))
-            service = scripted_service(router)
-            dialect = OpenAiDialect(service, LIMITS, BodyReader(LIMITS))
-            app = create_app([dialect], service, Readiness(router, service.catalog), ApiKeys())
-            server = HttpServer(app, dialect)
+            router = every_kind()
+            settings = GatewaySettings(database_url=f"sqlite:///{Path(folder)}/gateway.db")
+            keys, limits = ApiKeys(), AdmissionLimits(64, 32)
+            stored = StoredParts(settings, keys, limits)
+            await stored.start()
+            service = scripted_service(router, limits, count_usage=stored.usage.count)
+            bodies = BodyReader(LIMITS)
+            openai = OpenAiDialect(service, LIMITS, bodies, stored.responses, stored.routes)
+            dialects = [
+                AnthropicDialect(service, LIMITS, bodies),
+                RerankDialect(service, LIMITS, bodies),
+                openai,
+            ]
+            readiness = Readiness(router, service.catalog)
+            routes = create_routes(dialects, service, readiness)
+            app = create_app(dialects, service, readiness, keys, routes=routes)
+            server = HttpServer(app, openai)
+            running = asyncio.create_task(stored.run(routes))
             stop.append((asyncio.get_running_loop(), server))
             started.set()
             await server.serve([listener])
+            running.cancel()
+            await asyncio.wait([running])
+            await stored.close()
 
         thread = threading.Thread(target=lambda: uvloop.run(serve()), name="gateway")
         thread.start()

@@ -50,6 +50,10 @@ TOOL_ANSWERS = {
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nCITY\n</parameter>\n</function>\n"
         "</tool_call>", "", "", "\n", "<tool_call>\n<function=example>\n<parameter=a>",
     ),
+    "seed_oss": _repeated(
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>CITY</parameter>\n</function>\n"
+        "</seed:tool_call>", "", "", "\n", "<seed:tool_call>\n<function=example>\n<parameter=a>",
+    ),
     "llama3_json": _repeated(_LLAMA, "", "", "; ", "<|start_header_id|>"),
     "llama4_pythonic": _repeated("get_weather(city='CITY')", "[", "]", ", ", "<|header_start|>"),
     "mistral": _repeated(f"[TOOL_CALLS]get_weather[ARGS]{_ARGUMENTS}", "", "", "", "[TOOL_CALLS]"),
@@ -85,4 +89,5 @@ TOOL_ANSWERS = {
         "", "", "<|call|><|start|>assistant", "<|channel|> <|message|>",
     ),
     "json": _repeated(_JSON, "[", "]", ", ", ""),
+    "generic": _repeated(f"<tool_call>\n{_JSON}\n</tool_call>", "", "", "\n", ""),
 }  # fmt: skip

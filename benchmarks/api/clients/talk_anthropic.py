@@ -1,6 +1,9 @@
 """anthropic: messages with streaming and tools; a schema is the input of a tool there."""
 
-from anthropic import Anthropic
+import asyncio
+import json
+
+from anthropic import Anthropic, AsyncAnthropic
 from conversation import BASE_URL, CITY, KEY, MODEL, QUESTION, WEATHER, checked, is_weather
 
 client = Anthropic(base_url=BASE_URL, api_key=KEY)
@@ -53,8 +56,38 @@ def tools_streamed() -> bool:
         tools=TOOLS,
         tool_choice={"type": "tool", "name": "get_weather"},
     ) as stream:
+        events = list(stream)
         final = stream.get_final_message()
-    return is_weather(final.content[-1].input)
+    pieces = [event for event in events if event.type == "input_json"]
+    text = "".join(piece.partial_json for piece in pieces)
+    use = final.content[-1]
+    return (
+        is_weather(use.input)
+        and json.loads(text) == use.input == pieces[-1].snapshot
+        and events[-1].type == "message_stop"
+        and final.stop_reason == "tool_use"
+    )
+
+
+def asynchronous() -> bool:
+    """Two messages at once, one of them streamed."""
+
+    async def run() -> bool:
+        async with AsyncAnthropic(base_url=BASE_URL, api_key=KEY) as api:
+            common = {
+                "model": MODEL,
+                "max_tokens": 30,
+                "messages": [{"role": "user", "content": QUESTION}],
+            }
+
+            async def streamed() -> str:
+                async with api.messages.stream(**common) as stream:
+                    return "".join([piece async for piece in stream.text_stream])
+
+            text, message = await asyncio.gather(streamed(), api.messages.create(**common))
+            return bool(text) and bool(message.content[0].text)
+
+    return asyncio.run(run())
 
 
 def schema() -> bool:
@@ -69,4 +102,4 @@ def schema() -> bool:
     return set(answer.content[-1].input) == {"name", "inhabitants"}
 
 
-checked(streaming, counting, tools, tools_streamed, schema)
+checked(streaming, counting, tools, tools_streamed, asynchronous, schema)

@@ -1,8 +1,9 @@
 """llm: its Python API over an OpenAI-compatible server, with streaming, tools and a schema."""
 
 import json
+from contextlib import suppress
 
-from conversation import BASE_URL, CITY, KEY, MODEL, QUESTION, checked
+from conversation import BASE_URL, CITY, KEY, MODEL, checked
 from llm.default_plugins.openai_models import Chat
 
 chat = Chat(
@@ -33,19 +34,19 @@ def schema() -> bool:
 
 
 def tools() -> bool:
-    """The library lets the model choose, so the prompt says what to write."""
-    call = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
-    chain = chat.chain(
-        f"{QUESTION} Repeat exactly: {call}",
+    """The library lets the model choose, and the model is small: it is told what to write. It goes
+    on repeating, so the chain ends at its limit, after the tool has run."""
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    chain = chat.conversation(chain_limit=2).chain(
+        f"Repeat after me.\n{call}",
         tools=[get_weather],
         options={"temperature": 0, "max_tokens": 60},
-        chain_limit=4,
     )
-    try:
-        text = chain.text()
-    except ValueError:  # it went on calling
-        text = "called"
-    return bool(called) and bool(text)
+    answers = []
+    with suppress(ValueError):
+        answers += chain.responses()
+    first = answers[0].tool_calls()[0]
+    return called[0] == "Paris" and first.arguments == {"city": "Paris"}
 
 
 checked(streaming, schema, tools)

@@ -27,7 +27,7 @@ class Weather(BaseModel):
 def streaming() -> bool:
     async def run() -> list[str]:
         async with Agent(model).run_stream("Name three rivers.") as result:
-            return [piece async for piece in result.stream_text(delta=True)]
+            return [piece async for piece in result.stream_text(delta=True, debounce_by=None)]
 
     return len(asyncio.run(run())) > 3
 

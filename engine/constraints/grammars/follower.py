@@ -86,8 +86,8 @@ class GrammarFollower:
             try:
                 self._consume(token)
                 self.stopped = self._matcher.is_stopped()
-            except GrammarError as error:
-                self.failure = error
+            except BaseException as error:  # a panic is no Exception
+                self._fail(error)
             if not self.stopped and self.failure is None:
                 self._begin_task()
 
@@ -129,17 +129,20 @@ class GrammarFollower:
                 self.is_slow = took > SLOW_S
                 if took > MOST_S:
                     raise GrammarError(TOO_LONG)
-        except GrammarError as error:
-            self.failure = error
         except BaseException as error:  # a panic is no Exception
-            log.exception("a grammar's mask failed")
-            text = f"the grammar cannot be followed: {type(error).__name__}"
-            self.failure = GrammarError(text, is_internal=True)
+            self._fail(error)
         finally:
             self._done.set()
             if self._is_late:
                 self._is_late = False
                 self._on_late()
+
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, GrammarError):
+            log.error("a grammar cannot be followed", exc_info=error)
+            text = f"the grammar cannot be followed: {type(error).__name__}"
+            error = GrammarError(text, is_internal=True)
+        self.failure = error
 
     def _seek(self, token: int) -> None:
         if self._search is not None and self._search.push(token):
@@ -175,4 +178,4 @@ class GrammarFollower:
         self._num_unawaited -= self._num_unawaited > 0
         self._is_late |= self.is_slow or self._num_unawaited > 0
         self._done.clear()
-        self._threads.add(self)
+        self._threads.add(self, awaited=not self._is_late)

@@ -4,8 +4,10 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-NUM_THREADS = 4
-NUM_SLOW_THREADS = 2  # of their own for tasks that are known to be slow, so that others pass these
+NUM_THREADS = 4  # so that a few slow grammars leave threads to the others
+NUM_SLOW_THREADS = 2  # of their own for tasks that are known to be slow
+# Most masks take microseconds, less than it takes to wake a thread: one computes several of them.
+TASKS_PER_THREAD = 8
 
 
 class MaskTask(Protocol):
@@ -19,14 +21,20 @@ class MaskTask(Protocol):
 
 
 class MaskThreads:
-    """Tasks are collected by `add` and begun by `start`: two calls for all tasks of a step."""
+    """Tasks are collected by `add` and begun by `start`: two calls for all tasks of a step.
+
+    Those that a step waits for come first. What is behind a slow task at the next `start` gets
+    another thread.
+    """
 
     def __init__(self) -> None:
         self._quick = _Lane(NUM_THREADS, "masks")
         self._slow = _Lane(NUM_SLOW_THREADS, "slow-masks")
 
-    def add(self, task: MaskTask) -> None:
-        (self._slow if task.is_slow else self._quick).tasks.append(task)
+    def add(self, task: MaskTask, *, awaited: bool) -> None:
+        """`awaited`: the next step waits for it, so it should be fast."""
+        lane = self._slow if task.is_slow else self._quick
+        (lane.awaited if awaited else lane.others).append(task)
 
     def start(self) -> None:
         self._quick.start()
@@ -38,24 +46,30 @@ class MaskThreads:
 
 
 class _Lane:
-    """Some threads and the tasks that they take in order."""
+    """Some threads and the tasks that they take."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self.tasks: deque[MaskTask] = deque()
+        self.awaited: deque[MaskTask] = deque()
+        self.others: deque[MaskTask] = deque()
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, name)
 
     def start(self) -> None:
-        for _ in range(min(self._num_threads, len(self.tasks))):
+        wanted = -(-len(self.awaited) // TASKS_PER_THREAD) + len(self.others)
+        for _ in range(min(self._num_threads, wanted)):
             self._threads.submit(self._work)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _work(self) -> None:
-        while True:
-            try:
-                task = self.tasks.popleft()
-            except IndexError:
-                return
+        while (task := self._next()) is not None:
             task.run()
+
+    def _next(self) -> MaskTask | None:
+        for tasks in (self.awaited, self.others):
+            try:
+                return tasks.popleft()
+            except IndexError:
+                continue
+        return None

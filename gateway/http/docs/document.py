@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from pdserve.gateway.http.dialect import Dialect, dialect_of
 from pdserve.services.host.errors import HTTP_STATUS
@@ -24,7 +24,18 @@ _MODELS = "x-pdserve-models"  # the schemas that a description refers to, until 
 CLIENT_LEFT = 499  # nobody reads it
 SHELL_ERRORS = (401, 403, 404, 405)
 BODY_ERRORS = (408, 413, 415)
+_EVENT = {  # before OpenAPI 3.2 the schema of a stream is that of each event
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 Model = type[BaseModel]
+
+
+class AnswerModel(BaseModel):
+    """A part of an answer, for the description alone: it is not built before that is made."""
+
+    model_config = ConfigDict(defer_build=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,8 @@ class Description:
     answer: Model
     event: Model | None
     end: str
+    form: Model | None
+    query: Model | None
 
     def operation(self) -> dict[str, Any]:
         """The part of an OpenAPI operation that this is."""
@@ -42,9 +55,9 @@ class Description:
         content: dict[str, Any] = {"application/json": {"schema": _ref(self.answer, models)}}
         if self.event is not None:
             data = f"With `stream: true` the data of each event is a {self.event.__name__}"
-            text = f"{data}, or an error; at the end {self.end}."
+            text = f"{data}, or an error" + (f"; at the end {self.end}." if self.end else ".")
             content["text/event-stream"] = {
-                "schema": {"type": "string", "description": text},
+                "schema": {**_EVENT, "description": text},
                 "x-event-schema": _ref(self.event, models),
             }
         found: dict[str, Any] = {"responses": {"200": {"content": content}}, _MODELS: models}
@@ -53,15 +66,31 @@ class Description:
             schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
             body = {"application/json": {"schema": schema}}
             found["requestBody"] = {"required": True, "content": body}
+        if self.form is not None:
+            body = {"multipart/form-data": {"schema": _ref(self.form, models)}}
+            found["requestBody"] = {"required": True, "content": body}
+        if self.query is not None:
+            fields = self.query.model_json_schema()["properties"]
+            found["parameters"] = [
+                {"name": name, "in": "query", "required": False, "schema": field}
+                for name, field in fields.items()
+            ]
         return found
 
 
 def described(
-    *bodies: Model, answer: Model, event: Model | None = None, end: str = ""
+    *bodies: Model,
+    answer: Model,
+    event: Model | None = None,
+    end: str = "",
+    form: Model | None = None,
+    query: Model | None = None,
 ) -> dict[str, Any]:
     """Further arguments of a route: what it takes, one of several or nothing, and what it answers.
-    With `event` it can also be a stream of those, after which `end` is the data of the last."""
-    return {"openapi_extra": {_DESCRIPTION: Description(bodies, answer, event, end)}}
+    With `event` it can also be a stream of those, after which `end` is the data of the last.
+    `form` has the fields of a body that is a form, `query` optional parameters of the URL."""
+    made = Description(bodies, answer, event, end, form, query)
+    return {"openapi_extra": {_DESCRIPTION: made}}
 
 
 def document(

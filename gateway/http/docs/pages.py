@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from pdserve.gateway.http.dialect import Dialect
 from pdserve.gateway.http.docs.document import document
 
+DOCUMENT = "/openapi.json"
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -56,7 +57,7 @@ def add_docs(app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bo
             made.append(to_json(document(app, dialects, root_path, keys)))
         return made[0]
 
-    @app.get("/openapi.json", include_in_schema=False)
+    @app.get(DOCUMENT, include_in_schema=False)
     async def openapi() -> Response:
         page = made[0] if made else await asyncio.to_thread(make)
         return Response(page, media_type="application/json")

@@ -5,6 +5,7 @@ for clients that end their sending side.
 """
 
 import asyncio
+import re
 import socket
 from http import HTTPStatus
 from typing import Any
@@ -20,6 +21,7 @@ MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100
 MAX_IDLE_BYTES = 1 << 20  # more than the loop reads at once
 HEAD_TIMEOUT_S = 10.0
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 LOOK_S = 0.1  # between looks whether a client that has ended its sending side is still there
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSED = 7  # TCP_CLOSE of Linux, in the first byte of tcp_info
@@ -32,6 +34,10 @@ class BoundedProtocol(HttpToolsProtocol):
     may take as long as a head. `dialect` gives shape to errors of requests whose path is not known
     yet; `lost` is set at the end.
 
+    An offer to change the protocol (`Upgrade: h2c`, which Java's client sends) is hidden from the
+    parser, for it would take the body for the other protocol. One that comes in pieces ends the
+    connection after its answer, and nothing behind it is read.
+
     The FIN of a client that only ends its sending side looks like that of one that has left. A
     write tells them apart, for the system of one that has left resets the connection: so an interim
     response is written, and the connection is looked at until the answer is out. HTTP/1.0 has no
@@ -43,6 +49,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _idle_bytes = 0  # received since the last piece of a body: chunk extensions, trailers
     _in_head = True
     _last = False  # the request is answered, or is being answered, before its body's end
+    _deaf = False  # what comes is no HTTP to the parser; the answer under way is the last
     _half_closed = False  # the client sends no more, and may wait for its answer
     _timer: asyncio.TimerHandle | None = None
     _look: asyncio.TimerHandle | None = None
@@ -97,9 +104,16 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._head_bytes > MAX_HEAD_BYTES and b"\r\n\r\n" not in data[:MAX_HEAD_BYTES]:
                 self._refuse(431, "the request's head is too large")
                 return
+        if self._in_head and _UPGRADE.search(data):
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest
+        if self._deaf:
+            return
         if self.transport is not None and not self.transport.is_closing():
             self._idle_bytes += len(data)
             super().data_received(data)
+            if self.cycle is not None and self.parser.should_upgrade():
+                self._deaf, self.cycle.keep_alive = True, False
             if self._idle_bytes > MAX_IDLE_BYTES:  # the parser would collect them without end
                 self.transport.abort()
 

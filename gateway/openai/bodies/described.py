@@ -1,9 +1,9 @@
 """What a body's own types do not say, for its description in /openapi.json."""
 
-import math
 from typing import Any
 
-from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
+from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
+from pdserve.gateway.sampling import bounded
 
 TEXT: dict[str, Any] = {"type": "string"}
 STOP: dict[str, Any] = {
@@ -26,8 +26,6 @@ _TEXT_PART = {
 CONTENT: dict[str, Any] = {
     "anyOf": [TEXT, {"type": "array", "items": _TEXT_PART, "minItems": 1}, {"type": "null"}]
 }
-# Fields with the bounds of another name.
-_BOUNDED_AS = {"top_logprobs": "logprobs", "max_completion_tokens": "max_tokens", "best_of": "n"}
 
 
 def texts_or_ids(most: int) -> dict[str, Any]:
@@ -42,15 +40,8 @@ def texts_or_ids(most: int) -> dict[str, Any]:
     }
 
 
-def bounded(schema: dict[str, Any]) -> None:
-    """Writes the bounds of sampling into the description of a body."""
-    for name, field in schema["properties"].items():
-        bounds = BOUNDS.get(_BOUNDED_AS.get(name, name))
-        for kind in field.get("anyOf", ()):
-            if bounds is None or kind.get("type") not in ("integer", "number"):
-                continue
-            kind["exclusiveMinimum" if bounds.api.open_low else "minimum"] = bounds.api.low
-            if bounds.api.high < math.inf:
-                kind["maximum"] = bounds.api.high
+def completion(schema: dict[str, Any]) -> None:
+    """Writes the bounds of sampling into the description of a chat or completion."""
+    bounded(schema)
     if "echo" in schema["properties"]:  # max_tokens 0 is that of an echo alone
         schema["properties"]["max_tokens"]["anyOf"][0]["minimum"] = 0

@@ -7,8 +7,7 @@ it a field of a body in schema.py or bodies/, and takes it out of here.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-"""Values that ask for nothing, unless a field has others."""
+from pdserve.gateway.http.validation import NOTHING, asks_nothing
 
 # fmt: off
 # Fields of completions, which a chat has not, and of a chat, which completions have not.
@@ -27,6 +26,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         (
             # OpenAI
             "suffix", "functions", "audio", "web_search_options", "store",
+            "moderation",
             # vLLM
             "guided_decoding_backend", "guided_whitespace_pattern", "use_beam_search",
             "chat_template", "chat_template_kwargs",
@@ -126,6 +126,7 @@ IGNORED: frozenset[str] = frozenset(
         # OpenAI
         "metadata", "service_tier", "prediction",
         "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
+        "prompt_cache_options",
         # vLLM, SGLang
         "request_id", "rid", "priority", "stream_reasoning",
         # llama.cpp
@@ -136,6 +137,9 @@ IGNORED: frozenset[str] = frozenset(
     )
 )  # fmt: skip
 
+# Whose a completion is. Embeddings and scores take no note of it.
+OF_COMPLETIONS = frozenset(("user", "session_id"))
+
 
 def refused_field(given: Mapping[str, Any], served: Collection[str]) -> tuple[str, str] | None:
     """The name of the first field of `given` that asks for what is not `served`, and why it is
@@ -143,17 +147,12 @@ def refused_field(given: Mapping[str, Any], served: Collection[str]) -> tuple[st
     for name, value in given.items():
         if name in served:
             continue
-        if name in REFUSED and not _asks_nothing(value, REFUSED[name]):
+        if name in REFUSED and not asks_nothing(value, REFUSED[name]):
             what = "a field of this request" if name in ELSEWHERE else "supported by this server"
             return name, f"{name} is not {what}{_instead(name, served)}"
         if name in OTHER_NAMES and name not in REFUSED and value is not None:
             return name, f"{name} is not known here{_instead(name, served)}"
     return None
-
-
-def _asks_nothing(value: Any, nothing: tuple[Any, ...]) -> bool:
-    """Equal to one of `nothing`, where true is not 1 and false is not 0."""
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in nothing)
 
 
 def _instead(name: str, served: Collection[str]) -> str:

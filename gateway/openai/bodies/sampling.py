@@ -55,7 +55,7 @@ class StreamOptions(Body):
 class Sampling(StructureFields):
     """The fields that chat and plain completions share."""
 
-    model_config = ConfigDict(json_schema_extra=described.bounded)
+    model_config = ConfigDict(json_schema_extra=described.completion)
     generates = True
     model: str = Field(json_schema_extra={"minLength": 1})
     n: int | None = None

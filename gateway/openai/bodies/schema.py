@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field, WithJsonSchema
 
+from pdserve.gateway.http.validation import MAX_TOOLS
 from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
-from pdserve.gateway.openai.bodies.tools import MAX_TOOLS, ToolBody, tool_use
+from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
 from pdserve.gateway.sampling import RequestedSampling, client_errors, refuse
 from pdserve.gateway.text.messages import EFFORTS, ROLES, TemplateInput
 from pdserve.gateway.tool_use import ToolUse

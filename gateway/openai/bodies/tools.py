@@ -3,34 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
+from pdserve.gateway.http.validation import MAX_TOOLS, ArgumentSchema, ToolDescription
 from pdserve.gateway.openai.bodies.body import Body
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.tool_use import Tool, ToolUse
 from pdserve.services.host.errors import quoted
 
-MAX_TOOLS = 128
-MAX_DESCRIPTION_CHARS = 1 << 16
-MAX_SCHEMA_DEPTH = 32
-MAX_SCHEMA_VALUES = 4096  # of one tool
-MAX_SCHEMA_CHARS = 1 << 16
-
 
 class FunctionBody(Body):
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
-    description: str | None = Field(None, max_length=MAX_DESCRIPTION_CHARS)
-    parameters: dict[str, Any] | None = None
+    description: ToolDescription | None = None
+    parameters: ArgumentSchema | None = None
     strict: bool | None = None
-
-    @field_validator("parameters")
-    @classmethod
-    def _bounded(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None:
-            if value.get("type", "object") != "object":
-                raise ValueError("must be the JSON schema of an object")
-            check_size(value)
-        return value
 
 
 class ToolBody(Body):
@@ -45,31 +31,6 @@ class ToolBody(Body):
             function.parameters,
             bool(function.strict),
         )
-
-
-def check_size(schema: Mapping[str, Any]) -> None:
-    """Raises ValueError for a schema that is too deep or too large."""
-    values, chars = 0, 0
-    level: list[Any] = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        inner: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                chars += sum(map(len, value))
-                inner.extend(value.values())
-            elif isinstance(value, list):
-                inner.extend(value)
-            elif isinstance(value, str):
-                chars += len(value)
-        values += len(level)
-        if values + len(inner) > MAX_SCHEMA_VALUES:
-            raise ValueError(f"at most {MAX_SCHEMA_VALUES} values in a schema")
-        if chars > MAX_SCHEMA_CHARS:
-            raise ValueError(f"at most {MAX_SCHEMA_CHARS} characters in a schema")
-        if not inner:
-            return
-        level = inner
-    raise ValueError(f"at most {MAX_SCHEMA_DEPTH} levels in a schema")
 
 
 def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> ToolUse | None:

@@ -5,8 +5,8 @@ Those that it serves are fields of ResponsesBody in schema.py.
 
 from typing import Any
 
+from pdserve.gateway.http.validation import NOTHING
 from pdserve.gateway.openai.bodies import fields
-from pdserve.gateway.openai.bodies.fields import NOTHING
 from pdserve.gateway.openai.bodies.schema import ChatBody
 
 # fmt: off
@@ -14,7 +14,7 @@ from pdserve.gateway.openai.bodies.schema import ChatBody
 IGNORED: frozenset[str] = frozenset(
     (
         "service_tier", "prompt_cache_retention", "prompt_cache_options", "stream_options",
-        "max_tool_calls", "access_programs", "request_id", "priority",
+        "max_tool_calls", "access_programs", "request_id", "priority", "session_id",
     )
 )
 

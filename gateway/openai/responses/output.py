@@ -18,7 +18,6 @@ class ResponseOutput:
     def __init__(self, suffix: str, *, logprobs: bool) -> None:
         """`suffix` makes the items' ids this response's."""
         self.items: list[dict[str, Any]] = []
-        self.reasoning_tokens = 0
         self._suffix = suffix
         self._logprobs = logprobs
         self._open: _OpenItem | None = None
@@ -31,8 +30,6 @@ class ResponseOutput:
         if delta.content and not any(isinstance(part, TextPart) for part in delta.content):
             self._unplaced = []
         for part in delta.content:
-            if isinstance(part, ReasoningPart):
-                self.reasoning_tokens = delta.num_tokens
             if self._open is None or not self._open.takes(part):
                 yield from self._close("completed", [])
                 yield from self._begin(part)

@@ -181,7 +181,7 @@ class ResponseReply:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._output.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "pdserve": {"inexact": usage.inexact},
         }

@@ -10,10 +10,18 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import ErrorShape, HttpError, HttpLimits, error_response
+from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import EventStream, Reply
+from pdserve.gateway.openai.responses.answers import (
+    InputItemList,
+    InputItemsQuery,
+    ResponseDeleted,
+    ResponseEvent,
+    ResponseObject,
+)
 from pdserve.gateway.openai.responses.reply import ResponseReply
-from pdserve.gateway.openai.responses.schema import parse_responses
+from pdserve.gateway.openai.responses.schema import ResponsesBody, parse_responses
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore
@@ -46,37 +54,48 @@ def add_response_routes(
             return error_response(errors, HttpError(404, message, "response_not_found"))
         return answer(found)
 
-    @app.post("/v1/responses")
+    @app.post(
+        "/v1/responses", **described(ResponsesBody, answer=ResponseObject, event=ResponseEvent)
+    )
     async def create(request: Request) -> Response:
+        """What the model answers to a conversation, which the server may keep."""
         body = await bodies.read(request, parse_responses)
         reply = ResponseReply(service, body, caller_of(request), bodies, store)
         if body.stream:
             return EventStream(reply.framed(), reply, limits)
         return Reply(reply.whole(), errors, limits)
 
-    @app.get("/v1/responses/{name}")
+    @app.get("/v1/responses/{name}", **described(answer=ResponseObject))
     async def retrieve(request: Request, name: str) -> Response:
+        """A response that is kept."""
         if request.query_params.get("stream") == "true":
             raise refuse("stream", "stream: a kept response is not streamed")
         return await on_kept(request, name, lambda found: _json(found.response))
 
-    @app.delete("/v1/responses/{name}")
+    @app.delete("/v1/responses/{name}", **described(answer=ResponseDeleted))
     async def remove(request: Request, name: str) -> Response:
+        """Forgets a response that is kept."""
         gone = {"id": name, "object": "response", "deleted": True}
         reply = await on_kept(request, name, lambda found: JSONResponse(gone))
         if store is not None and reply.status_code == 200:
             await store.remove(caller_of(request).tenant.id, name)
         return reply
 
-    @app.post("/v1/responses/{name}/cancel")
+    @app.post("/v1/responses/{name}/cancel", **described(answer=ResponseObject))
     async def cancel(request: Request, name: str) -> Response:
+        """Always refused: there are no background responses."""
+
         def too_late(found: KeptResponse) -> Response:
             raise refuse("", "this response is no background response, which alone is cancelled")
 
         return await on_kept(request, name, too_late)
 
-    @app.get("/v1/responses/{name}/input_items")
+    @app.get(
+        "/v1/responses/{name}/input_items",
+        **described(answer=InputItemList, query=InputItemsQuery),
+    )
     async def input_items(request: Request, name: str) -> Response:
+        """The conversation that a kept response answers."""
         page = _page_of(request)
         return await on_kept(request, name, lambda found: _json(to_json(page(found))))
 
@@ -105,7 +124,8 @@ def _page_of(request: Request) -> Callable[[KeptResponse], dict[str, Any]]:
         ids = [item["id"] for item in items]
         if after is not None and after not in ids:
             raise refuse("after", f"after: no item has the id {quoted(after)}")
-        start = 0 if after is None else ids.index(after) + 1
+        # Behind the last of that id: a client may have given one twice.
+        start = 0 if after is None else len(ids) - ids[::-1].index(after)
         data = items[start : start + int(limit)]
         return {
             "object": "list",

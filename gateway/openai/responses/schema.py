@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 
 from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, parse_body
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
-from pdserve.gateway.sampling import RequestedSampling, refuse
+from pdserve.gateway.sampling import RequestedSampling, bounded, refuse
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.messages import EFFORTS
 
@@ -53,6 +53,7 @@ class ReasoningConfig(StrictModel):
 class ResponsesBody(StrictModel):
     """Body of /v1/responses."""
 
+    model_config = ConfigDict(json_schema_extra=bounded)
     model: str = ""
     input: TextOrObjects
     instructions: str | None = None

@@ -67,8 +67,8 @@ def tool_use(tools: Sequence[ResponsesTool], choice: Any, parallel: bool) -> Too
     for name in only:
         if name not in known:
             raise refuse("tool_choice", f"tool_choice: no tool has the name {quoted(name)}")
-    if not tools:
-        return None
+    if not tools:  # "none" forbids the tools of servers as well
+        return ToolUse((), "none") if mode == "none" else None
     return ToolUse([tool.as_tool() for tool in tools], mode, only, parallel)  # type: ignore[arg-type]
 
 

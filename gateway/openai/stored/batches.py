@@ -13,8 +13,10 @@ from pdserve.gateway.batches.batches import Batches
 from pdserve.gateway.batches.tables import MAX_ID, StoredBatch
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Dialect
+from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.openai.bodies.body import Body, parse
+from pdserve.gateway.openai.stored.answers import BatchesQuery, BatchList, BatchObject
 from pdserve.gateway.openai.stored.lists import list_reply, not_found, page_of
 from pdserve.gateway.sampling import refuse
 
@@ -51,8 +53,9 @@ def add_batch_routes(
 ) -> None:
     """`wake` is called when there is something to do for the runner."""
 
-    @app.post("/v1/batches")
+    @app.post("/v1/batches", **described(BatchBody, answer=BatchObject))
     async def create(request: Request) -> Response:
+        """A new batch: the requests of a file, which are answered when there is time."""
         body = await bodies.read(request, partial(parse, BatchBody))
         mounted = {route.path for route in app.routes if isinstance(route, Route)}
         offered = [endpoint for endpoint in ENDPOINTS if endpoint in mounted]
@@ -71,20 +74,23 @@ def add_batch_routes(
         wake()
         return JSONResponse(_batch_object(batch))
 
-    @app.get("/v1/batches")
+    @app.get("/v1/batches", **described(answer=BatchList, query=BatchesQuery))
     async def list_batches(request: Request) -> Response:
+        """The batches of a key."""
         page = page_of(request, LISTED, MAX_LISTED)
         return list_reply(await batches.page(_tenant(request), page), page, _batch_object)
 
-    @app.get("/v1/batches/{batch_id}")
+    @app.get("/v1/batches/{batch_id}", **described(answer=BatchObject))
     async def get_batch(request: Request, batch_id: str) -> Response:
+        """One batch, and how far it is."""
         batch = await batches.find(_tenant(request), batch_id)
         if batch is None:
             return not_found(dialect, "batch", batch_id)
         return JSONResponse(_batch_object(batch))
 
-    @app.post("/v1/batches/{batch_id}/cancel")
+    @app.post("/v1/batches/{batch_id}/cancel", **described(answer=BatchObject))
     async def cancel(request: Request, batch_id: str) -> Response:
+        """No further request of the batch is begun."""
         batch = await batches.cancel(_tenant(request), batch_id)
         if batch is None:
             return not_found(dialect, "batch", batch_id)

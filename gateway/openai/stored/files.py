@@ -10,9 +10,17 @@ from starlette.responses import JSONResponse
 from pdserve.gateway.batches.files import Files
 from pdserve.gateway.batches.tables import PIECE_BYTES, StoredFile
 from pdserve.gateway.http.dialect import Dialect, HttpLimits
+from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.multipart import FILE, FileForm
 from pdserve.gateway.http.replies import PieceStream
+from pdserve.gateway.openai.stored.answers import (
+    FileDeleted,
+    FileList,
+    FileObject,
+    FilesQuery,
+    FileUpload,
+)
 from pdserve.gateway.openai.stored.lists import list_reply, not_found, page_of
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import ServiceError, quoted
@@ -23,40 +31,51 @@ MAX_UPLOADS = 64  # at once, of all keys
 MAX_LISTED = 10_000
 
 
+class _Bytes(Response):
+    """For the description of the API."""
+
+    media_type = "application/octet-stream"  # whatever is in it, no browser runs it
+
+
 def add_file_routes(app: FastAPI, dialect: Dialect, files: Files, limits: HttpLimits) -> None:
     uploads = FairShare(MAX_UPLOADS)
 
-    @app.post("/v1/files")
+    @app.post("/v1/files", **described(form=FileUpload, answer=FileObject))
     async def upload(request: Request) -> Response:
+        """Keeps a file with the requests of a batch."""
         form = FileForm(request, files.limits.max_file_bytes, limits.body_timeout_s)
         owner = caller_of(request).tenant.id
         with uploads.holding(owner, 1, "uploads"):
             return JSONResponse(_file_object(await _store(files, owner.hex(), form)))
 
-    @app.get("/v1/files")
+    @app.get("/v1/files", **described(answer=FileList, query=FilesQuery))
     async def list_files(request: Request) -> Response:
+        """The files of a key."""
         page = page_of(request, MAX_LISTED, MAX_LISTED)
         purpose = request.query_params.get("purpose", "")
         found = await files.page(_tenant(request), page, purpose)
         return list_reply(found, page, _file_object)
 
-    @app.get("/v1/files/{file_id}")
+    @app.get("/v1/files/{file_id}", **described(answer=FileObject))
     async def get_file(request: Request, file_id: str) -> Response:
+        """What is known of a file."""
         file = await files.find(_tenant(request), file_id)
         if file is None:
             return not_found(dialect, "file", file_id)
         return JSONResponse(_file_object(file))
 
-    @app.get("/v1/files/{file_id}/content")
+    @app.get("/v1/files/{file_id}/content", response_class=_Bytes)
     async def content(request: Request, file_id: str) -> Response:
+        """The bytes of a file."""
         file = await files.find(_tenant(request), file_id)
         if file is None:
             return not_found(dialect, "file", file_id)
-        kind = "application/octet-stream"  # whatever is in it, no browser runs it
-        return PieceStream(files.pieces(file.id), file.num_bytes, kind, limits.stall_s)
+        pieces = files.pieces(file.id)
+        return PieceStream(pieces, file.num_bytes, _Bytes.media_type, limits.stall_s)
 
-    @app.delete("/v1/files/{file_id}")
+    @app.delete("/v1/files/{file_id}", **described(answer=FileDeleted))
     async def delete(request: Request, file_id: str) -> Response:
+        """Deletes a file."""
         if not await files.delete(_tenant(request), file_id):
             return not_found(dialect, "file", file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})

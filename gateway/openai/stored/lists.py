@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pdserve.gateway.batches.files import Page, Row
+from pdserve.gateway.batches.files import Page, Stored
 from pdserve.gateway.http.dialect import Dialect, HttpError, error_response
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import quoted
@@ -32,7 +32,7 @@ def whole_number(text: str, name: str, low: int, high: int) -> int:
 
 
 def list_reply(
-    rows: Sequence[Row] | None, page: Page, as_object: Callable[[Row], dict[str, Any]]
+    rows: Sequence[Stored] | None, page: Page, as_object: Callable[[Stored], dict[str, Any]]
 ) -> Response:
     """`rows` as `rows_of` gives them. Raises ServiceError if there is no row to begin after."""
     if rows is None:

@@ -10,8 +10,10 @@ from fastapi import FastAPI, Request, Response
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse
 
+from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.observability.usage_log import UsageLog, UsageQuery
+from pdserve.gateway.openai.stored.answers import UsagePage, UsageReportQuery
 from pdserve.gateway.openai.stored.lists import whole_number
 from pdserve.gateway.sampling import refuse
 
@@ -28,8 +30,9 @@ MAX_TIME = 1 << 40
 
 
 def add_usage_routes(app: FastAPI, usage: UsageLog) -> None:
-    @app.get("/v1/usage")
+    @app.get("/v1/usage", **described(answer=UsagePage, query=UsageReportQuery))
     async def report(request: Request) -> Response:
+        """What the asking key has used, by the hour or the day."""
         query, limit_s = _query(request.query_params, int(time.time()))
         tenant = caller_of(request).tenant.id.hex()
         rows = await usage.report(tenant, query, MAX_RESULTS + 1)

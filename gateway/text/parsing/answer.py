@@ -16,9 +16,9 @@ class AnswerParser:
             return self._called([TextPart(text)] if text else [])
         return self._called(self._thoughts.push(text))
 
-    def finish(self) -> list[ContentPart]:
-        parts = [] if self._thoughts is None else self._called(self._thoughts.finish())
-        return parts if self._calls is None else parts + self._calls.finish()
+    def finish(self, *, cut: bool = False) -> list[ContentPart]:
+        parts = [] if self._thoughts is None else self._called(self._thoughts.finish(cut=cut))
+        return parts if self._calls is None else parts + self._calls.finish(cut=cut)
 
     def _called(self, parts: list[ContentPart]) -> list[ContentPart]:
         if self._calls is None:
@@ -41,8 +41,8 @@ class InlineThoughts:
     def push(self, text: str) -> list[ContentPart]:
         return [made for part in self._parser.push(text) for made in self._inline(part)]
 
-    def finish(self) -> list[ContentPart]:
-        return [made for part in self._parser.finish() for made in self._inline(part)]
+    def finish(self, *, cut: bool = False) -> list[ContentPart]:
+        return [made for part in self._parser.finish(cut=cut) for made in self._inline(part)]
 
     def _inline(self, part: ContentPart) -> list[ContentPart]:
         thinks = isinstance(part, ReasoningPart)

@@ -1,10 +1,11 @@
 """What a plug-in of gateway/text/tools or gateway/text/reasoning is; pure data."""
 
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.reader import BlockReader, Malformed
 from pdserve.gateway.text.parsing.values import json_text, json_value
 from pdserve.gateway.text.parts import ContentPart
@@ -16,18 +17,19 @@ class FoundCall:
 
     name: str
     arguments: str  # a JSON object's text
+    id: str = ""  # that the model has given it
 
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of each argument, by function
 Calls = Generator[FoundCall | None, None, None]  # None: needs more text
 
 
 class ContentParser(Protocol):
-    """Text in any pieces in, content out; `finish` gives what was held back."""
+    """Text in any pieces in, content out; `finish` gives what was held back. `cut`: the answer has
+    ended by its length, and so perhaps in the middle of a call."""
 
     def push(self, text: str) -> list[ContentPart]: ...
 
-    def finish(self) -> list[ContentPart]: ...
+    def finish(self, *, cut: bool = False) -> list[ContentPart]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class ToolFamily:
     """How models of a family call tools.
 
     `read` reads the calls of a block from after the opener that it began with ("" for a block that
-    began with one of the characters `bare` at the start of the answer) and raises Malformed for
+    began with one of the characters `bare` at the start of the answer, whose first call is one of a
+    tool that the model has) and raises Malformed for
     what are none. `whole` makes a parser of whole answers instead, with reasoning; then `read` is
     not used. `special`: texts that the parser needs even where they are special tokens.
     """
@@ -56,7 +59,7 @@ class ToolFamily:
     form: CallForm
     openers: Sequence[str] = ()
     bare: str = ""
-    read: Callable[[BlockReader, str, Schemas], Calls] | None = None
+    read: Callable[[BlockReader, str, ToolSchemas], Calls] | None = None
     special: Sequence[str] = ()
     whole: Callable[[Callable[[], str], bool], ContentParser] | None = None
     id_len: int = 0  # letters and digits of a call's id, where templates insist on so many
@@ -67,7 +70,9 @@ class ReasoningFamily:
     """How models of a family think before they answer, between `begin` and `end`.
 
     `make(open)` makes a parser; `open`: the prompt has opened the thought already. `after`: the
-    text after which the answer begins.
+    text after which the answer begins, with `lead` between where something may stand there that a
+    structure leaves out. `written`: what the model writes for `begin` and `end`,
+    where that is something else.
     """
 
     name: str
@@ -77,6 +82,8 @@ class ReasoningFamily:
     end: str
     after: str
     special: Sequence[str] = ()
+    written: tuple[str, str] | None = None
+    lead: str = ""
 
 
 def call_of(value: Any, *, needs_arguments: bool = False) -> FoundCall:
@@ -91,7 +98,7 @@ def call_of(value: Any, *, needs_arguments: bool = False) -> FoundCall:
     if not isinstance(name, str) or not name or (needs_arguments and arguments is None):
         raise Malformed
     if isinstance(arguments, str):
-        arguments = json_value(arguments)
+        arguments = json_value(arguments) if arguments.strip() else {}
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):

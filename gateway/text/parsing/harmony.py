@@ -14,7 +14,8 @@ from pdserve.gateway.text.parsing.values import json_text, json_value
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
+END = "<|end|>"
+ENDS = (END, "<|call|>", "<|return|>")
 SPECIAL = (CHANNEL, MESSAGE, START, *ENDS, "<|constrain|>")
 MAX_HEADER_CHARS = 1024
 
@@ -40,6 +41,8 @@ class HarmonyStream:
         self._parallel = parallel
         self._calls = calls
         self._num_calls = 0
+        self._has_text = False
+        self._begins = False  # another text, on a line of its own
         self._reader = BlockReader("")
         self._parts: list[ContentPart] = []
         self._messages = self._read()
@@ -49,7 +52,7 @@ class HarmonyStream:
         self._reader.feed(text)
         return self._advanced()
 
-    def finish(self) -> list[ContentPart]:
+    def finish(self, *, cut: bool = False) -> list[ContentPart]:
         self._reader.ended = True
         return self._advanced()
 
@@ -74,7 +77,8 @@ class HarmonyStream:
                 if recipient and recipient[1].startswith("functions.") and self._calls:
                     yield from self._call(recipient[1].removeprefix("functions."))
                 thinks = channel is not None and channel[1] == "analysis"
-                kind = ReasoningPart if thinks and recipient is None else TextPart
+                kind = ReasoningPart if thinks else TextPart
+                self._begins = kind is TextPart and self._has_text
                 yield from self._body(kind)
         except CutOff:
             pass
@@ -159,8 +163,12 @@ class HarmonyStream:
             yield
 
     def _give(self, text: str, kind: type[TextPart] | type[ReasoningPart] = TextPart) -> None:
-        if text:
-            self._parts.append(kind(text))
+        if not text:
+            return
+        if kind is TextPart:
+            text = "\n" + text if self._begins else text
+            self._begins, self._has_text = False, True
+        self._parts.append(kind(text))
 
 
 def _is_header(text: str) -> bool:

@@ -4,12 +4,13 @@ make with tags of different prefixes; pure."""
 from collections.abc import Generator
 from typing import Any
 
-from pdserve.gateway.text.parsing.family import Calls, FoundCall, Schemas, json_call
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import Calls, FoundCall, json_call
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
-from pdserve.gateway.text.parsing.values import json_text, json_value, typed
+from pdserve.gateway.text.parsing.values import json_text, json_value
 
 
-def read_invokes(reader: BlockReader, prefix: str, end: str, schemas: Schemas) -> Calls:
+def read_invokes(reader: BlockReader, prefix: str, end: str, schemas: ToolSchemas) -> Calls:
     """The calls of a block to its end tag; `prefix` stands after the bracket of each inner tag."""
     yield from reader.space()
     if (yield from reader.first()) == "{":  # as a grammar makes it
@@ -24,13 +25,15 @@ def read_invokes(reader: BlockReader, prefix: str, end: str, schemas: Schemas) -
         yield (yield from _invoke(reader, prefix, schemas))
 
 
-def _invoke(reader: BlockReader, prefix: str, schemas: Schemas) -> Generator[None, None, FoundCall]:
+def _invoke(
+    reader: BlockReader, prefix: str, schemas: ToolSchemas
+) -> Generator[None, None, FoundCall]:
     name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
     arguments: dict[str, Any] = {}
     if name.endswith("/"):
         return FoundCall(_unquoted(name[:-1]), "{}")
     name = _unquoted(name)
-    known = schemas.get(name, {})
+    known = schemas.call(name)
     close = f"</{prefix}invoke>"
     while True:
         yield from reader.space()
@@ -43,7 +46,7 @@ def _invoke(reader: BlockReader, prefix: str, schemas: Schemas) -> Generator[Non
         if said:
             arguments[key] = value if "true" in said else _json(value)
         else:
-            arguments[key] = typed(value.strip("\n"), known.get(key))
+            arguments[key] = known.typed(key, value.strip("\n"))
 
 
 def _unquoted(text: str) -> str:

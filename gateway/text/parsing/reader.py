@@ -14,12 +14,12 @@ MAX_NAME_CHARS = 512  # of a function's name and what belongs to it
 
 _SPACE = re.compile(r"\s*")
 _OUTSIDE = {  # what matters outside of strings, by how these are quoted
-    "json": re.compile(r'["{}\[\]]'),
-    "python": re.compile(r"""["'{}\[\]()]"""),
-    "gemma": re.compile(r'<\|"\|>|[{}\[\]]'),
+    "json": re.compile(r'["{}\[\]<]'),
+    "python": re.compile(r"""["'{}\[\]()<]"""),
+    "gemma": re.compile(r'<\|"\|>|<tool_call\|>|[{}\[\]]'),
 }
 _WITHIN = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
-_HALF_QUOTE = re.compile(r'<(?:\|(?:"\|?)?)?\Z')  # may become a quote of Gemma's
+_HALF = re.compile(r'<(?:\|(?:"\|?)?|[a-z_]{1,9}\|?)?\Z')  # may become a mark of Gemma's
 
 
 class Malformed(Exception):
@@ -80,6 +80,16 @@ class BlockReader:
                 return ""
             yield
 
+    def closes(self, mark: str) -> Reading[bool]:
+        """Reads a mark that ends a call, or as much of it as comes before the end of the answer;
+        whether it did."""
+        if (yield from self.takes(mark)):
+            return True
+        if not self.ended or not mark.startswith(self.text[self.at :]):
+            return False
+        self.at = len(self.text)
+        return True
+
     def expect(self, *marks: str) -> Reading[str]:
         """Reads one of the marks. Raises CutOff, or Malformed for something else."""
         found = yield from self.takes(*marks)
@@ -109,14 +119,15 @@ class BlockReader:
             yield from self.more()
 
     def balanced(self, strings: str = "json") -> Reading[str]:
-        """The bracketed text that begins here, to its last bracket. Raises CutOff."""
+        """The bracketed text that begins here, to its last bracket. Raises CutOff; Malformed where
+        a tag comes before that, outside of strings."""
         outside = _OUTSIDE[strings]
         start = scanned = self.at
         depth = 0
         while True:
             found = outside.search(self.text, scanned)
             if found is None:
-                half = _HALF_QUOTE.search(self.text, scanned) if strings == "gemma" else None
+                half = _HALF.search(self.text, scanned) if strings == "gemma" else None
                 scanned = half.start() if half else len(self.text)
                 yield from self.more()
                 continue
@@ -128,6 +139,8 @@ class BlockReader:
                 if not depth:
                     self.at = scanned
                     return self.text[start:scanned]
+            elif found[0].startswith("<") and found[0] != '<|"|>':
+                raise Malformed
             elif strings == "gemma":
                 scanned = yield from self._past(found[0], scanned)
             else:

@@ -1,21 +1,26 @@
 """Finds calls of tools in the text of an answer as it comes; pure.
 
 A call is given whole or not at all: what begins as one and is none goes back into the text, in
-order. Only what the end of the answer has cut off behind a complete call is left out, as is an
-opening tag with nothing behind it.
+order. Only what the answer's length has cut off is left out: in a block that has had a call, behind
+another block's call, or right behind an opening tag; the latter two where a special token opened
+the block. So is such an opening tag that is all of an answer.
 """
 
 import re
 from collections.abc import Callable
 from typing import Final
 
-from pdserve.gateway.text.parsing.family import Calls, FoundCall, Schemas, ToolFamily
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import Calls, FoundCall, ToolFamily
 from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed
 from pdserve.gateway.text.parts import ContentPart, TextPart, ToolCallPart
 
 MAX_CALL_CHARS = 1 << 20  # of one call
 MAX_SPACE = 1024  # white space that waits for text
 FENCE: Final = "```"
+MAX_FENCE = 1024  # a run of more backticks is none
+_RUN = re.compile("`+")
+_INFO = re.compile(r"`+|\n")  # in the line that opens a fence
 
 
 def held(text: str, marks: tuple[str, ...]) -> int:
@@ -31,28 +36,43 @@ class CallStream:
     """The parser of a family, for one choice.
 
     White space waits until text follows, and is left out at the end of an answer with calls. Tags
-    in fenced code are text.
+    in fenced code are text: from a line that begins with three backticks or more and has no others,
+    to a line that begins with as many or more and no word behind them.
     """
 
     def __init__(
-        self, family: ToolFamily, schemas: Schemas, new_id: Callable[[], str], parallel: bool
+        self,
+        family: ToolFamily,
+        schemas: ToolSchemas,
+        new_id: Callable[[], str],
+        parallel: bool,
+        only_calls: bool = False,
     ) -> None:
-        """`parallel`: otherwise calls after the first are left out."""
+        """`parallel`: otherwise calls after the first are left out. `only_calls`: so is text behind
+        a call."""
         assert family.read is not None
         self._read = family.read
+        self._special = family.special
         self._schemas = schemas
         self._new_id = new_id
         self._parallel = parallel
+        self._only_calls = only_calls
         self._marks = (*family.openers, FENCE)
-        self._pattern = re.compile("|".join(map(re.escape, self._marks)))
+        self._pattern = re.compile("|".join((*map(re.escape, family.openers), "`+")))
         self._bare = family.bare  # characters that may begin a block where the answer begins
         self._pending = ""
         self._space = ""
-        self._fenced = False
+        self._fence = 0  # backticks of the one that is open
+        self._in_info = False  # the rest of its line
+        self._blank = True  # what the line has so far
         self._ended = False
+        self._cut = False  # by its length
         self._num_calls = 0
+        self._ids: set[str] = set()  # that the model has given
+        self._has_text = False
         self._reader: BlockReader | None = None
         self._opener = ""
+        self._has_called = False  # in the block
         self._block: Calls | None = None
         self._parts: list[ContentPart] = []
 
@@ -63,8 +83,9 @@ class CallStream:
             self._pending += text
         return self._advanced()
 
-    def finish(self) -> list[ContentPart]:
+    def finish(self, *, cut: bool = False) -> list[ContentPart]:
         self._ended = True
+        self._cut = cut
         if self._reader is not None:
             self._reader.ended = True
         parts = self._advanced()
@@ -87,33 +108,52 @@ class CallStream:
                 return False
             bare, self._bare = self._bare, ""
             if start and start[0] in bare:
-                self._begin(0, "")
+                self._begin("")
                 return True
-        if self._fenced:
-            at, mark = self._pending.find(FENCE), FENCE
-        else:
-            found = self._pattern.search(self._pending)
-            at, mark = (found.start(), found[0]) if found else (-1, "")
-        if at < 0:
-            marks = (FENCE,) if self._fenced else self._marks
-            keep = 0 if self._ended else held(self._pending, marks)
-            cut = len(self._pending) - keep
-            self._emit(self._pending[:cut])
-            self._pending = self._pending[cut:]
+        pattern = _INFO if self._in_info else _RUN
+        found = (pattern if self._fence else self._pattern).search(self._pending)
+        if found is None:
+            keep = 0 if self._ended or self._fence else held(self._pending, self._marks)
+            self._pass(len(self._pending) - keep)
             return False
-        if mark == FENCE:
-            self._fenced = not self._fenced
-            self._emit(self._pending[: at + len(FENCE)])
-            self._pending = self._pending[at + len(FENCE) :]
+        at, mark = found.start(), found[0]
+        if mark == "\n":
+            self._in_info = False
+            self._pass(found.end())
             return True
-        self._emit(self._pending[:at])
-        self._begin(at, mark)
+        if mark[0] == "`":
+            behind = self._pending[found.end() : found.end() + 1]
+            if not behind and not self._ended and len(mark) < MAX_FENCE:
+                self._pass(at)
+                return False
+            self._pass(at)
+            self._run(len(mark), behind)
+            self._pass(len(mark))
+            return True
+        self._pass(at)
+        self._begin(mark)
         return True
 
-    def _begin(self, at: int, opener: str) -> None:
-        text, self._pending = self._pending[at:], ""
+    def _run(self, length: int, behind: str) -> None:
+        """A run of backticks, and the character behind it."""
+        if self._in_info:  # it was code within a line
+            self._fence, self._in_info = 0, False
+        elif self._fence:
+            if self._blank and length >= self._fence and not behind.isalnum():
+                self._fence = 0
+        elif self._blank and len(FENCE) <= length < MAX_FENCE:
+            self._fence, self._in_info = length, True
+
+    def _pass(self, size: int) -> None:
+        """Gives so much of what is pending as text."""
+        self._emit(self._pending[:size])
+        self._pending = self._pending[size:]
+
+    def _begin(self, opener: str) -> None:
+        text, self._pending = self._pending, ""
         self._reader = BlockReader(text, len(opener), ended=self._ended)
         self._opener = opener
+        self._has_called = False
         self._block = self._read(self._reader, opener, self._schemas)
 
     def _in_block(self) -> bool:
@@ -124,9 +164,11 @@ class CallStream:
         try:
             for call in block:
                 if call is not None:
+                    if not self._opener and not self._has_called and call.name not in self._schemas:
+                        raise Malformed  # without a tag it may be any JSON
                     self._call(call)
                     reader.drop_read()
-                    self._opener = ""
+                    self._has_called = True
                 elif len(reader.text) > MAX_CALL_CHARS:
                     reader.at = len(reader.text)
                     raise Malformed
@@ -135,7 +177,7 @@ class CallStream:
         except CutOff:
             rest = reader.text
             reader.at = len(rest)
-            if not self._num_calls and rest.strip() != self._opener:
+            if not self._is_left_out(rest):
                 self._emit(rest)
         except Malformed:
             self._emit(reader.text[: reader.at])
@@ -143,19 +185,37 @@ class CallStream:
         self._reader = self._block = None
         return True
 
+    def _is_left_out(self, rest: str) -> bool:
+        """Whether the rest of an answer that was cut off in a block is no text."""
+        if self._has_called:
+            return self._cut
+        if not any(text in self._opener for text in self._special):
+            return False
+        if rest.strip() == self._opener:
+            return self._cut or not (self._has_text or self._num_calls)
+        return self._cut and self._num_calls > 0
+
     def _call(self, call: FoundCall) -> None:
         index = self._num_calls
         self._num_calls += 1
+        self._blank = False
         if index and not self._parallel:
             return
-        self._parts.append(ToolCallPart(index, self._new_id(), call.name))
+        given = call.id and call.id not in self._ids
+        self._ids.add(call.id)
+        self._parts.append(ToolCallPart(index, call.id if given else self._new_id(), call.name))
         self._parts.append(ToolCallPart(index, arguments=call.arguments))
 
     def _emit(self, text: str) -> None:
+        if self._only_calls and self._num_calls:
+            return
+        *lines, last = text.rsplit("\n", 1)
+        self._blank = not last.strip() and (bool(lines) or self._blank)
         text = self._space + text
         body = text.rstrip()
         if len(text) - len(body) > MAX_SPACE:
             body = text
         self._space = text[len(body) :]
         if body:
+            self._has_text = True
             self._parts.append(TextPart(body))

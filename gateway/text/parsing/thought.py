@@ -27,7 +27,7 @@ class ThoughtStream:
         self._pending += text
         return self._advanced(ended=False)
 
-    def finish(self) -> list[ContentPart]:
+    def finish(self, *, cut: bool = False) -> list[ContentPart]:
         return self._advanced(ended=True)
 
     def _advanced(self, ended: bool) -> list[ContentPart]:

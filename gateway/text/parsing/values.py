@@ -6,7 +6,6 @@ read here.
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import from_json
@@ -15,9 +14,6 @@ from pdserve.gateway.text.parsing.reader import Malformed
 
 MAX_DEPTH = 64
 MAX_VALUES = 2048  # of a text that is read here: a few milliseconds
-MAX_SCHEMA_DEPTH = 4  # to which a schema is searched for types
-MAX_OPTIONS = 8  # that are looked at where it leaves a choice
-_CHOICES = ("anyOf", "oneOf", "allOf")
 
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -28,15 +24,29 @@ _WORDS = {
 _PYTHON_STRING = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
 _GEMMA_STRING = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|.)", re.DOTALL)
+_CONTROL = re.compile(r"[\0-\x1f]")
+# One that does not end goes to the end of the text, so that no character is looked at twice.
+_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
 def json_value(text: str) -> Any:
-    """Raises Malformed for what is not JSON, or too deep."""
+    """Strings may have bare control characters, as models write line breaks. Raises Malformed for
+    what is not JSON, or too deep."""
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError:
+        escaped = _JSON_STRING.sub(_without_controls, text) if _CONTROL.search(text) else text
+        if escaped == text:
+            raise Malformed from None
+    try:
+        return from_json(escaped, allow_inf_nan=False)
+    except ValueError:
         raise Malformed from None
+
+
+def _without_controls(string: re.Match[str]) -> str:
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", string[0])
 
 
 def json_text(value: Any) -> str:
@@ -47,96 +57,14 @@ def json_text(value: Any) -> str:
         raise Malformed from None
 
 
-def typed(text: str, schema: Any) -> Any:
-    """A value written as plain text, as its schema wants it; a string where it says nothing."""
-    types = _types(schema, 0)
-    bare = text.strip()
-    if bare.lower() in ("null", "none") and "null" in types:
-        return None
-    if not types or types == {"string"}:
-        return text
-    value: Any = None
-    try:
-        value = json_value(bare)
-    except Malformed:
-        try:
-            value = Literals(bare).whole()
-        except Malformed:
-            return text
-    return value if _type_of(value) & types else text
-
-
-def arguments_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The schema of each argument that the schema of an object names, with the definitions that it
-    refers to in their place."""
-    whole = parameters or {}
-    named = whole.get("properties")
-    if not isinstance(named, Mapping):
-        return {}
-    return {name: _resolved(schema, whole, 0) for name, schema in named.items()}
-
-
-def _resolved(schema: Any, whole: Mapping[str, Any], depth: int) -> Any:
-    """As far as types go: a schema that is a reference, or a choice with some in it."""
-    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
-        return schema
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        _, place, *names = [*reference.split("/"), ""]
-        found = whole.get(place)
-        target = found.get(names[0]) if isinstance(found, Mapping) else None
-        return _resolved(target, whole, depth + 1)
-    choices = {
-        choice: [_resolved(option, whole, depth + 1) for option in options[:MAX_OPTIONS]]
-        for choice in _CHOICES
-        if isinstance(options := schema.get(choice), list)
-    }
-    return {**schema, **choices} if choices else schema
-
-
-def _type_of(value: Any) -> set[str]:
-    match value:
-        case bool():
-            return {"boolean"}
-        case int():
-            return {"integer", "number"}
-        case float():
-            return {"number", "integer"} if value.is_integer() else {"number"}
-        case list():
-            return {"array"}
-        case dict():
-            return {"object"}
-        case None:
-            return {"null"}
-    return set()  # a string in quotes is given as it is written
-
-
-def _types(schema: Any, depth: int) -> set[str]:
-    """The names of the types that a schema allows; none if it does not say."""
-    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
-        return set()
-    given = schema.get("type")
-    found = {given} if isinstance(given, str) else set()
-    if isinstance(given, list):
-        found = {name for name in given if isinstance(name, str)}
-    for choice in _CHOICES:
-        options = schema.get(choice)
-        for option in options[:MAX_OPTIONS] if isinstance(options, list) else ():
-            found |= _types(option, depth + 1)
-    values = schema.get("enum")
-    if not found and isinstance(values, list):
-        for value in values[:MAX_OPTIONS]:
-            found |= {"string"} if isinstance(value, str) else _type_of(value)
-    return found
-
-
 class Literals:
     """Python's literals in a text; a class below reads Gemma's."""
 
-    def __init__(self, text: str, at: int = 0) -> None:
+    def __init__(self, text: str, at: int = 0, max_values: int = MAX_VALUES) -> None:
         self.text = text
         self.at = at
-        self._num_values = 0
+        self.num_values = 0  # that are read
+        self._max_values = max_values
 
     def whole(self) -> Any:
         """The one value of the text. Raises Malformed."""
@@ -148,8 +76,8 @@ class Literals:
 
     def value(self, depth: int = 0) -> Any:
         """The next value. Raises Malformed."""
-        self._num_values += 1
-        if depth > MAX_DEPTH or self._num_values > MAX_VALUES:
+        self.num_values += 1
+        if depth > MAX_DEPTH or self.num_values > self._max_values:
             raise Malformed
         self.space()
         first = self.text[self.at : self.at + 1]

@@ -1,7 +1,7 @@
 """gpt-oss's thoughts: messages on the channel analysis, in Harmony."""
 
 from pdserve.gateway.text.parsing.family import ReasoningFamily
-from pdserve.gateway.text.parsing.harmony import CHANNEL, MESSAGE, SPECIAL, HarmonyStream
+from pdserve.gateway.text.parsing.harmony import CHANNEL, END, MESSAGE, SPECIAL, HarmonyStream
 
 FAMILY = ReasoningFamily(
     "gpt_oss",
@@ -9,6 +9,8 @@ FAMILY = ReasoningFamily(
     lambda open: HarmonyStream(calls=False),
     "<think>",
     "</think>",
-    after=f"{CHANNEL}final{MESSAGE}",
+    after=f"{CHANNEL}final",  # <|constrain|>json may follow
+    lead=MESSAGE,
     special=SPECIAL,
+    written=(f"{CHANNEL}analysis{MESSAGE}", END),
 )

@@ -8,6 +8,7 @@ from importlib import import_module
 from pdserve.gateway.text.parsing.family import ToolFamily
 
 FALLBACK = "json"  # for templates that show tools in a way that no family knows
+GENERIC = "generic"  # for templates that have no place for tools
 
 
 def tool_parser_names() -> tuple[str, ...]:

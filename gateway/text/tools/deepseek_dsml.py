@@ -1,6 +1,7 @@
 """The calls of DeepSeek V3.2 and later: invocations with tags of their own, ｜DSML｜."""
 
-from pdserve.gateway.text.parsing.family import CallForm, Calls, Schemas, ToolFamily
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily
 from pdserve.gateway.text.parsing.invoke import read_invokes
 from pdserve.gateway.text.parsing.reader import BlockReader
 
@@ -9,7 +10,7 @@ DSML = "｜DSML｜"
 _BLOCKS = {f"{DSML}function_calls": DSML, f"{DSML}tool_calls": DSML, f"{DSML} calls": f"{DSML} "}
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     name = opener[1:-1]
     return read_invokes(reader, _BLOCKS[name], f"</{name}>", schemas)
 

@@ -2,28 +2,32 @@
 
 from collections.abc import Generator
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
     FoundCall,
-    Schemas,
     ToolFamily,
     json_arguments,
 )
-from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader
+from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 FENCED = "```json"
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     """The calls of V3, and those of V3.1, which have the name before the separator."""
+    yield from reader.space()
+    if (yield from reader.expect(CALL, END)) == END:
+        return
     while True:
-        yield from reader.space()
-        if (yield from reader.expect(CALL, END)) == END:
-            return
         yield (yield from _call(reader))
+        yield from reader.space()
+        if (yield from reader.closes(END)):
+            return
+        yield from reader.expect(CALL)
 
 
 def _call(reader: BlockReader) -> Generator[None, None, FoundCall]:
@@ -35,9 +39,10 @@ def _call(reader: BlockReader) -> Generator[None, None, FoundCall]:
     call = yield from json_arguments(reader, name)
     yield from reader.space()
     if fenced:
-        yield from reader.takes("```")
+        yield from reader.closes("```")
         yield from reader.space()
-    yield from reader.expect(CALL_END)
+    if not (yield from reader.closes(CALL_END)):
+        raise Malformed
     return call
 
 

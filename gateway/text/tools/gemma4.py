@@ -1,10 +1,10 @@
 """Gemma 4's calls: call:NAME{key:value} in its own notation of values."""
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
     FoundCall,
-    Schemas,
     ToolFamily,
     json_call,
 )
@@ -14,11 +14,12 @@ from pdserve.gateway.text.parsing.values import GemmaLiterals, json_text
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     if (yield from reader.first()) == "{":  # as a grammar makes it
         yield (yield from json_call(reader))
-        yield from reader.expect(END)
+        if not (yield from reader.closes(END)):
+            raise Malformed
         return
     yield from reader.expect("call:")
     name, mark = yield from reader.until("{", END, most=MAX_NAME_CHARS)
@@ -28,7 +29,8 @@ def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
     reader.at -= 1
     arguments = GemmaLiterals((yield from reader.balanced("gemma"))).whole()
     yield from reader.space()
-    yield from reader.expect(END)
+    if not (yield from reader.closes(END)):
+        raise Malformed
     yield FoundCall(name, json_text(arguments))
 
 

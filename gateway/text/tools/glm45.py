@@ -3,38 +3,39 @@
 from collections.abc import Generator
 from typing import Any
 
+from pdserve.gateway.text.parsing.arguments import CallArguments, ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
     FoundCall,
-    Schemas,
     ToolFamily,
     json_call,
 )
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, CutOff, Malformed
-from pdserve.gateway.text.parsing.values import json_text, json_value, typed
+from pdserve.gateway.text.parsing.values import json_text, json_value
 
 END = "</tool_call>"
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     if (yield from reader.first()) == "{":  # as a grammar makes it
         yield (yield from json_call(reader))
         yield from reader.space()
-        yield from reader.takes(END)
+        yield from reader.closes(END)
         return
     name, end = yield from reader.until("<arg_key>", END, most=MAX_NAME_CHARS)
     name = name.strip()
     if not name or any(char.isspace() for char in name):
         raise Malformed
+    known = schemas.call(name)
     arguments: dict[str, Any] = {}
     while end != END:
         key, _ = yield from reader.until("</arg_key>", most=MAX_NAME_CHARS)
         yield from reader.space()
         yield from reader.expect("<arg_value>")
         value = yield from _value(reader)
-        arguments[key] = _typed(value, schemas.get(name), key)
+        arguments[key] = _typed(value, known, key)
         yield from reader.space()
         end = yield from reader.expect("<arg_key>", END)
     yield FoundCall(name, json_text(arguments))
@@ -54,10 +55,10 @@ def _value(reader: BlockReader) -> Generator[None, None, str]:
     return value
 
 
-def _typed(text: str, properties: Any, key: str) -> Any:
+def _typed(text: str, known: CallArguments, key: str) -> Any:
     """What the tools do not describe is JSON, or else a string."""
-    if properties is not None and key in properties:
-        return typed(text, properties[key])
+    if known.knows(key):
+        return known.typed(key, text)
     try:
         return json_value(text)
     except Malformed:

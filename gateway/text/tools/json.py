@@ -1,9 +1,9 @@
 """Calls of no family in particular: a JSON object, or a list of them, where the answer begins."""
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
-    Schemas,
     ToolFamily,
     bare_call,
     bare_calls,
@@ -11,7 +11,7 @@ from pdserve.gateway.text.parsing.family import (
 from pdserve.gateway.text.parsing.reader import BlockReader
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     if not (yield from reader.takes("[")):
         yield from bare_calls(reader)

@@ -1,24 +1,35 @@
-"""Kimi K2's calls: a section of them, named functions.NAME:INDEX."""
+"""Kimi K2's calls: a section of them, with ids functions.NAME:INDEX, which it wants back."""
 
-from pdserve.gateway.text.parsing.family import CallForm, Calls, Schemas, ToolFamily, json_arguments
-from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader
+from dataclasses import replace
+
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments
+from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
 
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+    yield from reader.space()
+    if (yield from reader.expect(CALL, END)) == END:
+        return
     while True:
+        written, _ = yield from reader.until(ARGUMENTS, most=MAX_NAME_CHARS)
+        written = written.strip()
+        name, _, index = written.removeprefix("functions.").rpartition(":")
+        call = yield from json_arguments(reader, name or written)
+        if name and written.startswith("functions.") and index.isdecimal():
+            call = replace(call, id=written)
         yield from reader.space()
-        if (yield from reader.expect(CALL, END)) == END:
-            return
-        name, _ = yield from reader.until(ARGUMENTS, most=MAX_NAME_CHARS)
-        name = name.strip().removeprefix("functions.").rpartition(":")[0] or name.strip()
-        call = yield from json_arguments(reader, name)
-        yield from reader.space()
-        yield from reader.expect(CALL_END)
+        if not (yield from reader.closes(CALL_END)):
+            raise Malformed
         yield call
+        yield from reader.space()
+        if (yield from reader.closes(END)):
+            return
+        yield from reader.expect(CALL)
 
 
 FAMILY = ToolFamily(

@@ -1,9 +1,9 @@
 """The calls of Llama 3.1 to 3.3: JSON objects where the answer begins, or after <|python_tag|>."""
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
-    Schemas,
     ToolFamily,
     bare_calls,
 )
@@ -12,9 +12,9 @@ from pdserve.gateway.text.parsing.reader import BlockReader
 TAG, END = "<|python_tag|>", "<|eom_id|>"
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from bare_calls(reader)
-    yield from reader.takes(END)
+    yield from reader.closes(END)
 
 
 FAMILY = ToolFamily(

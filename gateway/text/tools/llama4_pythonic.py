@@ -1,10 +1,10 @@
 """Llama 4's calls, and those of pythonic Llama 3.2: a Python list of calls."""
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
     FoundCall,
-    Schemas,
     ToolFamily,
     bare_calls,
 )
@@ -14,11 +14,11 @@ from pdserve.gateway.text.parsing.values import Literals, json_text
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     if (yield from reader.first()) == "{":  # as a grammar makes it
         yield from bare_calls(reader)
-        yield from reader.takes(END)
+        yield from reader.closes(END)
         return
     yield from reader.expect("[")
     calls = []  # a list that is cut off is no list
@@ -42,7 +42,7 @@ def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
         end = yield from reader.expect(",", "]")
         calls.append(FoundCall(name, json_text(made)))
     yield from reader.space()
-    yield from reader.takes(END)
+    yield from reader.closes(END)
     yield from calls
 
 

@@ -1,13 +1,14 @@
 """MiniMax M2's calls: <invoke> in <minimax:tool_call>."""
 
-from pdserve.gateway.text.parsing.family import CallForm, Calls, Schemas, ToolFamily
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily
 from pdserve.gateway.text.parsing.invoke import read_invokes
 from pdserve.gateway.text.parsing.reader import BlockReader
 
 BEGIN, END = "<minimax:tool_call>", "</minimax:tool_call>"
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     return read_invokes(reader, "", END, schemas)
 
 

@@ -1,9 +1,9 @@
 """Mistral's calls after [TOOL_CALLS]: a JSON list, or name[ARGS]{...} in newer models."""
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
-    Schemas,
     ToolFamily,
     json_arguments,
     json_list,
@@ -14,7 +14,7 @@ BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _ENDS_OF_NAME = (ARGUMENTS, CALL_ID, "{")
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     if (yield from reader.takes("[")):
         yield from json_list(reader)

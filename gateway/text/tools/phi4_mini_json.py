@@ -1,9 +1,9 @@
 """The calls of Phi-4-mini: a JSON list after functools, or in <|tool_call|>."""
 
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
-    Schemas,
     ToolFamily,
     json_call,
     json_list,
@@ -13,7 +13,7 @@ from pdserve.gateway.text.parsing.reader import BlockReader
 BEGIN, END, WORD = "<|tool_call|>", "<|/tool_call|>", "functools"
 
 
-def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     if opener == BEGIN and (yield from reader.first()) == "{":
         yield (yield from json_call(reader))
@@ -21,7 +21,7 @@ def read(reader: BlockReader, opener: str, schemas: Schemas) -> Calls:
         yield from reader.expect("[")
         yield from json_list(reader)
     yield from reader.space()
-    yield from reader.takes(END)
+    yield from reader.closes(END)
 
 
 FAMILY = ToolFamily(

@@ -1,6 +1,9 @@
 """Quantized checkpoints: what is read equals what their tools mean, on every backend."""
 
 import json
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +81,26 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("plain") / "model", "llama", **SIZES)
 
 
+Written = Callable[[str], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """The folders of a quantized model and of its values, which are written once."""
+
+    @cache
+    def write(how: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("written")
+        write_quantized(source, folder / "stored", folder / "rounded", HOW[how])
+        return folder / "stored", folder / "rounded"
+
+    return write
+
+
 @pytest.fixture(params=HOW)
-def checkpoint(
-    request: pytest.FixtureRequest, source: Path, tmp_path: Path
-) -> tuple[str, Path, Path]:
-    """(how, the folder of the quantized model, that of its values)."""
-    stored, rounded = tmp_path / "stored", tmp_path / "rounded"
-    write_quantized(source, stored, rounded, HOW[request.param])
-    return request.param, stored, rounded
+def checkpoint(request: pytest.FixtureRequest, written: Written) -> tuple[str, Path, Path]:
+    """(how, the folder of the quantized model, that of its values), for reading."""
+    return request.param, *written(request.param)
 
 
 def test_values_and_tokens_are_those_of_the_dequantized_copy(
@@ -105,7 +120,7 @@ def test_values_and_tokens_are_those_of_the_dequantized_copy(
     answers = []
     for path, more in ((stored, {"weights": "quantized"}), (rounded, {})):
         engine, _ = build_engine(EngineConfig(model=str(path), **ask_it, **more))
-        answers.append(tokens(run(engine, ask("a", PROMPT, max_tokens=16))))
+        answers.append(tokens(run(engine, ask("a", PROMPT, max_tokens=4))))
     assert answers[0] == answers[1]
 
 
@@ -267,11 +282,10 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_does_not_fit_is_refused_with_its_cause(
-    wrong: str, source: Path, tmp_path: Path
+    wrong: str, written: Written, tmp_path: Path
 ) -> None:
     how, config, tensors, message = WRONG[wrong]
-    stored = tmp_path / "stored"
-    write_quantized(source, stored, tmp_path / "rounded", HOW[how])
+    stored = shutil.copytree(written(how)[0], tmp_path / "stored")
     edit(stored, config, **tensors)
     with pytest.raises(CheckpointError, match=message):
         load_model(EngineConfig(model=str(stored)), lambda *_: None)

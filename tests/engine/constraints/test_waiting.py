@@ -443,7 +443,7 @@ def test_slow_masks_leave_threads_to_others() -> None:
     slow = [Blocked(True, closed) for _ in range(20)]
     quick = [Blocked(False, opened) for _ in range(20)]
     for task in [*slow, *quick]:
-        threads.add(task)
+        threads.add(task, awaited=not task.is_slow)
     threads.start()
     wait_until(lambda: all(task.done for task in quick), "the quick ones")
     assert not any(task.done for task in slow)

@@ -8,8 +8,9 @@ from fake_router import FakeRouter, saying
 from http_errors import JSON, LARGE, nested
 
 from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
-from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
+from pdserve.gateway.anthropic.schema import CountBody, MessagesBody, parse_messages
 from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.tool_use import ToolUse
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/messages"
@@ -178,3 +179,10 @@ async def test_the_models_stay_openais(make_http):
     client = make_http(saying("x"))
     reply = await client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
     assert reply.json()["object"] == "list"
+
+
+def test_no_tools_at_all_can_be_asked_for_without_any() -> None:
+    """Servers' tools count as well (gateway/mcp)."""
+    messages = [{"role": "user", "content": "hi"}]
+    asked = {"model": "m", "max_tokens": 5, "messages": messages, "tool_choice": {"type": "none"}}
+    assert parse_messages(asked).tool_use() == ToolUse((), "none")

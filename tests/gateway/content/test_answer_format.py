@@ -1,5 +1,6 @@
 """What holds an answer to the tools, and which parsers a gateway uses."""
 
+import json
 import re
 from typing import Any
 
@@ -17,7 +18,7 @@ from pdserve.gateway.content.answer_format import (
 )
 from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.sampling import RequestedSampling
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.structure import Structure, oversize
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.parts import calls_of
 from pdserve.gateway.text.reasoning import reasoning_family
@@ -49,11 +50,13 @@ def test_required_calls() -> None:
                     "begin": '<tool_call>\n{"name": "get_weather", "arguments": ',
                     "schema": SCHEMA,
                     "end": "}\n</tool_call>",
+                    "lenient": True,
                 },
                 {
                     "begin": '<tool_call>\n{"name": "get_time", "arguments": ',
                     "schema": {"type": "object"},
                     "end": "}\n</tool_call>",
+                    "lenient": True,
                 },
             ],
             "triggers": ["<tool_call>"],
@@ -62,6 +65,40 @@ def test_required_calls() -> None:
         },
         "tool_choice",
     )
+
+
+def described(number: int) -> Tool:
+    texts = {"title": "t" * 20, "description": "d" * 400, "examples": ["e"], "default": "f"}
+    size = {"type": "integer", "minimum": number, **texts}
+    named = {"description": {"type": "string", **texts}, "default": {"items": size, **texts}}
+    either = {"anyOf": [size, {"$ref": "#/$defs/A"}], "$comment": "c", "deprecated": True}
+    schema = {"properties": {**named, "either": either, "mode": {"const": texts}}, **texts}
+    return Tool(f"f{number}", "d" * 400, {**schema, "$defs": {"A": size}})
+
+
+def test_what_describes_a_schema_is_no_part_of_a_structure() -> None:
+    tools = [described(number) for number in range(70)]
+    structure = tool_structure(HERMES, ToolUse(tools, "required"))
+    assert structure is not None
+    assert oversize(structure) == ""
+    size = {"type": "integer", "minimum": 7}
+    assert tools[7].parameters is not None
+    assert structure.value["structures"][7]["schema"] == {
+        "properties": {
+            "description": {"type": "string"},
+            "default": {"items": size},
+            "either": {"anyOf": [size, {"$ref": "#/$defs/A"}]},
+            "mode": tools[7].parameters["properties"]["mode"],
+        },
+        "$defs": {"A": size},
+    }
+
+
+def test_a_structure_that_is_too_large_stays_so() -> None:
+    many = {f"a{n}": {"type": "string", "description": "d"} for n in range(20000)}
+    structure = tool_structure(HERMES, ToolUse([Tool("f", "", {"properties": many})], "required"))
+    assert structure is not None
+    assert "values" in oversize(structure)
 
 
 @pytest.mark.parametrize("name", tool_parser_names())
@@ -81,7 +118,10 @@ def test_strict_arguments_are_held_to_their_schema_in_a_free_choice() -> None:
     assert structure is not None
     assert structure.param == "tools"
     assert not structure.value["required"]
-    assert [one["schema"] for one in structure.value["structures"]] == [SCHEMA, {"type": "object"}]
+    assert [(one["schema"], one["lenient"]) for one in structure.value["structures"]] == [
+        (SCHEMA, False),
+        ({"type": "object"}, True),
+    ]
 
 
 def test_allowed_tools_leave_the_others_out() -> None:
@@ -112,26 +152,84 @@ def test_a_structure_binds_after_the_thought(
 ) -> None:
     families = tool_family(tools), reasoning_family(reasoning)
     use = ToolUse([WEATHER], "required")
-    made = shaped(RequestedSampling(), families, use, end)
+    made = shaped(RequestedSampling(), families, use, end, continues=False)
     assert made.structure == tool_structure(families[0], use)
     assert made.structure_after == after
 
 
 def test_a_structure_of_the_client_binds_after_the_thought_too() -> None:
     asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
-    made = shaped(asked, (HERMES, THINK), None, "assistant\n")
+    made = shaped(asked, (HERMES, THINK), None, "assistant\n", continues=False)
     assert made.structure == asked.structure
     assert made.structure_after == "</think>"
-    final = shaped(asked, (None, reasoning_family("gpt_oss")), None, "<|start|>assistant")
-    assert final.structure_after == "<|channel|>final<|message|>"
-    assert shaped(RequestedSampling(), (HERMES, THINK), None, "x") == RequestedSampling()
+    final = shaped(
+        asked, (None, reasoning_family("gpt_oss")), None, "<|start|>assistant", continues=False
+    )
+    assert final.structure_after == "<|channel|>final"
+    assert final.structure is not None
+    assert final.structure.lead == "<|message|>"  # so that no <|constrain|>json comes between
+    begun = "<|start|>assistant<|channel|>final<|message|>"
+    final = shaped(asked, (None, reasoning_family("gpt_oss")), None, begun, continues=False)
+    assert (final.structure, final.structure_after) == (asked.structure, "")
+    assert (
+        shaped(RequestedSampling(), (HERMES, THINK), None, "x", continues=False)
+        == RequestedSampling()
+    )
+
+
+@pytest.mark.parametrize("content", ["Answer: ", [{"type": "text", "text": "Answer: "}]])
+@pytest.mark.anyio
+async def test_a_structure_binds_at_once_in_a_message_that_goes_on(content: Any) -> None:
+    card, blobs = served()
+    blobs[card.template_digest] = b"</think>{{ messages[-1].content }}"
+    service = scripted_service(FakeRouter(saying("x"), [card], blobs))
+    structure = Structure("choice", ["yes", "no"], "guided_choice")
+
+    async def starts(content: Any) -> tuple[bool, bool]:
+        """Whether the structure binds at once, and whether the answer begins in a thought."""
+        messages = [{"role": "assistant", "content": content}]
+        conversation = TemplateInput(messages, False, continue_final_message=True)
+        asked = ChatCompletionRequest("tiny", conversation, RequestedSampling(structure=structure))
+        async with service.prepare(asked, Caller("r1")) as completion:
+            assert completion.prompts[0].params.grammar.source
+            return not completion.prompts[0].params.grammar.begins_after, completion.format.open
+
+    assert await starts(content) == (True, False)
+    opened = json.loads(json.dumps(content).replace("Answer", "<think>Well"))
+    assert await starts(opened) == (False, True)
+    ended = json.loads(json.dumps(content).replace("Answer", "<think>\\n</think>Well"))
+    assert await starts(ended) == (True, False)
+
+
+def test_a_bound_of_thoughts_has_the_tags_that_the_model_writes() -> None:
+    asked = RequestedSampling(thinking_budget=4, thinking_budget_field="reasoning_budget")
+
+    def tags(name: str) -> tuple[str, str] | None:
+        families = None, reasoning_family(name)
+        return shaped(asked, families, None, "assistant\n", continues=False).thinking_tags
+
+    assert tags("think") == ("<think>", "</think>")
+    assert tags("mistral") == ("[THINK]", "[/THINK]")
+    assert tags("gpt_oss") == ("<|channel|>analysis<|message|>", "<|end|>")
+    with pytest.raises(ServiceError) as error:
+        tags("none")
+    assert error.value.param == "reasoning_budget"
 
 
 def test_two_structures_are_refused() -> None:
     asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
     with pytest.raises(ServiceError) as error:
-        shaped(asked, (HERMES, THINK), ToolUse([WEATHER], "required"), "")
+        shaped(asked, (HERMES, THINK), ToolUse([WEATHER], "required"), "", continues=False)
     assert error.value.param == "response_format"
+
+
+def test_a_structure_without_room_for_calls_is_refused_beside_tools() -> None:
+    asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
+    with pytest.raises(ServiceError, match="tools that may be called") as error:
+        shaped(asked, (HERMES, THINK), ToolUse([WEATHER]), "", continues=False)
+    assert error.value.param == "response_format"
+    for tools, use in ((HERMES, ToolUse([WEATHER], "none")), (None, ToolUse([WEATHER]))):
+        assert shaped(asked, (tools, None), use, "", continues=False).structure == asked.structure
 
 
 @pytest.mark.parametrize(
@@ -151,7 +249,7 @@ def test_ids_of_calls(name: str, pattern: str) -> None:
 
 def test_parsers_by_name() -> None:
     assert ParserChoice().families("hermes", "think") == (HERMES, THINK)
-    assert ParserChoice().families("", "") == (None, None)
+    assert ParserChoice().families("", "") == (tool_family("generic"), None)
     assert ParserChoice("mistral", "none").families("hermes", "think") == (
         tool_family("mistral"),
         None,

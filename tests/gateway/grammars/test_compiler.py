@@ -164,6 +164,23 @@ def test_a_tag_s_special_tokens_are_tokens() -> None:
     assert found.ids.count(special) == 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        ("json_schema", ONE, '{"a": true, "b": [null]}'), ("regex", "a|b", "b"),
+        ("lark", 'start: "a" b*\nb: "(" b ")" | "x"', "a(x)x"), ("choice", ["yes", "no"], "no"),
+        ("grammar", 'root ::= "a" item*\nitem ::= "x"', "axx"),
+        ("structural_tag", TAG, "say <f=two>7</f> and <|im_start|>three null<|im_start|>"),
+    ],
+)  # fmt: skip
+def test_a_lead_stands_before_the_form(kind: Any, value: Any, text: str) -> None:
+    lead = "<|im_start|>so"
+    assert takes(kind, value, lead + text, lead=lead)
+    assert walk(kind, value, lead=lead).take(lead)
+    assert not walk(kind, value, lead=lead).take(text)
+    assert not takes(kind, value, lead, lead=lead) or takes(kind, value, "")
+
+
 def test_free_text_has_special_tokens_that_trigger_nothing() -> None:
     value = {"structures": TAG["structures"][:2], "triggers": ["<f="]}
     for text in ("<|im_start|>", "a <|im_start|> b<|im_start|><|im_start|> <f=two>7</f> c"):
@@ -197,10 +214,16 @@ def test_each_tag_may_be_lenient() -> None:
     assert "not" in str(error_of("structural_tag", value, lenient=True))
 
 
-def test_an_answer_may_have_to_begin_with_a_tag_or_end_with_one() -> None:
+def test_an_answer_may_have_nothing_but_tags_or_end_with_one() -> None:
     first = {**TAG, "required": True}
-    assert takes("structural_tag", first, "<f=two>7</f> and more <f=two>8</f>")
-    assert not walk("structural_tag", first).take("h")
+    for text in ("<f=two>7</f>", "<f=two>7</f>\n\n", "<f=two>7</f><f=two>8</f> <f=two>9</f>"):
+        assert takes("structural_tag", first, text), text
+        assert takes("structural_tag", first, text + "and so on"), text
+    for text in ("h", " ", "<f=two>7</f><f=x", "<f=two>7</f><a", "<f=two>7</f>" + "\n" * 9):
+        assert not walk("structural_tag", first).take(text), text
+    cut = walk("structural_tag", first)
+    assert cut.take("<f=two>7</f> sixteen letters,")
+    assert cut.allowed() == []
     once = {**TAG, "stop_after_first": True}
     for text in ("hello", "so <f=two>7</f>"):
         assert takes("structural_tag", once, text)

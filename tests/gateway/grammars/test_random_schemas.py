@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import jsonschema
+import pytest
 from grammar_walks import Walk, compiler
 from random_schemas import random_schema
 
@@ -23,10 +24,11 @@ def keywords(value: Any) -> Counter[str]:
     return Counter()
 
 
-def test_answers_match_their_schema() -> None:
+@pytest.mark.parametrize("finite", [False, True])
+def test_answers_match_their_schema(finite: bool) -> None:
     seen: Counter[str] = Counter()
     for seed in range(NUM_SCHEMAS):
-        schema = random_schema(seed)
+        schema = random_schema(seed, finite)
         seen += keywords(schema)
         source = compiler().compile(Structure("json_schema", schema, "response_format"))
         validator = jsonschema.Draft202012Validator(

@@ -1,6 +1,6 @@
 """A few of the requests of benchmarks/api/line2_schemathesis.py."""
 
-from api_cases import run_cases
+from api_cases import ANSWERED, run_cases
 from served_gateway import served_gateway
 
 CASES = 100
@@ -11,7 +11,7 @@ def test_answers_are_as_described() -> None:
         statuses = run_cases(url, CASES, seed=1)
     print(statuses)
     assert sum(found.total() for found in statuses.values()) >= CASES
-    posted = [found for label, found in statuses.items() if label.startswith("POST")]
-    assert len(posted) == 4
-    assert all(found[400] for found in posted)
-    assert sum(found[200] for found in posted) >= 5, "not all end at their first wrong field"
+    bodies = [statuses[f"POST {path}"] for path in ANSWERED]
+    assert all(found[400] for found in bodies)
+    served = sum(found[200] > 0 for found in bodies)
+    assert served >= len(bodies) // 2, "not all end at their first wrong field"

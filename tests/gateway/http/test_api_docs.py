@@ -5,13 +5,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
-from fake_router import FakeRouter, saying
+from fake_router import saying
 from fastapi import FastAPI
 from http_errors import CHAT, HI, PLAIN
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
+from served_gateway import served_gateway
 from sse import events
+from tool_model import THINKING, ToolModel, calls
 
 from pdserve.gateway.http.docs.document import described, document
 from pdserve.gateway.http.docs.pages import PAGE, START
@@ -30,11 +33,34 @@ def references(value: Any) -> Iterator[str]:
             yield from references(one)
 
 
-async def test_every_route_is_described(make_http):
-    client = make_http(saying("x"), root_path="/llm")
-    page = (await client.get("/openapi.json")).json()
+ROUTES = {
+    "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/embeddings",
+    "POST /v1/responses",
+    "GET /v1/responses/{name}", "DELETE /v1/responses/{name}", "POST /v1/responses/{name}/cancel",
+    "GET /v1/responses/{name}/input_items", "POST /tokenize", "POST /detokenize", "POST /rerank",
+    "POST /v1/rerank", "POST /score", "POST /v1/score", "POST /v1/messages",
+    "POST /v1/messages/count_tokens", "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}",
+    "DELETE /v1/files/{file_id}", "GET /v1/files/{file_id}/content", "POST /v1/batches",
+    "GET /v1/batches", "GET /v1/batches/{batch_id}", "POST /v1/batches/{batch_id}/cancel",
+    "GET /v1/usage", "GET /v1/models", "GET /v1/models/{name}", "GET /health", "GET /ready",
+    "GET /version", "GET /metrics",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[httpx.Client]:
+    """A client of every API with a database."""
+    with served_gateway() as url, httpx.Client(base_url=url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def page(gateway: httpx.Client) -> Any:
+    return gateway.get("/openapi.json").json()
+
+
+def test_every_route_is_described(page: Any) -> None:
     assert page["openapi"].startswith("3.1")
-    assert page["servers"] == [{"url": "/llm"}]
     assert "security" not in page
     models = page["components"]["schemas"]
     assert {ref.rpartition("/")[2] for ref in references(page)} == models.keys()
@@ -43,30 +69,51 @@ async def test_every_route_is_described(make_http):
     found = {
         f"{method.upper()} {path}" for path, methods in page["paths"].items() for method in methods
     }
-    assert found == {
-        "POST /v1/chat/completions", "POST /v1/completions", "POST /tokenize", "POST /detokenize",
-        "GET /v1/models", "GET /v1/models/{name}", "GET /health", "GET /ready", "GET /version",
-        "GET /metrics",
-    }  # fmt: skip
-    for methods in page["paths"].values():
+    assert found == ROUTES
+    for path, methods in page["paths"].items():
         for method, operation in methods.items():
             answers = operation["responses"]
+            is_message = path.startswith("/v1/messages")
             codes = {str(code) for code in HTTP_STATUS.values()} - {"499"}
-            assert codes <= answers.keys()
-            assert ("requestBody" in operation) == (method == "post") == ("415" in answers)
+            assert codes - {"503"} | {"529" if is_message else "503"} <= answers.keys()
+            takes = method == "post" and not path.endswith("/cancel")
+            assert ("requestBody" in operation) == takes == ("415" in answers)
+            assert operation["description"]
             for code in answers.keys() - {"200"}:
                 (ref,) = references(answers[code])
-                assert ref.endswith("/ErrorObject")
+                assert ref.endswith("/MessagesError" if is_message else "/ErrorObject")
+            assert "schema" in next(iter(answers["200"]["content"].values()))
+
+
+async def test_the_proxys_path_is_told(make_http):
+    page = (await make_http(saying("x"), root_path="/llm").get("/openapi.json")).json()
+    assert page["servers"] == [{"url": "/llm"}]
 
 
 async def test_bounds_are_those_of_sampling(make_http):
-    page = (await make_http(saying("x")).get("/openapi.json")).json()
-    body = page["components"]["schemas"]["ChatBody"]
+    models = (await make_http(saying("x")).get("/openapi.json")).json()["components"]["schemas"]
+    body = models["ChatBody"]
     assert body["required"] == ["model", "messages"]
     assert body["properties"]["temperature"]["anyOf"][0] == {
         "type": "number", "minimum": 0, "maximum": 2
     }  # fmt: skip
     assert body["properties"]["top_logprobs"]["anyOf"][0]["maximum"] == 20
+    message = models["MessagesBody"]["properties"]
+    assert message["temperature"]["anyOf"][0]["maximum"] == 1
+    assert message["max_tokens"]["minimum"] == 1
+    response = models["ResponsesBody"]["properties"]
+    assert response["max_output_tokens"]["anyOf"][0]["minimum"] == 1
+
+
+def checker(page: Any, route: str, kind: str = "application/json", status: int = 200) -> Any:
+    """Of the answers of a route: nothing is in one that is not described."""
+    method, path = route.split()
+    content = page["paths"][path][method.lower()]["responses"][str(status)]["content"]
+    (ref,) = references(content[kind])
+    models = json.loads(json.dumps(page["components"]["schemas"]))
+    for model in models.values():
+        model.setdefault("additionalProperties", False)
+    return Draft202012Validator({"$ref": ref, "components": {"schemas": models}})
 
 
 @pytest.mark.parametrize(
@@ -77,26 +124,110 @@ async def test_bounds_are_those_of_sampling(make_http):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answers_are_as_described(make_http, url, more, stream):
-    client = make_http(FakeRouter(saying("hello world")))
-    page = (await client.get("/openapi.json")).json()
-    content = page["paths"][url]["post"]["responses"]["200"]["content"]
+def test_answers_are_as_described(gateway, page, url, more, stream):
     options = {"include_usage": True, "continuous_usage_stats": True}
     asked = {"model": "tiny", **more, "n": 2, "return_token_ids": True, "stream": stream}
     if stream:
         asked["stream_options"] = options
-        (ref,) = references(content["text/event-stream"])
     else:
-        (ref,) = references(content["application/json"])
-    reply = await client.post(url, json=asked)
+        asked["prompt_logprobs"] = 1
+    check = checker(page, f"POST {url}", "text/event-stream" if stream else "application/json")
+    reply = gateway.post(url, json=asked)
     answers = events(reply.text) if stream else [reply.json()]
-    # Nothing is in an answer that is not described.
-    models = json.loads(json.dumps(page["components"]["schemas"]))
-    for model in models.values():
-        model.setdefault("additionalProperties", False)
-    checker = Draft202012Validator({"$ref": ref, "components": {"schemas": models}})
     for answer in answers:
-        checker.validate(answer)
+        check.validate(answer)
+
+
+THOUGHT = "<think>hm</think>Look: " + calls("get_time")
+TOOL = {"name": "get_time", "parameters": {"type": "object"}}
+ASKED = {
+    CHAT: {"messages": HI, "tools": [{"type": "function", "function": TOOL}]},
+    "/v1/responses": {"input": "hi", "tools": [{"type": "function", **TOOL}]},
+    "/v1/messages": {
+        "messages": HI, "max_tokens": 100,
+        "tools": [{"name": "get_time", "input_schema": {"type": "object"}}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("url", ASKED)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thoughts_and_calls_are_as_described(make_http, page, url, stream):
+    client = make_http(ToolModel(THOUGHT, template=THINKING))
+    reply = await client.post(url, json={"model": "tiny", **ASKED[url], "stream": stream})
+    assert reply.status_code == 200, reply.text
+    assert re.search('"type":"(thinking|reasoning)"|reasoning_content', reply.text)
+    assert "get_time" in reply.text
+    check = checker(page, f"POST {url}", "text/event-stream" if stream else "application/json")
+    lines = re.findall(r"^data: (\{.*)$", reply.text, re.MULTILINE) if stream else [reply.text]
+    assert len(lines) > (5 if stream else 0)
+    for line in lines:
+        check.validate(json.loads(line))
+
+
+RERANK = {"model": "reranker", "query": "a", "documents": ["a", "b"]}
+SCORE = {"model": "reranker", "text_1": "a", "text_2": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/embeddings", {"model": "embedder", "input": ["a", "b"]}),
+        ("/v1/embeddings", {"model": "embedder", "input": "a", "encoding_format": "base64"}),
+        ("/rerank", RERANK),
+        ("/v1/rerank", {**RERANK, "return_documents": False}),
+        ("/score", SCORE),
+        ("/v1/score", SCORE),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": HI}),
+        ("/tokenize", {"model": "tiny", "prompt": "a", "return_token_strs": True}),
+        ("/detokenize", {"model": "tiny", "tokens": [1]}),
+    ],
+)
+def test_other_answers_are_as_described(gateway, page, url, body):
+    reply = gateway.post(url, json=body)
+    assert reply.status_code == 200, reply.text
+    checker(page, f"POST {url}").validate(reply.json())
+    wrong = gateway.post(url, json={**body, "model": 5})
+    checker(page, f"POST {url}", status=400).validate(wrong.json())
+
+
+def test_what_is_kept_is_as_described(gateway, page):
+    def asked(route: str, name: str = "", **request: Any) -> Any:
+        method, path = route.split()
+        reply = gateway.request(method, re.sub(r"\{.*\}", name, path), **request)
+        assert reply.status_code == 200, reply.text
+        checker(page, route).validate(reply.json())
+        return reply.json()
+
+    line = {"custom_id": "a", "method": "POST", "url": CHAT}
+    line["body"] = {"model": "tiny", "messages": HI}
+    form: Any = {"data": {"purpose": "batch"}, "files": {"file": json.dumps(line).encode()}}
+    file = asked("POST /v1/files", **form)["id"]
+    asked("GET /v1/files")
+    asked("GET /v1/files/{file_id}", file)
+    assert gateway.get(f"/v1/files/{file}/content").headers["content-type"] == next(
+        iter(page["paths"]["/v1/files/{file_id}/content"]["get"]["responses"]["200"]["content"])
+    )
+    new = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+    batch = asked("POST /v1/batches", json={**new, "metadata": {"a": "b"}})["id"]
+    asked("GET /v1/batches")
+    asked("GET /v1/batches/{batch_id}", batch)
+    asked("POST /v1/batches/{batch_id}/cancel", batch)
+    other = asked("POST /v1/files", **form)["id"]
+    asked("DELETE /v1/files/{file_id}", other)
+    response = {"model": "tiny", "instructions": "be kind", "top_logprobs": 1}
+    response["include"] = ["message.output_text.logprobs"]
+    first = asked("POST /v1/responses", json={**response, "input": "hi"})["id"]
+    more = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "1"}
+    thought = {"type": "reasoning", "summary": [], "content": "hm"}
+    given = {**response, "previous_response_id": first, "input": [thought, more, output]}
+    second = asked("POST /v1/responses", json=given)["id"]
+    asked("GET /v1/responses/{name}", second)
+    items = asked("GET /v1/responses/{name}/input_items", second)
+    assert len(items["data"]) == 5
+    asked("DELETE /v1/responses/{name}", second)
+    asked("GET /v1/usage", params={"group_by": "model"})
 
 
 def test_a_name_stands_for_one_model():

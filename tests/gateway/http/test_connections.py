@@ -371,3 +371,39 @@ async def test_a_stream_of_http_1_0_has_no_frames(connect, keep):
     assert b"connection: close" in top.lower()
     assert body.startswith(b"data: {")
     assert body.endswith(b"data: [DONE]\n\n")
+
+
+BODY = json.dumps({"model": "tiny", "messages": HI, "max_tokens": 2})
+UPGRADE = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQ\r\n"
+
+
+@pytest.mark.parametrize("cut", [None, "upgr", "\r\n\r\n"])
+async def test_an_offer_of_another_protocol_costs_no_body(connect, cut) -> None:
+    """As Java's client makes it. In pieces it ends the connection, and its body is no request."""
+    reader, writer = await connect(FakeRouter(saying("hello")))
+    hidden = "GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    body = BODY if cut is None else hidden
+    text = f"{HEAD}{UPGRADE}content-length: {len(body)}\r\n\r\n{body}"
+    at = len(text) if cut is None else text.index(cut) + 2
+    writer.write(text[:at].encode())
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    writer.write(text[at:].encode())
+    if cut is None:
+        writer.write(hidden.encode())  # a request of its own on the kept connection
+    found = await asyncio.wait_for(_until_idle(reader), LIMIT_S)
+    if cut is None:
+        assert found.count("HTTP/1.1 200") == 2, found
+        assert "hello" in found
+    else:
+        assert found.count("HTTP/1.1 ") == 1, found
+        assert "HTTP/1.1 400" in found
+
+
+async def _until_idle(reader: asyncio.StreamReader) -> str:
+    """What comes until nothing has come for half a second, or the end."""
+    found = b""
+    with suppress(TimeoutError):
+        while data := await asyncio.wait_for(reader.read(1 << 16), 0.5):
+            found += data
+    return found.decode()

@@ -291,9 +291,12 @@ async def test_unknown_routes_and_methods(make_http):
     for url in ("/", "/v1", "/v1/nothing", "/redoc", "/docs/other.js"):
         error = check(await client.get(url), 404, code="unknown_url")
         assert error["message"].startswith("unknown URL")
-    for url in ("/v1/files", "/v1/conversations", "/v1/images/generations", f"{CHAT}/id"):
+    for url in ("/v1/conversations", "/v1/images/generations", f"{CHAT}/id"):
         error = check(await client.post(url, json={}), 404, code="unknown_url")
         assert error["message"] == f"POST {url} is not offered by this server"
+    for url in ("/v1/files", "/v1/files/id", "/v1/batches", "/v1/usage"):
+        error = check(await client.post(url, json={}), 400)
+        assert "needs --database-url" in error["message"]
     for url in (CHAT, f"{CHAT}/"):
         reply = await client.get(url)
         check(reply, 405, code="method_not_allowed")

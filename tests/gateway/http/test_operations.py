@@ -2,13 +2,17 @@
 
 import asyncio
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 from fake_router import FakeRouter, saying, served
 from http_errors import check
 from prometheus_client.parser import text_string_to_metric_families
+from tool_model import THINKING
 
-from pdserve.gateway import service as service_module
+from pdserve.gateway.content import model_texts
+from pdserve.gateway.content.answer_format import ParserChoice
+from pdserve.gateway.openai.models import capabilities
 
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
@@ -62,17 +66,60 @@ async def test_the_version(make_http):
     assert about["platform"].islower()
 
 
+COMPLETES = {"completion": True, "embeddings": False, "score": False}
+NO_CHAT = {"chat": False, "tools": False, "reasoning": False}
+
+
 async def test_models_say_what_can_be_asked_of_them(make_http):
     chat, text = served("chat")[0], served("text")[0]
     text.ClearField("template_digest")
-    client = make_http(FakeRouter(saying("x"), [chat, text]))
-    listed = (await client.get("/v1/models")).json()["data"]
-    assert [model["capabilities"] for model in listed] == [
-        {"completion": True, "chat": True},
-        {"completion": True, "chat": False},
-    ]
-    assert (await client.get("/v1/models/text")).json() == listed[1]
-    assert listed[0]["max_model_len"] == chat.context_len
+    thinks, embeds, judges = (served(name)[0] for name in ("thinks", "embeds", "judges"))
+    thinks.template_digest = "thinks"
+    embeds.pooling = "last"
+    judges.score_token_ids.extend((1, 2))
+    router = FakeRouter(saying("x"), [chat, text, thinks, embeds, judges])
+    router.blobs["thinks"] = THINKING.encode()
+    client = make_http(router)
+
+    async def listed() -> dict[str, Any]:
+        data = (await client.get("/v1/models")).json()["data"]
+        for model in data:
+            assert (await client.get(f"/v1/models/{model['id']}")).json() == model
+        return {model["id"]: model for model in data}
+
+    unknown = {"tools": True, "reasoning": None, "structured_output": None}
+    assert (await listed())["chat"]["capabilities"] == {**COMPLETES, "chat": True, **unknown}
+    for name in ("chat", "thinks"):
+        await client.post("/tokenize", json={"model": name, "prompt": "x"})
+    await client.post("/tokenize", json={"model": "text", "prompt": "x"})
+    models = await listed()
+    assert {name: model["capabilities"] for name, model in models.items()} == {
+        "chat": {
+            **COMPLETES, "chat": True, "tools": True, "reasoning": False,
+            "structured_output": True,
+        },
+        "text": {**COMPLETES, **NO_CHAT, "structured_output": True},
+        "thinks": {
+            **COMPLETES, "chat": True, "tools": True, "reasoning": True, "structured_output": True
+        },
+        **{
+            name: {
+                "completion": False, **NO_CHAT, "structured_output": False,
+                "embeddings": name == "embeds", "score": True,
+            }
+            for name in ("embeds", "judges")
+        },
+    }  # fmt: skip
+    assert models["chat"]["max_model_len"] == chat.context_len
+
+
+async def test_a_model_whose_calls_are_not_read_has_no_tools(make_service):
+    router = FakeRouter(saying("x"))
+    router.blobs[router.cards[0].template_digest] = THINKING.encode()
+    service = make_service(router, parsers=ParserChoice("none", "none"))
+    await service.catalog.get("tiny")
+    found = capabilities(service, router.cards[0])
+    assert (found["chat"], found["tools"], found["reasoning"]) == (True, False, False)
 
 
 async def test_ready_needs_a_live_decode_worker(make_http):
@@ -139,7 +186,7 @@ async def test_metrics_without_a_router(make_http):
 
 async def test_long_lists_of_ids_leave_the_loop_to_others(make_service, monkeypatch):
     """Owners take turns, and other work runs between two parts of one list."""
-    monkeypatch.setattr(service_module, "IDS_AT_ONCE", 4)
+    monkeypatch.setattr(model_texts, "IDS_AT_ONCE", 4)
     router = FakeRouter(saying("x"))
     service = make_service(router)
     model = await service.catalog.get("tiny")
@@ -198,5 +245,9 @@ async def test_a_chats_body_is_tokenized_whatever_it_asks_of_the_answer(make_htt
         "response_format": {"type": "json_object"},
     }
     assert (await client.post("/tokenize", json={**body, **more})).json() == plain
-    for name, value in (("tools", [{}]), ("add_special_tokens", True), ("chat_template", "x")):
-        check(await client.post("/tokenize", json={**body, name: value}), 400, name)
+    for name, value, param in (
+        ("tools", [{}], "tools[0].type"),
+        ("add_special_tokens", True, "add_special_tokens"),
+        ("chat_template", "x", "chat_template"),
+    ):
+        check(await client.post("/tokenize", json={**body, name: value}), 400, param)

@@ -28,6 +28,7 @@ async def test_whole_answer(make_http):
         "completion_tokens": generated,
         "total_tokens": len(start.prompt_ids) + generated,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
         "pdserve": {"inexact": False},
     }
     assert start.params.max_tokens == 0  # the engine gives it what is left of the context

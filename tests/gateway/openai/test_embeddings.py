@@ -110,8 +110,8 @@ async def test_the_context_may_be_all_prompt(make_http):
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
-        ({"model": None}, "model", "valid string"),
-        ({"model": ""}, "model", "at least 1 character"),
+        ({"model": None}, "model", "must provide a model"),
+        ({"model": ""}, "model", "must provide a model"),
         ({"input": None}, "input", "must be a string, a list"),
         ({"input": []}, "input", "must be a string, a list"),
         ({"input": [[]]}, "input", "must be a string, a list"),

@@ -1,15 +1,17 @@
 """Fields of vLLM and its kin that bind tokens or tell of them, on both routes."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, logprob, saying
+from fake_router import FakeRouter, logprob, saying, thinking_model
 from grammar_walks import tokenizer
 from http_errors import CHAT, HI, PLAIN, check
 
 from pdserve.engine.api.sampling_bounds import MAX_BAD_WORD_CHARS
-from pdserve.gateway.openai.logprobs import AT_ONCE, of_prompt
+from pdserve.gateway.openai import logprobs
+from pdserve.gateway.openai.json_text import AT_ONCE
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -74,7 +76,7 @@ async def test_what_is_wrong_is_named(make_http, url, fields, param):
 @pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget", "reasoning_budget"])
 @pytest.mark.parametrize("url", BODIES)
 async def test_a_bound_of_thinking(make_http, url, name):
-    router = FakeRouter(saying("x"))
+    router = FakeRouter(saying("x"), *thinking_model())
     client = make_http(router)
     for budget in (5, 0, -1):
         assert (await client.post(url, json={**BODIES[url], name: budget})).status_code == 200
@@ -87,8 +89,17 @@ async def test_a_bound_of_thinking(make_http, url, name):
     assert not free.HasField("thinking")
 
 
-async def test_a_prompt_may_have_begun_the_thinking(make_http):
+@pytest.mark.parametrize("name", ["thinking_token_budget", "reasoning_budget"])
+@pytest.mark.parametrize("url", BODIES)
+async def test_thoughts_that_nothing_reads_cannot_be_bound(make_http, url, name):
     router = FakeRouter(saying("x"))
+    client = make_http(router)
+    check(await client.post(url, json={**BODIES[url], name: 5}), 400, name)
+    assert (await client.post(url, json={**BODIES[url], name: -1})).status_code == 200
+
+
+async def test_a_prompt_may_have_begun_the_thinking(make_http):
+    router = FakeRouter(saying("x"), *thinking_model())
     client = make_http(router)
     for prompt, begun in (
         ("a<think>\n", True),
@@ -185,7 +196,43 @@ async def test_a_long_prompt_s_log_probabilities_leave_the_loop_to_others():
 
     counting = asyncio.create_task(count())
     scores = [pb.TokenLogprob(logprob=-1.0)] * (8 * AT_ONCE)
-    described = await of_prompt(tokenizer(), [7] * (len(scores) + 1), scores, 0)
+    text = await logprobs.prompt_json(tokenizer(), [7] * (len(scores) + 1), scores, 0)
     counting.cancel()
-    assert len(described) == len(scores) + 1
+    assert len(json.loads(text)) == len(scores) + 1
     assert passes >= 8
+
+
+async def test_many_log_probabilities_are_written_as_few_are(make_http):
+    router = FakeRouter(saying("x"))
+    prompt = "hello world " * 3 * AT_ONCE
+    body = {"model": "tiny", "prompt": prompt, "echo": True, "logprobs": 1, "n": 2}
+    whole = (await make_http(router).post(PLAIN, json=body)).json()["choices"]
+    lines = (await make_http(router).post(PLAIN, json={**body, "stream": True})).text.splitlines()
+    found: dict[int, list[Any]] = {0: [], 1: []}
+    for line in lines:
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                found[choice["index"]].append(choice)
+    for index, chunks in found.items():
+        for name, values in whole[index]["logprobs"].items():
+            assert len(values) > 3 * AT_ONCE
+            assert values == [one for chunk in chunks for one in chunk["logprobs"][name]]
+        assert prompt in chunks[0]["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_prompts_are_bounded(make_http, monkeypatch, stream):
+    router = FakeRouter(saying("x"))
+    http = make_http(router)
+    tokens = len(router.encode("hello world"))
+    monkeypatch.setattr(logprobs, "MAX_PROMPT_ENTRIES", 3 * 2 * tokens)
+    body = {"model": "tiny", "prompt": "hello world", "echo": True, "logprobs": 1, "n": 3}
+    assert (await http.post(PLAIN, json={**body, "stream": stream})).status_code == 200
+    refused = await http.post(PLAIN, json={**body, "n": 4, "stream": stream})
+    check(refused, 400, "logprobs")
+    if not stream:
+        body |= {"echo": False, "prompt_logprobs": 2}
+        check(await http.post(PLAIN, json=body), 400, "prompt_logprobs")
+        chat = {**BODIES[CHAT], "prompt_logprobs": 20}
+        check(await http.post(CHAT, json=chat), 400, "prompt_logprobs")
+    assert len(router.starts) == 1

@@ -11,7 +11,8 @@ from fake_router import FakeRouter, Play, saying, served, tokenizer_json
 from sse import events
 from tool_answers import TOOL_ANSWERS
 
-from pdserve.gateway.openai.bodies.tools import check_size
+from pdserve.gateway.content.answer_format import ParserChoice
+from pdserve.gateway.openai.bodies.tools import FunctionBody
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/chat/completions"
@@ -36,7 +37,7 @@ TEMPLATE = (
 
 
 def router(play: Play, template: str = TEMPLATE) -> FakeRouter:
-    card, blobs = served()
+    card, blobs = served(context_len=2048)
     blobs[card.template_digest] = template.encode()
     return FakeRouter(play, [card], blobs)
 
@@ -184,10 +185,48 @@ async def test_stop_strings_are_looked_for_in_what_the_model_writes(
     assert choice["message"]["content"].endswith('"city": "')
 
 
-async def test_a_template_without_tools_is_refused_them(make_http: Callable[..., Any]) -> None:
-    reply = await make_http(FakeRouter(saying("x"))).post(URL, json=body())
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
+
+
+async def test_a_template_without_tools_has_them_as_text(make_http: Callable[..., Any]) -> None:
+    upstream = router(saying(HERMES.call), PLAIN_TEMPLATE)
+    client = make_http(upstream)
+    message = (await client.post(URL, json=body(max_tokens=100))).json()["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "18 degrees"}
+    await client.post(URL, json=body(messages=[*HI, message, result]))
+    prompts = [upstream.words.decode(list(start.prompt_ids)) for start in upstream.starts]
+    for prompt in prompts:
+        assert prompt.startswith("system:You can call these functions.")
+        assert json.dumps(WEATHER["function"]) in prompt
+    assert '"arguments": {"city": "Paris"}' in prompts[1]
+    assert prompts[1].endswith("user:Result of get_weather:\n18 degrees\n")
+
+
+async def test_required_calls_of_a_template_without_tools(make_http: Callable[..., Any]) -> None:
+    """Whatever a model writes behind them is left out."""
+    upstream = router(saying(HERMES.call + " And so"), PLAIN_TEMPLATE)
+    reply = await make_http(upstream).post(URL, json=body(tool_choice="required", max_tokens=100))
+    choice = reply.json()["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "tool_calls"
+    assert upstream.starts[0].params.grammar
+
+
+async def test_without_a_parser_a_template_without_tools_is_refused_them(
+    make_http: Callable[..., Any],
+) -> None:
+    client = make_http(router(saying("x"), PLAIN_TEMPLATE), parsers=ParserChoice("none"))
+    reply = await client.post(URL, json=body())
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "tools"
+    assert "--tool-parser" in reply.json()["error"]["message"]
+    reply = await client.post(URL, json={**body(), "tools": None})
+    assert reply.status_code == 200
+    (model,) = (await client.get("/v1/models")).json()["data"]
+    assert not model["capabilities"]["tools"]
 
 
 def named(**more: Any) -> list[dict[str, Any]]:
@@ -252,7 +291,7 @@ async def test_wrong_tools_are_refused_by_name(
 )
 def test_large_schemas_are_refused(schema: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        check_size(schema)
+        FunctionBody(name="f", parameters=schema)
 
 
 @pytest.mark.parametrize("field", ["functions", "function_call"])
@@ -323,6 +362,40 @@ async def test_thoughts(
     assert (whole["thought"] or None, whole["text"] or None) == (thought, text)
 
 
+@pytest.mark.parametrize(
+    ("answer", "thought"),
+    [("<think>so it is</think>Hi all", "<think>so it is"), ("Hi", ""), ("<think>so", "<think>so")],
+)
+async def test_tokens_of_thoughts_are_counted(
+    make_http: Callable[..., Any], answer: str, thought: str
+) -> None:
+    upstream = router(saying(answer), THINKS)
+    client = make_http(upstream)
+    asked = {"model": "tiny", "messages": HI, "n": 2, "stream_options": {"include_usage": True}}
+    usage = (await client.post(URL, json={**asked, "stream_options": None})).json()["usage"]
+    counted = usage["completion_tokens_details"]["reasoning_tokens"]
+    least = 2 * len(upstream.encode(thought))
+    # The tag's beginning may be held back, and given as thought with the token that follows.
+    assert least <= counted <= least + 2 * 10 * bool(thought)
+    assert counted <= usage["completion_tokens"]
+    streamed = events((await client.post(URL, json={**asked, "stream": True})).text)[-1]["usage"]
+    assert streamed == usage
+
+
+async def test_a_named_tool_ends_with_stop(make_http: Callable[..., Any]) -> None:
+    """As OpenAI and vLLM have it, unlike a call that is merely required."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    for choice, want in ((named, "stop"), ("required", "tool_calls"), (allowed, "tool_calls")):
+        client = make_http(router(saying(HERMES.call)))
+        asked = body(tool_choice=choice)
+        (whole,) = (await client.post(URL, json=asked)).json()["choices"]
+        assert whole["message"]["tool_calls"]
+        assert whole["finish_reason"] == want
+        streamed = events((await client.post(URL, json={**asked, "stream": True})).text)
+        assert joined(streamed)[0]["finish"] == want
+
+
 async def test_a_quoted_tag_opens_no_thought(make_http: Callable[..., Any]) -> None:
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "what is <think>"}]}
     reply = await make_http(router(saying("A tag."), THINKS)).post(URL, json=asked)
@@ -382,3 +455,15 @@ async def test_special_tokens_that_a_parser_needs_do_not_leak(
     message = (await client.post(URL, json=asked)).json()["choices"][0]["message"]
     assert message["reasoning_content"] == "so"
     assert message["content"].startswith('Look: \n{"name"')  # as without a parser
+
+
+@pytest.mark.parametrize(("strict", "status"), [(False, 200), (True, 400)])
+async def test_only_strict_functions_refuse_what_cannot_be_enforced(
+    make_http: Callable[..., Any], strict: bool, status: int
+) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    asked = body(tools=named(parameters=parameters, strict=strict), tool_choice="required")
+    reply = await make_http(router(saying("x"))).post(URL, json=asked)
+    assert reply.status_code == status
+    if status == 400:
+        assert "uniqueItems" in reply.json()["error"]["message"]

@@ -1,13 +1,16 @@
 """/rerank and /score over a scripted router: a reranker's yes and no, and cosines of embeddings."""
 
 import math
+from array import array
 from typing import Any
 
 import pytest
 from fake_router import FakeRouter, saying
 from pooled_answers import embedder, reranker, vector_of
 
-from pdserve.gateway.rerank.prompt import AFTER, BEFORE, INSTRUCTION
+from pdserve.gateway.content.model_texts import ModelTexts
+from pdserve.gateway.rerank import prompt
+from pdserve.gateway.rerank.prompt import AFTER, BEFORE, INSTRUCTION, JudgingIds
 from pdserve.gateway.rerank.schema import MAX_TEXTS
 
 pytestmark = pytest.mark.anyio
@@ -133,6 +136,41 @@ async def test_truncation_keeps_the_frame(make_http):
         assert ids[-len(encoded(router, AFTER)) :] == encoded(router, AFTER)
 
 
+async def test_a_query_is_tokenized_once(make_http, monkeypatch):
+    texts: list[str] = []
+    real = ModelTexts.text_ids
+
+    async def noted(self, model, text, *args, **options):
+        texts.append(text)
+        return await real(self, model, text, *args, **options)
+
+    monkeypatch.setattr(ModelTexts, "text_ids", noted)
+    await ask(make_http(reranker(by_length)), "/rerank", {**RERANK, "query": "hello?"})
+    assert sum("hello?" in text for text in texts) == 1
+
+
+async def test_prompts_share_their_query():
+    """2,048 prompts with a query of 32,768 tokens are 270 MB even of four bytes each."""
+    query = array("I", range(32768))
+    prompts = [JudgingIds(query, array("I", [n])) for n in range(2048)]
+    assert sum(map(len, prompts)) == 2048 * 32769
+    assert list(prompts[7])[-2:] == [32767, 7]
+    assert 7 in prompts[7]
+    assert 40000 not in prompts[7]
+
+
+async def test_all_prompts_of_a_call_are_bounded(make_http, monkeypatch):
+    router = reranker(by_length)
+    one = len(judged(router, "what", "w"))
+    monkeypatch.setattr(prompt, "MAX_CALL_TOKENS", 2 * one)
+    http = make_http(router)
+    await ask(http, "/rerank", {**RERANK, "documents": ["w"] * 2})
+    answer = await http.post("/rerank", json={**RERANK, "documents": ["w"] * 3})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "documents"
+    assert f"more than {2 * one} tokens" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("infinite", [(-math.inf, 0.0), (0.0, -math.inf)])
 async def test_a_certain_answer(make_http, infinite):
     http = make_http(reranker(lambda ids: infinite))
@@ -143,7 +181,7 @@ async def test_a_certain_answer(make_http, infinite):
 @pytest.mark.parametrize(
     ("path", "change", "param", "says"),
     [
-        ("/rerank", {"model": ""}, "model", "at least 1 character"),
+        ("/rerank", {"model": ""}, "model", "must provide a model"),
         ("/rerank", {"query": 5}, "query", "valid string"),
         ("/rerank", {"query": None}, "query", "valid string"),
         ("/rerank", {"documents": []}, "documents", "at least 1 item"),

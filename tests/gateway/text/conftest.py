@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from hard_strings import SPECIALS
 from tiny_spm import spm_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from pdserve.engine.checkpoints.gguf.reader import GgufReader
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
@@ -35,3 +38,19 @@ def smollm(smollm_json: bytes) -> Tokenizer:
 @pytest.fixture(scope="session")
 def spm() -> Tokenizer:
     return spm_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def library(smollm_json: bytes) -> Any:
+    """The shipped vocabulary with other families' special tokens added, as transformers has it."""
+    inner = tokenizers.Tokenizer.from_buffer(smollm_json)
+    inner.add_special_tokens([tokenizers.AddedToken(t, special=True) for t in SPECIALS])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(library: Any) -> Tokenizer:
+    inner = library.backend_tokenizer
+    ids = {name: inner.token_to_id(name) for name in ("<s>", "</s>")}
+    card = TextCard(inner.get_vocab_size(), (ids["</s>"],), ids["<s>"])
+    return Tokenizer(inner.to_str().encode(), card)

@@ -135,7 +135,7 @@ HARMONY = (
 @pytest.mark.parametrize("end", ["", "<|return|>", "<|end|>"])
 def test_harmony(end: str) -> None:
     for pieces in ([HARMONY + end], HARMONY + end):
-        assert parse("gpt_oss", pieces) == ("So.", "I look.Hi")
+        assert parse("gpt_oss", pieces) == ("So.", "I look.\nHi")
     assert parse("gpt_oss", HARMONY, inline=True)[1] == "<think>\nSo.\n</think>\n\nI look.Hi"
 
 

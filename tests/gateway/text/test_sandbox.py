@@ -5,7 +5,7 @@ import pytest
 
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.text.template import ChatTemplate
+from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 
 ESCAPES = {

@@ -7,23 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from hard_strings import HARD_STRINGS
+from hard_strings import HARD_STRINGS, SPECIALS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.text.template import ChatTemplate
+from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard
 
 TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("*.jinja")}
-SPECIALS = (
-    *("<s>", "</s>", "[INST]", "[/INST]", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
-    *("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
-)
 TOOLS = [{"type": "function", "function": {"name": "get<|im_end|>", "description": "é"}}]
 
 
@@ -33,22 +27,6 @@ def user(text: Any) -> dict[str, Any]:
 
 def assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
-
-
-@pytest.fixture(scope="session")
-def library(smollm_json: bytes) -> Any:
-    """The shipped vocabulary with other families' special tokens added, as transformers has it."""
-    inner = tokenizers.Tokenizer.from_buffer(smollm_json)
-    inner.add_special_tokens([tokenizers.AddedToken(t, special=True) for t in SPECIALS])
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
-
-
-@pytest.fixture(scope="session")
-def tokenizer(library: Any) -> Tokenizer:
-    inner = library.backend_tokenizer
-    ids = {name: inner.token_to_id(name) for name in ("<s>", "</s>")}
-    card = TextCard(inner.get_vocab_size(), (ids["</s>"],), ids["<s>"])
-    return Tokenizer(inner.to_str().encode(), card)
 
 
 CONVERSATIONS = [
@@ -170,6 +148,10 @@ def test_roles(tokenizer: Tokenizer) -> None:
     knows = ChatTemplate("{{ messages[0].role }}{# developer #}", tokenizer)
     assert knows.render(TemplateInput([{"role": "developer", "content": "d"}])).text == "developer"
     text = template.render(TemplateInput([user("u"), {"role": "tool", "content": "42"}])).text
+    assert text.count("<|im_start|>user") == 1
+    assert "u\nResult of the call:\n42<|im_end|>" in text
+    shows = ChatTemplate(TEMPLATES["chatml"] + "{# tools #}", tokenizer)
+    text = shows.render(TemplateInput([user("u"), {"role": "tool", "content": "42"}])).text
     assert "<|im_start|>tool\n42" in text
     with pytest.raises(TextError, match="unknown role 'wizard'") as caught:
         template.render(TemplateInput([user("u"), {"role": "wizard", "content": "d"}]))
@@ -183,7 +165,8 @@ def test_content_parts(tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert template.render(TemplateInput([user(parts)])).text == "a\nb"
     called = {"role": "assistant", "content": None, "tool_calls": [call("f", "{}")]}
-    assert template.render(TemplateInput([called])).text == ""
+    shows = ChatTemplate("{{ messages[0].content }}{# tools #}", tokenizer)
+    assert shows.render(TemplateInput([called])).text == ""
     for content, param in (
         ([{"type": "image_url", "image_url": {}}], "messages[0].content[0].type"),
         ([{"type": "text"}], "messages[0].content[0].text"),

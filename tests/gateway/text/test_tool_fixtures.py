@@ -10,7 +10,7 @@ from canitoolcall.fixtures import Family, Fixture, load_families, load_fixtures
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Status
 
 from pdserve.gateway.content.answer_format import AnswerFormat
-from pdserve.gateway.text.parsing.values import arguments_of
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parts import ContentPart, calls_of, reasoning_of, text_of
 from pdserve.gateway.text.reasoning import reasoning_family
 from pdserve.gateway.text.tools import tool_family
@@ -61,10 +61,9 @@ def fixtures() -> Iterator[Fixture]:
 def parse(fixture: Fixture, pieces: Iterable[str]) -> ParseResult:
     tools, reasoning = PARSERS[variant(fixture)]
     thinks = reasoning_family(reasoning)
-    schemas = {
-        tool["function"]["name"]: arguments_of(tool["function"].get("parameters"))
-        for tool in fixture.tools
-    }
+    schemas = ToolSchemas(
+        {tool["function"]["name"]: tool["function"].get("parameters") for tool in fixture.tools}
+    )
     models = families()[fixture.family].reference_models
     prompt = fixture.generation_prompt
     if prompt is None:
@@ -75,7 +74,7 @@ def parse(fixture: Fixture, pieces: Iterable[str]) -> ParseResult:
     content: list[ContentPart] = []
     for piece in pieces:
         content += parser.push(piece)
-    content += parser.finish()
+    content += parser.finish(cut=fixture.truncated)
     calls = calls_of(content)
     assert [call.index for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls)

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_answers import TOOL_ANSWERS
 
-from pdserve.gateway.text.parsing.family import ContentParser, Schemas
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import ContentParser
 from pdserve.gateway.text.parsing.reader import Malformed
 from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, CallStream
-from pdserve.gateway.text.parsing.values import Literals, arguments_of, typed
+from pdserve.gateway.text.parsing.values import Literals, json_value
 from pdserve.gateway.text.parts import ContentPart, ToolCallPart, calls_of, reasoning_of, text_of
 from pdserve.gateway.text.tools import (
     FALLBACK,
@@ -26,22 +27,27 @@ from pdserve.gateway.text.tools import (
 PARIS = ("get_weather", {"city": "Paris"})
 ROME = ("get_weather", {"city": "Rome"})
 NAMES = tool_parser_names()
+TOOLS = ToolSchemas({"get_weather": {}, "f": {}})
 AT_START = {"llama3_json", "llama4_pythonic", "json"}  # without a tag, only there
 
 
-def make(name: str, schemas: Schemas | None = None, parallel: bool = True) -> ContentParser:
+def make(name: str, schemas: ToolSchemas | None = None, parallel: bool = True) -> ContentParser:
     family = tool_family(name)
     assert family is not None
     ids = count()
     if family.whole is not None:
         return family.whole(lambda: f"call_{next(ids)}", parallel)
-    return CallStream(family, schemas or {}, lambda: f"call_{next(ids)}", parallel)
+    return CallStream(
+        family, TOOLS if schemas is None else schemas, lambda: f"call_{next(ids)}", parallel
+    )
 
 
-def parse(name: str, pieces: Iterable[str], **options: Any) -> list[ContentPart]:
+def parse(
+    name: str, pieces: Iterable[str], *, cut: bool = False, **options: Any
+) -> list[ContentPart]:
     parser = make(name, **options)
     content = [part for piece in pieces for part in parser.push(piece)]
-    return content + parser.finish()
+    return content + parser.finish(cut=cut)
 
 
 def made(content: list[ContentPart]) -> tuple[str, list[tuple[str, Any]]]:
@@ -66,7 +72,8 @@ def test_family(name: str) -> None:
     assert family.name == name
     assert "NAME" in family.form.begin
     assert family.form.begin.startswith(family.form.trigger)
-    assert tool_family_of("x" + TOOL_ANSWERS[name].known_by + "y") == name
+    known_by = TOOL_ANSWERS[name].known_by
+    assert tool_family_of("x" + known_by + "y") == (name if known_by else FALLBACK)
 
 
 def test_other_templates_take_the_fallback() -> None:
@@ -78,7 +85,8 @@ def test_call(name: str) -> None:
     parts = parse(name, [TOOL_ANSWERS[name].call])
     assert made(parts) == ("", [PARIS])
     first, *rest = parts
-    assert first == ToolCallPart(0, "call_0", "get_weather", "")
+    given = "functions.get_weather:0" if name == "kimi_k2" else "call_0"
+    assert first == ToolCallPart(0, given, "get_weather", "")
     assert all(isinstance(part, ToolCallPart) and part.arguments and not part.id for part in rest)
 
 
@@ -87,8 +95,21 @@ def test_parallel_calls(name: str) -> None:
     answer = TOOL_ANSWERS[name].calls
     parts = parse(name, [answer])
     assert made(parts) == ("", [PARIS, ROME])
-    assert [call.id for call in calls_of(parts)] == ["call_0", "call_1"]
+    if name != "kimi_k2":
+        assert [call.id for call in calls_of(parts)] == ["call_0", "call_1"]
     assert made(parse(name, [answer], parallel=False)) == ("", [PARIS])
+
+
+def test_the_model_s_own_ids_are_kept() -> None:
+    calls = TOOL_ANSWERS["kimi_k2"].calls
+    first, rome = calls.split(":0", 1)
+    parts = parse("kimi_k2", first + ":3" + rome.replace(":0", ":4"))
+    own = ["functions.get_weather:3", "functions.get_weather:4"]
+    assert [call.id for call in calls_of(parts)] == own
+    twice = [call.id for call in calls_of(parse("kimi_k2", calls))]
+    assert twice == ["functions.get_weather:0", "call_0"]  # no two have the same
+    odd = [call.id for call in calls_of(parse("kimi_k2", calls.replace("functions.", "")))]
+    assert odd == ["call_0", "call_1"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,7 +155,30 @@ def test_a_call_that_is_cut_off_is_text(name: str) -> None:
 def test_what_is_cut_off_behind_a_call_is_left_out(name: str) -> None:
     answer = TOOL_ANSWERS[name]
     cut = answer.calls[: answer.calls.rindex("Rome") + 2]
-    assert made(parse(name, cut)) == ("", [PARIS])
+    assert made(parse(name, cut, cut=True)) == ("", [PARIS])
+    text, calls = made(parse(name, cut))
+    assert calls == [PARIS]
+    assert cut.endswith(text)
+    assert text.endswith("Ro")
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - AT_START - {"gpt_oss"}))
+def test_an_opening_tag_at_the_end_is_text_where_the_answer_ends_by_itself(name: str) -> None:
+    family = tool_family(name)
+    assert family is not None
+    for opener in family.openers:
+        special = any(text in opener for text in family.special)
+        text = f"Wrap it in {opener}"
+        assert made(parse(name, text)) == (text, [])
+        left = "Wrap it in " if special else text
+        assert made(parse(name, text, cut=True)) == (left, [])
+        assert made(parse(name, opener)) == ("" if special else opener, [])
+        ordinary = f"To cache it, use {opener}"
+        behind = TOOL_ANSWERS[name].call + ordinary
+        assert made(parse(name, behind)) == (ordinary, [PARIS])
+        if special:
+            ordinary = ordinary.removesuffix(f" {opener}")
+        assert made(parse(name, behind, cut=True)) == (ordinary, [PARIS])
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - AT_START - {"gpt_oss"}))
@@ -144,10 +188,40 @@ def test_a_call_in_fenced_code_is_text(name: str) -> None:
     assert made(parse(name, quoted + "so on")) == (quoted + "so on", [])
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "Quote it with ``` as you like.\n", "See ```x``` and ```` ``` ````:\n", "```sh -c``` ok\n",
+        "````\n```\n````\n", "````\n```py\n`````  \n", "```\na ``` b\n```\n", "  ```py\nx\n  ```\n",
+        "```\n```", "```\nx\n```py\n```\n", "`" * 5000 + "\n",
+    ],
+)  # fmt: skip
+def test_backticks_that_open_no_fence_hide_no_call(before: str) -> None:
+    answer = before + TOOL_ANSWERS["hermes"].call
+    assert made(parse("hermes", [answer])) == (before.rstrip(), [PARIS])
+    assert made(parse("hermes", answer)) == (before.rstrip(), [PARIS])
+
+
+@pytest.mark.parametrize(
+    "before", ["```\n", "````md\n```\nx\n```\n", "```\n```py\n", "~\n ```\n x```\n"]
+)
+def test_a_fence_is_open_until_one_as_long(before: str) -> None:
+    answer = before + TOOL_ANSWERS["hermes"].call
+    assert made(parse("hermes", [answer])) == (answer, [])
+    assert made(parse("hermes", answer)) == (answer, [])
+
+
 @pytest.mark.parametrize("name", sorted(AT_START))
 def test_without_a_tag_a_call_begins_the_answer(name: str) -> None:
     call = TOOL_ANSWERS[name].call
     assert made(parse(name, "Like this: " + call)) == ("Like this: " + call, [])
+
+
+@pytest.mark.parametrize("name", sorted(AT_START))
+@pytest.mark.parametrize("text", ['{"name": "Bob", "parameters": {}}', "[Bob(a=1)]"])
+def test_without_a_tag_a_call_is_one_of_a_tool(name: str, text: str) -> None:
+    assert made(parse(name, [text])) == (text, [])
+    assert made(parse(name, text + " and so on")) == (text + " and so on", [])
 
 
 @pytest.mark.parametrize("name", sorted(AT_START))
@@ -176,6 +250,7 @@ MALFORMED = {
         "<function=f>x</function>",
         "<function=" + "a" * 600,
     ],
+    "seed_oss": ["<seed:tool_call>hi</seed:tool_call>", "<seed:tool_call>\n<function=f>x"],
     "glm45": ["<tool_call>two words</tool_call>", "<tool_call>f<arg_key>a</arg_key>b</tool_call>"],
     "mistral": ["[TOOL_CALLS] no json at all", "[TOOL_CALLS][1]", "[TOOL_CALLS]f[ARGS]x"],
     "gemma4": ["<|tool_call>call:f no brace<tool_call|>", "<|tool_call>call:f{a}<tool_call|>"],
@@ -203,6 +278,17 @@ def test_a_call_after_what_is_none(name: str) -> None:
     broken = MALFORMED[name][0]
     text, calls = made(parse(name, broken + "\n" + TOOL_ANSWERS[name].call))
     assert (text, calls) == (broken, [PARIS])
+
+
+@pytest.mark.parametrize("name", ["hermes", "gemma4", "kimi_k2", "deepseek_v31"])
+def test_a_missing_bracket_hides_no_later_call(name: str) -> None:
+    answer = TOOL_ANSWERS[name]
+    at = answer.call.rindex("}")
+    broken = answer.call[:at] + answer.call[at + 1 :]
+    for between in ("", "\n"):
+        whole = broken + between + answer.call.replace("Paris", "Rome")
+        assert made(parse(name, [whole])) == (broken, [ROME])
+        assert made(parse(name, whole)) == (broken, [ROME])
 
 
 def test_an_unknown_function_is_called_all_the_same() -> None:
@@ -242,6 +328,68 @@ def test_double_encoded_arguments_are_decoded() -> None:
     assert made(parse("hermes", [call])) == ("", [("f", {"a": 1})])
 
 
+def test_empty_arguments_are_none() -> None:
+    for arguments in ('""', '" "', "null", "{}"):
+        call = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+        assert made(parse("hermes", [call])) == ("", [("f", {})])
+
+
+def test_bare_line_breaks_in_strings() -> None:
+    code = 'a = "x\\"\n\tb\x00'
+    quoted = code.replace("\\", "\\\\").replace('"', '\\"')
+    call = f'<tool_call>\n{{"name": "f",\n"arguments": {{"code": "{quoted}"}}}}\n</tool_call>'
+    assert made(parse("hermes", [call])) == ("", [("f", {"code": code})])
+    for text in ('{"a": "\n', '{"a": "\n\\', '{"a": "\n" "b"}', "{\n"):
+        with pytest.raises(Malformed):
+            json_value(text)
+    began = process_time()
+    with pytest.raises(Malformed):
+        json_value('{"\n' + '\\"' * 500_000)
+    assert process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("hermes", ["\n</tool_call>"]), ("qwen3_coder", ["\n</tool_call>"]),
+        ("seed_oss", ["\n</seed:tool_call>"]),
+        ("glm45", []), ("gemma4", ["<tool_call|>"]), ("phi4_mini_json", []),
+        ("kimi_k2", ["<|tool_calls_section_end|>", "<|tool_call_end|>"]),
+        ("deepseek_v3", ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "```"]),
+        ("deepseek_v31", ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_call_whose_end_tag_the_end_of_the_answer_cuts_off(
+    name: str, ends: list[str], cut: bool
+) -> None:
+    call = "One." + TOOL_ANSWERS[name].call
+    for end in ends:
+        for at in range(call.rindex(end), len(call)):
+            assert made(parse(name, call[:at], cut=cut)) == ("One.", [PARIS])
+        call = call[: call.rindex(end)].rstrip()
+    made_json = "One." + form_of(name)
+    for at in range(made_json.rindex("}") + 1, len(made_json)):
+        assert made(parse(name, made_json[:at], cut=cut)) == ("One.", [PARIS])
+
+
+def form_of(name: str) -> str:
+    """A call as a grammar makes it."""
+    family = tool_family(name)
+    assert family is not None
+    return family.form.begin.replace("NAME", "get_weather") + '{"city": "Paris"}' + family.form.end
+
+
+@pytest.mark.parametrize("newline", ["", "\n"])
+@pytest.mark.parametrize("gap", ["", "\n", "\n\n", " \n \n  "])
+def test_a_value_ends_at_a_tag_that_another_follows(newline: str, gap: str) -> None:
+    for value in ("x", "a</parameter> b", "a</parameter></parameter> c", "a</parameter>\n\nb"):
+        one = f"<parameter=a>{newline}{value}{newline}</parameter>{gap}"
+        call = f"<tool_call>\n<function=f>\n{one}{one.replace('=a', '=b')}</function>\n</tool_call>"
+        assert made(parse("qwen3_coder", [call])) == ("", [("f", {"a": value, "b": value})])
+        assert made(parse("qwen3_coder", call)) == ("", [("f", {"a": value, "b": value})])
+
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -250,8 +398,21 @@ SCHEMA = {
         "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
         "place": {"$ref": "#/$defs/Place"},
         "mode": {"enum": ["1", "2"]},
+        "as_count": {"$ref": "#/properties/count"},
+        "odd": {"$ref": "#/$defs/a~1b~0c"},
+        "spaced": {"$ref": "#/$defs/a%20b"},
+        "second": {"$ref": "#/properties/maybe/anyOf/0"},
+        "far": {"$ref": "#/properties/maybe/anyOf/7"},
+        "both": {"type": "boolean", "$ref": "#/$defs/Tree"},
+        "tree": {"$ref": "#/$defs/Tree"},
     },
-    "$defs": {"Place": {"type": "object"}},
+    "$defs": {
+        "Place": {"type": "object"},
+        "a/b~c": {"type": "boolean"},
+        "a b": {"type": "null"},
+        "Tree": {"anyOf": [{"$ref": "#/$defs/Trees"}, {"type": "integer"}]},
+        "Trees": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "array"}]},
+    },
 }
 
 
@@ -262,12 +423,17 @@ SCHEMA = {
         ("code", "007", "007"), ("code", "true", "true"), ("maybe", "null", None),
         ("maybe", "3", 3), ("mode", "1", "1"),
         ("place", '{"x": 1}', {"x": 1}), ("place", "{'x': True}", {"x": True}), ("other", "1", "1"),
+        ("as_count", "7", 7), ("odd", "true", True), ("spaced", "None", None), ("second", "7", 7),
+        ("far", "7", "7"), ("tree", "[1]", [1]), ("tree", "1", 1), ("tree", "true", "true"),
+        ("both", "true", True), ("both", "1", 1),
     ],
 )  # fmt: skip
 def test_values_are_typed_by_the_schema(name: str, text: str, value: Any) -> None:
-    assert typed(text, arguments_of(SCHEMA).get(name)) == value
-    call = f"<tool_call><function=f><parameter={name}>{text}</parameter></function></tool_call>"
-    parts = parse("qwen3_coder", [call], schemas={"f": arguments_of(SCHEMA)})
+    call = ToolSchemas({"f": SCHEMA}).call("f")
+    call.typed("both", "1")  # what others are does not change it
+    assert call.typed(name, text) == value
+    whole = f"<tool_call><function=f><parameter={name}>{text}</parameter></function></tool_call>"
+    parts = parse("qwen3_coder", [whole], schemas=ToolSchemas({"f": SCHEMA}))
     if not text.endswith("\n"):
         assert made(parts) == ("", [("f", {name: value})])
 
@@ -276,7 +442,39 @@ def test_values_are_typed_by_the_schema(name: str, text: str, value: Any) -> Non
     "schema", [None, {}, {"properties": 1}, {"properties": {"a": {"$ref": 1}}}]
 )
 def test_odd_schemas_type_nothing(schema: Any) -> None:
-    assert typed("1", arguments_of(schema).get("a")) == "1"
+    assert ToolSchemas({"f": schema}).call("f").typed("a", "1") == "1"
+
+
+def test_schemas_that_refer_to_themselves_cost_little() -> None:
+    """Each of many arguments is a choice of choices of itself: resolved in place they are 4 million
+    schemas."""
+    a = {"anyOf": [{"anyOf": [{"$ref": "#/$defs/A"}] * 8}] * 8}
+    own = {f"own{n}": a for n in range(1900)}
+    referring = {f"a{n}": {"$ref": "#/$defs/A"} for n in range(1900)}
+    schemas = ToolSchemas({"f": {"properties": own | referring, "$defs": {"A": a}}})
+    started = process_time()
+    for name in own | referring:
+        assert schemas.call("f").typed(name, "1") == "1"
+    assert process_time() - started < 0.25
+
+
+def test_schemas_have_one_budget_but_keep_what_was_found() -> None:
+    big = {f"b{n}": {"anyOf": [{"type": "object"}] * 32} for n in range(100)}
+    schemas = ToolSchemas({"f": SCHEMA, "g": {"properties": big}})
+    assert schemas.call("f").typed("count", "1") == 1
+    assert schemas.call("g").typed("b0", "{}") == {}
+    assert [schemas.call("g").typed(name, "{}") for name in big][-1] == "{}"
+    assert schemas.call("f").typed("count", "1") == 1
+    assert schemas.call("f").typed("place", "{}") == "{}"
+
+
+def test_the_values_of_one_call_have_one_budget() -> None:
+    schemas = ToolSchemas({"f": {"properties": {"a": {"type": "array"}}}})
+    text = "[" + "'x'," * 1500 + "]"
+    call = schemas.call("f")
+    assert call.typed("a", text) == ["x"] * 1500
+    assert call.typed("a", text) == text
+    assert schemas.call("f").typed("a", text) == ["x"] * 1500
 
 
 PIECES = st.sampled_from(
@@ -300,10 +498,19 @@ def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
         if not calls:
             left_out = text.removeprefix(given_back)
             assert given_back + left_out == text
-            assert left_out.strip() in ("", *family.openers)
+            assert left_out.strip() in ("", *([] if given_back.strip() else family.openers))
         else:
             remaining = iter(text)
             assert all(char in remaining for char in given_back)
+
+
+def test_harmony_s_messages() -> None:
+    """What is said to a tool of the model's own while it thinks is thought, and two texts are two
+    lines."""
+    thought = "<|channel|>analysis to=python code<|message|>print(1)<|call|><|start|>assistant"
+    first = "<|channel|>commentary<|message|>One.<|end|><|start|>assistant"
+    parts = parse("gpt_oss", thought + first + final("gpt_oss", "Two."))
+    assert (reasoning_of(parts), text_of(parts)) == ("print(1)", "One.\nTwo.")
 
 
 @settings(max_examples=100, deadline=None)
@@ -354,3 +561,16 @@ def test_a_call_without_end_does_not_take_all_memory() -> None:
     assert len(text) > MAX_CALL_CHARS
     text += text_of(parser.finish())
     assert text == head + piece * num_pieces
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"name": "get_weather", "arguments": {"city": "Paris"}}',
+        '\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        '<tool_call>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_call>',
+        '<tool_call>{"name": "get_weather", "parameters": {"city": "Paris"}}',
+    ],
+)
+def test_generic_calls_as_small_models_write_them(answer: str) -> None:
+    assert made(parse("generic", answer))[1] == [PARIS]

@@ -17,7 +17,7 @@ from pdserve.services.options.options import options_of
 ROOT = Path(__file__).parents[3]
 
 
-def run(*words: str, block: tuple[str, ...] = (), timeout_s: float = 30) -> tuple[int, str, str]:
+def run(*words: str, block: tuple[str, ...] = (), timeout_s: float = 100) -> tuple[int, str, str]:
     """The command line in a process where some modules cannot be imported."""
     code = (
         "import sys\n"
@@ -75,14 +75,17 @@ def test_settings_are_light() -> None:
 
 
 @pytest.mark.parametrize("role", ["gateway", "router"])
-def test_gateway_and_router_need_no_torch(role: str) -> None:
-    """They come as far as their servers: the address given cannot be bound."""
+def test_gateway_and_router_need_no_torch(role: str, tmp_path: Path) -> None:
+    """They come as far as their servers, without what is for later either: the address given cannot
+    be bound."""
+    database = ("--database-url", f"sqlite:///{tmp_path}/kept.db")
     words = {
-        "gateway": ("--host", "203.0.113.1", "--routers", "127.0.0.1:1"),
+        "gateway": ("--host", "203.0.113.1", "--routers", "127.0.0.1:1", *database),
         "router": ("--bind", "203.0.113.1:1"),
     }[role]
     secret = ("--cluster-secret", "s" * 32, "--trust-network")
-    code, out, err = run(role, *words, *secret, block=("torch", "numpy", "transformers"))
+    later = ("sqlalchemy", "llguidance", "mcp")
+    code, out, err = run(role, *words, *secret, block=("torch", "numpy", "transformers", *later))
     assert code == 1, err
     assert "203.0.113.1" in err
     assert "Traceback" not in err

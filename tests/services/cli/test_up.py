@@ -19,6 +19,7 @@ from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.cli.main import settle
 from pdserve.services.host.auth.certificates import role_in
+from pdserve.services.local.data_folder import data_dir
 from pdserve.services.local.run_folder import PREFIX, run_dir
 from pdserve.services.local.supervisor import ECHO_S, Child, StartError, Supervisor
 from pdserve.services.local.up import System
@@ -112,9 +113,12 @@ def test_files_and_batches_are_kept_for_the_next_system_of_the_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
-    assert database_of(tmp_path, "--port", "28765") == (
-        f"sqlite:///{tmp_path}/home/pdserve/gateway-28765.db"
-    )
+    (tmp_path / "home/pdserve").mkdir(mode=0o755, parents=True)
+    kept = database_of(tmp_path, "--port", "28765")
+    assert kept.startswith(f"sqlite:///{tmp_path}/home/pdserve/gateway-")
+    assert kept.endswith("-28765.db")
+    assert database_of(tmp_path, "--port", "28765") == kept
+    assert capsys.readouterr().err.count("lost at the end") == 0
     assert (tmp_path / "home/pdserve").stat().st_mode & 0o777 == 0o700
     assert database_of(tmp_path).startswith(f"sqlite:///{tmp_path}/run/pdserve-up-")
     assert database_of(tmp_path, "--database-url", "none") == "none"
@@ -122,6 +126,16 @@ def test_files_and_batches_are_kept_for_the_next_system_of_the_port(
     url = database_of(tmp_path, "--port", "28765")
     assert url.startswith(f"sqlite:///{tmp_path}/run/pdserve-up-")
     assert "warning: files, batches and usage are lost at the end" in capsys.readouterr().err
+
+
+def test_another_users_folder_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.raises(PermissionError, match="another user's"):
+        data_dir()
 
 
 def test_the_allotment_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

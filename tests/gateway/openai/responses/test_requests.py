@@ -12,7 +12,9 @@ from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.openai.responses.items import MAX_ITEMS
 from pdserve.gateway.openai.responses.schema import ResponsesBody
+from pdserve.gateway.openai.responses.tools import tool_use
 from pdserve.gateway.text.parts import TextPart
+from pdserve.gateway.tool_use import ToolUse
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -220,3 +222,9 @@ async def test_a_kept_response_is_not_streamed(make_http):
     client = make_http(saying("x"), responses=MemoryStore())
     name = (await client.post(URL, json=ASKED)).json()["id"]
     check(await client.get(f"{URL}/{name}?stream=true"), 400, "stream")
+
+
+def test_no_tools_at_all_can_be_asked_for_without_any() -> None:
+    """Servers' tools count as well (gateway/mcp)."""
+    assert tool_use((), "none", parallel=True) == ToolUse((), "none")
+    assert tool_use((), None, parallel=True) is None

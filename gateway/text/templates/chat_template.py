@@ -9,6 +9,8 @@ renders one of a stranger does it in a process with limits (gateway/text_process
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -22,7 +24,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.messages import TemplateInput, normalized, with_text_arguments
 from pdserve.gateway.text.special import unused_mark
+from pdserve.gateway.text.templates.described_tools import (
+    described,
+    in_system_turn,
+    in_user_turn,
+    plain_turns,
+)
 from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
+from pdserve.gateway.text.tools import GENERIC, tool_family
 
 MAX_SOURCE_CHARS = 1 << 18
 
@@ -53,6 +62,11 @@ class ChatTemplate:
         }
         self._tokens = {name: text for name, text in tokens.items() if text is not None}
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the template has a place for tools; otherwise `render` makes them text."""
+        return "tools" in self._source
+
     def render(self, asked: TemplateInput) -> Rendered:
         """The prompt for a conversation. Raises TextError: for bad messages, and with what the
         template itself raises."""
@@ -75,6 +89,8 @@ class ChatTemplate:
             knows_developer="developer" in self._source,
             knows_null=" is none" in self._source or " is not none" in self._source,
         )
+        if not self.shows_tools and (asked.tools or "tool_calls" not in self._source):
+            return self._with_plain_tools(template, asked, messages)
         try:
             return self._filled(template, asked, messages)
         except TypeError:
@@ -82,6 +98,24 @@ class ChatTemplate:
                 raise
         # DeepSeek's templates write arguments as the text that the model has written.
         return self._filled(template, asked, with_text_arguments(messages))
+
+    def _with_plain_tools(
+        self, template: jinja2.Template, asked: TemplateInput, messages: list[dict[str, Any]]
+    ) -> Rendered:
+        """Tools, calls and results as text: the tools in the system's turn, or in the user's if the
+        template has none."""
+        family = tool_family(asked.tool_parser or GENERIC)
+        assert family is not None  # the gateway's settings name only those that there are
+        turns = plain_turns(messages, family.form)
+        plain = replace(asked, tools=None)
+        if not asked.tools:
+            return self._filled(template, plain, turns)
+        text = described(asked.tools, family.form)
+        with suppress(jinja2.TemplateError):
+            rendered = self._filled(template, plain, in_system_turn(turns, text))
+            if text in rendered.text:
+                return rendered
+        return self._filled(template, plain, in_user_turn(turns, text))
 
     def _filled(
         self, template: jinja2.Template, asked: TemplateInput, messages: list[dict[str, Any]]

@@ -1,0 +1,134 @@
+"""The parts of a gateway's database, made while the gateway serves: SQLAlchemy takes as long to
+import as the rest of it.
+
+They are made once a model can be asked, or as soon as a client asks for them. Until then requests
+for them wait, and what keys have used is noted in memory.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.dialect import Dialect, HttpLimits
+from pdserve.gateway.http.docs.pages import DOCUMENT
+from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.observability.meter import RequestUsage
+from pdserve.gateway.openai.dialect import STORED
+from pdserve.gateway.settings import GatewaySettings
+from pdserve.gateway.storage.response_store import KeptResponse
+from pdserve.gateway.storage.url import check_url
+from pdserve.services.host.tenants.keys import ApiKeys
+
+if TYPE_CHECKING:
+    from pdserve.gateway.openai.stored.parts import StoredParts
+
+log = logging.getLogger("pdserve.gateway.database")
+
+WAITING = (*STORED, DOCUMENT)  # the document describes all routes
+
+
+class LateParts:
+    """The MoreRoutes, ResponseStore and CountUsage of a gateway, before and after its StoredParts
+    are there. `run` is the task that makes and runs them; `drain` and `close` end them."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        keys: ApiKeys,
+        limits: AdmissionLimits,
+        on_made: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_made` is called on a thread. Raises ValueError for a URL of no database, OSError for
+        a file that cannot be written."""
+        check_url(settings.database_url)
+        self._on_made = on_made
+        self._make_parts = partial(_make_parts, settings, keys, limits)
+        self._add_routes: list[Callable[[StoredParts], None]] = []
+        self._noted: list[tuple[Caller, str, RequestUsage]] = []
+        self._wanted = asyncio.Event()
+        self._made = asyncio.Event()
+        self._parts: StoredParts | None = None
+
+    def want(self) -> None:
+        """They are made from now on."""
+        self._wanted.set()
+
+    async def run(self, app: ASGIApp) -> None:
+        """Until it is cancelled. Raises OSError for a file that is no database, which works at once
+        or never."""
+        await self._wanted.wait()
+        parts = await asyncio.to_thread(self._make_parts)
+        await asyncio.to_thread(self._on_made)
+        await parts.start()
+        for add in self._add_routes:
+            add(parts)
+        for noted in self._noted:
+            parts.usage.count(*noted)
+        self._noted.clear()
+        self._parts = parts
+        self._made.set()
+        await parts.run(app)
+
+    async def parts(self) -> "StoredParts":
+        """Once they are there."""
+        self.want()
+        await self._made.wait()
+        assert self._parts is not None
+        return self._parts
+
+    async def drain(self) -> None:
+        if self._parts is not None:
+            await self._parts.drain()
+
+    async def close(self) -> None:
+        if self._parts is not None:
+            await self._parts.close()
+        elif self._noted:
+            log.warning("the usage of %d requests is lost", len(self._noted))
+
+    def count(self, caller: Caller, model: str, usage: RequestUsage) -> None:
+        if self._parts is not None:
+            self._parts.usage.count(caller, model, usage)
+        else:
+            self._noted.append((caller, model, usage))
+
+    def add_routes(
+        self, app: FastAPI, dialect: Dialect, limits: HttpLimits, bodies: BodyReader
+    ) -> None:
+        self._add_routes.append(lambda parts: parts.routes.add_routes(app, dialect, limits, bodies))
+        app.add_middleware(_WaitForParts, late=self)
+
+    async def save(self, tenant: bytes, kept: KeptResponse) -> bool:
+        return await (await self.parts()).responses.save(tenant, kept)
+
+    async def find(self, tenant: bytes, name: str) -> KeptResponse | None:
+        return await (await self.parts()).responses.find(tenant, name)
+
+    async def remove(self, tenant: bytes, name: str) -> bool:
+        return await (await self.parts()).responses.remove(tenant, name)
+
+
+class _WaitForParts:
+    """Lets requests for the parts through once they are there."""
+
+    def __init__(self, app: ASGIApp, late: LateParts) -> None:
+        self._app = app
+        self._late = late
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(WAITING):
+            await self._late.parts()
+        await self._app(scope, receive, send)
+
+
+def _make_parts(settings: GatewaySettings, keys: ApiKeys, limits: AdmissionLimits) -> "StoredParts":
+    from pdserve.gateway.openai.stored.parts import StoredParts
+
+    return StoredParts(settings, keys, limits)

@@ -1,0 +1,42 @@
+"""The answers of /rerank and /score, for their description; dialect.py makes them."""
+
+from typing import Literal
+
+from pdserve.gateway.http.docs.document import AnswerModel
+from pdserve.gateway.openai.answers import PromptUsage
+
+
+class RankedDocument(AnswerModel):
+    text: str
+
+
+class RerankResult(AnswerModel):
+    """`index` is that of the request's document."""
+
+    index: int
+    relevance_score: float
+    document: RankedDocument | None = None
+
+
+class RerankAnswer(AnswerModel):
+    """The best documents first."""
+
+    id: str
+    model: str
+    usage: PromptUsage
+    results: list[RerankResult]
+
+
+class ScoreObject(AnswerModel):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(AnswerModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreObject]
+    usage: PromptUsage

@@ -1,0 +1,29 @@
+"""The URL of a database: what can be said of it before SQLAlchemy is imported."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "postgres": "asyncpg"}
+
+
+def check_url(url: str) -> None:
+    """Raises ValueError for a URL of no database that can be used, OSError for a file that could
+    not be written."""
+    scheme, found, rest = url.partition("://")
+    backend = scheme.partition("+")[0]
+    if not found or backend not in DRIVERS:
+        raise ValueError("--database-url: it must begin with sqlite:/// or postgresql://")
+    if find_spec(DRIVERS[backend]) is None:
+        raise ValueError(f"--database-url: {backend} needs the package {DRIVERS[backend]}")
+    if backend == "sqlite":
+        check_folder(rest.partition("?")[0].removeprefix("/"))
+
+
+def check_folder(path: str) -> None:
+    """Raises OSError if a file could not be made there."""
+    if path in ("", ":memory:"):
+        return
+    folder = Path(path).absolute().parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(f"--database-url: {folder} is no folder that can be written to")

@@ -1,0 +1,87 @@
+"""Tools as plain text, for chat templates that have no place for them; pure.
+
+One text shows the tools and how to call them. The calls of a conversation become text of the turns
+that made them, written in the form that is asked for, and their results text of the user's turns,
+which every template can write. All of it is a client's text still, and is guarded as such.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pdserve.gateway.text.parsing.family import CallForm
+
+Message = Mapping[str, Any]
+
+
+def described(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
+    """The tools, each a function with a name, and the form in which the model calls them."""
+    shown = "\n".join(_json(tool["function"]) for tool in tools)
+    return (
+        "You can call these functions. Each has a name, and a JSON schema of its arguments:\n"
+        f"{shown}\n\n"
+        "To call a function, write its name and its arguments as JSON in this form:\n"
+        f"{form.begin}{{...}}{form.end}\n"
+        "To call several, write several. The results are in the next message."
+    )
+
+
+def plain_turns(messages: Sequence[Message], form: CallForm) -> list[dict[str, Any]]:
+    """The messages without calls of tools and without the role `tool`. Turns of the user that this
+    would put side by side become one, for templates in which roles alternate."""
+    turns: list[dict[str, Any]] = []
+    names: dict[Any, str] = {}  # of called functions, by the ids of calls
+    result_before = False
+    for message in messages:
+        turn = dict(message)
+        calls = turn.pop("tool_calls", None) or ()
+        if calls:
+            names |= {call.get("id"): call["function"]["name"] for call in calls}
+            turn["content"] = _lines(turn["content"], *(_call(call, form) for call in calls))
+        is_result = turn["role"] == "tool"
+        if is_result:
+            turn = {"role": "user", "content": _result(turn, names)}
+        if turns and turns[-1]["role"] == turn["role"] == "user" and (is_result or result_before):
+            turns[-1]["content"] = _lines(turns[-1]["content"], turn["content"])
+        else:
+            turns.append(turn)
+        result_before = is_result
+    return turns
+
+
+def in_system_turn(turns: Sequence[Message], text: str) -> list[dict[str, Any]]:
+    """The turns with a text at the end of their system turn, which is new if there is none."""
+    first, *others = turns
+    if first["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": text}, *map(dict, turns)]
+    content = _lines(first["content"], text, between="\n\n")
+    return [{**first, "content": content}, *map(dict, others)]
+
+
+def in_user_turn(turns: Sequence[Message], text: str) -> list[dict[str, Any]]:
+    """The turns with a text at the start of the user's first one, which is new if there is none."""
+    made = [dict(turn) for turn in turns]
+    for turn in made:
+        if turn["role"] == "user":
+            turn["content"] = _lines(text, turn["content"], between="\n\n")
+            return made
+    return [{"role": "user", "content": text}, *made]
+
+
+def _call(call: Message, form: CallForm) -> str:
+    function = call["function"]
+    begin = form.begin.replace("NAME", function["name"])
+    return begin + _json(function["arguments"]) + form.end
+
+
+def _result(message: Message, names: Mapping[Any, str]) -> str:
+    name = message.get("name") or names.get(message.get("tool_call_id"))
+    return f"Result of {name or 'the call'}:\n{message['content']}"
+
+
+def _lines(*texts: str | None, between: str = "\n") -> str:
+    return between.join(text for text in texts if text)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,39 @@
+"""Calls of models that learn from the prompt how to call (text/templates/described_tools.py): JSON
+in <tool_call>, or without the tags where the answer begins, since small models leave them out."""
+
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import (
+    CallForm,
+    Calls,
+    ToolFamily,
+    bare_calls,
+    json_call,
+    json_list,
+)
+from pdserve.gateway.text.parsing.reader import BlockReader
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+
+
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+    if not opener:
+        yield from bare_calls(reader)
+        return
+    yield from reader.space()
+    if (yield from reader.takes("[")):
+        yield from json_list(reader)
+    else:
+        yield (yield from json_call(reader))
+    yield from reader.space()
+    yield from reader.takes(END)
+
+
+FAMILY = ToolFamily(
+    "generic",  # as llama.cpp calls it
+    lambda template: False,
+    CallForm(BEGIN + '\n{"name": "NAME", "arguments": ', "}\n" + END, trigger=BEGIN),
+    openers=(BEGIN,),
+    bare="{",
+    read=read,
+    special=(BEGIN, END),
+)

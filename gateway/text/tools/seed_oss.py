@@ -1,0 +1,22 @@
+"""Seed-OSS's calls: those of Qwen3-Coder between tags of its own."""
+
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily
+from pdserve.gateway.text.parsing.reader import BlockReader
+from pdserve.gateway.text.tools.qwen3_coder import read_function
+
+BEGIN, END = "<seed:tool_call>", "</seed:tool_call>"
+
+
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+    return read_function(reader, opener, END, schemas)
+
+
+FAMILY = ToolFamily(
+    "seed_oss",
+    lambda template: BEGIN in template,
+    CallForm(BEGIN + '\n{"name": "NAME", "arguments": ', "}\n" + END, trigger=BEGIN),
+    openers=(BEGIN, "<function="),
+    read=read,
+    special=(BEGIN, END),
+)

@@ -1,0 +1,76 @@
+"""The SQLite file that `pdserve up` keeps for the next system of its port on this host.
+
+Its write-ahead log is in shared memory, so one host alone may use it: a home may be several hosts'.
+A lock beside it says that a system uses it.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import socket
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+MACHINE_ID = Path("/etc/machine-id")
+MOUNTS = Path("/proc/self/mountinfo")
+# Of other hosts, too, or of programs that may have no working locks
+SHARED = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "fuse")
+
+
+@contextmanager
+def kept_database(folder: Path, port: int) -> Iterator[Path]:
+    """Yields the file, which is the caller's alone for the block. Raises OSError if none can be."""
+    kind = _file_system(folder)
+    if kind.partition(".")[0] in SHARED:  # fuse.sshfs
+        raise OSError(f"{folder} is on a file system of the kind {kind}, which hosts may share")
+    path = folder / f"gateway-{_host()}-{port}.db"
+    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"another system uses {path}") from None
+        _check(path)
+        yield path
+    finally:
+        os.close(lock)
+
+
+def _host() -> str:
+    """Names this host; its id itself is nobody's business."""
+    name = ""
+    with suppress(OSError):
+        name = MACHINE_ID.read_text().strip()
+    return hashlib.sha256(f"pdserve {name or socket.gethostname()}".encode()).hexdigest()[:12]
+
+
+def _file_system(folder: Path) -> str:
+    """Its kind, as the kernel calls it; "" if that is not known."""
+    found, longest = "", -1
+    real = folder.resolve()
+    with suppress(OSError):
+        for line in MOUNTS.read_text(errors="replace").splitlines():
+            before, _, after = line.partition(" - ")
+            point = re.sub(r"\\([0-7]{3})", lambda c: chr(int(c[1], 8)), before.split()[4])
+            if len(point) >= longest and real.is_relative_to(point):
+                found, longest = after.split()[0], len(point)
+    return found
+
+
+def _check(path: Path) -> None:
+    """Raises OSError if nothing can be written to the file: the disk is full, say."""
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    try:
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            connection.execute("PRAGMA journal_mode=WAL").fetchall()
+            connection.execute("CREATE TABLE IF NOT EXISTS last_start (at REAL)")
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("DELETE FROM last_start")
+            connection.execute("INSERT INTO last_start VALUES (strftime('%s', 'now'))")
+            connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        raise OSError(f"{path}: {error}") from error

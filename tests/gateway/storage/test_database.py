@@ -1,0 +1,177 @@
+"""The database: no caller that goes away cuts off a transaction, and nobody else may read it."""
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from itertools import count
+from pathlib import Path
+
+import aiosqlite
+import pytest
+from eventually import eventually
+
+from pdserve.gateway.batches.files import FileLimits, Files
+from pdserve.gateway.caller import Caller
+from pdserve.gateway.observability.meter import RequestUsage
+from pdserve.gateway.observability.usage_log import UsageLog
+from pdserve.gateway.storage.database import Database
+from pdserve.gateway.storage.response_store import KeptResponse
+from pdserve.gateway.storage.responses import DatabaseResponses
+
+pytestmark = pytest.mark.anyio
+
+
+class Cuts:
+    """Cancels a task when the driver is asked for the n-th time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._steps, self._at = 0, 0
+        self._task: asyncio.Task[object] | None = None
+        execute = vars(aiosqlite.Connection)["_execute"]  # all that a driver does
+
+        async def counted(connection, *args, **kwargs):
+            self._steps += 1
+            if self._steps == self._at and self._task is not None:
+                asyncio.get_running_loop().call_soon(self._task.cancel)
+            return await execute(connection, *args, **kwargs)
+
+        monkeypatch.setattr("aiosqlite.Connection._execute", counted)
+
+    async def run(self, work, at: int) -> bool:
+        """Whether there was a step `at` to be cut off at."""
+        self._steps, self._at = 0, at
+        self._task = asyncio.create_task(work)
+        await asyncio.wait((self._task,))
+        self._task = None
+        return self._steps >= at
+
+
+@pytest.fixture
+def cuts(monkeypatch) -> Cuts:
+    return Cuts(monkeypatch)
+
+
+@pytest.fixture
+async def database(tmp_path: Path, anyio_backend: str) -> AsyncIterator[Database]:
+    made = Database(f"sqlite:///{tmp_path}/gateway.db")
+    await made.start()
+    yield made
+    await made.close()
+
+
+def is_free(path: Path) -> bool:
+    """Whether another process could write."""
+    connection = sqlite3.connect(path, isolation_level=None, timeout=0.0)
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("ROLLBACK")
+        return True
+    except sqlite3.OperationalError:
+        return False
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("what", ["find", "save", "remove", "append"])
+async def test_the_lock_is_free_wherever_a_caller_leaves(tmp_path, database, cuts, what):
+    responses = DatabaseResponses(database, lambda: 1000.0)
+    files = Files(database, FileLimits(1 << 30, 1 << 30, 100))
+    file_id = await files.begin("aa")
+    await responses.save(b"a", KeptResponse("old", "{}", "[]"))
+    for step in count(1):
+        work = {
+            "find": lambda: responses.find(b"a", "old"),
+            "save": lambda step=step: responses.save(b"a", KeptResponse(f"{step}", "{}", "[]")),
+            "remove": lambda: responses.remove(b"a", "old"),
+            "append": lambda step=step: files.append("aa", file_id, step, b"x" * 1000),
+        }[what]
+        if not await cuts.run(work(), step):
+            break
+        await eventually(lambda: is_free(tmp_path / "gateway.db"))
+    assert step > 3
+
+
+async def test_no_usage_is_counted_twice(tmp_path, database, cuts):
+    usage = UsageLog(database)
+    for step in count(1):
+        usage.count(Caller("request"), "tiny", RequestUsage(10, 0, 5))
+        cut = await cuts.run(usage.flush(), step)
+        await usage.flush()
+        with sqlite3.connect(tmp_path / "gateway.db") as found:
+            (requests,) = found.execute("SELECT sum(requests) FROM usage").fetchone()
+        found.close()
+        assert requests == step
+        if not cut:
+            break
+    assert step > 3
+
+
+async def test_nothing_is_appended_to_a_file_that_was_given_up(tmp_path, database, cuts):
+    """Its client has left in the middle, and what it had sent came last."""
+    files = Files(database, FileLimits(1 << 30, 1 << 30, 100))
+    for step in count(1):
+        file_id = await files.begin("aa")
+        cut = await cuts.run(files.append("aa", file_id, 0, b"x"), step)
+        await files.abandon(file_id)
+        if not cut:
+            break
+    await database.close()
+    with sqlite3.connect(tmp_path / "gateway.db") as found:
+        (left,) = found.execute("SELECT count(*) FROM file_pieces").fetchone()
+    found.close()
+    assert left == 0
+
+
+async def test_a_transaction_of_the_caller_itself_is_refused(database):
+    with pytest.raises(RuntimeError, match="in_own_task"):
+        async with database.changing():
+            pass
+
+
+async def test_only_its_user_may_read_the_file(tmp_path, database):
+    def modes() -> set[int]:
+        found = list(tmp_path.glob("gateway.db*"))
+        assert len(found) == 3  # its log and its shared memory, too
+        return {path.stat().st_mode & 0o777 for path in found}
+
+    assert modes() == {0o600}
+    for path in tmp_path.glob("gateway.db*"):
+        path.chmod(0o644)  # an earlier version's
+    again = Database(f"sqlite:///{tmp_path}/gateway.db")
+    await again.start()
+    assert modes() == {0o600}
+    await again.close()
+
+
+async def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / "gateway.db").mkdir()
+    with pytest.raises(OSError, match="/gateway"):
+        await Database(f"sqlite:///{tmp_path}/gateway.db").start()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:a@s3cret/more@h/db",
+        "postgresql://u:a@s3cret:12@h/db",
+        "postgresql://u:s3cret#@h:55x/db",
+        "mysql://u:s3cret@h/db",
+        "s3cret",
+    ],
+)
+def test_a_url_that_cannot_be_read_is_not_shown(url):
+    with pytest.raises(ValueError, match="--database-url: it must be sqlite") as caught:
+        Database(url)
+    assert "s3cret" not in str(caught.value)
+    assert caught.value.__context__ is None or "s3cret" not in str(caught.value.__context__)
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql://u:s3cret@{}/db", "postgresql://{}/db?password=s3cret"]
+)
+async def test_a_server_that_does_not_answer_is_named_without_the_password(url):
+    pytest.importorskip("asyncpg")
+    database = Database(url.format("127.0.0.1:1"))
+    with pytest.raises(OSError, match=":1/db") as caught:
+        await database.start()
+    assert "s3cret" not in str(caught.value)

@@ -1,0 +1,77 @@
+"""The parts of a database are made while the gateway serves, and nothing is lost until then."""
+
+import asyncio
+import sqlite3
+from contextlib import closing
+
+import httpx
+import pytest
+from eventually import eventually
+from fake_router import FakeRouter, saying
+from scripted_service import scripted_service
+from stored_gateway import BOUNDS, CHAT
+
+from pdserve.gateway.http.app import create_app, create_routes
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.openai.stored.late import LateParts
+from pdserve.gateway.settings import GatewaySettings
+from pdserve.services.host.tenants.keys import ApiKeys
+
+pytestmark = pytest.mark.anyio
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def made(folder):
+    """(its parts, its routes, the application)"""
+    settings = GatewaySettings(database_url=f"sqlite:///{folder}/gateway.db")
+    keys, limits, router = ApiKeys(()), AdmissionLimits(64, 32), FakeRouter(saying("hello"))
+    late = LateParts(settings, keys, limits)
+    service = scripted_service(router, limits, count_usage=late.count)
+    dialect = OpenAiDialect(service, BOUNDS, BodyReader(BOUNDS), late, late)
+    readiness = Readiness(router, service.catalog)
+    routes = create_routes([dialect], service, readiness)
+    return late, routes, create_app([dialect], service, readiness, keys, routes=routes)
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/responses/resp_x"])
+async def test_a_request_for_them_has_them_made(tmp_path, path):
+    late, routes, app = made(tmp_path)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://g", timeout=60) as http:
+        assert (await http.post(CHAT, json=BODY)).status_code == 200
+        asking = asyncio.create_task(http.get(path))
+        await asyncio.sleep(0)
+        assert not list(tmp_path.iterdir())
+        running = asyncio.create_task(late.run(routes))
+        assert (await asking).status_code == (404 if "resp" in path else 200)
+        shown = (await http.get("/openapi.json")).json()["paths"]
+        assert {"/v1/files", "/v1/batches", "/v1/usage"} <= shown.keys()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await late.close()
+    with closing(sqlite3.connect(tmp_path / "gateway.db")) as found:  # what was used before
+        assert found.execute("SELECT sum(requests) FROM usage").fetchone() == (1,)
+
+
+async def test_they_are_made_once_they_are_wanted(tmp_path):
+    late, routes, _ = made(tmp_path)
+    running = asyncio.create_task(late.run(routes))
+    await asyncio.sleep(0)
+    assert not list(tmp_path.iterdir())
+    late.want()
+    await eventually(lambda: (tmp_path / "gateway.db").exists())
+    await late.parts()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await late.close()
+
+
+async def test_a_file_that_is_no_database_ends_the_task(tmp_path):
+    (tmp_path / "gateway.db").write_text("no database" * 100)
+    late, routes, _ = made(tmp_path)
+    late.want()
+    with pytest.raises(OSError, match="--database-url"):
+        await late.run(routes)

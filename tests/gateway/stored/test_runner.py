@@ -1,0 +1,168 @@
+"""Which batches a gateway runs: keys in turn, and what only has to end at once."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from eventually import eventually
+
+from pdserve.gateway.batches.batches import Batches
+from pdserve.gateway.batches.files import FileLimits, Files
+from pdserve.gateway.batches.leases import BatchLease
+from pdserve.gateway.batches.run import Answer
+from pdserve.gateway.batches.runner import MAX_RUNS_OF_TENANT, BatchRunner
+from pdserve.gateway.batches.slots import LineSlots
+from pdserve.gateway.storage.database import Database
+from pdserve.services.host.tenants.keys import Tenant
+
+pytestmark = pytest.mark.anyio
+URL = "/v1/completions"
+
+
+class World:
+    """A runner, what it has asked, and whose keys are good; answers wait for `answers`."""
+
+    def __init__(self, database: Database, batches: Batches) -> None:
+        self.batches = batches
+        self.asked: list[str] = []
+        self.revoked: set[str] = set()
+        self.answers = asyncio.Event()
+        self._files = Files(database, FileLimits(1 << 30, 1 << 30, 1000))
+        slots = LineSlots(2, lambda: 0)
+        self.runner = BatchRunner(
+            database, self._files, batches, slots, lambda name: name not in self.revoked, 1 << 20
+        )
+
+    async def ask(self, endpoint: str, body: bytes, tenant: Tenant, session: str) -> Answer:
+        self.asked.append(tenant.name)
+        await asyncio.sleep(0.01)
+        await self.answers.wait()
+        return Answer("request", 200, b"{}")
+
+    async def make(self, tenant: Tenant, count: int, window_s: int = 86400) -> str:
+        """The id of a batch of so many lines."""
+        owner = tenant.id.hex()
+        file_id = await self._files.begin(owner)
+        lines = [
+            json.dumps({"custom_id": f"{n}", "method": "POST", "url": URL, "body": {}}).encode()
+            for n in range(count)
+        ]
+        await self._files.append(owner, file_id, 0, b"\n".join(lines))
+        await self._files.finish(file_id, "in.jsonl", "batch")
+        return (await self.batches.create(tenant, URL, file_id, "24h", window_s, None)).id
+
+    async def owner(self, batch_id: str) -> str:
+        found = {o.lease.batch_id: o.lease.owner for o in await self.batches.leases()}
+        return found[batch_id]
+
+    async def has_status(self, tenant: Tenant, batch_id: str, status: str) -> None:
+        async def reached() -> bool:
+            found = await self.batches.find(tenant.id.hex(), batch_id)
+            assert found is not None
+            return found.status == status
+
+        await eventually(reached)
+
+
+class GatedBatches(Batches):
+    """A claim that is committed and not yet heard of."""
+
+    claimed: asyncio.Event | None = None
+    heard = asyncio.Event()
+
+    async def claim(self, lease: BatchLease, owner: str) -> bool:
+        done = await super().claim(lease, owner)
+        if self.claimed is not None:
+            self.claimed.set()
+            await self.heard.wait()
+        return done
+
+
+@pytest.fixture
+async def world(tmp_path: Path, anyio_backend: str) -> AsyncIterator[World]:
+    database = Database(f"sqlite:///{tmp_path}/gateway.db")
+    await database.start()
+    made = World(database, GatedBatches(database))
+    made.batches.heard = asyncio.Event()
+    yield made
+    await made.runner.close()
+    await database.close()
+
+
+@pytest.fixture
+async def running(world: World) -> AsyncIterator[World]:
+    task = asyncio.create_task(world.runner.run(world.ask))
+    yield world
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def key(number: int) -> Tenant:
+    return Tenant(f"key-{number}", bytes([number]) * 8, b"")
+
+
+async def test_long_batches_of_some_keys_hold_up_no_other_key(world):
+    long = [await world.make(key(n), 5000) for n in range(4) for _ in range(MAX_RUNS_OF_TENANT)]
+    world.answers.set()
+    task = asyncio.create_task(world.runner.run(world.ask))
+    try:
+        for batch_id in long:
+            await eventually(lambda batch_id=batch_id: world.owner(batch_id))
+        last = await world.make(key(4), 1)
+        world.runner.wake()
+        await world.has_status(key(4), last, "completed")
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_one_that_nobody_has_begun_is_cancelled_at_once(world):
+    batch_id = await world.make(key(0), 3)
+    batch = await world.batches.cancel(key(0).id.hex(), batch_id)
+    assert batch is not None
+    assert batch.status == "cancelled"
+    assert batch.ended_at == batch.cancelling_at
+    assert await world.batches.leases() == []
+
+
+async def test_the_end_of_its_time_waits_for_no_other_batch(running):
+    for _ in range(MAX_RUNS_OF_TENANT):
+        batch_id = await running.make(key(0), 2)
+        await eventually(lambda batch_id=batch_id: running.owner(batch_id))
+    waits = await running.make(key(0), 2)
+    over = await running.make(key(0), 2, window_s=0)
+    await running.has_status(key(0), over, "expired")
+    assert await running.owner(waits) == ""
+
+
+async def test_the_batches_of_a_key_that_is_revoked_stop(running):
+    running.answers.set()
+    batch_id = await running.make(key(0), 5000)
+    await eventually(lambda: running.asked)
+    running.revoked.add("key-0")
+
+    async def is_free() -> bool:
+        return not await running.owner(batch_id)
+
+    await eventually(is_free)
+    count = len(running.asked)
+    other = await running.make(key(1), 1)
+    await running.has_status(key(1), other, "completed")
+    assert running.asked[count:] == ["key-1"]
+    assert await running.owner(batch_id) == ""
+
+
+@pytest.mark.parametrize("end", ["drain", "close"])
+async def test_a_claim_under_way_at_the_end_is_given_back(running, end):
+    running.batches.claimed = asyncio.Event()
+    batch_id = await running.make(key(0), 2)
+    await running.batches.claimed.wait()
+    assert await running.owner(batch_id)
+    ending = asyncio.create_task(getattr(running.runner, end)())
+    await asyncio.sleep(0)
+    running.batches.heard.set()
+    await ending
+    assert await running.owner(batch_id) == ""
+    assert running.asked == []
