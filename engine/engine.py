@@ -85,6 +85,7 @@ class Engine:
         self.kv_identity = kv_identity
         self.numerics_id = numerics_id
         self._clock = clock
+        prefix_cache &= limits.pooling != "mean"  # which needs the states of all tokens
         tables = BlockTables(kv.spec, kv.num_blocks, limits.chunk_size, prefix_cache)
         self.jobs = JobTable(tables, limits.max_running)
         self._scheduler = Scheduler(self.jobs, limits)
@@ -380,7 +381,7 @@ class Engine:
         self, request: Request, order: int | None = None, sender: bytes = b""
     ) -> RequestState:
         max_tokens = self.limits.check(request)
-        self._constrainer.check(request.params)
+        self._constrainer.check(request)
         if request.key in self.jobs.by_key:
             raise InvalidRequest(f"a request {request.key!r} is under way", "request")
         if order is None:
@@ -392,33 +393,43 @@ class Engine:
 
     def _begin(self, job: RequestState) -> None:
         """Makes the constraints of a new job; a grammar is compiled meanwhile."""
-        params = job.request.params
-        if constrains(params) and job.request.generates and job.key in self.jobs.by_key:
+        request = job.request
+        if constrains(request.params) and request.generates and job.key in self.jobs.by_key:
             now_s = self._clock()
-            job.constraints = self._constrainer.of_request(params, job.generated, now_s)
+            job.constraints = self._constrainer.of_request(request, job.generated, now_s)
             self._beginning.append(job)
 
     def _settle(self) -> None:
         """Ends what a grammar ends before the first token: requests whose grammar is wrong, and
         choices that came here complete."""
-        jobs, now_s = self.jobs, self._clock()
-        beginning, self._beginning = self._beginning, []
-        for job in beginning:
-            if jobs.by_key.get(job.key) is not job or job.constraints is None:
-                continue
-            if job.key not in jobs.waiting and job not in jobs.running:
-                self._beginning.append(job)
-                continue
+        still: list[RequestState] = []
+        for job in self._beginning:
             try:
-                if not job.constraints.has_begun(now_s):
-                    self._beginning.append(job)
-                    continue
+                if not self._has_begun(job):
+                    still.append(job)
             except GrammarError as error:
-                self._events += self._progress.fail(job, str(error), "grammar")
-                continue
-            ended = [c for c in job.unfinished if job.constraints.has_ended(c)]
-            if ended:
-                self._events += self._progress.stop(job, ended)
+                self._events += self._progress.fail(job, str(error), error.param)
+            except Exception as error:
+                log.exception("the constraints of a request failed")
+                text = f"{type(error).__name__}: {error}"
+                self._events += self._progress.fail(job, text)
+        self._beginning = still
+
+    def _has_begun(self, job: RequestState) -> bool:
+        """Whether a job needs no more of `_settle`. Raises what its constraints raise."""
+        jobs, constraints = self.jobs, job.constraints
+        if constraints is None:
+            return True
+        if jobs.by_key.get(job.key) is not job:
+            constraints.leave()
+            return True
+        is_active = job.key in jobs.waiting or job in jobs.running
+        if not is_active or not constraints.has_begun(self._clock()):
+            return False
+        ended = [c for c in job.unfinished if constraints.has_ended(c)]
+        if ended:
+            self._events += self._progress.stop(job, ended)
+        return True
 
     def _fail_step(self, plan: Plan, message: str) -> list[Event]:
         jobs = {row.sequence.job.key: row.sequence.job for row in plan.rows}

@@ -1,5 +1,6 @@
 """What a model is served for: text, embeddings or scores, by its files and the options."""
 
+import logging
 from dataclasses import dataclass, replace
 
 from pdserve.engine.api.config import EngineConfig
@@ -7,6 +8,8 @@ from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, Store
 from pdserve.engine.checkpoints.text_card import load_tokenizer
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import HEAD
+
+log = logging.getLogger(__name__)
 
 YES, NO = "yes", "no"  # what a reranker answers (Qwen3-Reranker)
 CAUSAL = {"is_causal": False, "use_bidirectional_attention": True}  # what says that it is not
@@ -49,12 +52,24 @@ def find_task(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) 
         if not has_head:
             raise CheckpointError(f"--task {asked}: the model has no head, it can only embed")
         return ModelTask(scores=asked == "score")
-    stored = checkpoint.pooling() if config.pooling == "auto" else None
+    stored = _stored_pooling(config, checkpoint)
     if asked == "auto" and stored is None and has_head:
         return ModelTask()
     # Vectors of a model whose files say nothing are normalized, as vLLM does.
-    default = StoredPooling("last" if config.pooling == "auto" else config.pooling, normalizes=True)
-    return ModelTask(stored or default)
+    stored = stored or StoredPooling("last", normalizes=True)
+    if config.pooling != "auto":
+        stored = replace(stored, kind=config.pooling)
+    return ModelTask(stored)
+
+
+def _stored_pooling(config: EngineConfig, checkpoint: Checkpoint) -> StoredPooling | None:
+    try:
+        return checkpoint.pooling()
+    except CheckpointError as error:
+        if config.pooling == "auto":
+            raise
+        log.warning("--pooling stands in for what the files say: %s", error)
+        return None
 
 
 def score_ids(tokenizer_json: bytes) -> tuple[int, int]:

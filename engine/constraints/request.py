@@ -6,15 +6,15 @@ again, makes them anew and gets the same tokens.
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
-from pdserve.engine.api.errors import InvalidRequest
-from pdserve.engine.api.request import SamplingParams
+from pdserve.engine.api.errors import InvalidRequest, QueueFull
+from pdserve.engine.api.request import Request, SamplingParams
 from pdserve.engine.constraints.allowed_ids import AllowedIds
 from pdserve.engine.constraints.bad_words import BadWords
 from pdserve.engine.constraints.bitmask import Words
 from pdserve.engine.constraints.choice import ChoiceConstraints, Constraint
 from pdserve.engine.constraints.grammars.cache import GrammarCache
+from pdserve.engine.constraints.grammars.compile_queue import Compilation
 from pdserve.engine.constraints.grammars.compiled import CompiledGrammar, GrammarError
 from pdserve.engine.constraints.grammars.follower import GrammarFollower
 from pdserve.engine.constraints.grammars.mask_threads import MaskThreads
@@ -41,33 +41,56 @@ class Constrainer:
         self._threads = MaskThreads()
         self.wake: Callable[[], None] = lambda: None  # from any thread: a request may go on
 
-    def check(self, params: SamplingParams) -> None:
-        """Raises InvalidRequest for a grammar if there can be none."""
-        if params.grammar is not None and self._grammars is None:
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest for a grammar if there can be none, QueueFull if too many are to be
+        compiled."""
+        grammar = request.params.grammar
+        if grammar is None or not request.generates:
+            return
+        if self._grammars is None:
             raise InvalidRequest("this engine has no tokenizer for grammars", "grammar")
+        if not self._grammars.has_room(grammar.source, request.tenant):
+            raise QueueFull("too many grammars wait to be compiled")
 
     def of_request(
-        self, params: SamplingParams, generated: Sequence[list[int]], now_s: float
+        self, request: Request, generated: Sequence[list[int]], now_s: float
     ) -> "RequestConstraints":
         """`generated`: of each choice."""
-        compiling = None
+        params, compiling = request.params, None
         if params.grammar is not None and self._grammars is not None:
-            compiling = self._grammars.compile(params.grammar.source)
+            compiling = self._grammars.compile(params.grammar.source, request.tenant)
             compiling.add_done_callback(lambda _: self.wake())
         return RequestConstraints(self, params, generated, compiling, now_s + COMPILE_S)
 
-    def of_choice(
-        self, params: SamplingParams, generated: list[int], compiled: CompiledGrammar | None
+    def of_choices(
+        self,
+        params: SamplingParams,
+        generated: Sequence[list[int]],
+        compiled: CompiledGrammar | None,
+    ) -> list[ChoiceConstraints]:
+        """Of each choice, with what it has generated."""
+        allowed = None
+        if params.allowed_token_ids:
+            ends = self._eos_ids.union(params.stop_token_ids)
+            allowed = AllowedIds(ends.union(params.allowed_token_ids), self._vocab_size)
+        return [self._of_choice(params, ids, compiled, allowed) for ids in generated]
+
+    def _of_choice(
+        self,
+        params: SamplingParams,
+        generated: list[int],
+        compiled: CompiledGrammar | None,
+        allowed: AllowedIds | None,
     ) -> ChoiceConstraints:
+        """`allowed` has no state, so that all choices have the same."""
         vocab_size = self._vocab_size
         plain: list[Constraint] = []
         if params.thinking is not None:
             plain.append(ThinkingLimit(params.thinking, vocab_size))
         if params.bad_words:
             plain.append(BadWords(params.bad_words, vocab_size))
-        if params.allowed_token_ids:
-            ends = self._eos_ids.union(params.stop_token_ids)
-            plain.append(AllowedIds(ends.union(params.allowed_token_ids), vocab_size))
+        if allowed is not None:
+            plain.append(allowed)
         for constraint in plain:
             for token in generated:
                 constraint.push(token)
@@ -82,6 +105,11 @@ class Constrainer:
                 on_late=lambda: self.wake(),
             )
         return ChoiceConstraints(plain, follower)
+
+    def leave(self, compiling: Compilation) -> None:
+        """A request has ended that waited for a grammar."""
+        if self._grammars is not None:
+            self._grammars.leave(compiling)
 
     def start_masks(self) -> None:
         """Begins to compute the masks of what was pushed since the last call."""
@@ -103,17 +131,14 @@ class Constrainer:
 
 
 class RequestConstraints:
-    """What the scheduler, the sampler and the progress of steps ask of one request.
-
-    `failure` says why it cannot go on: what is wrong, and the field at fault.
-    """
+    """What the scheduler, the sampler and the progress of steps ask of one request."""
 
     def __init__(
         self,
         constrainer: Constrainer,
         params: SamplingParams,
         generated: Sequence[list[int]],
-        compiling: "Future[CompiledGrammar] | None",
+        compiling: Compilation | None,
         deadline_s: float,
     ) -> None:
         self._constrainer = constrainer
@@ -122,9 +147,14 @@ class RequestConstraints:
         self._compiling = compiling
         self._deadline_s = deadline_s
         self._choices: list[ChoiceConstraints] = []  # all of them, or none as yet
-        self._begun = False
+        self.begun = False  # what `has_begun` said last
         if compiling is None:
             self._begin(None)
+
+    def leave(self) -> None:
+        """The request has ended before it has begun: nothing is compiled for it any more."""
+        if self._compiling is not None:
+            self._constrainer.leave(self._compiling)
 
     def has_begun(self, now_s: float) -> bool:
         """Whether every choice is ready for its first token. Raises GrammarError."""
@@ -132,15 +162,17 @@ class RequestConstraints:
             self._begin(self._compiling.result())
             self._constrainer.start_masks()
         if not self._choices and now_s > self._deadline_s:
-            raise GrammarError("the grammar takes too long to compile")
+            self.leave()
+            raise GrammarError("the grammar takes too long to compile", is_internal=True)
         ready = (c.grammar is None or c.grammar.is_done for c in self._choices)
-        self._begun = bool(self._choices) and all(ready)
-        return self._begun
+        self.begun = bool(self._choices) and all(ready)
+        return self.begun
 
     def may_sample(self, choice: int) -> bool:
-        """Whether its next token can be picked at the end of a step that begins now."""
-        grammar = self._choices[choice].grammar if self._begun else None
-        return self._begun and (grammar is None or grammar.is_awaited)
+        """Whether its next token can be picked at the end of a step that begins now; once it has
+        begun."""
+        grammar = self._choices[choice].grammar
+        return grammar is None or grammar.is_awaited
 
     def push(self, choice: int, token: int) -> bool:
         """A token was generated; whether nothing may follow it."""
@@ -159,8 +191,8 @@ class RequestConstraints:
     def mask(self, choice: int) -> Words | None:
         """The tokens that may come next, None: all. Raises GrammarError."""
         found = self._choices[choice]
-        if found.grammar is not None and found.grammar.failure:
-            raise GrammarError(found.grammar.failure)
+        if found.grammar is not None and found.grammar.failure is not None:
+            raise found.grammar.failure
         return found.mask()
 
     def param(self, choice: int) -> str:
@@ -168,9 +200,7 @@ class RequestConstraints:
         return self._choices[choice].param
 
     def _begin(self, compiled: CompiledGrammar | None) -> None:
-        self._choices = [
-            self._constrainer.of_choice(self._params, ids, compiled) for ids in self._generated
-        ]
+        self._choices = self._constrainer.of_choices(self._params, self._generated, compiled)
 
 
 def mask_deadline() -> float:

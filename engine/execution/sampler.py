@@ -101,7 +101,7 @@ class Sampler:
                     try:
                         mask = job.constraints.mask(choice)
                     except GrammarError as error:
-                        errors[len(outputs)] = Pick(-1, error=str(error), param="grammar")
+                        errors[len(outputs)] = Pick(-1, error=str(error), param=error.param)
                 masks.append(mask)
                 outputs.append(output)
                 streams.append(

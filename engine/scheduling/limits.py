@@ -70,6 +70,8 @@ class EngineLimits:
             raise InvalidRequest(NO_EMBEDDINGS, "model")
         if self.pooling and not request.pool:
             raise InvalidRequest("The model does not support text generation", "model")
+        if request.pool:
+            _check_pooled(params)
         if not request.generates:
             if params.prompt_logprobs is not None or request.choices:
                 raise InvalidRequest("a prompt alone has no choices and no logprobs", "prompt")
@@ -126,3 +128,12 @@ class EngineLimits:
             f"holds {self.num_blocks * self.block_size}. The request needs {prompt_len} for the "
             f"prompt and {max_tokens} for each completion."
         )
+
+
+def _check_pooled(params: SamplingParams) -> None:
+    """Raises InvalidRequest for what only a generated token could follow."""
+    if params.n > 1:
+        raise InvalidRequest("an embedding has no n", "n")
+    for name in ("allowed_token_ids", "bad_words", "grammar", "thinking"):
+        if getattr(params, name):
+            raise InvalidRequest(f"an embedding has no {name}", name)

@@ -101,6 +101,11 @@ class RequestState:
         self.constraints: RequestConstraints | None = None  # None: every token may be picked
 
     @property
+    def has_begun(self) -> bool:
+        """Whether its constraints are ready for its first token."""
+        return self.constraints is None or self.constraints.begun
+
+    @property
     def unfinished(self) -> list[int]:
         """Choices that still want tokens."""
         return [c for c, finish in enumerate(self.finish) if finish is None]

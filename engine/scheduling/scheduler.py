@@ -63,7 +63,7 @@ class Scheduler:
         """The next step, with `events` to be sent first; None when there is nothing to do."""
         plan = Plan(events)
         in_step: set[int] = set()  # orders of the jobs with rows; they are not preempted
-        limits, jobs = self._limits, chain(self._jobs.running, self._jobs.waiting.values())
+        limits, jobs = self._limits, chain(self._jobs.running, self._waiting())
         shared = self._turns.are_shared((job.request.tenant for job in jobs), now_s)
         # What one tenant may have of the step, of either kind.
         share = limits.shared_step_tokens if shared else limits.step_tokens
@@ -82,7 +82,7 @@ class Scheduler:
         tenants: dict[bytes, list[RequestState]] = {}
         for job in self._jobs.running:
             tenants.setdefault(job.request.tenant, []).append(job)
-        newcomer = any(job.request.tenant not in tenants for job in self._jobs.waiting.values())
+        newcomer = any(job.request.tenant not in tenants for job in self._waiting())
         gives_way = newcomer and self._jobs.num_free_slots > 0 and not self._gave_way
         self._gave_way = False
         following, self._left_out = self._left_out, {}
@@ -162,6 +162,11 @@ class Scheduler:
         self._short = short
         self._refused_order = None
 
+    def _waiting(self) -> list[RequestState]:
+        """Queued jobs, but for those whose grammar is not compiled: these keep their place in the
+        queue, and slots and blocks are for others meanwhile."""
+        return [job for job in self._jobs.waiting.values() if job.has_begun]
+
     def _held_up(self, job: RequestState) -> bool:
         return self._refused_order is not None and job.order > self._refused_order
 
@@ -179,7 +184,7 @@ class Scheduler:
             if sequence in job.sequences:  # otherwise its job was preempted
                 size = len(sequence.ids) - job.cached_tokens
                 add(job, size, sequence.num_left, sequence)
-        for job in self._jobs.waiting.values():
+        for job in self._waiting():
             add(job, job.num_left, job.num_left, None)
         queue.sort(key=lambda entry: entry[:3])
         ordered = [(job, sequence) for _, _, _, job, sequence in queue]

@@ -73,7 +73,8 @@ class DecodeRuntime(WorkerRuntime):
         leases: LeaseFigures,
     ) -> None:
         super().__init__(settings, engine, boot)
-        engine.load_grammars()
+        if not engine.limits.pooling:  # an embedding has no grammar
+            engine.load_grammars()
         self._callbacks = callbacks
         self._leases = leases
         event_log = EventLog(self._ring)

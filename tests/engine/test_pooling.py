@@ -21,11 +21,13 @@ from pdserve.engine.api.request import (
     ChoiceState,
     Event,
     Finished,
+    Grammar,
     NewTokens,
     Pooled,
     PrefillComputed,
     Request,
     RequestFailed,
+    ThinkingBudget,
 )
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
@@ -193,6 +195,33 @@ def test_a_generating_model_has_no_embeddings() -> None:
 def test_what_a_prompt_alone_cannot_have(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="a prompt alone has no choices and no logprobs"):
         fake_engine(pooling="last").submit(replace(pool("a", [1, 2, 3]), **changes))
+
+
+@pytest.mark.parametrize(
+    ("param", "params"),
+    [
+        ("n", {"n": 2}),
+        ("allowed_token_ids", {"allowed_token_ids": (1,)}),
+        ("bad_words", {"bad_words": ((1,),)}),
+        ("grammar", {"grammar": Grammar("{}")}),
+        ("thinking", {"thinking": ThinkingBudget(3, (1,))}),
+    ],
+)
+def test_what_an_embedding_cannot_have(param: str, params: dict[str, Any]) -> None:
+    engine = fake_engine(pooling="last")
+    with pytest.raises(InvalidRequest, match=f"an embedding has no {param}") as refused:
+        engine.submit(replace(ask("a", [1, 2, 3], **params), pool=True))
+    assert refused.value.param == param
+
+
+def test_a_mean_publishes_no_prefix_that_nobody_could_use() -> None:
+    for kind in ("last", "mean"):
+        engine = fake_engine(pooling=kind)
+        request = pool("a", list(range(20)))
+        run(engine, request)
+        added, _ = engine.take_prefix_events()
+        assert bool(added) == (kind == "last")
+        assert bool(engine.chain(request)) == (kind == "last")
 
 
 def test_it_is_neither_reserved_nor_held() -> None:

@@ -14,7 +14,17 @@ from pdserve.engine.constraints.bitmask import Words
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be used, in words for whoever wrote it."""
+    """A grammar that cannot be used, in words for whoever wrote it; or, if that is not the
+    grammar's fault, an internal text."""
+
+    def __init__(self, message: str, is_internal: bool = False) -> None:
+        super().__init__(message)
+        self.is_internal = is_internal
+
+    @property
+    def param(self) -> str:
+        """The request's field at fault; empty for an internal error."""
+        return "" if self.is_internal else "grammar"
 
 
 def make_tokenizer(tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> Any:

@@ -23,8 +23,17 @@ from pdserve.engine.constraints.sequence_search import SequenceSearch
 
 log = logging.getLogger(__name__)
 
+# Seconds of CPU time, so that they are the grammar's and not those of a busy machine.
 SLOW_S = 0.005  # nobody waits for the next mask of a choice whose last took longer
 MOST_S = 1.0  # that a mask may take
+# That the matcher may take for one token, on the engine's thread and while no other runs Python:
+# more than the first may come SLOW_TOKENS times in a row, more than the second never.
+SLOW_TOKEN_S, MOST_TOKEN_S = 0.005, 0.05
+SLOW_TOKENS = 4
+HELD_S = 0.001  # of replaying ids before other threads have their turn
+PATIENCE = 32  # masks of a choice that nobody waits for once one came too late
+TOO_LONG = "the grammar takes too long"
+NO_MATCH = "the generated ids do not match the grammar"
 
 
 class GrammarFollower:
@@ -55,8 +64,10 @@ class GrammarFollower:
         # Whether nobody waits for the next mask: for the first one, one after a slow one, and one
         # that a step has waited for in vain.
         self._is_late = True
-        self._is_slow = False
-        self.failure = ""
+        self.is_slow = False  # whether the last mask took long
+        self._num_unawaited = 0  # next masks that nobody waits for, since one came too late
+        self._num_slow = 0  # last tokens that took the matcher long
+        self.failure: GrammarError | None = None
         self.stopped = False  # nothing may follow
         start = 0
         while self._search is not None and start < len(generated):
@@ -71,11 +82,13 @@ class GrammarFollower:
             self._seek(token)
             if self._search is None:
                 self._begin_task()
-        elif not self.failure:
-            if self._matcher.consume_token(token):
+        elif self.failure is None:
+            try:
+                self._consume(token)
                 self.stopped = self._matcher.is_stopped()
-            self._note_error()
-            if not self.stopped and not self.failure:
+            except BaseException as error:  # a panic is no Exception
+                self._fail(error)
+            if not self.stopped and self.failure is None:
                 self._begin_task()
 
     def allowed(self) -> Words | None:
@@ -99,48 +112,70 @@ class GrammarFollower:
         if self._done.is_set() or self._done.wait(max(0.0, until_s - time.perf_counter())):
             return True
         self._is_late = True
+        self._num_unawaited = PATIENCE
         return self._done.is_set()
 
     def run(self) -> None:
         """Computes the next mask; on one of the threads."""
-        started = time.perf_counter()
         try:
             if self._matcher is None:
                 self._matcher = self._compiled.matcher()
                 self._words = self._compiled.buffer()
-                if self._unseen and not self._matcher.consume_tokens(self._unseen):
-                    raise GrammarError("the generated ids do not match the grammar")
-                raise_error(self._matcher)
-                self.stopped = self._matcher.is_stopped()
+                self._replay()
             if self._words is not None and not self.stopped:
+                started = time.thread_time()
                 fill(self._matcher, self._words)
-                took = time.perf_counter() - started
-                self._is_slow = took > SLOW_S and not self._unseen
+                took = time.thread_time() - started
+                self.is_slow = took > SLOW_S
                 if took > MOST_S:
-                    self.failure = "the grammar takes too long"
-            self._unseen = []
-        except GrammarError as error:
-            self.failure = str(error)
+                    raise GrammarError(TOO_LONG)
         except BaseException as error:  # a panic is no Exception
-            log.exception("a grammar's mask failed")
-            self.failure = f"the grammar cannot be followed: {type(error).__name__}"
+            self._fail(error)
         finally:
             self._done.set()
             if self._is_late:
                 self._is_late = False
                 self._on_late()
 
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, GrammarError):
+            log.error("a grammar cannot be followed", exc_info=error)
+            text = f"the grammar cannot be followed: {type(error).__name__}"
+            error = GrammarError(text, is_internal=True)
+        self.failure = error
+
     def _seek(self, token: int) -> None:
         if self._search is not None and self._search.push(token):
             self._search = None
 
+    def _replay(self) -> None:
+        """Follows the ids that were generated before; others have their turn meanwhile."""
+        ids, self._unseen = self._unseen, []
+        started = time.thread_time()
+        for token in ids:
+            if self._matcher.is_stopped():
+                raise GrammarError(NO_MATCH)
+            self._consume(token)
+            if time.thread_time() - started > HELD_S:
+                time.sleep(0)
+                started = time.thread_time()
+        raise_error(self._matcher)
+        self.stopped = self._matcher.is_stopped()
+
+    def _consume(self, token: int) -> None:
+        """Raises GrammarError."""
+        started = time.thread_time()
+        matches = self._matcher.consume_token(token)
+        took = time.thread_time() - started
+        raise_error(self._matcher)
+        if not matches:
+            raise GrammarError(NO_MATCH)
+        self._num_slow = self._num_slow + 1 if took > SLOW_TOKEN_S else 0
+        if took > MOST_TOKEN_S or self._num_slow > SLOW_TOKENS:
+            raise GrammarError(TOO_LONG)
+
     def _begin_task(self) -> None:
-        self._is_late |= self._is_slow
+        self._num_unawaited -= self._num_unawaited > 0
+        self._is_late |= self.is_slow or self._num_unawaited > 0
         self._done.clear()
         self._threads.add(self, awaited=not self._is_late)
-
-    def _note_error(self) -> None:
-        try:
-            raise_error(self._matcher)
-        except GrammarError as error:
-            self.failure = str(error)

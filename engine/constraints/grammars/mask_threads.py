@@ -5,12 +5,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 NUM_THREADS = 4  # so that a few slow grammars leave threads to the others
+NUM_SLOW_THREADS = 2  # of their own for tasks that are known to be slow
 # Most masks take microseconds, less than it takes to wake a thread: one computes several of them.
 TASKS_PER_THREAD = 8
 
 
 class MaskTask(Protocol):
     """What computes one mask."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is known to take long."""
 
     def run(self) -> None: ...
 
@@ -23,17 +28,35 @@ class MaskThreads:
     """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "masks")
-        self._awaited: deque[MaskTask] = deque()
-        self._others: deque[MaskTask] = deque()
+        self._quick = _Lane(NUM_THREADS, "masks")
+        self._slow = _Lane(NUM_SLOW_THREADS, "slow-masks")
 
     def add(self, task: MaskTask, *, awaited: bool) -> None:
         """`awaited`: the next step waits for it, so it should be fast."""
-        (self._awaited if awaited else self._others).append(task)
+        lane = self._slow if task.is_slow else self._quick
+        (lane.awaited if awaited else lane.others).append(task)
 
     def start(self) -> None:
-        wanted = -(-len(self._awaited) // TASKS_PER_THREAD) + len(self._others)
-        for _ in range(min(NUM_THREADS, wanted)):
+        self._quick.start()
+        self._slow.start()
+
+    def close(self) -> None:
+        self._quick.close()
+        self._slow.close()
+
+
+class _Lane:
+    """Some threads and the tasks that they take."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self.awaited: deque[MaskTask] = deque()
+        self.others: deque[MaskTask] = deque()
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, name)
+
+    def start(self) -> None:
+        wanted = -(-len(self.awaited) // TASKS_PER_THREAD) + len(self.others)
+        for _ in range(min(self._num_threads, wanted)):
             self._threads.submit(self._work)
 
     def close(self) -> None:
@@ -44,7 +67,7 @@ class MaskThreads:
             task.run()
 
     def _next(self) -> MaskTask | None:
-        for tasks in (self._awaited, self._others):
+        for tasks in (self.awaited, self.others):
             try:
                 return tasks.popleft()
             except IndexError:

@@ -1,9 +1,14 @@
 """Has grammars tried by a process of their own (trial_process.py), which is started when needed.
 
-Any thread may ask. Whatever happens to that process, the asker gets an answer within TRIAL_S.
+Any thread may ask. Whatever happens to that process, the asker gets an answer: within TRIAL_S, or
+twice that if the process has ended and another was asked.
 """
 
+import contextlib
 import json
+import logging
+import os
+import signal
 import struct
 import subprocess
 import sys
@@ -11,11 +16,15 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
+from queue import SimpleQueue
 from typing import IO, Any
 
 from pdserve.engine.constraints.grammars.compiled import GrammarError
 
+log = logging.getLogger(__name__)
+
 TRIAL_S = 30.0  # with the start of the process, and all that are tried before
+NUM_PROCESSES = 2  # that are asked, one after the other, while they end by themselves
 
 
 class GrammarTrials:
@@ -24,30 +33,45 @@ class GrammarTrials:
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
         vocabulary = json.dumps({"size": vocab_size, "eos_ids": list(eos_ids)}).encode()
         self._preamble = _framed(vocabulary) + _framed(tokenizer_json)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never held while something waits for the process
         self._process: _TrialProcess | None = None
         self._end: weakref.finalize[[], GrammarTrials] | None = None
+        self._closed = False
 
     def check(self, source: str) -> None:
-        """Waits for a trial. Raises GrammarError if the grammar is wrong, or takes too much."""
+        """Waits for a trial. Raises GrammarError: of the grammar if it is wrong or takes too much,
+        otherwise an internal one."""
+        for _ in range(NUM_PROCESSES):
+            process, answer = self._ask(source.encode())
+            try:
+                error, is_internal = answer.result(TRIAL_S)
+            except TimeoutError:
+                process.kill()
+                raise GrammarError("the grammar could not be checked in time", True) from None
+            except CancelledError:
+                continue
+            if error:
+                raise GrammarError(error, is_internal)
+            return
+        raise GrammarError("the process that checks grammars has ended", is_internal=True)
+
+    def close(self) -> None:
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
         with self._lock:
+            self._stop()
+
+    def _ask(self, source: bytes) -> "tuple[_TrialProcess, Future[tuple[str, bool]]]":
+        with self._lock:
+            if self._closed:
+                raise GrammarError("no grammars are checked any more", is_internal=True)
             if self._process is None or self._process.ended:
                 self._stop()
                 self._process = _TrialProcess(self._preamble)
                 self._end = weakref.finalize(self, self._process.close)
-            process = self._process
-            answer = process.ask(source.encode())
-        try:
-            error = answer.result(TRIAL_S)
-        except (TimeoutError, CancelledError):
-            process.ended = True  # or it hangs: the next one who asks starts another
-            raise GrammarError("the grammar could not be checked in time") from None
-        if error:
-            raise GrammarError(error)
-
-    def close(self) -> None:
-        with self._lock:
-            self._stop()
+            return self._process, self._process.ask(source)
 
     def _stop(self) -> None:
         if self._end is not None:
@@ -56,59 +80,90 @@ class GrammarTrials:
 
 
 class _TrialProcess:
-    """One life of the process."""
+    """One life of the process. A thread writes to it, so that nobody waits until it reads."""
 
     def __init__(self, preamble: bytes) -> None:
         self.ended = False
-        self._asked: dict[int, Future[str]] = {}
+        self._asked: dict[int, Future[tuple[str, bool]]] = {}
         self._num_asked = 0
+        self._killing = threading.Lock()
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "pdserve.engine.constraints.grammars.trial_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,  # or `close` would write what a dead process has not read
             start_new_session=True,  # a terminal's interrupt is for the worker, which ends it
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._input: IO[bytes] = self._process.stdin
-        self._reader = threading.Thread(
-            target=self._read, args=(self._process.stdout,), daemon=True, name="grammar-trials"
-        )
-        self._reader.start()
-        self._write(preamble)
+        self._threads = [
+            threading.Thread(target=work, args=(pipe,), daemon=True, name="grammar-trials")
+            for work, pipe in (
+                (self._read, self._process.stdout),
+                (self._write, self._process.stdin),
+            )
+        ]
+        self._outbox.put(preamble)
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # there can be no more threads
+            self.kill()
+            self._outbox.put(None)
+            raise
 
-    def ask(self, source: bytes) -> "Future[str]":
-        """What is wrong with a grammar; the future is cancelled if the process ends before."""
+    def ask(self, source: bytes) -> "Future[tuple[str, bool]]":
+        """What is wrong with a grammar, and whether that is not its fault; the future is cancelled
+        if the process ends before. One thread at a time calls this."""
         self._num_asked += 1
         answer = self._asked[self._num_asked] = Future()
-        self._write(struct.pack("<I", self._num_asked) + _framed(source))
+        self._outbox.put(struct.pack("<I", self._num_asked) + _framed(source))
         if self.ended:
             answer.cancel()
         return answer
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._reader.join()
-        self._input.close()
+    def kill(self) -> None:
+        """Ends it and its forks, and so whatever waits for them; any thread may call this."""
+        self.ended = True
+        with self._killing:
+            if self._process.returncode is None:  # nobody has waited for it: the id is its own
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _write(self, data: bytes) -> None:
+    def close(self) -> None:
+        self.kill()
+        with self._killing:
+            self._process.wait()
+        self._outbox.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # garbage is collected on any thread
+                thread.join()
+
+    def _write(self, pipe: IO[bytes]) -> None:
         try:
-            self._input.write(data)
-            self._input.flush()
-        except OSError:
+            with contextlib.suppress(OSError), pipe:
+                while (data := self._outbox.get()) is not None:
+                    left = memoryview(data)
+                    while left:
+                        left = left[pipe.write(left) :]
+        finally:
             self.ended = True
 
     def _read(self, lines: IO[bytes]) -> None:
-        with lines:
-            for line in lines:
-                answer: dict[str, Any] = json.loads(line)
-                found = self._asked.pop(answer["trial"], None)
-                if found is not None and found.set_running_or_notify_cancel():
-                    found.set_result(answer["error"])
-        self.ended = True
-        for found in list(self._asked.values()):
-            found.cancel()
+        try:
+            with lines:
+                for line in lines:
+                    answer: dict[str, Any] = json.loads(line)
+                    found = self._asked.pop(answer["trial"], None)
+                    if found is not None and found.set_running_or_notify_cancel():
+                        found.set_result((answer["error"], answer["is_internal"]))
+        except Exception:
+            log.exception("the answer of a grammar's trial cannot be read")
+        finally:
+            self.ended = True
+            for found in list(self._asked.values()):
+                found.cancel()
 
 
 def _framed(data: bytes) -> bytes:

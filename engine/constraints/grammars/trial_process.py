@@ -7,7 +7,8 @@ other limits are such that what passes here is done soon there.
 
 Its input is the vocabulary as JSON and the tokenizer.json, and then for each trial an id (4 bytes)
 and a source; all of these but the id have their length before them. Its output is a line of JSON
-for each trial: the id, and what is wrong with the grammar. It ends when its input does.
+for each trial: the id, what is wrong with the grammar, and whether that is not its fault. It ends
+when its input does.
 """
 
 import json
@@ -65,14 +66,18 @@ def main() -> None:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 del running[child]
-                if status:
+                if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+                    # It was too late, or the machine lacks memory: no limit of the trial's own.
+                    _answer(trial, "the grammar could not be checked in time", is_internal=True)
+                elif status:
                     _answer(trial, COMPLEX)
 
 
 def _try(trial: int, source: str, tokenizer: object) -> None:
     """Runs in the fork, and ends it."""
+    os.close(STDIN)  # whoever writes there is to know when the process has ended
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))  # SIGXCPU, not SIGKILL
     with open("/proc/self/statm") as statm:
         memory = int(statm.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -96,10 +101,19 @@ def _try(trial: int, source: str, tokenizer: object) -> None:
     os._exit(1)
 
 
-def _answer(trial: int, error: str) -> None:
-    """One write below PIPE_BUF, so lines of several processes do not mix."""
-    line = json.dumps({"trial": trial, "error": error[:MAX_ERROR_CHARS]}, ensure_ascii=False)
-    os.write(STDOUT, line.encode() + b"\n")
+def _answer(trial: int, error: str, is_internal: bool = False) -> None:
+    os.write(STDOUT, answer_line(trial, error, is_internal))
+
+
+def answer_line(trial: int, error: str, is_internal: bool = False) -> bytes:
+    """It fits one write of PIPE_BUF, so that lines of several processes do not mix."""
+    error = error[:MAX_ERROR_CHARS]
+    while True:
+        answer = {"trial": trial, "error": error, "is_internal": is_internal}
+        line = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
+        if len(line) <= select.PIPE_BUF:
+            return line
+        error = error[: len(error) * 3 // 4]
 
 
 def _read_framed() -> bytes:

@@ -104,6 +104,19 @@ def test_options_say_otherwise(embedder: Path) -> None:
         load(embedder, pooling="mean", task="generate")
 
 
+def test_another_pooling_changes_nothing_else(tmp_path: Path) -> None:
+    path = write_embedder(tmp_path / "m", normalizes=False)
+    (path / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
+    card, _ = load(path, pooling="mean")
+    assert (card.pooling, card.normalizes, card.context_len) == ("mean", False, 100)
+
+
+def test_a_pooling_that_is_not_supported_can_be_replaced(embedder: Path) -> None:
+    write_pooling(embedder, "cls_token")
+    card, _ = load(embedder, pooling="mean")
+    assert (card.pooling, card.normalizes) == ("mean", True)
+
+
 def test_an_embedding_model_with_a_head_generates_if_told(tmp_path: Path) -> None:
     path = write_embedder(tmp_path / "m", headless=False)
     options = EngineConfig(model=str(path), task="generate", **EXACT)

@@ -1,9 +1,16 @@
 """Grammars that explode, crash llguidance or are none: each is refused in time, and nobody dies."""
 
 import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,10 +19,13 @@ from grammar_kit import of_regex
 from llguidance import LLMatcher
 
 from pdserve.engine.api.sampling_bounds import MAX_GRAMMAR_BYTES
+from pdserve.engine.constraints.grammars import trial
 from pdserve.engine.constraints.grammars.cache import GrammarCache
 from pdserve.engine.constraints.grammars.compiled import GrammarError
 from pdserve.engine.constraints.grammars.trial import GrammarTrials
+from pdserve.engine.constraints.grammars.trial_process import answer_line
 
+SLOW = of_regex("a?" * 30000).source
 LIMIT_S = 20.0  # a trial has 10, on a machine that does nothing else
 PRIMES = (101, 103, 107, 109, 113, 127, 131)
 
@@ -56,7 +66,7 @@ HOSTILE = {
         {"$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)}
          | {"d1200": {"type": "string"}}, "$ref": "#/$defs/d0"}
     ),
-    "optional letters": of_regex("a?" * 30000).source,  # half a minute
+    "optional letters": SLOW,  # half a minute
     "many primes": of_schema({"allOf": [{"type": "integer", "multipleOf": p} for p in PRIMES]}),
     "doubling": of_lark(
         "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(60)) + '\nR60: "a"'
@@ -122,12 +132,27 @@ def processes() -> list[psutil.Process]:
     return [p for p in found if p.status() != "zombie" and "trial_process" in str(p.cmdline())]
 
 
-def passes(trials: GrammarTrials) -> bool:
+def passes(trials: GrammarTrials, source: str = of_regex("a").source) -> bool:
     try:
-        trials.check(of_regex("a").source)
+        trials.check(source)
     except GrammarError:
         return False
     return True
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every process that is started stops at once, before it reads anything; their ids."""
+    start, ids = subprocess.Popen, []
+
+    def start_stopped(*args: Any, **options: Any) -> Any:
+        process = start(*args, **options)
+        os.kill(process.pid, signal.SIGSTOP)
+        ids.append(process.pid)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start_stopped)
+    return ids
 
 
 def test_the_process_is_started_again(tokenizer_json: bytes) -> None:
@@ -136,7 +161,7 @@ def test_the_process_is_started_again(tokenizer_json: bytes) -> None:
     assert passes(trials)
     (first,) = set(processes()) - set(others)
     first.kill()
-    wait_until(lambda: passes(trials), "another process")
+    assert passes(trials)  # it has asked another
     assert first not in processes()
     trials.close()
     assert set(processes()) == set(others)
@@ -149,6 +174,70 @@ def test_the_process_ends_with_its_owner(tokenizer_json: bytes) -> None:
     assert len(processes()) == len(others) + 1
     del trials
     assert set(processes()) == set(others)
+
+
+def test_processes_that_end_at_once_are_an_internal_error(
+    tokenizer_json: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    trials = GrammarTrials(tokenizer_json + b" " * 3_000_000, 259, (258,))
+    for _ in range(3):
+        with pytest.raises(GrammarError, match="has ended") as failed:
+            trials.check(of_regex("a").source)
+        assert failed.value.is_internal
+    trials.close()
+
+
+def test_a_process_that_does_not_read_holds_up_nobody(
+    tokenizer_json: bytes, stopped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "TRIAL_S", 1.0)
+    trials = GrammarTrials(tokenizer_json + b" " * 3_000_000, 259, (258,))
+    with pytest.raises(GrammarError, match="in time") as failed:
+        trials.check(of_regex("a").source)
+    assert failed.value.is_internal
+    monkeypatch.setattr(trial, "TRIAL_S", 60.0)
+    errors: list[GrammarError] = []
+
+    def ask() -> None:
+        try:
+            trials.check(of_regex("a").source)
+        except GrammarError as error:
+            errors.append(error)
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    wait_until(lambda: len(stopped) == 2, "a process that is asked")
+    trials.close()
+    asker.join(20)
+    assert [str(error) for error in errors] == ["no grammars are checked any more"]
+    with pytest.raises(GrammarError, match="any more"):
+        trials.check(of_regex("a").source)
+    assert len(stopped) == 2
+    assert not any(process.pid in stopped for process in processes())
+
+
+def test_close_does_not_wait_for_a_trial(tokenizer_json: bytes) -> None:
+    trials = GrammarTrials(tokenizer_json, 259, (258,))
+    assert passes(trials)
+    slow = threading.Thread(target=lambda: passes(trials, SLOW))
+    slow.start()
+    wait_until(lambda: any(p.children() for p in processes()), "a trial")
+    started = time.monotonic()
+    trials.close()
+    slow.join()
+    assert time.monotonic() - started < 1.5
+
+
+@pytest.mark.parametrize("text", ["é" * 5000, "😀" * 5000, '"' * 5000, "\0" * 5000, "short"])
+def test_an_answer_is_one_write(text: str) -> None:
+    line = answer_line(7, text)
+    assert len(line) <= select.PIPE_BUF
+    assert line.endswith(b"\n")
+    answer = json.loads(line)
+    assert answer["error"]
+    assert text.startswith(answer["error"])
+    assert (answer["trial"], answer["is_internal"]) == (7, False)
 
 
 def test_a_tokenizer_that_cannot_be_used(tokenizer_json: bytes) -> None:

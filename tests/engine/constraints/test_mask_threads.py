@@ -11,7 +11,10 @@ LIMIT_S = 30.0
 
 
 class Task:
-    """Notes that it has run; a slow one takes until it is released."""
+    """Notes that it has run; a slow one, which is not known to be slow, takes until it is
+    released."""
+
+    is_slow = False
 
     def __init__(self, ran: list["Task"], slow: bool = False) -> None:
         self._ran = ran

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from pdserve.engine.api.request import ThinkingBudget
+from pdserve.engine.api.request import Request, SamplingParams, ThinkingBudget
 from pdserve.engine.constraints.allowed_ids import AllowedIds
 from pdserve.engine.constraints.bad_words import BadWords
 from pdserve.engine.constraints.bitmask import Words, all_but, tokens_of
 from pdserve.engine.constraints.choice import ChoiceConstraints, Constraint
+from pdserve.engine.constraints.request import Constrainer
 from pdserve.engine.constraints.sequence_search import SequenceSearch
 from pdserve.engine.constraints.thinking import ThinkingLimit
 
@@ -143,3 +144,14 @@ def test_sets_of_tokens() -> None:
     assert ids_of(tokens_of([0, 31, 32, 36], VOCAB)) == {0, 31, 32, 36}
     assert ids_of(all_but([0, 31, 32, 36], VOCAB)) == ALL - {0, 31, 32, 36}
     assert tokens_of([], VOCAB).shape == (2,)
+
+
+def test_choices_share_their_allowed_ids() -> None:
+    constrainer = Constrainer(VOCAB, frozenset({36}), None)
+    request = Request("r", (1,), SamplingParams(allowed_token_ids=(5, 6), n=3), 0)
+    made = constrainer.of_request(request, [[], [5], [6]], 0.0)
+    assert made.has_begun(0.0)
+    masks = [made.mask(choice) for choice in range(3)]
+    assert ids_of(masks[0]) == {5, 6, 36}
+    assert all(words is masks[0] for words in masks)
+    constrainer.close()
