@@ -159,6 +159,9 @@ class RequestConstraints:
     def has_begun(self, now_s: float) -> bool:
         """Whether every choice is ready for its first token. Raises GrammarError."""
         if not self._choices and self._compiling is not None and self._compiling.done():
+            error = self._compiling.exception()
+            if isinstance(error, GrammarError):  # kept: raised again it would collect tracebacks
+                raise GrammarError(str(error), error.is_internal)
             self._begin(self._compiling.result())
             self._constrainer.start_masks()
         if not self._choices and now_s > self._deadline_s:

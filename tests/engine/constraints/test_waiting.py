@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -212,6 +213,13 @@ def test_only_what_is_wrong_with_a_grammar_is_kept(
     wrong = compiler.compile(of_regex("(").source)
     assert isinstance(wrong.exception(60), GrammarError)
     assert compiler.compile(of_regex("(").source) is wrong
+    engine, error = fake_engine(grammars=compiler), wrong.exception()
+    for key in ("a", "b", "c"):
+        (failed,) = of(Runner(engine).run(ask(key, [1], grammar=of_regex("("))), RequestFailed)
+        assert (failed.message, failed.param) == (str(error), "grammar")
+    assert error is not None
+    where = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert "has_begun" not in where  # nothing of the requests is kept with it
     with monkeypatch.context() as patched:
         patched.setattr(trial, "TRIAL_S", 0.0)
         late = compiler.compile(PATTERN.source)
