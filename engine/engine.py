@@ -4,6 +4,8 @@ It owns the KV pool through its parts: the JobTable gains and loses the blocks o
 KvCache holds their bytes. Every submitted request ends with exactly one Finished, RequestFailed or
 Evicted event, unless it is held and released: a prefill_only request, whose last event is
 PrefillComputed(done), or one that has migrated.
+
+Over 400 lines: one class that all callers share, whose methods say what they promise.
 """
 
 import logging

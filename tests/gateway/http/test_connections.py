@@ -1,4 +1,7 @@
-"""Clients that leave, do not read, or send slowly, over real sockets."""
+"""Clients that leave, do not read, or send slowly, over real sockets.
+
+Over 400 lines: raw connections to one server, which all tests share.
+"""
 
 import asyncio
 import json

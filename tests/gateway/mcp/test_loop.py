@@ -1,4 +1,7 @@
-"""Chats whose tools the gateway calls itself, over a router and MCP servers that follow scripts."""
+"""Chats whose tools the gateway calls itself, over a router and MCP servers that follow scripts.
+
+Over 400 lines: conversations with one scripted model and its servers, which all tests share.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,7 @@
-"""/v1/chat/completions with tools and thoughts, against a scripted router."""
+"""/v1/chat/completions with tools and thoughts, against a scripted router.
+
+Over 400 lines: calls of every kind from one scripted model, which all tests share.
+"""
 
 import hashlib
 import json

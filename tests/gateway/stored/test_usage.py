@@ -1,6 +1,5 @@
 """/v1/usage: what a key has used, by time, model and session."""
 
-import asyncio
 import time
 
 import pytest
@@ -223,32 +222,3 @@ async def test_a_database_that_is_away_loses_no_counts(tmp_path, monkeypatch):
     rows = await usage.report("", UsageQuery(0, 1 << 40, DAY), 10)
     await database.close()
     assert [(row.requests, row.cached_tokens) for row in rows] == [(2, 8)]
-
-
-async def test_what_is_written_when_the_task_ends_is_written_once(tmp_path, monkeypatch):
-    """The task is cancelled when a row is in the database, and nobody has heard of it yet."""
-    database = Database(f"sqlite:///{tmp_path}/gateway.db")
-    await database.start()
-    log = UsageLog(database, lambda: NOON)
-    written, go_on = asyncio.Event(), asyncio.Event()
-    write = log._write
-
-    async def late(rows):
-        await write(rows)
-        written.set()
-        await go_on.wait()
-
-    monkeypatch.setattr(log, "_write", late)
-    monkeypatch.setattr("pdserve.gateway.observability.usage_log.FLUSH_S", 0.0)
-    caller = Caller("r", tenant=Tenant("k", b"12345678", b""))
-    log.count(caller, "tiny", RequestUsage(3, 2, 1))
-    running = asyncio.create_task(log.run())
-    await written.wait()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    ending = asyncio.create_task(log.flush())
-    go_on.set()
-    await ending
-    rows = await log.report(caller.tenant.id.hex(), UsageQuery(0, 2 * NOON, DAY), 9)
-    assert [row.requests for row in rows] == [1]
-    await database.close()

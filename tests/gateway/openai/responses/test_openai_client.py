@@ -1,4 +1,7 @@
-"""The official openai client against /v1/responses, over a socket."""
+"""The official openai client against /v1/responses, over a socket.
+
+Over 400 lines: one client and one scripted model, which all tests share.
+"""
 
 import asyncio
 import json
