@@ -137,7 +137,7 @@ class NativeSampler:
         logits: Tensor | NDArray[np.float32],
         tokens: list[int],
         count: int,
-        also: Sequence[int] = (),
+        also: Sequence[int] = ...,
     ) -> list[tuple[float, tuple[tuple[int, float], ...]]]: ...
 
 def gumbel_at(
