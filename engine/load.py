@@ -72,7 +72,8 @@ def _load(
     opened = under_model(open_checkpoint(found.path))
     spec = find_spec(opened.hf_config)
     model = spec.parse(opened.hf_config)
-    task = find_task(config, opened, model)
+    has_head = model.tied_head or HEAD in spec.view(opened, model).names()
+    task = find_task(config, opened, has_head)
     model = task.of(model)
     asked = config.context_len or model.context_len
     model = replace(model, context_len=min(asked, model.context_len))

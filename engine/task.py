@@ -7,7 +7,6 @@ from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, StoredPooling
 from pdserve.engine.checkpoints.text_card import load_tokenizer
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.layer import HEAD
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +35,12 @@ class ModelTask:
         return replace(model, tied_head=True, head_bias=False, context_len=most)
 
 
-def find_task(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> ModelTask:
-    """Raises ValueError for options that contradict each other, CheckpointError for a model that
-    cannot do what it is asked for."""
+def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> ModelTask:
+    """`has_head`: the model can make logits. Raises ValueError for options that contradict each
+    other, CheckpointError for a model that cannot do what it is asked for."""
     for field, value in CAUSAL.items():
         if checkpoint.hf_config.get(field) is value:
             raise CheckpointError(f"config field {field}={value}: attention must be causal")
-    has_head = model.tied_head or HEAD in checkpoint.names()
     asked = config.task
     if config.pooling != "auto":
         if asked not in ("auto", "embed"):

@@ -16,7 +16,7 @@ def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
         "chat": chat,
         "tools": chat and service.parsers.reads_calls,
         "reasoning": chat and (service.may_reason(text) if text else None),
-        "structured_output": generates and (text.takes_structures if text else None),
+        "structured_output": generates,
         "embeddings": bool(card.pooling),
         "score": not generates,
     }

@@ -258,7 +258,6 @@ class LoadedText(NamedTuple):
     defaults: GenerationDefaults
     tool_parser: str  # of the template's family; empty: the template shows no tools
     reasoning_parser: str  # likewise; empty: the model does not think
-    takes_structures: bool  # a grammar can hold its answers to one
 
 
 class TextPool:
@@ -316,7 +315,6 @@ class TextPool:
             defaults,
             str(head["tool_parser"]),
             str(head["reasoning_parser"]),
-            bool(head["takes_structures"]),
         )
 
     async def close(self) -> None:

@@ -92,10 +92,6 @@ class TextModel:
             raise TextError(self._no_grammars, structure.param)
         return self._compiler.compile(structure)
 
-    @property
-    def takes_structures(self) -> bool:
-        return self._compiler is not None
-
     def described(self) -> TextMessage:
         """What the gateway keeps."""
         tokens = map(self.tokenizer.token_name, range(self.tokenizer.card.vocab_size))
@@ -105,7 +101,6 @@ class TextModel:
             "has_template": self.template is not None,
             "tool_parser": self.tool_parser,
             "reasoning_parser": self.reasoning_parser,
-            "takes_structures": self.takes_structures,
             "defaults": asdict(self.defaults),
         }
         return TextMessage(head, store(list(tokens)))

@@ -73,7 +73,6 @@ class InProcessPool:
             model.defaults,
             model.tool_parser,
             model.reasoning_parser,
-            model.takes_structures,
         )
 
     async def close(self) -> None:

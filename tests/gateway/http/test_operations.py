@@ -87,7 +87,7 @@ async def test_models_say_what_can_be_asked_of_them(make_http):
             assert (await client.get(f"/v1/models/{model['id']}")).json() == model
         return {model["id"]: model for model in data}
 
-    unknown = {"tools": True, "reasoning": None, "structured_output": None}
+    unknown = {"tools": True, "reasoning": None, "structured_output": True}
     assert (await listed())["chat"]["capabilities"] == {**COMPLETES, "chat": True, **unknown}
     for name in ("chat", "thinks"):
         await client.post("/tokenize", json={"model": name, "prompt": "x"})
