@@ -32,7 +32,7 @@ def counting() -> bool:
 def tools() -> bool:
     messages = [{"role": "user", "content": QUESTION}]
     first = client.messages.create(
-        model=MODEL, max_tokens=100, messages=messages, tools=TOOLS, tool_choice={"type": "any"}
+        model=MODEL, max_tokens=400, messages=messages, tools=TOOLS, tool_choice={"type": "any"}
     )
     (use, *_) = [block for block in first.content if block.type == "tool_use"]
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "18 degrees"}
@@ -51,7 +51,7 @@ def tools() -> bool:
 def tools_streamed() -> bool:
     with client.messages.stream(
         model=MODEL,
-        max_tokens=100,
+        max_tokens=400,
         messages=[{"role": "user", "content": QUESTION}],
         tools=TOOLS,
         tool_choice={"type": "tool", "name": "get_weather"},
@@ -94,7 +94,7 @@ def schema() -> bool:
     tool = {"name": "describe", "description": "Describes a city", "input_schema": CITY}
     answer = client.messages.create(
         model=MODEL,
-        max_tokens=100,
+        max_tokens=400,
         messages=[{"role": "user", "content": "Describe Paris."}],
         tools=[tool],
         tool_choice={"type": "tool", "name": "describe"},

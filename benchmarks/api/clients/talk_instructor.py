@@ -22,7 +22,7 @@ def ask(mode: instructor.Mode) -> Weather:
     return asker.chat.completions.create(
         model=MODEL,
         response_model=Weather,
-        max_tokens=100,
+        max_tokens=400,
         max_retries=0,
         messages=[{"role": "user", "content": QUESTION}],
     )
@@ -42,7 +42,7 @@ def streaming() -> bool:
         asker.chat.completions.create_partial(
             model=MODEL,
             response_model=Weather,
-            max_tokens=100,
+            max_tokens=400,
             messages=[{"role": "user", "content": QUESTION}],
         )
     )

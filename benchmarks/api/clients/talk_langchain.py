@@ -4,7 +4,7 @@ from conversation import BASE_URL, CITY, KEY, MODEL, QUESTION, WEATHER, checked,
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 
-chat = ChatOpenAI(base_url=f"{BASE_URL}/v1", api_key=KEY, model=MODEL, max_tokens=100)
+chat = ChatOpenAI(base_url=f"{BASE_URL}/v1", api_key=KEY, model=MODEL, max_tokens=400)
 TOOL = {"name": "get_weather", "description": "The weather in a city", "parameters": WEATHER}
 CITY_SCHEMA = {"title": "city", "description": "A city", **CITY}
 

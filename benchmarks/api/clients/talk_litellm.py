@@ -22,7 +22,7 @@ def streaming() -> bool:
 def tools() -> bool:
     messages = [{"role": "user", "content": QUESTION}]
     asked = litellm.completion(
-        messages=messages, tools=TOOLS, tool_choice="required", max_tokens=100, **COMMON
+        messages=messages, tools=TOOLS, tool_choice="required", max_tokens=400, **COMMON
     )
     message = asked.choices[0].message
     call = message.tool_calls[0]
@@ -39,7 +39,7 @@ def schema() -> bool:
             "type": "json_schema",
             "json_schema": {"name": "city", "schema": CITY, "strict": True},
         },
-        max_tokens=100,
+        max_tokens=400,
         **COMMON,
     )
     return set(json.loads(answer.choices[0].message.content)) == {"name", "inhabitants"}

@@ -29,7 +29,7 @@ def streaming() -> bool:
 
 
 def schema() -> bool:
-    answer = chat.prompt("Describe Paris as JSON.", schema=CITY, stream=False, max_tokens=100)
+    answer = chat.prompt("Describe Paris as JSON.", schema=CITY, stream=False, max_tokens=400)
     return set(json.loads(answer.text())) == {"name", "inhabitants"}
 
 

@@ -19,7 +19,7 @@ async function streaming() {
 
 async function toolsStreamed() {
   const runner = client.chat.completions.stream({
-    model, tools, tool_choice: "required", max_tokens: 100,
+    model, tools, tool_choice: "required", max_tokens: 400,
     messages: [{ role: "user", content: QUESTION }],
   });
   const done = await runner.finalChatCompletion();
@@ -39,7 +39,7 @@ async function toolsStreamed() {
 
 async function schema() {
   const answer = await client.chat.completions.create({
-    model, max_tokens: 100,
+    model, max_tokens: 400,
     messages: [{ role: "user", content: "Describe Paris as JSON." }],
     response_format: { type: "json_schema", json_schema: { name: "city", schema: CITY, strict: true } },
   });

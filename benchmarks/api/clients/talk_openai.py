@@ -26,7 +26,7 @@ def streaming() -> bool:
 def tools() -> bool:
     messages = [{"role": "user", "content": QUESTION}]
     asked = client.chat.completions.create(
-        model=MODEL, messages=messages, tools=TOOLS, tool_choice="required", max_tokens=100
+        model=MODEL, messages=messages, tools=TOOLS, tool_choice="required", max_tokens=400
     )
     message = asked.choices[0].message
     (call, *_) = message.tool_calls
@@ -47,7 +47,7 @@ def tools_streamed() -> bool:
         messages=[{"role": "user", "content": QUESTION}],
         tools=TOOLS,
         tool_choice={"type": "function", "function": {"name": "get_weather"}},
-        max_tokens=100,
+        max_tokens=400,
         stream=True,
     )
     name, arguments = "", ""
@@ -66,7 +66,7 @@ def schema() -> bool:
             "type": "json_schema",
             "json_schema": {"name": "city", "schema": CITY, "strict": True},
         },
-        max_tokens=100,
+        max_tokens=400,
     )
     return set(json.loads(answer.choices[0].message.content)) == {"name", "inhabitants"}
 
@@ -74,7 +74,7 @@ def schema() -> bool:
 def responses() -> bool:
     tool = {"type": "function", "strict": True, **TOOL}
     first = client.responses.create(
-        model=MODEL, input=QUESTION, tools=[tool], tool_choice="required", max_output_tokens=100
+        model=MODEL, input=QUESTION, tools=[tool], tool_choice="required", max_output_tokens=400
     )
     (call, *_) = [item for item in first.output if item.type == "function_call"]
     second = client.responses.create(
@@ -102,7 +102,7 @@ def responses_schema() -> bool:
         model=MODEL,
         input="Describe Paris as JSON.",
         text={"format": {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}},
-        max_output_tokens=100,
+        max_output_tokens=400,
     )
     return set(json.loads(answer.output_text)) == {"name", "inhabitants"}
 

@@ -43,12 +43,12 @@ def chats() -> bool:
     found = outputs(
         url,
         line("text", url, messages=MESSAGES, max_tokens=20)
-        + line("schema", url, messages=MESSAGES, max_tokens=100, response_format=SCHEMA)
+        + line("schema", url, messages=MESSAGES, max_tokens=400, response_format=SCHEMA)
         + line(
             "tool",
             url,
             messages=MESSAGES,
-            max_tokens=100,
+            max_tokens=400,
             tools=[FUNCTION],
             tool_choice="required",
         ),

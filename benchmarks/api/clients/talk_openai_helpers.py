@@ -24,7 +24,7 @@ class Weather(BaseModel):
 
 def chat_parse() -> bool:
     answer = client.chat.completions.parse(
-        model=MODEL, messages=MESSAGES, response_format=Weather, max_tokens=100
+        model=MODEL, messages=MESSAGES, response_format=Weather, max_tokens=400
     )
     return isinstance(answer.choices[0].message.parsed, Weather)
 
@@ -35,7 +35,7 @@ def chat_parse_tool() -> bool:
         messages=MESSAGES,
         tools=[openai.pydantic_function_tool(Weather)],
         tool_choice="required",
-        max_tokens=100,
+        max_tokens=400,
     )
     (call, *_) = answer.choices[0].message.tool_calls
     return isinstance(call.function.parsed_arguments, Weather)
@@ -60,7 +60,7 @@ def chat_stream() -> bool:
 
 def chat_stream_schema() -> bool:
     with client.chat.completions.stream(
-        model=MODEL, messages=MESSAGES, response_format=Weather, max_tokens=100
+        model=MODEL, messages=MESSAGES, response_format=Weather, max_tokens=400
     ) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
@@ -69,7 +69,7 @@ def chat_stream_schema() -> bool:
 
 def chat_stream_tool() -> bool:
     with client.chat.completions.stream(
-        model=MODEL, messages=MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=100
+        model=MODEL, messages=MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=400
     ) as stream:
         done = [e for e in stream if e.type == "tool_calls.function.arguments.done"]
         final = stream.get_final_completion()
@@ -79,7 +79,7 @@ def chat_stream_tool() -> bool:
 
 def responses_parse() -> bool:
     answer = client.responses.parse(
-        model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=100
+        model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=400
     )
     return isinstance(answer.output_parsed, Weather)
 
@@ -99,7 +99,7 @@ def responses_stream_tool() -> bool:
         input=QUESTION,
         tools=[{"type": "function", "strict": True, **TOOL}],
         tool_choice="required",
-        max_output_tokens=100,
+        max_output_tokens=400,
     ) as stream:
         pieces = [e for e in stream if e.type == "response.function_call_arguments.delta"]
         final = stream.get_final_response()
@@ -110,7 +110,7 @@ def responses_stream_tool() -> bool:
 
 def responses_stream_schema() -> bool:
     with client.responses.stream(
-        model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=100
+        model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=400
     ) as stream:
         final = stream.until_done().get_final_response()
     return isinstance(final.output_parsed, Weather)
@@ -132,7 +132,7 @@ def asynchronous() -> bool:
             text, parsed, response = await asyncio.gather(
                 streamed(),
                 api.chat.completions.parse(
-                    model=MODEL, messages=MESSAGES, response_format=Weather, max_tokens=100
+                    model=MODEL, messages=MESSAGES, response_format=Weather, max_tokens=400
                 ),
                 api.responses.create(model=MODEL, input=QUESTION, max_output_tokens=30),
             )

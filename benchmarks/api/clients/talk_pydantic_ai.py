@@ -14,7 +14,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_ai.tools import ToolDefinition
 
 provider = OpenAIProvider(base_url=f"{BASE_URL}/v1", api_key=KEY)
-model = OpenAIChatModel(MODEL, provider=provider, settings={"max_tokens": 100})
+model = OpenAIChatModel(MODEL, provider=provider, settings={"max_tokens": 400})
 
 
 class Weather(BaseModel):
