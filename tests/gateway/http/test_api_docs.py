@@ -199,9 +199,9 @@ def test_what_is_kept_is_as_described(gateway, page):
         checker(page, route).validate(reply.json())
         return reply.json()
 
-    line = {"custom_id": "a", "method": "POST", "url": CHAT}
-    line["body"] = {"model": "tiny", "messages": HI}
-    form: Any = {"data": {"purpose": "batch"}, "files": {"file": json.dumps(line).encode()}}
+    line = {"method": "POST", "url": CHAT, "body": {"model": "tiny", "messages": HI}}
+    lines = [json.dumps({"custom_id": str(n), **line}) for n in range(500)]  # not over at once
+    form: Any = {"data": {"purpose": "batch"}, "files": {"file": "\n".join(lines).encode()}}
     file = asked("POST /v1/files", **form)["id"]
     asked("GET /v1/files")
     asked("GET /v1/files/{file_id}", file)
