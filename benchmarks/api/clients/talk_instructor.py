@@ -5,13 +5,15 @@ from typing import Literal
 import instructor
 from conversation import BASE_URL, KEY, MODEL, QUESTION, checked
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 client = OpenAI(base_url=f"{BASE_URL}/v1", api_key=KEY)
 
 
 class Weather(BaseModel):
     """The weather in a city."""
+
+    model_config = ConfigDict(extra="forbid")  # a small model adds fields without end
 
     city: str = Field(max_length=20)
     unit: Literal["celsius", "fahrenheit"]

@@ -4,7 +4,7 @@ import asyncio
 from typing import Literal
 
 from conversation import BASE_URL, KEY, MODEL, QUESTION, WEATHER, checked, is_weather
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.direct import model_request_sync
 from pydantic_ai.messages import ModelRequest, ToolCallPart, ToolReturnPart
@@ -19,6 +19,8 @@ model = OpenAIChatModel(MODEL, provider=provider, settings={"max_tokens": 400})
 
 class Weather(BaseModel):
     """The weather in a city."""
+
+    model_config = ConfigDict(extra="forbid")  # a small model adds fields without end
 
     city: str = Field(max_length=20)
     unit: Literal["celsius", "fahrenheit"]
