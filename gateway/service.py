@@ -99,8 +99,7 @@ class Service:
         sampling, form = asked.sampling, AnswerFormat()
         rounds: Rounds | None = None
         async with self._open(caller) as (admitted, meter):
-            try:
-                await self.rates.count_request(owner)
+            async with self._counted(caller):
                 model = await self.catalog.get(asked.model)
                 _check_generates(model, "Completions" if text else "Chat Completions")
                 check(asked.sampling, model.card)
@@ -118,8 +117,6 @@ class Service:
                 await self._bind(prompts, sampling, model, owner, asked.continues)
                 num_tokens = sum(len(prompt.ids) for prompt in prompts)
                 await self.rates.count_tokens(owner, num_tokens)
-            finally:
-                caller.headers.update(await self.rates.headers(owner))
             meter.begin(model.card.name, num_tokens)
             yield PreparedCompletion(
                 id=caller.request_id,
@@ -150,14 +147,11 @@ class Service:
         """Likewise for prompts that `tokenized` makes for the model, each with one answer."""
         owner = caller.tenant.id
         async with self._open(caller) as (admitted, meter):
-            try:
-                await self.rates.count_request(owner)
+            async with self._counted(caller):
                 model = await self.catalog.get(model_name)
                 inputs = await tokenized(model)
                 num_tokens = sum(map(len, inputs))
                 await self.rates.count_tokens(owner, num_tokens)
-            finally:
-                caller.headers.update(await self.rates.headers(owner))
             meter.begin(model.card.name, num_tokens)
             yield PreparedInputs(
                 id=caller.request_id,
@@ -207,12 +201,19 @@ class Service:
             queue_timeout_s=elapsed_s + self._queue_timeout_s,
         )
 
-    async def count(self, caller: Caller) -> None:
-        """One more request that runs no model. Raises ServiceError."""
+    @asynccontextmanager
+    async def _counted(self, caller: Caller) -> AsyncIterator[None]:
+        """One more request; afterwards its answer says what is left of the rates."""
         try:
             await self.rates.count_request(caller.tenant.id)
+            yield
         finally:
             caller.headers.update(await self.rates.headers(caller.tenant.id))
+
+    async def count(self, caller: Caller) -> None:
+        """One more request that runs no model. Raises ServiceError."""
+        async with self._counted(caller):
+            pass
 
     async def _bind(
         self,

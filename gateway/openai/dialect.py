@@ -1,6 +1,6 @@
 """OpenAI's API on the HTTP shell: its routes, its server-sent events and its errors."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Dialect, HttpError, HttpLimits
 from pdserve.gateway.http.docs.document import described
@@ -56,7 +57,12 @@ class MoreRoutes(Protocol):
     """Adds the routes of what a database keeps."""
 
     def add_routes(
-        self, app: FastAPI, dialect: Dialect, limits: HttpLimits, bodies: BodyReader
+        self,
+        app: FastAPI,
+        dialect: Dialect,
+        limits: HttpLimits,
+        bodies: BodyReader,
+        count: Callable[[Caller], Awaitable[None]],
     ) -> None: ...
 
 
@@ -158,7 +164,7 @@ class OpenAiDialect:
         if self._stored is None:
             _add_refusals(app)
         else:
-            self._stored.add_routes(app, self, self._limits, self._bodies)
+            self._stored.add_routes(app, self, self._limits, self._bodies, service.count)
 
     async def _read(self, request: Request, kind: type[B]) -> B:
         return await self._bodies.read(request, partial(parse, kind))

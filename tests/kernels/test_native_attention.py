@@ -1,4 +1,7 @@
-"""Native attention: the formula in float64, and the same bits however the work is cut."""
+"""Native attention: the formula in float64, and the same bits however the work is cut.
+
+Over 400 lines: one formula, and every way to cut its work, which share sizes and caches.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -24,6 +24,7 @@ from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.openai.stored.parts import StoredParts
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.host.tenants.keys import ApiKeys
+from pdserve.services.host.tenants.rate_limits import RateLimits
 
 CHAT = "/v1/chat/completions"
 BOUNDS = HttpLimits(
@@ -61,6 +62,7 @@ async def stored_gateway(
     keys: Sequence[str] = (),
     limits: AdmissionLimits | None = None,
     runs: bool = True,
+    rates: RateLimits | None = None,
     **settings: Any,
 ) -> AsyncIterator[StoredGateway]:
     """Its database is in `folder` unless `settings` have another. Without `runs` it runs no batch,
@@ -69,7 +71,7 @@ async def stored_gateway(
     accepted = ApiKeys(keys)
     limits = limits or AdmissionLimits(64, 32)
     stored = StoredParts(made, accepted, limits)
-    service = scripted_service(router, limits, count_usage=stored.usage.count)
+    service = scripted_service(router, limits, rates=rates, count_usage=stored.usage.count)
     bodies = BodyReader(BOUNDS)
     dialect = OpenAiDialect(service, BOUNDS, bodies, stored.responses, stored.routes)
     readiness = Readiness(router, service.catalog)

@@ -1,6 +1,8 @@
 """Writes GGUF files of Hugging Face directories with the gguf package's writer and name tables.
 
 Independent of the reader under test: names, permutations and metadata follow llama.cpp's converter.
+
+Over 400 lines: one writer, with the names that llama.cpp gives to the tensors of each family.
 """
 
 import json

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -49,7 +49,7 @@ class BatchBody(Body):
 
 
 def add_batch_routes(
-    app: FastAPI, dialect: Dialect, batches: Batches, bodies: BodyReader, wake: Callable[[], None]
+    app: APIRouter, dialect: Dialect, batches: Batches, bodies: BodyReader, wake: Callable[[], None]
 ) -> None:
     """`wake` is called when there is something to do for the runner."""
 
@@ -57,7 +57,7 @@ def add_batch_routes(
     async def create(request: Request) -> Response:
         """A new batch: the requests of a file, which are answered when there is time."""
         body = await bodies.read(request, partial(parse, BatchBody))
-        mounted = {route.path for route in app.routes if isinstance(route, Route)}
+        mounted = {route.path for route in request.app.routes if isinstance(route, Route)}
         offered = [endpoint for endpoint in ENDPOINTS if endpoint in mounted]
         if body.endpoint not in offered:
             raise refuse("endpoint", f"endpoint must be one of {', '.join(offered)}")

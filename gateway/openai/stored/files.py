@@ -4,7 +4,7 @@ import asyncio
 from contextlib import aclosing, suppress
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
 from pdserve.gateway.batches.files import Files
@@ -38,7 +38,7 @@ class _Bytes(Response):
     media_type = "application/octet-stream"  # whatever is in it, no browser runs it
 
 
-def add_file_routes(app: FastAPI, dialect: Dialect, files: Files, limits: HttpLimits) -> None:
+def add_file_routes(app: APIRouter, dialect: Dialect, files: Files, limits: HttpLimits) -> None:
     uploads, downloads = FairShare(MAX_UPLOADS), FairShare(MAX_DOWNLOADS)
 
     @app.post("/v1/files", **described(form=FileUpload, answer=FileObject))

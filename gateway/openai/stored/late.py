@@ -7,7 +7,7 @@ for them wait, and what keys have used is noted in memory.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -100,9 +100,16 @@ class LateParts:
             self._noted.append((caller, model, usage))
 
     def add_routes(
-        self, app: FastAPI, dialect: Dialect, limits: HttpLimits, bodies: BodyReader
+        self,
+        app: FastAPI,
+        dialect: Dialect,
+        limits: HttpLimits,
+        bodies: BodyReader,
+        count: Callable[[Caller], Awaitable[None]],
     ) -> None:
-        self._add_routes.append(lambda parts: parts.routes.add_routes(app, dialect, limits, bodies))
+        self._add_routes.append(
+            lambda parts: parts.routes.add_routes(app, dialect, limits, bodies, count)
+        )
         app.add_middleware(_WaitForParts, late=self)
 
     async def save(self, tenant: bytes, kept: KeptResponse) -> bool:

@@ -1,14 +1,16 @@
 """The routes of what is kept in the database: files, batches and usage."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Request
 
 from pdserve.gateway.batches.batches import Batches
 from pdserve.gateway.batches.files import Files
+from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Dialect, HttpLimits
+from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.observability.usage_log import UsageLog
 from pdserve.gateway.openai.stored.batches import add_batch_routes
 from pdserve.gateway.openai.stored.files import add_file_routes
@@ -25,8 +27,20 @@ class StoredRoutes:
     wake: Callable[[], None]
 
     def add_routes(
-        self, app: FastAPI, dialect: Dialect, limits: HttpLimits, bodies: BodyReader
+        self,
+        app: FastAPI,
+        dialect: Dialect,
+        limits: HttpLimits,
+        bodies: BodyReader,
+        count: Callable[[Caller], Awaitable[None]],
     ) -> None:
-        add_file_routes(app, dialect, self.files, limits)
-        add_batch_routes(app, dialect, self.batches, bodies, self.wake)
-        add_usage_routes(app, self.usage)
+        """`count` is called for each request, and raises ServiceError beyond a key's rate."""
+
+        async def counted(request: Request) -> None:
+            await count(caller_of(request))
+
+        routes = APIRouter(dependencies=[Depends(counted)])
+        add_file_routes(routes, dialect, self.files, limits)
+        add_batch_routes(routes, dialect, self.batches, bodies, self.wake)
+        add_usage_routes(routes, self.usage)
+        app.router.routes.extend(routes.routes)  # an included router is hidden from the document

@@ -6,7 +6,7 @@ Times are seconds since the epoch. Sums are kept by the hour, so a bucket is an 
 import time
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, Request, Response
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse
 
@@ -29,7 +29,7 @@ MAX_RESULTS = 10_000  # of a page
 MAX_TIME = 1 << 40
 
 
-def add_usage_routes(app: FastAPI, usage: UsageLog) -> None:
+def add_usage_routes(app: APIRouter, usage: UsageLog) -> None:
     @app.get("/v1/usage", **described(answer=UsagePage, query=UsageReportQuery))
     async def report(request: Request) -> Response:
         """What the asking key has used, by the hour or the day."""

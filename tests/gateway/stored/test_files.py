@@ -9,6 +9,7 @@ from fake_router import FakeRouter, saying
 from stored_gateway import CHAT, lines_of, start_batch, stored_gateway
 
 from pdserve.gateway.openai.stored import files as stored_files
+from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
 BOUNDARY = "----a-boundary"
@@ -47,6 +48,19 @@ async def test_a_file_comes_back_as_it_was(tmp_path):
                 await call
             assert caught.value.body["param"] == "id"  # type: ignore[index]
         assert (await client.files.list()).data == []
+
+
+async def test_requests_for_files_batches_and_usage_count_in_a_keys_rate(tmp_path):
+    rates = RateLimits(RateSettings(requests=3))
+    async with stored_gateway(router(), tmp_path, rates=rates) as gateway:
+        client = gateway.client()
+        listed = await client.files.with_raw_response.list()
+        assert listed.headers["x-ratelimit-remaining-requests"] == "2"
+        await client.batches.list()
+        await client.get("/usage", cast_to=object, options={"params": {"start_time": 0}})
+        for call in (client.files.list(), client.batches.list()):
+            with pytest.raises(openai.RateLimitError):
+                await call
 
 
 async def test_files_are_listed_by_pages(tmp_path):
