@@ -54,7 +54,7 @@ class ResponsesBody(StrictModel):
     """Body of /v1/responses."""
 
     model_config = ConfigDict(json_schema_extra=bounded)
-    model: str = ""
+    model: str = Field(min_length=1)
     input: TextOrObjects
     instructions: str | None = None
     previous_response_id: str | None = None
