@@ -1,5 +1,6 @@
 """What a process tells the kernel about itself. Linux only."""
 
+import atexit
 import ctypes
 import gc
 import os
@@ -32,6 +33,7 @@ def freeze_heap() -> None:
     less often. A full collection takes 0.1 s in a loaded worker, and nobody is served then."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # the process ends in order, and the kernels find nothing left
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
 
 

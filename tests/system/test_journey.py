@@ -59,6 +59,7 @@ def test_stopping_leaves_nothing_behind(tmp_path: Path) -> None:
         ask(fleet, LONG)
         host, port = fleet.url.removeprefix("http://").split(":")
     assert fleet.exit_code == 0, fleet.final_log
+    assert "leaked" not in fleet.final_log  # as the bindings of the kernels would say
     gone, alive = psutil.wait_procs(family, timeout=LIMIT_S)
     assert not alive
     assert len(gone) == len(family)
