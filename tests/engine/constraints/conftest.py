@@ -13,17 +13,17 @@ from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"), "llama")
 
 
-@pytest.fixture(scope="package", params=["reference", "native"])
+@pytest.fixture(scope="module", params=["reference", "native"])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def engine_of(folder: Path, backend: str) -> Iterator[Maker]:
     made: list[Engine] = []
 
@@ -38,7 +38,7 @@ def engine_of(folder: Path, backend: str) -> Iterator[Maker]:
         engine.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def runner(engine_of: Maker) -> Runner:
     """One for all that need nothing of their own; its engine keeps compiled grammars."""
     return Runner(engine_of())

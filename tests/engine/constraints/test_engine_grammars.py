@@ -46,7 +46,7 @@ ANYTHING = of_regex("(.|\n)*")
 HOT: dict[str, Any] = {"temperature": 1.0, "max_tokens": 120}
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def text_of(folder: Path) -> Any:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
@@ -68,7 +68,7 @@ def ends(events: Any) -> set[FinishReason | None]:
     return {e.finish for e in of(events, NewTokens) if e.finish is not None}
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def alone(engine_of: Maker) -> dict[tuple[str, int], list[int]]:
     """Sixteen requests with the pattern, each by itself."""
     by_itself = Runner(engine_of(prefix_cache=False))
