@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -39,11 +40,12 @@ def test_the_routes_are_those_of_the_application() -> None:
     from pdserve.gateway.rerank.dialect import RerankDialect
 
     none: Any = None
+    service: Any = SimpleNamespace(count=None)
     stored = StoredRoutes(none, none, none, lambda: None)
     dialects = [
         AnthropicDialect(none, none, none),
         RerankDialect(none, none, none),
-        OpenAiDialect(none, none, none, stored=stored),
+        OpenAiDialect(service, none, none, stored=stored),
     ]
     app = create_routes(dialects, none, none)
     add_docs(app, dialects, "", keys=True)
