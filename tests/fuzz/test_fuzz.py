@@ -4,7 +4,7 @@ import pytest
 
 from fuzz.run import TARGETS, run
 
-CASES = 2000
+CASES = 1000
 
 
 @pytest.mark.timeout(600)

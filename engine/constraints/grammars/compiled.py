@@ -52,7 +52,7 @@ class CompiledGrammar:
         self._matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         raise_error(self._matcher)
         self._first = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.uint32)
-        fill(self._matcher, self._first)
+        fill(self._matcher, self._first.ctypes.data, self._first.nbytes)
         if not self._first.any() and not self._matcher.is_accepting():
             raise GrammarError("no text matches the grammar")
 
@@ -66,9 +66,9 @@ class CompiledGrammar:
         return self._first.copy()
 
 
-def fill(matcher: Any, words: Words) -> None:
-    """Writes the tokens that may come next. Raises GrammarError."""
-    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+def fill(matcher: Any, address: int, num_bytes: int) -> None:
+    """Writes the tokens that may come next to the words at an address. Raises GrammarError."""
+    matcher.unsafe_compute_mask_ptr(address, num_bytes)
     raise_error(matcher)
 
 

@@ -58,6 +58,7 @@ class GrammarFollower:
         self._search = SequenceSearch(grammar.begins_after) if grammar.begins_after else None
         self._matcher: Any = None
         self._words: Words | None = None
+        self._address = 0  # of the words: to ask numpy for it takes longer than a mask
         self._unseen: list[int] = []  # that the matcher is still to follow
         self._done = Event()
         self._done.set()
@@ -121,10 +122,11 @@ class GrammarFollower:
             if self._matcher is None:
                 self._matcher = self._compiled.matcher()
                 self._words = self._compiled.buffer()
+                self._address = self._words.ctypes.data
                 self._replay()
             if self._words is not None and not self.stopped:
                 started = time.thread_time()
-                fill(self._matcher, self._words)
+                fill(self._matcher, self._address, self._words.nbytes)
                 took = time.thread_time() - started
                 self.is_slow = took > SLOW_S
                 if took > MOST_S:

@@ -7,7 +7,7 @@ from typing import Protocol
 NUM_THREADS = 4  # so that a few slow grammars leave threads to the others
 NUM_SLOW_THREADS = 2  # of their own for tasks that are known to be slow
 # Most masks take microseconds, less than it takes to wake a thread: one computes several of them.
-TASKS_PER_THREAD = 8
+TASKS_PER_THREAD = 16
 
 
 class MaskTask(Protocol):

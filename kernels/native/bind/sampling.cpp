@@ -106,20 +106,21 @@ class Stream {
   std::unordered_map<int64_t, size_t> index_;
 };
 
-// Leaves out the tokens whose bit is not set; bit id % 32 of word id / 32.
-void leave_out(float* scores, const uint32_t* words, int64_t vocab) {
+// Few allowed tokens are looked at alone: most masks of a JSON schema have no more.
+constexpr int64_t kFew = 256;
+
+// Their ids, at most kFew, in order; -1 if there are more.
+int64_t few_allowed(const uint32_t* words, int64_t vocab, int64_t* ids) {
+  int64_t count = 0;
   for (int64_t start = 0; start < vocab; start += 32) {
-    uint32_t out = ~words[start / 32];
-    int64_t end = std::min<int64_t>(start + 32, vocab);
-    if (out == UINT32_MAX) {
-      std::fill(scores + start, scores + end, -INFINITY);
-      continue;
-    }
-    for (; out; out &= out - 1) {
-      int64_t id = start + __builtin_ctz(out);
-      if (id < end) scores[id] = -INFINITY;
+    for (uint32_t word = words[start / 32]; word; word &= word - 1) {
+      int64_t id = start + __builtin_ctz(word);
+      if (id >= vocab) break;
+      if (count == kFew) return -1;
+      ids[count++] = id;
     }
   }
+  return count;
 }
 
 struct Ranked {
@@ -234,10 +235,18 @@ class NativeSampler {
     const pdserve::Kernels& k = context_.kernels;
     const Stream& stream = *draw.stream;
     const float* scores = draw.scores;
+    if (draw.mask && !stream.edits() && !stream.filter.active()) {
+      int64_t ids[kFew];
+      int64_t count = few_allowed(draw.mask, vocab, ids);
+      if (count >= 0) return pick_of(ids, count, scores, stream);
+    }
     if (draw.mask || stream.edits()) {
-      std::copy(scores, scores + vocab, scratch);
+      if (draw.mask) {
+        k.leave_out(scores, draw.mask, vocab, scratch);
+      } else {
+        std::copy(scores, scores + vocab, scratch);
+      }
       stream.apply(scratch);
-      if (draw.mask) leave_out(scratch, draw.mask, vocab);
       scores = scratch;
       scratch += vocab;
     }
@@ -247,6 +256,30 @@ class NativeSampler {
     float heat = static_cast<float>(stream.temperature), floor = -INFINITY;
     if (stream.filter.active()) floor = k.filter_floor(scores, heat, stream.filter, vocab, scratch);
     return k.gumbel_argmax(scores, heat, floor, stream.key(), vocab);
+  }
+
+  // The same of a few tokens, in the order of their ids.
+  int64_t pick_of(const int64_t* ids, int64_t count, const float* scores,
+                  const Stream& stream) const {
+    int64_t best = -1;
+    for (int64_t i = 0; i < count; ++i) {
+      float score = scores[ids[i]];
+      if (std::isnan(score)) return -1;
+      if (best < 0 || score > scores[best]) best = ids[i];
+    }
+    if (best < 0 || !std::isfinite(scores[best])) return -1;
+    if (stream.greedy()) return best;
+    float heat = static_cast<float>(stream.temperature), most = -INFINITY;
+    float noise[kFew];
+    context_.kernels.gumbel_at(stream.key(), ids, count, noise);
+    for (int64_t i = 0; i < count; ++i) {
+      float value = scores[ids[i]] / heat + noise[i];
+      if (value > most) {
+        most = value;
+        best = ids[i];
+      }
+    }
+    return best;
   }
 
   // The logarithm of the sum of all exponentials; NaN if the best score is not finite.

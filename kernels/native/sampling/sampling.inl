@@ -121,6 +121,20 @@ static int64_t gumbel_argmax(const float* scores, float temperature, float floor
   return winner;
 }
 
+// --- masks
+
+static void leave_out(const float* scores, const uint32_t* mask, int64_t count, float* out) {
+  int64_t start = 0;
+  for (; start + 32 <= count; start += 32) {
+    uint32_t word = mask[start / 32];
+    const float* x = scores + start;
+    for (int i = 0; i < 32; ++i) out[start + i] = word >> i & 1 ? x[i] : kNoScore;
+  }
+  for (int64_t id = start; id < count; ++id) {
+    out[id] = mask[start / 32] >> (id - start) & 1 ? scores[id] : kNoScore;
+  }
+}
+
 // --- argmax
 
 // The first NaN, or -1.

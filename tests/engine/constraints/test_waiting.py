@@ -323,9 +323,9 @@ def test_late_masks_delay_nobody_else(engine_of: Maker, monkeypatch: pytest.Monk
     calm = tokens(runner.run(*asked))
     fill = follower.fill
 
-    def slow(matcher: Any, words: Any) -> None:
+    def slow(*args: Any) -> None:
         time.sleep(0.1)
-        fill(matcher, words)
+        fill(*args)
 
     monkeypatch.setattr(follower, "fill", slow)
     asked[1] = ask("free", range(40), 2, temperature=1.0, max_tokens=200, ignore_eos=True)
