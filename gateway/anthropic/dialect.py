@@ -15,7 +15,6 @@ from pdserve.gateway.anthropic.answers import (
 )
 from pdserve.gateway.anthropic.reply import MessageReply, count_tokens, framed
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody, parse_count, parse_messages
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
 from pdserve.gateway.http.docs.document import described
@@ -23,7 +22,6 @@ from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import EventStream, Reply
 from pdserve.gateway.service import Service
 
-REQUEST_ID = "request-id"  # the header in which Anthropic's clients look for it
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -41,6 +39,7 @@ class AnthropicDialect:
     paths: tuple[str, ...] = ("/v1/messages",)
     not_offered: tuple[str, ...] = ("/v1/messages/batches/",)
     statuses: Mapping[int, int] = MappingProxyType({503: 529})
+    request_id_header: str = "request-id"
     error_model: type[BaseModel] = MessagesError
 
     def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:
@@ -70,7 +69,7 @@ class AnthropicDialect:
         )
         async def messages(request: Request) -> Response:
             """The next message of a conversation."""
-            caller = _named(request)
+            caller = caller_of(request)
             body = await self._bodies.read(request, parse_messages)
             reply = MessageReply(service, body, caller)
             if body.stream:
@@ -80,13 +79,6 @@ class AnthropicDialect:
         @app.post("/v1/messages/count_tokens", **described(CountBody, answer=TokenCount))
         async def count(request: Request) -> Response:
             """How many tokens a message's prompt has."""
-            caller = _named(request)
+            caller = caller_of(request)
             body = await self._bodies.read(request, parse_count)
             return Reply(count_tokens(service, body, caller), self, self._limits)
-
-
-def _named(request: Request) -> Caller:
-    """The caller, whose answer has its id where Anthropic's clients look for it."""
-    caller = caller_of(request)
-    caller.headers[REQUEST_ID] = caller.shown_id
-    return caller

@@ -12,9 +12,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdserve.gateway.http.dialect import Dialect, HttpError, dialect_of, error_response
+from pdserve.gateway.http.dialect import (
+    REQUEST_ID,
+    Dialect,
+    HttpError,
+    dialect_of,
+    error_response,
+)
 from pdserve.gateway.http.docs.pages import add_docs
-from pdserve.gateway.http.guard import REQUEST_ID, Guard, caller_of
+from pdserve.gateway.http.guard import Guard, caller_of
 from pdserve.gateway.http.operations import add_operations
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.service import Service

@@ -19,6 +19,9 @@ from pdserve.services.host.errors import HTTP_STATUS, ServiceError
 RETRY_STATUS = (429, 503)
 
 
+REQUEST_ID = "x-request-id"  # the header of every answer
+
+
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
     """Bounds on what a client may send, and on how slowly it may send and read."""
@@ -86,6 +89,9 @@ class Dialect(ErrorShape, Protocol):
     not_offered: tuple[str, ...]
     """Beginnings of paths, each with a slash at its end, that the API has elsewhere and this server
     does not offer."""
+
+    request_id_header: str
+    """In which its clients look for a request's id; every answer has REQUEST_ID as well."""
 
     error_model: type[BaseModel]
     """What `error_object` returns, for the description of the API."""

@@ -20,12 +20,17 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.http.dialect import Dialect, HttpError, dialect_of, error_response
+from pdserve.gateway.http.dialect import (
+    REQUEST_ID,
+    Dialect,
+    HttpError,
+    dialect_of,
+    error_response,
+)
 from pdserve.gateway.http.origin import foreign
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
 
-REQUEST_ID = "x-request-id"
 API_KEY = "x-api-key"  # counts where there is no Authorization
 SESSION_ID = "x-session-id"
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -63,10 +68,13 @@ class Guard:
         if not _GOOD_ID.fullmatch(client_id):
             client_id = ""
 
+        dialect = dialect_of(self._dialects, scope["path"])
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 outgoing = MutableHeaders(scope=message)
-                outgoing[REQUEST_ID] = client_id or own_id
+                for name in {REQUEST_ID, dialect.request_id_header}:
+                    outgoing[name] = client_id or own_id
                 outgoing.update(more)
             await send(message)
 
@@ -77,7 +85,7 @@ class Guard:
             await asyncio.sleep(0)  # what has entered before goes on
         if error := self._refusal(scope, headers, tenant):
             error = replace(error, request_id=client_id or own_id)
-            denial = error_response(dialect_of(self._dialects, scope["path"]), error)
+            denial = error_response(dialect, error)
             await denial(scope, receive, send_with_id)
             return
         tenant = tenant or EVERYBODY

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import Dialect, HttpError, HttpLimits
+from pdserve.gateway.http.dialect import REQUEST_ID, Dialect, HttpError, HttpLimits
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import EventStream, Reply
@@ -82,6 +82,7 @@ class OpenAiDialect:
         )
     )  # fmt: skip
 
+    request_id_header: str = REQUEST_ID
     error_model: type[BaseModel] = ErrorObject
 
     def __init__(

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import HttpError, HttpLimits
+from pdserve.gateway.http.dialect import REQUEST_ID, HttpError, HttpLimits
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import Reply
@@ -32,6 +32,7 @@ class RerankDialect:
     paths: tuple[str, ...] = ("/v1/rerank", "/v1/score", "/rerank", "/score")
     not_offered: tuple[str, ...] = ()
     statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
+    request_id_header: str = REQUEST_ID
     error_model: type[BaseModel] = ErrorObject
 
     def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:

@@ -32,7 +32,7 @@ def check(reply: httpx.Response, status: int, kind: str = "invalid_request_error
     assert body["type"] == "error"
     assert set(body["error"]) == {"type", "message"}
     assert body["error"]["type"] == kind
-    assert body["request_id"] == reply.headers["x-request-id"]
+    assert body["request_id"] == reply.headers["x-request-id"] == reply.headers["request-id"]
     message: str = body["error"]["message"]
     return message
 

@@ -39,6 +39,7 @@ class Lines:
     paths = ("/lines",)
     not_offered = ()
     statuses: ClassVar = {503: 529}
+    request_id_header = "x-request-id"
     error_model = Wrong
 
     def add_routes(self, app: Any) -> None:
