@@ -1,4 +1,4 @@
-"""Line 2: 2,000 requests that Schemathesis makes from /openapi.json: no answer is a 5xx, and each
+"""Line 2: 3,000 requests that Schemathesis makes from /openapi.json: no answer is a 5xx, and each
 has a documented status and shape, errors their dialect's. The seed is drawn; `--seed N` runs one
 again."""
 
@@ -11,7 +11,7 @@ from collections import Counter
 from api_cases import ANSWERED, run_cases
 from served_gateway import served_gateway
 
-CASES = 2000
+CASES = 3000
 LEAST = 20  # answers of 200 from each route with a body: the others have seen little of it
 
 

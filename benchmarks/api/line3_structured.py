@@ -104,13 +104,14 @@ class Run:
 
 
 async def with_kills(run: Run, asked: Sequence[dict[str, Any]], fleet: Fleet) -> list[int]:
-    """The run, with a decode worker killed at even shares of its answers: for each kill, how many
-    answers were under way. No request sees two kills, since it is given up as poison then."""
+    """The run, with a decode worker killed at even shares of the first half of its answers: for
+    each kill, how many answers were under way. (A worker takes seconds to come back.) No request
+    sees two kills, since it is given up as poison then."""
     working = asyncio.create_task(run.all(asked))
     under_way: list[int] = []
     hit: set[int] = set()
     while not (await asyncio.wait([working], timeout=0.05))[0] and len(under_way) < NUM_KILLS:
-        if len(run.answers) * (NUM_KILLS + 1) < len(asked) * (len(under_way) + 1):
+        if len(run.answers) * 2 * NUM_KILLS < len(asked) * len(under_way):
             continue
         if hit & run.open or len(run.under_way) < WIDTH // 2:
             continue

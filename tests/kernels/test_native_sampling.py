@@ -303,6 +303,42 @@ def test_masked_picks_equal_the_reference(
             assert row[token] == row[bits].max()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("count", [1, 2, 255, 256, 257])
+@pytest.mark.parametrize("inside", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("heat", [0.0, 0.7])
+def test_few_and_many_allowed_tokens_are_picked_from_alike(
+    isa: str, count: int, inside: float | None, heat: float
+) -> None:
+    """Scores with ties; what is not allowed is better, and not finite."""
+    vocab = 700
+    rng = np.random.default_rng(count)
+    ids = np.sort(rng.choice(vocab, count, replace=False))
+    bits = np.zeros(704, dtype=bool)
+    bits[ids] = True
+    logits = torch.full((1, vocab), 9.0)
+    logits[0, ::2], logits[0, 1::4] = math.nan, math.inf
+    logits[0, ids] = torch.from_numpy(rng.integers(-2, 3, count).astype(np.float32))
+    if inside is not None:
+        logits[0, ids[count // 2]] = inside
+    mask = np.packbits(bits, bitorder="little").view(np.uint32)
+    found = []
+    for seed in range(20):
+        settings = StreamSettings(temperature=heat, seed=seed)
+        (token,), (same,) = (
+            ops.sample(logits, [0], [ops.stream(settings, vocab)], [[]], [mask])
+            for ops in (native(isa), reference)
+        )
+        assert token == same
+        found.append(token)
+    lost = inside in (math.inf,) or (inside is not None and math.isnan(inside))
+    if lost or (count == 1 and inside is not None):
+        assert set(found) == {-1}
+    else:
+        assert all(bits[token] for token in found)
+        assert len(set(found)) > 1 or not heat or count < 3
+
+
 def test_a_whole_mask_changes_nothing_and_an_empty_one_leaves_nothing() -> None:
     logits = some_logits(5, 1, 100)
     settings = [StreamSettings(temperature=1.0, seed=9)]

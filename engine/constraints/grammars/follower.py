@@ -1,7 +1,7 @@
 """A grammar over one choice: its matcher follows the ids, and the next mask is computed ahead.
 
-The engine's thread calls everything but `run`, and while `run` is under way only `is_done` and
-`wait`.
+The engine's thread calls everything but `run`, and while `run` is under way only `is_done`,
+`is_awaited` and `wait`.
 """
 
 import logging
@@ -30,6 +30,7 @@ MOST_S = 1.0  # that a mask may take
 # more than the first may come SLOW_TOKENS times in a row, more than the second never.
 SLOW_TOKEN_S, MOST_TOKEN_S = 0.005, 0.05
 SLOW_TOKENS = 4
+LONG_REPLAY = 256  # ids: a matcher that follows so many first may be slow
 HELD_S = 0.001  # of replaying ids before other threads have their turn
 PATIENCE = 32  # masks of a choice that nobody waits for once one came too late
 TOO_LONG = "the grammar takes too long"
@@ -76,6 +77,7 @@ class GrammarFollower:
             start += 1
         if self._search is None:
             self._unseen = generated[start:]
+            self.is_slow = len(self._unseen) > LONG_REPLAY
             self._begin_task()
 
     def push(self, token: int) -> None:

@@ -34,7 +34,7 @@ class MaskThreads:
     def add(self, task: MaskTask, *, awaited: bool) -> None:
         """`awaited`: the next step waits for it, so it should be fast."""
         lane = self._slow if task.is_slow else self._quick
-        (lane.awaited if awaited else lane.others).append(task)
+        lane.add(task, awaited)
 
     def start(self) -> None:
         self._quick.start()
@@ -49,13 +49,21 @@ class _Lane:
     """Some threads and the tasks that they take."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self.awaited: deque[MaskTask] = deque()
-        self.others: deque[MaskTask] = deque()
+        self._awaited: deque[MaskTask] = deque()
+        self._others: deque[MaskTask] = deque()
+        self._num_new = 0  # of those awaited, since the last start
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, name)
 
+    def add(self, task: MaskTask, awaited: bool) -> None:
+        self._num_new += awaited
+        (self._awaited if awaited else self._others).append(task)
+
     def start(self) -> None:
-        wanted = -(-len(self.awaited) // TASKS_PER_THREAD) + len(self.others)
+        # What was not begun since the start before is behind a slow task: a thread for each of it.
+        left = max(0, len(self._awaited) - self._num_new)
+        wanted = left + -(-self._num_new // TASKS_PER_THREAD) + len(self._others)
+        self._num_new = 0
         for _ in range(min(self._num_threads, wanted)):
             self._threads.submit(self._work)
 
@@ -67,7 +75,7 @@ class _Lane:
             task.run()
 
     def _next(self) -> MaskTask | None:
-        for tasks in (self.awaited, self.others):
+        for tasks in (self._awaited, self._others):
             try:
                 return tasks.popleft()
             except IndexError:

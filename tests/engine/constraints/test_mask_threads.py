@@ -58,6 +58,23 @@ def test_what_is_behind_a_slow_task_gets_another_thread(threads: MaskThreads) ->
     slow.release.set()
 
 
+def test_what_is_behind_two_slow_tasks_gets_a_thread_too(threads: MaskThreads) -> None:
+    """The second of them takes the thread that the next start begins, and no other start comes."""
+    ran: list[Task] = []
+    first, second, quick = Task(ran, slow=True), Task(ran, slow=True), Task(ran)
+    for task in (first, second, quick):
+        threads.add(task, awaited=True)
+    threads.start()
+    assert first.begun.wait(LIMIT_S)
+    assert not second.begun.is_set()
+    threads.start()
+    assert quick.done.wait(LIMIT_S)
+    assert second.begun.wait(LIMIT_S)
+    assert ran == [quick]
+    first.release.set()
+    second.release.set()
+
+
 def test_what_a_step_waits_for_comes_first(threads: MaskThreads) -> None:
     ran: list[Task] = []
     slow = [Task(ran, slow=True) for _ in range(NUM_THREADS)]
