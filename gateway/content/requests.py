@@ -19,6 +19,7 @@ class ChatCompletionRequest:
     kept_tokens: int | None = None  # of the prompt, from its end; -1: what fits; None: all
     tool_use: ToolUse | None = None
     separate_reasoning: bool = True  # otherwise it is part of the answer's text
+    max_tool_calls: int | None = None  # that the gateway carries out; None: any number
 
     @property
     def continues(self) -> bool:

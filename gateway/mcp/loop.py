@@ -44,15 +44,16 @@ class McpTools:
     ) -> tuple[ChatCompletionRequest, "ToolRounds | None"]:
         """The request with the servers' tools, and the rounds of its answer if the gateway may
         call one of them."""
-        opens_turn = asked.conversation.add_generation_prompt
-        if not self._servers.offered or not opens_turn or asked.sampling.structure is not None:
+        sampling = asked.sampling
+        bound = sampling.structure is not None or sampling.prompt_logprobs is not None
+        if not self._servers.offered or not asked.conversation.add_generation_prompt or bound:
             return asked, None  # there is nothing to call, or the answer is no place for calls
         use, added = with_offered(asked.tool_use, self._servers.offered)
         if not added:
             return asked, None
         asked = replace(asked, tool_use=use)
         approved = any(tool.approved for tool in added.values())
-        if asked.sampling.n > 1 or not approved or not self._max_rounds:
+        if sampling.n > 1 or not approved or not self._max_rounds:
             return asked, None
         return asked, ToolRounds(
             asked, added, self._servers, next_round, self._max_rounds, self._clock
@@ -164,6 +165,7 @@ class ToolRounds:
         messages = list(self._asked.conversation.messages)
         usage = Usage(0, 0, 0)
         num_tokens = 0  # of the rounds before
+        num_calls = 0  # in them
         written = False  # the client has text of them
         current = completion
         for number in range(self._max_rounds + 1):
@@ -186,7 +188,8 @@ class ToolRounds:
                 return
             following = None
             if number < self._max_rounds and self._room(num_tokens):
-                results = await self._call_all(this.ours, completion)
+                results = await self._call_all(this.ours, num_calls, completion)
+                num_calls += len(this.ours)
                 messages += [this.message(), *results]
                 following = await self._follow(completion, messages, num_tokens, number + 1)
             if following is None:
@@ -208,12 +211,14 @@ class ToolRounds:
         return most is None or num_tokens < most
 
     async def _call_all(
-        self, calls: Sequence[_Call], completion: PreparedCompletion
+        self, calls: Sequence[_Call], num_before: int, completion: PreparedCompletion
     ) -> list[dict[str, Any]]:
-        """The tools' turns, in the order of the calls."""
+        """The tools' turns, in the order of the calls; `num_before`: calls of earlier rounds."""
+        most = self._asked.max_tool_calls
+        left = len(calls) if most is None else most - num_before
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._call(call, place, completion))
+                group.create_task(self._call(call, place, place < left, completion))
                 for place, call in enumerate(calls)
             ]
         results = [task.result() for task in tasks]
@@ -224,11 +229,15 @@ class ToolRounds:
             for call, result in zip(calls, results, strict=True)
         ]
 
-    async def _call(self, call: _Call, place: int, completion: PreparedCompletion) -> ToolResult:
+    async def _call(
+        self, call: _Call, place: int, is_allowed: bool, completion: PreparedCompletion
+    ) -> ToolResult:
         offered = self._offered.get(call.name)
         arguments = arguments_of(call.arguments)
         if place >= MAX_CALLS:
             return ToolResult(f"error: at most {MAX_CALLS} calls at once", True)
+        if not is_allowed:
+            return ToolResult(f"error: at most {self._asked.max_tool_calls} tool calls", True)
         if offered is None:
             return ToolResult("error: there is no such tool", True)
         if arguments is None:

@@ -143,11 +143,9 @@ class UsageLog:
         return session
 
     def _add(self, key: _Key, counts: Sequence[int]) -> None:
-        held = self._counts.get(key)
-        if held is None:
-            if len(self._counts) >= MAX_UNWRITTEN:
-                return
-            held = self._counts[key] = [0] * len(COUNTS)
+        if key not in self._counts and len(self._counts) >= MAX_UNWRITTEN:
+            key = key._replace(session="")  # what is used still counts, under no session
+        held = self._counts.setdefault(key, [0] * len(COUNTS))
         for index, count in enumerate(counts):
             held[index] += count
 

@@ -82,10 +82,12 @@ def _message(
         known = ", ".join(ROLES)
         raise TextError(f"unknown role {role!r:.60}; it must be one of {known}", f"{param}.role")
     content = message.get("content")
-    only_calls = content is None and role == "assistant" and bool(message.get("tool_calls"))
+    # An answer may be calls alone, or a thought that was cut off.
+    rest = message.get("tool_calls") or message.get("reasoning_content")
+    no_text = content is None and role == "assistant" and bool(rest)
     if role == "developer" and not knows_developer:
         role = "system"
-    text = (None if knows_null else "") if only_calls else content_text(content, f"{param}.content")
+    text = (None if knows_null else "") if no_text else content_text(content, f"{param}.content")
     made = {**message, "role": role, "content": text}
     calls = made.pop("tool_calls", None)  # a template may only ask whether there is the key
     if calls:

@@ -128,7 +128,7 @@ class ResponseObject(AnswerModel):
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
-    max_tool_calls: None
+    max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
     output: list[OutputItem]

@@ -10,11 +10,11 @@ from pdserve.gateway.openai.bodies import fields
 from pdserve.gateway.openai.bodies.schema import ChatBody
 
 # fmt: off
-# They change no answer of this server. `max_tool_calls` bounds the calls of hosted tools alone.
+# They change no answer of this server.
 IGNORED: frozenset[str] = frozenset(
     (
         "service_tier", "prompt_cache_retention", "prompt_cache_options", "stream_options",
-        "max_tool_calls", "access_programs", "request_id", "priority", "session_id",
+        "access_programs", "request_id", "priority", "session_id",
     )
 )
 

@@ -141,7 +141,11 @@ class ResponseReply:
         messages = conversation(self._body.instructions, items)
         template = TemplateInput(messages, suggested=self._body.template_variables())
         return ChatCompletionRequest(
-            self._body.model, template, self._sampling, tool_use=self._tool_use
+            self._body.model,
+            template,
+            self._sampling,
+            tool_use=self._tool_use,
+            max_tool_calls=self._body.max_tool_calls,
         )
 
     def _learn(self, completion: PreparedCompletion) -> None:
@@ -206,7 +210,7 @@ class ResponseReply:
             ),
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
+            "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
             "model": self._model,
             "output": list(self._output.items),

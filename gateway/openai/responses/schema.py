@@ -68,6 +68,7 @@ class ResponsesBody(StrictModel):
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None  # a mode, or an object that names functions
     parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = Field(None, ge=1)  # of tools that the gateway calls
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     metadata: Annotated[dict[Key, Value] | None, BeforeValidator(_few_pairs)] = None

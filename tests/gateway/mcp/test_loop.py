@@ -276,6 +276,19 @@ async def test_calls_at_once_are_bounded() -> None:
     assert router.prompt(1).count(f"at most {MAX_CALLS} calls at once") == 2
 
 
+async def test_max_tool_calls_bounds_the_calls_of_all_rounds() -> None:
+    router = ToolModel(calls("s__a") * 2, calls("s__a") * 2, "Done.")
+    tools = Tools(a=answers("A"))
+    async with gateway(router, tools) as gw:
+        body = {"model": "tiny", "input": "hello", "max_tool_calls": 3}
+        response = (await gw.http.post("/v1/responses", json=body)).json()
+    assert response["max_tool_calls"] == 3
+    assert response["output"][-1]["content"][0]["text"] == "Done."
+    assert len(tools.called) == 3
+    assert "at most 3 tool calls" not in router.prompt(1)
+    assert router.prompt(2).count("at most 3 tool calls") == 1
+
+
 async def test_rounds_are_bounded() -> None:
     tools = Tools(get=answers("x"))
     for stream in (False, True):
@@ -338,7 +351,7 @@ async def test_a_line_of_a_batch_is_offered_nothing() -> None:
     assert tools.called == []
 
 
-async def test_an_answer_with_a_structure_is_no_place_for_calls() -> None:
+async def test_an_answer_with_a_structure_or_a_scored_prompt_is_no_place_for_calls() -> None:
     servers = McpServers([], GatewayMetrics().mcp_calls)
     servers.offered = offered_tools([("s", ServerTool("get", "", {}), True)])
     offers = McpTools(servers, 8, lambda: 0.0)
@@ -354,6 +367,8 @@ async def test_an_answer_with_a_structure_is_no_place_for_calls() -> None:
     assert offered.tool_use is not None
     assert rounds is not None
     assert offers.offer(bound, next_round) == (bound, None)
+    scored = ChatCompletionRequest("tiny", chat, RequestedSampling(prompt_logprobs=0))
+    assert offers.offer(scored, next_round) == (scored, None)  # which of the prompts?
 
 
 async def test_texts_over_grpc_have_no_place_for_calls() -> None:

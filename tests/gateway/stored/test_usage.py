@@ -191,8 +191,9 @@ async def test_what_a_report_refuses(tmp_path, params, param):
     assert reply.json()["error"]["param"] == param
 
 
-async def test_sessions_without_number_take_no_memory_without_bound(tmp_path, monkeypatch):
-    monkeypatch.setattr("pdserve.gateway.observability.usage_log.MAX_SESSIONS", 3)
+@pytest.mark.parametrize("bound", ["MAX_SESSIONS", "MAX_UNWRITTEN"])
+async def test_sessions_without_number_take_no_memory_without_bound(tmp_path, monkeypatch, bound):
+    monkeypatch.setattr(f"pdserve.gateway.observability.usage_log.{bound}", 3)
     database = Database(f"sqlite:///{tmp_path}/gateway.db")
     await database.start()
     usage = UsageLog(database)

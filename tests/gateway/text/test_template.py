@@ -167,6 +167,9 @@ def test_content_parts(tokenizer: Tokenizer) -> None:
     called = {"role": "assistant", "content": None, "tool_calls": [call("f", "{}")]}
     shows = ChatTemplate("{{ messages[0].content }}{# tools #}", tokenizer)
     assert shows.render(TemplateInput([called])).text == ""
+    thought = {"role": "assistant", "content": None, "reasoning_content": "so far"}
+    thinks = ChatTemplate("{{ messages[0].reasoning_content }}{{ messages[0].content }}", tokenizer)
+    assert thinks.render(TemplateInput([thought])).text == "so far"
     for content, param in (
         ([{"type": "image_url", "image_url": {}}], "messages[0].content[0].type"),
         ([{"type": "text"}], "messages[0].content[0].text"),
