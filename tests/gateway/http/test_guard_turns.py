@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,7 +10,6 @@ import httpx
 import pytest
 from fake_router import saying
 
-from pdserve.gateway.http.dialect import Dialect
 from pdserve.gateway.http.guard import Guard
 from pdserve.services.host.tenants.keys import ApiKeys
 
@@ -48,7 +48,8 @@ def call(guard: Guard, key: str, path: str = "/v1/models") -> "asyncio.Task[None
 
 
 async def test_keys_enter_in_turn_and_one_at_a_time(anyio_backend: str) -> None:
-    app, dialects = Application(), list[Dialect]()
+    app = Application()
+    dialects: list[Any] = [SimpleNamespace(paths=("/",), request_id_header="x-request-id")]
     guard = Guard(app, ApiKeys(("flood", "other")), (), dialects, False, ())
     counting = asyncio.create_task(app.count())
     tasks = [call(guard, "flood") for _ in range(50)] + [call(guard, "other") for _ in range(2)]
