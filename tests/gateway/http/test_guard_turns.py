@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,6 +13,10 @@ from pdserve.gateway.http.guard import Guard
 from pdserve.services.host.tenants.keys import ApiKeys
 
 pytestmark = pytest.mark.anyio
+
+DIALECT: Any = Mock(
+    paths=("/",), statuses={}, request_id_header="x-request-id", error_object=lambda error: {}
+)
 
 
 class Application:
@@ -49,8 +52,7 @@ def call(guard: Guard, key: str, path: str = "/v1/models") -> "asyncio.Task[None
 
 async def test_keys_enter_in_turn_and_one_at_a_time(anyio_backend: str) -> None:
     app = Application()
-    dialects: list[Any] = [SimpleNamespace(paths=("/",), request_id_header="x-request-id")]
-    guard = Guard(app, ApiKeys(("flood", "other")), (), dialects, False, ())
+    guard = Guard(app, ApiKeys(("flood", "other")), (), [DIALECT], False, ())
     counting = asyncio.create_task(app.count())
     tasks = [call(guard, "flood") for _ in range(50)] + [call(guard, "other") for _ in range(2)]
     await asyncio.gather(*tasks)
@@ -62,8 +64,7 @@ async def test_keys_enter_in_turn_and_one_at_a_time(anyio_backend: str) -> None:
 
 
 async def test_a_probe_waits_for_no_stranger(anyio_backend: str) -> None:
-    app, dialect = Application(), Mock(paths=("/",), statuses={}, error_object=lambda error: {})
-    guard = Guard(app, ApiKeys(("k",)), ("/health",), [dialect], False, ())
+    guard = Guard(app := Application(), ApiKeys(("k",)), ("/health",), [DIALECT], False, ())
     flood = [call(guard, "") for _ in range(50)]
     await call(guard, "", "/health")
     assert len(app.entered) == 1
