@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,12 @@ class Fleet:
     def pids(self, role: str) -> list[int]:
         """Live processes of a role: gateway, router, prefill or decode."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [c.pid for c in children if c.name().startswith(role)]
+        found = []
+        for child in children:
+            with suppress(psutil.NoSuchProcess):  # it has ended since
+                if child.name().startswith(role):
+                    found.append(child.pid)
+        return found
 
     def metrics(self) -> dict[str, float]:
         """/metrics of the gateway, by name with labels."""
