@@ -156,6 +156,7 @@ OF_RESPONSES: Values = {
     "tools": [[{"type": "function", **MEASURE}]],
     "tool_choice": ["none", "auto", "required", {"type": "function", "name": "measure"}],
     "parallel_tool_calls": [False],
+    "max_tool_calls": [1],
     "text": [
         {"format": {"type": "text"}, "verbosity": "low"},
         {"format": {"type": "json_object"}},
