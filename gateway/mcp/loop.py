@@ -165,7 +165,7 @@ class ToolRounds:
         messages = list(self._asked.conversation.messages)
         usage = Usage(0, 0, 0)
         num_tokens = 0  # of the rounds before
-        num_calls = 0  # in them
+        num_calls = 0  # of the rounds before
         written = False  # the client has text of them
         current = completion
         for number in range(self._max_rounds + 1):

@@ -106,17 +106,18 @@ class Stream {
   std::unordered_map<int64_t, size_t> index_;
 };
 
-// Few allowed tokens are looked at alone: most masks of a JSON schema have no more.
-constexpr int64_t kFew = 256;
+// Of a mask with at most so many tokens, as those between a JSON schema's strings, only these tokens
+// are looked at.
+constexpr int64_t kMaxSparse = 256;
 
-// Their ids, at most kFew, in order; -1 if there are more.
-int64_t few_allowed(const uint32_t* words, int64_t vocab, int64_t* ids) {
+// Their ids, at most kMaxSparse, in order; -1 if there are more.
+int64_t sparse_ids(const uint32_t* words, int64_t vocab, int64_t* ids) {
   int64_t count = 0;
   for (int64_t start = 0; start < vocab; start += 32) {
     for (uint32_t word = words[start / 32]; word; word &= word - 1) {
       int64_t id = start + __builtin_ctz(word);
       if (id >= vocab) break;
-      if (count == kFew) return -1;
+      if (count == kMaxSparse) return -1;
       ids[count++] = id;
     }
   }
@@ -236,13 +237,13 @@ class NativeSampler {
     const Stream& stream = *draw.stream;
     const float* scores = draw.scores;
     if (draw.mask && !stream.edits() && !stream.filter.active()) {
-      int64_t ids[kFew];
-      int64_t count = few_allowed(draw.mask, vocab, ids);
-      if (count >= 0) return pick_of(ids, count, scores, stream);
+      int64_t ids[kMaxSparse];
+      int64_t count = sparse_ids(draw.mask, vocab, ids);
+      if (count >= 0) return pick_sparse(ids, count, scores, stream);
     }
     if (draw.mask || stream.edits()) {
       if (draw.mask) {
-        k.leave_out(scores, draw.mask, vocab, scratch);
+        k.apply_bitmask(scores, draw.mask, vocab, scratch);
       } else {
         std::copy(scores, scores + vocab, scratch);
       }
@@ -258,8 +259,8 @@ class NativeSampler {
     return k.gumbel_argmax(scores, heat, floor, stream.key(), vocab);
   }
 
-  // The same of a few tokens, in the order of their ids.
-  int64_t pick_of(const int64_t* ids, int64_t count, const float* scores,
+  // The same of the only tokens that a sparse mask allows, in the order of their ids.
+  int64_t pick_sparse(const int64_t* ids, int64_t count, const float* scores,
                   const Stream& stream) const {
     int64_t best = -1;
     for (int64_t i = 0; i < count; ++i) {
@@ -270,7 +271,7 @@ class NativeSampler {
     if (best < 0 || !std::isfinite(scores[best])) return -1;
     if (stream.greedy()) return best;
     float heat = static_cast<float>(stream.temperature), most = -INFINITY;
-    float noise[kFew];
+    float noise[kMaxSparse];
     context_.kernels.gumbel_at(stream.key(), ids, count, noise);
     for (int64_t i = 0; i < count; ++i) {
       float value = scores[ids[i]] / heat + noise[i];

@@ -66,7 +66,7 @@ struct Kernels {
                            const NoiseKey& key, int64_t count);
   // Copies the scores of the tokens whose bit is set, -inf for the others: bit id % 32 of word
   // id / 32.
-  void (*leave_out)(const float* scores, const uint32_t* mask, int64_t count, float* out);
+  void (*apply_bitmask)(const float* scores, const uint32_t* mask, int64_t count, float* out);
   // Gumbel noise of some ids, as kernels/reference/noise.py defines it.
   void (*gumbel_at)(const NoiseKey& key, const int64_t* ids, int64_t count, float* out);
   // The least scores / temperature that the filter keeps, at most the best. Scores as above.

@@ -4,6 +4,6 @@ const Kernels kTable = {
     gated,    activated,    sigmoid,      exponential,
     rope,     add_bias,     scale,        soft_cap,      store_kv,  attend,
     attend_scratch,         attend_tiles, attend_merge,  argmax,    gumbel_argmax,
-    leave_out,              gumbel_at,
+    apply_bitmask,          gumbel_at,
     filter_floor,           kth_score,    filter_scratch, log_sum_exp,
 };

@@ -123,7 +123,7 @@ static int64_t gumbel_argmax(const float* scores, float temperature, float floor
 
 // --- masks
 
-static void leave_out(const float* scores, const uint32_t* mask, int64_t count, float* out) {
+static void apply_bitmask(const float* scores, const uint32_t* mask, int64_t count, float* out) {
   int64_t start = 0;
   for (; start + 32 <= count; start += 32) {
     uint32_t word = mask[start / 32];

@@ -54,11 +54,11 @@ void test_row(const Kernels& k, const Guarded<float>& row, int64_t top, float te
   for (int64_t i = 0; i < mask.size(); ++i) {
     mask[i] = i % 3 ? static_cast<uint32_t>(key.seed + i) * 0x9e3779b9u : UINT32_MAX;
   }
-  Guarded<float> left(count);
-  k.leave_out(x, mask.data(), count, left.data());
+  Guarded<float> masked(count);
+  k.apply_bitmask(x, mask.data(), count, masked.data());
   for (int64_t i = 0; i < count; ++i) {
     float wanted = mask[i / 32] >> i % 32 & 1 ? x[i] : -INFINITY;
-    CHECK(same_bits(left[i], wanted), "%s %lld: %g", k.isa, at, left[i]);
+    CHECK(same_bits(masked[i], wanted), "%s %lld: %g", k.isa, at, masked[i]);
   }
 
   const Filter filters[] = {{}, {top, 1.0, -INFINITY}, {0, 0.9, -INFINITY}, {0, 1e-9, -3.0f},

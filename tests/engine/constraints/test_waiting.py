@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from pdserve.engine.constraints.grammars.compile_queue import (
     CompileQueue,
 )
 from pdserve.engine.constraints.grammars.compiled import CompiledGrammar, GrammarError
+from pdserve.engine.constraints.grammars.mask_threads import NUM_THREADS as QUICK_THREADS
 from pdserve.engine.constraints.grammars.mask_threads import MaskThreads
 from pdserve.engine.constraints.grammars.trial import GrammarTrials
 from pdserve.engine.constraints.request import COMPILE_S
@@ -406,6 +408,26 @@ def test_a_long_resume_lets_others_run_and_is_no_slow_mask(
     assert made.failure is None
     assert not made.is_slow
     assert len(turns) >= len(ids) // 2
+    threads.close()
+    compiler.close()
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_long_replay_takes_no_thread_of_the_quick_ones(folder: Path, more: int) -> None:
+    """They are all busy: only a replay that is long is done."""
+    compiler = GrammarCache((folder / "tokenizer.json").read_bytes(), 259, (258,))
+    grammar = of_regex("[a-z]*")
+    compiled = compiler.compile(grammar.source).result(60)
+    threads, opened = MaskThreads(), threading.Event()
+    busy = SimpleNamespace(is_slow=False, run=opened.wait)
+    for _ in range(QUICK_THREADS):
+        threads.add(busy, awaited=False)
+    ids = [64] * (follower.LONG_REPLAY + more)
+    made = follower.GrammarFollower(grammar, compiled, ids, 259, threads, lambda: None)
+    threads.start()
+    assert made.wait(time.perf_counter() + (60 if more else 0.5)) == bool(more)
+    opened.set()
+    assert made.wait(time.perf_counter() + 60)
     threads.close()
     compiler.close()
 
