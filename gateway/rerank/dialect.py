@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import REQUEST_ID, HttpError, HttpLimits
+from pdserve.gateway.http.dialect import REQUEST_ID, HttpError
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import Reply
@@ -35,9 +35,8 @@ class RerankDialect:
     request_id_header: str = REQUEST_ID
     error_model: type[BaseModel] = ErrorObject
 
-    def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:
+    def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._service = service
-        self._limits = limits
         self._bodies = bodies
 
     def error_object(self, error: HttpError) -> dict[str, Any]:
@@ -66,7 +65,7 @@ class RerankDialect:
             return self._reply(scores(self._service, asked, caller_of(request)))
 
     def _reply(self, work: Awaitable[dict[str, Any]]) -> Reply:
-        return Reply(work, self, self._limits)
+        return Reply(work, self)
 
 
 async def rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str, Any]:

@@ -40,7 +40,8 @@ async def connect(make_app, make_service, anyio_backend) -> AsyncIterator[Callab
     async def make(router: FakeRouter, **options: object) -> Connection:
         bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 16, stall_s=0.3)
         openai = OpenAiDialect(make_service(router), bounds, BodyReader(bounds))
-        server = HttpServer(make_app(router, **options), openai)
+        stall_s = options.get("bounds", bounds).stall_s
+        server = HttpServer(make_app(router, **options), openai, stall_s)
         listener = listen("127.0.0.1", 0)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)  # of the accepted too
         task = asyncio.create_task(server.serve([listener]))
