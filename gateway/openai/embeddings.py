@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
@@ -15,7 +14,7 @@ from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.content.model_texts import check_ids, check_room, kept_ids
 from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.openai.bodies import described
-from pdserve.gateway.openai.bodies.body import Body
+from pdserve.gateway.openai.bodies.body import OwnedBody
 from pdserve.gateway.openai.bodies.schema import texts_or_ids
 from pdserve.gateway.pooling.vectors import base64_of, shaped
 from pdserve.gateway.sampling import refuse
@@ -30,7 +29,7 @@ def _inputs(value: Any) -> Any:
     return texts_or_ids(value, MAX_INPUTS, "inputs")
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(OwnedBody):
     """Body of /v1/embeddings."""
 
     generates = True
@@ -60,7 +59,7 @@ class EmbeddingReply:
         self._service = service
         self._body = body
         self._id = f"embd-{caller.request_id}"
-        self._caller = replace(caller, request_id=self._id)
+        self._caller = body.called_by(caller, self._id)
         self._created = int(time.time())
         self._in_base64 = body.encoding_format == "base64"
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -61,7 +60,7 @@ class ResponseReply:
         )
         self._suffix = caller.request_id
         self._id = f"resp_{self._suffix}"
-        self._caller = replace(caller, request_id=self._id)
+        self._caller = caller.of_body(self._id, body.session_id, body.user)
         self._created = int(time.time())
         self._output = ResponseOutput(self._suffix, logprobs=body.logprobs)
         self._model = body.model
