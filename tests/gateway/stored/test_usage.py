@@ -1,6 +1,9 @@
 """/v1/usage: what a key has used, by time, model and session."""
 
+import asyncio
+import json
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -10,8 +13,10 @@ from served_gateway import served_gateway
 from stored_gateway import CHAT, ended, lines_of, start_batch, stored_gateway
 
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.json_text import AT_ONCE
 from pdserve.gateway.observability.meter import RequestUsage
-from pdserve.gateway.observability.usage_log import UsageLog, UsageQuery, UsageRow
+from pdserve.gateway.observability.usage_log import COUNTS, UsageLog, UsageQuery, UsageRow
+from pdserve.gateway.openai.stored.usage_report import usage_page
 from pdserve.gateway.storage.database import Database
 from pdserve.services.host.tenants.keys import Tenant
 
@@ -271,3 +276,26 @@ async def test_a_database_that_is_away_loses_no_counts(tmp_path, monkeypatch):
     rows = await usage.report("", UsageQuery(0, 1 << 40, DAY), 10)
     await database.close()
     assert [(row.requests, row.cached_tokens) for row in rows] == [(2, 8)]
+
+
+async def test_a_page_of_many_results_leaves_the_loop_to_others():
+    row = {name: 1 for name in COUNTS} | {"bucket": 0, "session": "s"}
+
+    class Found:
+        async def report(self, *asked):
+            return [SimpleNamespace(**row)] * 20 * AT_ONCE
+
+    passes = 0
+
+    async def count():
+        nonlocal passes
+        while True:
+            passes += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    page = await usage_page(Found(), "", UsageQuery(0, DAY, DAY, ("session",)), DAY)
+    counting.cancel()
+    (bucket,) = json.loads(page.text())["data"]
+    assert len(bucket["results"]) == 20 * AT_ONCE
+    assert passes >= 20
