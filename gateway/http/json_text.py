@@ -32,6 +32,7 @@ class JsonList:
             self._items += to_json(items)[1:-1]
 
     def pieces(self) -> JsonPieces:
+        """Not a copy: they grow with the list."""
         return JsonPieces((b"[", self._items, b"]"))
 
 

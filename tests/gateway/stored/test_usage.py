@@ -279,7 +279,7 @@ async def test_a_database_that_is_away_loses_no_counts(tmp_path, monkeypatch):
 
 
 async def test_a_page_of_many_results_leaves_the_loop_to_others():
-    row = {name: 1 for name in COUNTS} | {"bucket": 0, "session": "s"}
+    row = dict.fromkeys(COUNTS, 1) | {"bucket": 0, "session": "s"}
 
     class Found:
         async def report(self, *asked):
