@@ -53,7 +53,7 @@ class ChatReply:
             if (num_top := self._body.prompt_logprobs) is not None:
                 logprobs.check_prompt_logprobs(completion.prompts, 1, num_top, "prompt_logprobs")
             answers, usage = await self._service.completions.collect(
-                completion, partial(logprobs.ChatLogprobs, self._as_ids)
+                completion, partial(logprobs.ChatLogprobsText, self._as_ids)
             )
             choices: list[dict[str, Any]] = [
                 {

@@ -45,7 +45,7 @@ class CompletionReply:
         async with self._service.prepare(self._request, self._caller) as completion:
             self._check(completion)
             answers, usage = await self._service.completions.collect(
-                completion, partial(logprobs.CompletionLogprobs, self._as_ids)
+                completion, partial(logprobs.CompletionLogprobsText, self._as_ids)
             )
             described: dict[int, JsonPieces] = {}  # log-probabilities, by prompt
             choices = []
@@ -84,7 +84,7 @@ class CompletionReply:
                         choice = self._choice(item.choice, item.content, item.finish)
                         many = len(item.tokens) > AT_ONCE and self._body.logprobs is not None
                         if many:
-                            written = logprobs.CompletionLogprobs(self._as_ids)
+                            written = logprobs.CompletionLogprobsText(self._as_ids)
                             await written.add(item.tokens)
                             choice["logprobs"] = written.pieces()
                         elif self._body.logprobs is not None:

@@ -76,7 +76,7 @@ class LogprobsText:
         raise NotImplementedError
 
 
-class ChatLogprobs(LogprobsText):
+class ChatLogprobsText(LogprobsText):
     """As `of_chat` has them."""
 
     def __init__(self, as_ids: bool) -> None:
@@ -90,7 +90,7 @@ class ChatLogprobs(LogprobsText):
         return object_json({"content": self._content.pieces(), "refusal": None})
 
 
-class CompletionLogprobs(LogprobsText):
+class CompletionLogprobsText(LogprobsText):
     """As `of_completion` has them."""
 
     def __init__(self, as_ids: bool) -> None:

@@ -250,7 +250,7 @@ async def test_a_whole_answer_holds_no_scored_tokens(make_http, url, asks):
         for position in range(100):
             last = position == 99
             if last:
-                held.append(sum(isinstance(one, ScoredToken) for one in gc.get_objects()))
+                held.append(sum(type(one) is ScoredToken for one in gc.get_objects()))
             yield tokens(start, [7], position, finish=pb.LENGTH if last else 0)
         yield finished(start)
 
