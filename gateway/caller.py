@@ -1,9 +1,12 @@
 """A Caller says whose a request is, and which ids it has."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pdserve.services.host.tenants.keys import EVERYBODY, Tenant
+
+MAX_SESSION = 128  # characters of what usage is counted under
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,16 @@ class Caller:
     at_end: ExitStack = field(default_factory=ExitStack, compare=False)
     session: str = ""
     background: bool = False
+
+    def of_body(self, request_id: str, session_id: str | None, user: Any) -> "Caller":
+        """The caller of a body, which has an id of its own: its session counts before that of the
+        header, and its user where there is none, if it is a short text. That of a batch is the
+        batch, whatever its lines say."""
+        session = self.session
+        if not self.background:
+            short = isinstance(user, str) and len(user) <= MAX_SESSION
+            session = session_id or session or (user if short else "")
+        return replace(self, request_id=request_id, session=session)
 
     @property
     def shown_id(self) -> str:

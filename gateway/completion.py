@@ -9,7 +9,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.choice import Choice, Delta, ScoredToken, score_prompt
@@ -18,7 +18,7 @@ from pdserve.gateway.limits import AdmittedRequest
 from pdserve.gateway.observability.meter import Meter
 from pdserve.gateway.router_client.merge import merge
 from pdserve.gateway.router_client.upstream import Upstream
-from pdserve.gateway.sampling import RequestedSampling
+from pdserve.gateway.sampling import RequestedSampling, check_logprobs
 from pdserve.gateway.text.parts import ContentPart, TextPart
 from pdserve.protos.common_pb2 import (
     CANCELLED,
@@ -91,24 +91,52 @@ class Rounds(Protocol):
     ) -> AsyncGenerator[Delta | Usage, None]: ...
 
 
+class Scores(Protocol):
+    """What holds the scored tokens of a whole choice."""
+
+    async def add(self, tokens: Sequence[ScoredToken]) -> None: ...
+
+
+S = TypeVar("S", bound=Scores)
+
+
 @dataclass(slots=True)
-class CompletionResult:
+class CompletionResult(Generic[S]):
     """One whole choice."""
 
     index: int
+    scores: S
     content: list[ContentPart] = field(default_factory=list)
-    tokens: list[ScoredToken] = field(default_factory=list)
     num_tokens: int = 0
     finish: str = ""
     ids: list[int] = field(default_factory=list)  # of the generated tokens
     prompt_scores: Sequence[TokenLogprob] = ()  # of its prompt's tokens but the first
 
-    def add(self, delta: Delta) -> None:
+    async def add(self, delta: Delta) -> None:
         self.content += delta.content
-        self.tokens += delta.tokens
+        await self.scores.add(delta.tokens)
         self.ids += delta.ids
         self.num_tokens = delta.num_tokens
         self.finish = delta.finish or self.finish
+
+
+class HeldLogprobs:
+    """Counts the log-probabilities that an answer holds until it is complete."""
+
+    def __init__(self, completion: PreparedCompletion, instead: str = "a stream, or ") -> None:
+        """`instead`: what else a client may ask for. Raises ServiceError if its max_tokens allows
+        too many; without one it is seen as they come."""
+        self._sampling = completion.sampling
+        self._instead = instead
+        self._num_tokens = 0
+        params = [prompt.params for prompt in completion.prompts]
+        most = sum(max(1, one.n) * one.max_tokens for one in params)
+        check_logprobs(self._sampling, most, instead)
+
+    def add(self, delta: Delta) -> None:
+        """Raises ServiceError if they are too many."""
+        self._num_tokens += len(delta.ids)
+        check_logprobs(self._sampling, self._num_tokens, self._instead)
 
 
 class Completions:
@@ -138,16 +166,23 @@ class Completions:
             for index in range(len(completion.prompts))
         ]
 
-    async def collect(self, completion: PreparedCompletion) -> tuple[list[CompletionResult], Usage]:
-        """Whole answers; of best_of candidates the n with the best mean log-probability."""
+    async def collect(
+        self, completion: PreparedCompletion, scores: Callable[[], S]
+    ) -> tuple[list[CompletionResult[S]], Usage]:
+        """Whole answers, each with `scores` of its own; of best_of candidates the n with the best
+        mean log-probability. Raises ServiceError."""
+        held = HeldLogprobs(completion)
         if completion.rounds is not None:
-            return await self._collect_rounds(completion)
+            return await self._collect_rounds(completion, scores, held)
         runs = self._runs(completion)
-        answers: dict[int, CompletionResult] = {}
+        answers: dict[int, CompletionResult[S]] = {}
         async with aclosing(merge([run.events() for run in runs])) as events:
             async for delta in events:
-                answers.setdefault(delta.choice, CompletionResult(delta.choice)).add(delta)
-        kept: list[CompletionResult] = []
+                held.add(delta)
+                if delta.choice not in answers:
+                    answers[delta.choice] = CompletionResult(delta.choice, scores())
+                await answers[delta.choice].add(delta)
+        kept: list[CompletionResult[S]] = []
         for run in runs:
             for choice in run.best(completion.sampling.n):
                 answer = answers[choice.index]
@@ -159,15 +194,16 @@ class Completions:
         return kept, replace(total, completion_tokens=completion_tokens)
 
     async def _collect_rounds(
-        self, completion: PreparedCompletion
-    ) -> tuple[list[CompletionResult], Usage]:
-        answer, usage = CompletionResult(0), Usage(0, 0, 0)
+        self, completion: PreparedCompletion, scores: Callable[[], S], held: "HeldLogprobs"
+    ) -> tuple[list[CompletionResult[S]], Usage]:
+        answer, usage = CompletionResult(0, scores()), Usage(0, 0, 0)
         async with aclosing(self.stream(completion)) as items:
             async for item in items:
                 if isinstance(item, Usage):
                     usage = item
                 else:
-                    answer.add(item)
+                    held.add(item)
+                    await answer.add(item)
         return [answer], usage
 
 

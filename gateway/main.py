@@ -117,7 +117,7 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
     )
     dialects: list[Dialect] = [
         AnthropicDialect(service, http_limits, bodies),
-        RerankDialect(service, http_limits, bodies),
+        RerankDialect(service, bodies),
         openai,
     ]
     routes = create_routes(dialects, service, readiness)
@@ -132,7 +132,7 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
         routes=routes,
         root_path=settings.root_path,
     )
-    http = HttpServer(app, openai, settings.tls_cert, settings.tls_key)
+    http = HttpServer(app, openai, settings.stall_timeout_s, settings.tls_cert, settings.tls_key)
     grpc_host = GrpcHost(
         access,
         # Callers of Text show an API key instead.

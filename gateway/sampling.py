@@ -29,6 +29,8 @@ from pdserve.protos.common_pb2 import (
 )
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 
+MAX_LOGPROBS = 1 << 20  # of an answer that is held until it is complete: some 70 MB of it
+
 
 @dataclass(frozen=True, slots=True)
 class RequestedSampling:
@@ -131,6 +133,19 @@ def check(requested: RequestedSampling, card: ModelCard) -> None:
     _check_range(r.thinking_budget_field, r.thinking_budget, THINKING_BUDGET)
     if r.logprob_token_ids and r.logprobs is None:
         raise refuse("logprob_token_ids", "logprob_token_ids needs logprobs")
+
+
+def check_logprobs(requested: RequestedSampling, num_tokens: int, instead: str) -> None:
+    """Raises ServiceError if so many tokens of an answer have more log-probabilities than may be
+    held. `instead`: what a client may ask for, beside fewer of something."""
+    r = requested
+    if r.logprobs is None:
+        return
+    each = 1 + r.logprobs + len(r.logprob_token_ids)
+    if num_tokens * each > MAX_LOGPROBS:
+        text = f"{num_tokens} tokens with {each} log-probabilities each, at most {MAX_LOGPROBS}"
+        text = f"{text} in one answer; ask for {instead}fewer tokens, choices or log-probabilities"
+        raise refuse(r.max_tokens_field, f"{r.max_tokens_field}: {text}")
 
 
 def check_structure(requested: RequestedSampling, structure: Structure) -> None:

@@ -164,6 +164,7 @@ OF_RESPONSES: Values = {
     ],
     "reasoning": [{"effort": "low"}],
     "metadata": [{"key": "value"}],
+    "session_id": ["a session"],
     "user": ["a user"],
     "safety_identifier": ["an id"],
     "prompt_cache_key": ["a key"],
@@ -188,6 +189,7 @@ OF_MESSAGES: Values = {
     "top_p": [1e-6],
     "top_k": [1],
     "stop_sequences": [["."]],
+    "metadata": [{"user_id": "a user"}],
 }
 TOKENIZE: Values = {"add_special_tokens": [True, False], "return_token_strs": [False, True]}
 

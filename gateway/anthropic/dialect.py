@@ -74,11 +74,11 @@ class AnthropicDialect:
             reply = MessageReply(service, body, caller)
             if body.stream:
                 return EventStream(reply.framed(), self, self._limits)
-            return Reply(reply.whole(), self, self._limits)
+            return Reply(reply.whole(), self)
 
         @app.post("/v1/messages/count_tokens", **described(CountBody, answer=TokenCount))
         async def count(request: Request) -> Response:
             """How many tokens a message's prompt has."""
             caller = caller_of(request)
             body = await self._bodies.read(request, parse_count)
-            return Reply(count_tokens(service, body, caller), self, self._limits)
+            return Reply(count_tokens(service, body, caller), self)

@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 # They change no answer of this server.
 IGNORED: frozenset[str] = frozenset(
     (
-        "metadata", "service_tier", "cache_control", "diagnostics", "inference_geo", "betas",
+        "service_tier", "cache_control", "diagnostics", "inference_geo", "betas",
         "billing_policy", "fallback_credit_token", "workspace_id",
     )
 )

@@ -25,7 +25,7 @@ class MessageReply:
             body.model, body.conversation(), body.sampling(), tool_use=body.tool_use()
         )
         self._id = f"msg_{caller.request_id}"
-        self._caller = replace(caller, request_id=self._id)
+        self._caller = caller.of_body(self._id, None, body.user)
         self._content = MessageContent()
         self._model = body.model
         self._usage = Usage(0, 0, 0)

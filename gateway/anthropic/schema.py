@@ -61,6 +61,10 @@ class Thinking(StrictModel):
     display: Literal["summarized"] | None = None  # which shows all here
 
 
+class RequestMetadata(StrictModel):
+    user_id: str | None = None
+
+
 class OutputFormat(StrictModel):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
@@ -140,6 +144,11 @@ class MessagesBody(CountBody):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[StopSequence] | None = Field(None, max_length=MAX_ENTRIES["stop"])
+    metadata: RequestMetadata | None = None
+
+    @property
+    def user(self) -> str | None:
+        return self.metadata.user_id if self.metadata else None
 
     def sampling(self) -> RequestedSampling:
         """Raises ServiceError for fields that contradict each other."""

@@ -1,12 +1,13 @@
 """Answers that take time: a whole one, a file, or a stream of events that their dialect has framed.
 
-All watch the connection while they work: when the client leaves, the work is cancelled at once.
+All watch the connection while they work: when the client leaves, the work is cancelled at once. The
+server ends the connection of one that takes nothing (serving/protocol.py).
 An error before the first byte is an ordinary error response; later it is the last event.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdserve.gateway.http.dialect import ErrorShape, HttpError, HttpLimits, error_response
+from pdserve.gateway.http.json_text import JsonPieces
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.rpc.backpressure import Backpressure, SlowReaderError, deliver, stalled
+from pdserve.services.host.rpc.backpressure import Backpressure, SlowReaderError, deliver
 
 log = logging.getLogger("pdserve.gateway.http")
 
@@ -45,17 +47,11 @@ def _public(error: Exception, scope: Scope) -> HttpError:
 
 class Reply(Response):
     """Sends a JSON object, or what is its text already, once it is there; nothing if the client has
-    left before.
+    left before."""
 
-    A client that takes nothing of it for `stall_s` loses its connection.
-    """
-
-    def __init__(
-        self, work: Awaitable[dict[str, Any] | bytes], errors: ErrorShape, limits: HttpLimits
-    ) -> None:
+    def __init__(self, work: Awaitable[dict[str, Any] | JsonPieces], errors: ErrorShape) -> None:
         self._work = work
         self._errors = errors
-        self._stall_s = limits.stall_s
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,41 +63,50 @@ class Reply(Response):
                 return
             try:
                 found = working.result()
-                text = found if isinstance(found, bytes) else to_json(found)
-                response = Response(text, media_type="application/json")
             except Exception as error:
-                response = error_response(self._errors, _public(error, scope))
-            await self._send(response, send)
-        except TimeoutError:
-            log.warning("a client took no byte for %g s", self._stall_s)
-            await _drop_connection(scope)
+                await error_response(self._errors, _public(error, scope))(scope, receive, send)
+            else:
+                pieces = found if isinstance(found, JsonPieces) else JsonPieces((to_json(found),))
+                await _send_json(pieces, send)
         finally:
             await _end(working, watching)
 
-    async def _send(self, response: Response, send: Send) -> None:
-        """In pieces: the server waits before each until the client has taken the ones before."""
-        head = {"status": response.status_code, "headers": response.raw_headers}
-        await send({"type": "http.response.start", **head})
-        body = bytes(response.body)
-        for at in range(0, len(body), PIECE_BYTES):
-            piece, more = body[at : at + PIECE_BYTES], at + PIECE_BYTES < len(body)
-            async with asyncio.timeout(self._stall_s):
-                await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+async def _send_json(pieces: JsonPieces, send: Send) -> None:
+    """The server waits before each part until the client has taken the ones before."""
+    left = sum(map(len, pieces))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(left).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for part in _parts(pieces):
+        left -= len(part)
+        await send({"type": "http.response.body", "body": part, "more_body": left > 0})
+
+
+def _parts(pieces: JsonPieces) -> Iterator[bytes]:
+    """The same bytes, PIECE_BYTES at a time."""
+    held = bytearray()
+    for piece in pieces:
+        for at in range(0, len(piece), PIECE_BYTES):
+            held += piece[at : at + PIECE_BYTES]
+            if len(held) >= PIECE_BYTES:
+                yield bytes(held[:PIECE_BYTES])
+                del held[:PIECE_BYTES]
+    if held:
+        yield bytes(held)
 
 
 class PieceStream(Response):
-    """Sends bytes of a known length as a generator yields them; a client that takes nothing for
-    `stall_s` loses its connection, as does one whose bytes cannot be had."""
+    """Sends bytes of a known length as a generator yields them; a client whose bytes cannot be had
+    loses its connection."""
 
     def __init__(
-        self, pieces: AsyncGenerator[bytes, None], num_bytes: int, media_type: str, stall_s: float
+        self, pieces: AsyncGenerator[bytes, None], num_bytes: int, media_type: str
     ) -> None:
         self._pieces = pieces
         self._head = [
             (b"content-type", media_type.encode()),
             (b"content-length", str(num_bytes).encode()),
         ]
-        self._stall_s = stall_s
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,8 +117,6 @@ class PieceStream(Response):
             if sending.done():
                 sending.result()
                 return
-        except TimeoutError:
-            log.warning("a client took no byte for %g s", self._stall_s)
         except ServiceError as error:
             log.warning("a file could not be sent: %s", error.message)
         finally:
@@ -126,8 +129,7 @@ class PieceStream(Response):
             async for piece in pieces:
                 for at in range(0, len(piece), PIECE_BYTES):
                     part = piece[at : at + PIECE_BYTES]
-                    async with asyncio.timeout(self._stall_s):
-                        await send({"type": "http.response.body", "body": part, "more_body": True})
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -183,12 +185,9 @@ class EventStream(Response):
                 join=b"".join,
                 interruptible=True,
             )
-            async with asyncio.timeout(self._backpressure.stall_s):  # for what deliver wrote last
-                await write(b"", more=False)
+            await write(b"", more=False)
         except SlowReaderError:
             raise
-        except TimeoutError:
-            raise SlowReaderError(stalled(self._backpressure)) from None
         except Exception as error:
             await error_response(self._errors, _public(error, scope))(scope, receive, send)
         self._complete = True

@@ -3,15 +3,16 @@
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.content.requests import ChatCompletionRequest
+from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import ChatBody
-from pdserve.gateway.openai.json_text import array_json, object_json
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.service import Service
 from pdserve.gateway.text.parts import (
@@ -45,20 +46,20 @@ class ChatReply:
         self._created = int(time.time())
         self._as_ids = bool(body.return_tokens_as_token_ids)
 
-    async def whole(self) -> bytes:
+    async def whole(self) -> JsonPieces:
         """The JSON text, made piece by piece: log-probabilities all at once would hold up the
         loop. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
             if (num_top := self._body.prompt_logprobs) is not None:
                 logprobs.check_prompt_logprobs(completion.prompts, 1, num_top, "prompt_logprobs")
-            answers, usage = await self._service.completions.collect(completion)
+            answers, usage = await self._service.completions.collect(
+                completion, partial(logprobs.ChatLogprobsText, self._as_ids)
+            )
             choices: list[dict[str, Any]] = [
                 {
                     "index": answer.index,
                     "message": self._message(answer.content),
-                    "logprobs": await logprobs.chat_json(answer.tokens, self._as_ids)
-                    if self._body.logprobs
-                    else None,
+                    "logprobs": answer.scores.pieces() if self._body.logprobs else None,
                     "finish_reason": self._finish(answer.finish),
                 }
                 for answer in answers

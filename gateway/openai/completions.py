@@ -3,15 +3,15 @@
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import ScoredToken
 from pdserve.gateway.completion import PreparedCompletion, Usage
 from pdserve.gateway.content.requests import TextCompletionRequest
+from pdserve.gateway.http.json_text import AT_ONCE, JsonPieces, array_json, object_json
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import CompletionBody
-from pdserve.gateway.openai.json_text import AT_ONCE, array_json, object_json
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.service import Service
 from pdserve.gateway.text.parts import ContentPart, text_of
@@ -39,20 +39,22 @@ class CompletionReply:
         self._created = int(time.time())
         self._as_ids = bool(body.return_tokens_as_token_ids)
 
-    async def whole(self) -> bytes:
+    async def whole(self) -> JsonPieces:
         """The JSON text, made piece by piece: log-probabilities all at once would hold up the
         loop. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
             self._check(completion)
-            answers, usage = await self._service.completions.collect(completion)
-            described: dict[int, bytes] = {}  # log-probabilities, by prompt
+            answers, usage = await self._service.completions.collect(
+                completion, partial(logprobs.CompletionLogprobsText, self._as_ids)
+            )
+            described: dict[int, JsonPieces] = {}  # log-probabilities, by prompt
             choices = []
             for answer in answers:
                 number = answer.index // completion.sampling.n
                 prompt = completion.prompts[number]
                 choice = self._choice(answer.index, answer.content, answer.finish)
                 if self._body.logprobs is not None:
-                    choice["logprobs"] = await self._logprobs(answer.tokens)
+                    choice["logprobs"] = answer.scores.pieces()
                 if self._body.return_token_ids:
                     choice |= {"prompt_token_ids": list(prompt.ids), "token_ids": answer.ids}
                 if (num_top := self._body.prompt_logprobs) is not None:
@@ -69,7 +71,7 @@ class CompletionReply:
             found = {"choices": array_json(choices), "usage": usage_object(usage)}
             return object_json({**head, **found})
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any] | bytes, None]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any] | JsonPieces, None]:
         """Each an object, or the text of one with many log-probabilities."""
         async with self._service.prepare(self._request, self._caller) as completion:
             self._check(completion)
@@ -82,7 +84,9 @@ class CompletionReply:
                         choice = self._choice(item.choice, item.content, item.finish)
                         many = len(item.tokens) > AT_ONCE and self._body.logprobs is not None
                         if many:
-                            choice["logprobs"] = await self._logprobs(item.tokens)
+                            written = logprobs.CompletionLogprobsText(self._as_ids)
+                            await written.add(item.tokens)
+                            choice["logprobs"] = written.pieces()
                         elif self._body.logprobs is not None:
                             choice["logprobs"] = logprobs.of_completion(item.tokens, self._as_ids)
                         if self._body.return_token_ids:
@@ -110,9 +114,6 @@ class CompletionReply:
     ) -> dict[str, Any]:
         text = text_of(content)
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
-
-    async def _logprobs(self, tokens: Sequence[ScoredToken]) -> bytes:
-        return await logprobs.completion_json(tokens, self._as_ids)
 
     def _check(self, completion: PreparedCompletion) -> None:
         """Raises ServiceError for too many log-probabilities of prompts."""

@@ -16,6 +16,7 @@ from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import REQUEST_ID, Dialect, HttpError, HttpLimits
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.json_text import JsonPieces
 from pdserve.gateway.http.replies import EventStream, Reply
 from pdserve.gateway.openai.answers import (
     ChatCompletion,
@@ -134,19 +135,19 @@ class OpenAiDialect:
             """Vectors of texts or token ids."""
             body = await self._read(request, EmbeddingBody)
             reply = EmbeddingReply(service, body, caller_of(request))
-            return Reply(reply.whole(), self, self._limits)
+            return Reply(reply.whole(), self)
 
         @app.post("/tokenize", **described(TokenizeBody, TokenizeChatBody, answer=TokenizeAnswer))
         async def tokenize_route(request: Request) -> Response:
             """The token ids of a text, or of messages after the chat template."""
             body = await self._bodies.read(request, parse_tokenize)
-            return Reply(tokenize(service, body, caller_of(request)), self, self._limits)
+            return Reply(tokenize(service, body, caller_of(request)), self)
 
         @app.post("/detokenize", **described(DetokenizeBody, answer=DetokenizeAnswer))
         async def detokenize_route(request: Request) -> Response:
             """The text of token ids."""
             body = await self._read(request, DetokenizeBody)
-            return Reply(detokenize(service, body, caller_of(request)), self, self._limits)
+            return Reply(detokenize(service, body, caller_of(request)), self)
 
         @app.get("/v1/models", **described(answer=ModelList))
         async def models() -> Response:
@@ -173,7 +174,7 @@ class OpenAiDialect:
     def _answer(self, reply: ChatReply | CompletionReply, stream: bool | None) -> Response:
         if stream:
             return EventStream(_events(reply.chunks()), self, self._limits)
-        return Reply(reply.whole(), self, self._limits)
+        return Reply(reply.whole(), self)
 
 
 def _add_refusals(app: FastAPI) -> None:
@@ -189,9 +190,9 @@ def _add_refusals(app: FastAPI) -> None:
             )
 
 
-def _event(value: dict[str, Any] | bytes) -> bytes:
+def _event(value: dict[str, Any] | JsonPieces) -> bytes:
     """A server-sent event of an object, or of its text."""
-    return b"data: " + (value if isinstance(value, bytes) else to_json(value)) + b"\n\n"
+    return b"data: %b\n\n" % (value.text() if isinstance(value, JsonPieces) else to_json(value))
 
 
 async def _events(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:

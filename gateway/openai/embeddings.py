@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
@@ -13,21 +12,24 @@ from pydantic_core import to_json
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.content.model_texts import check_ids, check_room, kept_ids
+from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.openai.bodies import described
-from pdserve.gateway.openai.bodies.body import Body
+from pdserve.gateway.openai.bodies.body import OwnedBody
 from pdserve.gateway.openai.bodies.schema import texts_or_ids
 from pdserve.gateway.pooling.vectors import base64_of, shaped
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, not_supported
 
 MAX_INPUTS = 2048  # as OpenAI
+MAX_ANSWER_BYTES = 128 << 20  # of the vectors of a call
+_NUMBER_BYTES = {False: 22, True: 16 / 3}  # of the text of one number, by whether it is base64
 
 
 def _inputs(value: Any) -> Any:
     return texts_or_ids(value, MAX_INPUTS, "inputs")
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(OwnedBody):
     """Body of /v1/embeddings."""
 
     generates = True
@@ -57,34 +59,46 @@ class EmbeddingReply:
         self._service = service
         self._body = body
         self._id = f"embd-{caller.request_id}"
-        self._caller = replace(caller, request_id=self._id)
+        self._caller = body.called_by(caller, self._id)
         self._created = int(time.time())
+        self._in_base64 = body.encoding_format == "base64"
 
-    async def whole(self) -> bytes:
+    async def whole(self) -> JsonPieces:
         """The JSON text, made vector by vector: all at once would hold up the loop. Raises
         ServiceError."""
         service, salt = self._service, (self._body.cache_salt or "").encode()
         async with service.prepare_inputs(
             self._body.model, self._tokenized, salt, self._caller
         ) as prepared:
-            found: dict[int, bytes] = {}
+            found: dict[int, JsonPieces] = {}
             async with aclosing(service.pooling.embeddings(prepared)) as answers:
                 async for number, values in answers:
                     found[number] = self._item(number, values, prepared.model.card.normalizes)
             total = prepared.num_tokens
-            tail = {
-                "model": prepared.model.card.name,
-                "usage": {"prompt_tokens": total, "total_tokens": total},
-            }
-            head = {"id": self._id, "object": "list", "created": self._created}
-            items = b",".join(found[number] for number in range(len(found)))
-            return b'%s,"data":[%s],%s' % (to_json(head)[:-1], items, to_json(tail)[1:])
+            return object_json(
+                {
+                    "id": self._id,
+                    "object": "list",
+                    "created": self._created,
+                    "data": array_json(found[number] for number in range(len(found))),
+                    "model": prepared.model.card.name,
+                    "usage": {"prompt_tokens": total, "total_tokens": total},
+                }
+            )
 
-    def _item(self, number: int, values: Sequence[float], normalizes: bool) -> bytes:
+    def _item(self, number: int, values: Sequence[float], normalizes: bool) -> JsonPieces:
         vector = shaped(values, self._body.dimensions, normalizes)
-        in_base64 = self._body.encoding_format == "base64"
-        embedding = base64_of(vector) if in_base64 else vector.tolist()
-        return to_json({"object": "embedding", "index": number, "embedding": embedding})
+        embedding = base64_of(vector) if self._in_base64 else vector.tolist()
+        item = {"object": "embedding", "index": number, "embedding": embedding}
+        return JsonPieces((to_json(item),))
+
+    def _check_size(self, dimensions: int) -> None:
+        """Raises ServiceError for vectors of so many numbers whose text is too long."""
+        num_bytes = len(self._body.input) * dimensions * _NUMBER_BYTES[self._in_base64]
+        if num_bytes > MAX_ANSWER_BYTES:
+            other = "" if self._in_base64 else "encoding_format: base64, "
+            text = f"{len(self._body.input)} vectors of {dimensions} numbers are too many"
+            raise refuse("input", f"input: {text}; ask for {other}fewer dimensions or fewer inputs")
 
     async def _tokenized(self, model: ServedModel) -> list[Sequence[int]]:
         card = model.card
@@ -93,6 +107,7 @@ class EmbeddingReply:
         if self._body.dimensions is not None and self._body.dimensions > card.hidden_size:
             most = card.hidden_size
             raise refuse("dimensions", f"dimensions must be from 1 to {most} for this model")
+        self._check_size(self._body.dimensions or card.hidden_size)
         return await embedding_ids(
             self._service,
             model,

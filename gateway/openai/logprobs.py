@@ -1,26 +1,30 @@
 """Log-probabilities as OpenAI's API writes them, and those of a prompt as vLLM does."""
 
+import asyncio
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from pdserve.gateway.choice import LogprobEntry, ScoredToken, scored
 from pdserve.gateway.completion import Prompt
-from pdserve.gateway.openai.json_text import list_json, object_json
-from pdserve.gateway.sampling import refuse
+from pdserve.gateway.http.json_text import (
+    AT_ONCE,
+    JsonList,
+    JsonPieces,
+    list_json,
+    object_json,
+)
+from pdserve.gateway.sampling import MAX_LOGPROBS, refuse
 from pdserve.gateway.text.vocabulary import Vocabulary
 from pdserve.protos.common_pb2 import TokenLogprob
-
-MAX_PROMPT_ENTRIES = 1 << 20  # of an answer: some 70 MB of it
 
 
 def of_chat(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
     """`as_ids`: tokens are written by their ids."""
-    content = [_with_top(token, as_ids) for token in tokens]
+    content = [with_top(token, as_ids) for token in tokens]
     return {"content": content, "refusal": None}
 
 
-def _with_top(token: ScoredToken, as_ids: bool) -> dict[str, Any]:
+def with_top(token: ScoredToken, as_ids: bool) -> dict[str, Any]:
     top = [_entry(entry, as_ids) for entry in token.top]
     return {**_entry(token.chosen, as_ids), "top_logprobs": top}
 
@@ -51,27 +55,59 @@ def _name(entry: LogprobEntry, as_ids: bool) -> str:
     return f"token_id:{entry.id}" if as_ids else entry.text
 
 
-async def chat_json(tokens: Sequence[ScoredToken], as_ids: bool) -> bytes:
-    """The text of `of_chat`, for many tokens."""
-    content = await list_json(tokens, partial(_with_top, as_ids=as_ids))
-    return object_json({"content": content, "refusal": None})
+class LogprobsText:
+    """The text of a choice's log-probabilities, which grows with its tokens: as objects they would
+    take several times as much."""
+
+    def __init__(self, as_ids: bool) -> None:
+        self._as_ids = as_ids
+
+    async def add(self, tokens: Sequence[ScoredToken]) -> None:
+        """Others have the loop between a few of many."""
+        for at in range(0, len(tokens), AT_ONCE):
+            self._write(tokens[at : at + AT_ONCE])
+            if len(tokens) > AT_ONCE:
+                await asyncio.sleep(0)
+
+    def _write(self, tokens: Sequence[ScoredToken]) -> None:
+        raise NotImplementedError
+
+    def pieces(self) -> JsonPieces:
+        raise NotImplementedError
 
 
-async def completion_json(tokens: Sequence[ScoredToken], as_ids: bool) -> bytes:
-    """The text of `of_completion`, for many tokens."""
-    return object_json(
-        {
-            "tokens": await list_json(tokens, lambda token: _name(token.chosen, as_ids)),
-            "token_logprobs": await list_json(tokens, lambda token: token.chosen.logprob),
-            "top_logprobs": await list_json(tokens, partial(_top_by_name, as_ids=as_ids)),
-            "text_offset": await list_json(tokens, lambda token: token.offset),
-        }
-    )
+class ChatLogprobsText(LogprobsText):
+    """As `of_chat` has them."""
+
+    def __init__(self, as_ids: bool) -> None:
+        super().__init__(as_ids)
+        self._content = JsonList()
+
+    def _write(self, tokens: Sequence[ScoredToken]) -> None:
+        self._content.extend(of_chat(tokens, self._as_ids)["content"])
+
+    def pieces(self) -> JsonPieces:
+        return object_json({"content": self._content.pieces(), "refusal": None})
+
+
+class CompletionLogprobsText(LogprobsText):
+    """As `of_completion` has them."""
+
+    def __init__(self, as_ids: bool) -> None:
+        super().__init__(as_ids)
+        self._lists = {name: JsonList() for name in of_completion((), as_ids)}
+
+    def _write(self, tokens: Sequence[ScoredToken]) -> None:
+        for name, values in of_completion(tokens, self._as_ids).items():
+            self._lists[name].extend(values)
+
+    def pieces(self) -> JsonPieces:
+        return object_json({name: values.pieces() for name, values in self._lists.items()})
 
 
 async def prompt_json(
     vocabulary: Vocabulary, ids: Sequence[int], scores: Sequence[TokenLogprob], num_top: int
-) -> bytes:
+) -> JsonPieces:
     """The text of a list of each token of a prompt and the best at its position, by id; the first
     token has none.
 
@@ -98,6 +134,6 @@ async def prompt_json(
 def check_prompt_logprobs(prompts: Sequence[Prompt], n: int, num_top: int, param: str) -> None:
     """Raises ServiceError for more entries than one answer may have."""
     entries = n * (1 + num_top) * sum(len(prompt.ids) for prompt in prompts)
-    if entries > MAX_PROMPT_ENTRIES:
+    if entries > MAX_LOGPROBS:
         text = f"{param}: {entries} log-probabilities of prompts, for {n} choices each"
-        raise refuse(param, f"{text}; at most {MAX_PROMPT_ENTRIES}")
+        raise refuse(param, f"{text}; at most {MAX_LOGPROBS}")

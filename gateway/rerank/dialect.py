@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Awaitable, Mapping
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +12,7 @@ from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import REQUEST_ID, HttpError, HttpLimits
+from pdserve.gateway.http.dialect import REQUEST_ID, HttpError
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.replies import Reply
@@ -22,7 +21,7 @@ from pdserve.gateway.openai.bodies.body import parse
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.rerank.answers import RerankAnswer, ScoreList
 from pdserve.gateway.rerank.schema import RerankBody, ScoreBody
-from pdserve.gateway.rerank.scores import Scored, ScoreRequest, score
+from pdserve.gateway.rerank.scores import Scored, score
 from pdserve.gateway.service import Service
 
 
@@ -35,9 +34,8 @@ class RerankDialect:
     request_id_header: str = REQUEST_ID
     error_model: type[BaseModel] = ErrorObject
 
-    def __init__(self, service: Service, limits: HttpLimits, bodies: BodyReader) -> None:
+    def __init__(self, service: Service, bodies: BodyReader) -> None:
         self._service = service
-        self._limits = limits
         self._bodies = bodies
 
     def error_object(self, error: HttpError) -> dict[str, Any]:
@@ -62,17 +60,16 @@ class RerankDialect:
         async def score_route(request: Request) -> Response:
             """How well each text answers or resembles another."""
             body = await self._bodies.read(request, partial(parse, ScoreBody))
-            asked = body.request()
-            return self._reply(scores(self._service, asked, caller_of(request)))
+            return self._reply(scores(self._service, body, caller_of(request)))
 
     def _reply(self, work: Awaitable[dict[str, Any]]) -> Reply:
-        return Reply(work, self, self._limits)
+        return Reply(work, self)
 
 
 async def rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str, Any]:
     """The best documents first; of two alike the earlier. Raises ServiceError."""
     id_ = f"rerank-{caller.request_id}"
-    scored = await score(service, body.request(), replace(caller, request_id=id_))
+    scored = await score(service, body.request(), body.called_by(caller, id_))
     order = sorted(range(len(scored.scores)), key=lambda n: -scored.scores[n])
     results: list[dict[str, Any]] = []
     for n in order[: body.top_n or None]:
@@ -83,10 +80,10 @@ async def rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str
     return {"id": id_, "model": scored.model, "usage": _usage(scored), "results": results}
 
 
-async def scores(service: Service, asked: ScoreRequest, caller: Caller) -> dict[str, Any]:
+async def scores(service: Service, body: ScoreBody, caller: Caller) -> dict[str, Any]:
     """All scores in order. Raises ServiceError."""
     id_ = f"score-{caller.request_id}"
-    scored = await score(service, asked, replace(caller, request_id=id_))
+    scored = await score(service, body.request(), body.called_by(caller, id_))
     return {
         "id": id_,
         "object": "list",

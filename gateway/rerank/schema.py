@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from pdserve.gateway.openai.bodies.body import Body
+from pdserve.gateway.openai.bodies.body import OwnedBody
 from pdserve.gateway.rerank.scores import ScoreRequest
 from pdserve.gateway.sampling import refuse
 
@@ -44,7 +44,7 @@ Texts = Annotated[
 ]
 
 
-class ScoringBody(Body):
+class ScoringBody(OwnedBody):
     """The fields that both have."""
 
     generates = True

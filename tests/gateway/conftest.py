@@ -70,7 +70,7 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         bodies = BodyReader(bounds)
         dialects = [
             AnthropicDialect(service, bounds, bodies),
-            RerankDialect(service, bounds, bodies),
+            RerankDialect(service, bodies),
             OpenAiDialect(service, bounds, bodies, responses),
         ]
         return create_app(
@@ -113,7 +113,7 @@ async def serve(
     async def make(play: Play | FakeRouter, **options: Any) -> str:
         router = play if isinstance(play, FakeRouter) else FakeRouter(play)
         openai = OpenAiDialect(make_service(router), BOUNDS, BodyReader(BOUNDS))
-        server = HttpServer(make_app(router, **options), openai)
+        server = HttpServer(make_app(router, **options), openai, BOUNDS.stall_s)
         listener = listen("127.0.0.1", 0)
         servers.append((server, asyncio.create_task(server.serve([listener]))))
         await eventually(lambda: server.started)

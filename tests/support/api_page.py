@@ -63,7 +63,7 @@ def _openai(path: str, *bodies: type[Body], remark: str = "") -> Route:
     """A route of gateway/openai, whose fields are those of fields.py."""
     served = {name for body in bodies for name in _served_by(body)}
     refused = {name: (None,) for body in bodies for name in body.model_fields.keys() - served}
-    ignored = fields.OF_COMPLETIONS - served
+    ignored = fields.OF_USAGE - served
     if not bodies[0].generates:
         refused |= {name: fields.REFUSED[name] for name in fields.OF_PROMPTS if name not in served}
         return Route(path, bodies, refused, ignored, remark=remark)

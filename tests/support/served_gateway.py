@@ -70,13 +70,13 @@ def served_gateway() -> Iterator[str]:
             openai = OpenAiDialect(service, LIMITS, bodies, stored.responses, stored.routes)
             dialects = [
                 AnthropicDialect(service, LIMITS, bodies),
-                RerankDialect(service, LIMITS, bodies),
+                RerankDialect(service, bodies),
                 openai,
             ]
             readiness = Readiness(router, service.catalog)
             routes = create_routes(dialects, service, readiness)
             app = create_app(dialects, service, readiness, keys, routes=routes)
-            server = HttpServer(app, openai)
+            server = HttpServer(app, openai, LIMITS.stall_s)
             running = asyncio.create_task(stored.run(routes))
             stop.append((asyncio.get_running_loop(), server))
             started.set()

@@ -78,7 +78,7 @@ async def stored_gateway(
     routes = create_routes([dialect], service, readiness)
     app = create_app([dialect], service, readiness, accepted, routes=routes)
     listener = listen("127.0.0.1", 0)
-    http = HttpServer(app, dialect)
+    http = HttpServer(app, dialect, BOUNDS.stall_s)
     await stored.start()
     tasks = [asyncio.create_task(http.serve([listener]))]
     if runs:

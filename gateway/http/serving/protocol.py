@@ -1,10 +1,11 @@
 """uvicorn's HTTP protocol with the bounds that it lacks: size and time of a request's head.
 
-Also the ASGI extension by which a response that its client does not read is dropped, and answers
-for clients that end their sending side.
+Also the end of a client that does not read its answer, the ASGI extension by which a response is
+dropped, and answers for clients that end their sending side.
 """
 
 import asyncio
+import logging
 import re
 import socket
 from http import HTTPStatus
@@ -16,6 +17,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from pdserve.gateway.http.dialect import Dialect, HttpError, error_response
 from pdserve.gateway.http.replies import DROP
+
+log = logging.getLogger("pdserve.gateway.http")
 
 MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100
@@ -33,6 +36,9 @@ class BoundedProtocol(HttpToolsProtocol):
     An answer before the end of its request's body is the connection's last; the rest of the body
     may take as long as a head. `dialect` gives shape to errors of requests whose path is not known
     yet; `lost` is set at the end.
+
+    A client loses its connection, with what is unread, when it takes nothing for `stall_s` of what
+    fills the transport's buffer, or of the rest of an answer that is complete.
 
     An offer to change the protocol (`Upgrade: h2c`, which Java's client sends) is hidden from the
     parser, for it would take the body for the other protocol. One that comes in pieces ends the
@@ -53,10 +59,13 @@ class BoundedProtocol(HttpToolsProtocol):
     _half_closed = False  # the client sends no more, and may wait for its answer
     _timer: asyncio.TimerHandle | None = None
     _look: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
+    _unread_bytes = 0  # of the transport, when `_stall` began
 
-    def __init__(self, *args: Any, dialect: Dialect, **options: Any) -> None:
+    def __init__(self, *args: Any, dialect: Dialect, stall_s: float, **options: Any) -> None:
         super().__init__(*args, **options)
         self._dialect = dialect
+        self._stall_s = stall_s
         self.lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -65,6 +74,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_stall()
         if self._look is not None:
             self._look.cancel()
         self.lost.set()
@@ -124,6 +134,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
+        if not self.flow.write_paused:  # what follows will be told apart from what is unread
+            self._stop_stall()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -168,10 +180,44 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._last:
             self.pipeline.clear()  # what came behind is not answered
         super().on_response_complete()
+        self._watch_the_rest()
         if self._last and self.cycle.more_body:
             self._start_timer()  # for the rest of the body
         elif self._last or (self._half_closed and self.cycle.response_complete):
             self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_stall()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_stall()
+        self._watch_the_rest()
+
+    def _watch_the_rest(self) -> None:
+        """Of an answer that no other one follows yet."""
+        if self.cycle is not None and self.cycle.response_complete:
+            self._start_stall()
+
+    def _start_stall(self) -> None:
+        self._stop_stall()
+        self._unread_bytes = self.transport.get_write_buffer_size()
+        if self._unread_bytes:
+            self._stall = self.loop.call_later(self._stall_s, self._look_for_progress)
+
+    def _stop_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _look_for_progress(self) -> None:
+        """Nothing is written meanwhile: what is unread only gets less."""
+        if self.transport.get_write_buffer_size() < self._unread_bytes:
+            self._start_stall()
+        else:
+            log.warning("a client took no byte of its answer for %g s", self._stall_s)
+            self.transport.abort()
 
     def _start_timer(self) -> None:
         self._stop_timer()

@@ -25,17 +25,27 @@ HANDSHAKE_S = 15.0  # of TLS
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling, which is the process's own, and without its listener.
 
-    `dialect` gives shape to the errors of what is no request. With the paths of a certificate and
+    `dialect` gives shape to the errors of what is no request; `stall_s` is how long a client may
+    take nothing of its answer. With the paths of a certificate and
     its key, both PEM, it serves TLS, but for Unix sockets.
     """
 
-    def __init__(self, app: object, dialect: Dialect, certificate: str = "", key: str = "") -> None:
+    def __init__(
+        self,
+        app: object,
+        dialect: Dialect,
+        stall_s: float,
+        certificate: str = "",
+        key: str = "",
+    ) -> None:
         self._files = certificate, key
         self._listeners: list[HttpListener] = []
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=functools.partial(BoundedProtocol, dialect=dialect),  # type: ignore[arg-type]
+                http=functools.partial(  # type: ignore[arg-type]
+                    BoundedProtocol, dialect=dialect, stall_s=stall_s
+                ),
                 ws="none",
                 lifespan="off",
                 log_config=None,

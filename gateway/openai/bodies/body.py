@@ -7,23 +7,37 @@ are not served is in fields.py.
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
+from pydantic import Field
+
+from pdserve.gateway.caller import MAX_SESSION, Caller
 from pdserve.gateway.http.validation import StrictModel, check_num_fields, parse_fields
 from pdserve.gateway.openai.bodies.fields import (
     IGNORED,
-    OF_COMPLETIONS,
     OF_PROMPTS,
+    OF_USAGE,
     REFUSED,
     refused_field,
 )
 from pdserve.gateway.sampling import refuse
 
-_KNOWN = IGNORED | OF_COMPLETIONS | REFUSED.keys()
+_KNOWN = IGNORED | OF_USAGE | REFUSED.keys()
 
 
 class Body(StrictModel):
     """Of a request, or a part of one."""
 
     generates: ClassVar[bool] = False  # otherwise only what changes a prompt is looked at
+
+
+class OwnedBody(Body):
+    """Of a request that uses a model."""
+
+    session_id: str | None = Field(None, max_length=MAX_SESSION)
+    user: Any = None
+
+    def called_by(self, caller: Caller, request_id: str) -> Caller:
+        """Under whose session its usage is counted."""
+        return caller.of_body(request_id, self.session_id, self.user)
 
 
 B = TypeVar("B", bound=Body)

@@ -137,8 +137,8 @@ IGNORED: frozenset[str] = frozenset(
     )
 )  # fmt: skip
 
-# Whose a completion is. Embeddings and scores take no note of it.
-OF_COMPLETIONS = frozenset(("user", "session_id"))
+# Under what usage is counted. What uses no model takes no note of it.
+OF_USAGE = frozenset(("user", "session_id"))
 
 
 def refused_field(given: Mapping[str, Any], served: Collection[str]) -> tuple[str, str] | None:

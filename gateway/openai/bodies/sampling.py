@@ -1,20 +1,17 @@
 """The fields that chat and plain completions share; their bounds are in gateway/sampling.py."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.openai.bodies import described
-from pdserve.gateway.openai.bodies.body import Body
+from pdserve.gateway.openai.bodies.body import Body, OwnedBody
 from pdserve.gateway.openai.bodies.structure import StructureFields
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import MAX_QUOTED, cut
 
-MAX_SESSION = 128  # characters of what usage is counted under
 # Fields that RequestedSampling has under the same name.
 _SAME_NAMES = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
@@ -52,7 +49,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class Sampling(StructureFields):
+class Sampling(StructureFields, OwnedBody):
     """The fields that chat and plain completions share."""
 
     model_config = ConfigDict(json_schema_extra=described.completion)
@@ -90,19 +87,6 @@ class Sampling(StructureFields):
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
-
-    session_id: str | None = Field(None, max_length=MAX_SESSION)
-    user: Any = None
-
-    def called_by(self, caller: Caller, request_id: str) -> Caller:
-        """The caller of this body: its own session counts before that of the header, and the user
-        where there is none, if it is a short text. That of a batch is the batch, whatever its
-        lines say."""
-        user = self.user if isinstance(self.user, str) and len(self.user) <= MAX_SESSION else ""
-        session = self.session_id or caller.session or user
-        if caller.background:
-            session = caller.session
-        return replace(caller, request_id=request_id, session=session)
 
     @property
     def include_usage(self) -> bool:

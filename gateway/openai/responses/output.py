@@ -1,12 +1,15 @@
 """The output items of one response, from the deltas of its choice, and the events that say so.
 
-Pure. Invariant: what the events of a stream add up to is what `items` has in the end.
+Pure. Invariant: what the events of a stream add up to is what `items` has in the end. Values of
+events may be JsonPieces: an answer holds its log-probabilities as their text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
-from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken
+from pdserve.gateway.choice import Delta, ScoredToken
+from pdserve.gateway.http.json_text import JsonList, JsonPieces, array_json, object_json
+from pdserve.gateway.openai.logprobs import with_top
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 Event = dict[str, Any]
@@ -17,7 +20,7 @@ class ResponseOutput:
 
     def __init__(self, suffix: str, *, logprobs: bool) -> None:
         """`suffix` makes the items' ids this response's."""
-        self.items: list[dict[str, Any]] = []
+        self.items: list[JsonPieces] = []
         self._suffix = suffix
         self._logprobs = logprobs
         self._open: _OpenItem | None = None
@@ -54,12 +57,12 @@ class ResponseOutput:
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
         tokens, self._unplaced = self._unplaced, []
-        return [_scored(token) for token in tokens]
+        return [with_top(token, as_ids=False) for token in tokens]
 
     def _close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         if self._open is not None:
             yield from self._open.close(status, logprobs)
-            self.items.append(self._open.item)
+            self.items.append(object_json(self._open.item))
             self._open = None
 
 
@@ -101,31 +104,36 @@ class _OpenText:
         self._within = {**self._at, "content_index": 0}
         self._kind = kind
         self._pieces: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs = JsonList()
 
     def takes(self, part: ContentPart) -> bool:
         return isinstance(part, self._kind.part)
 
     def begin(self) -> Iterator[Event]:
         yield _item_event("added", self._at, self.item)
-        yield {"type": "response.content_part.added", **self._within, "part": self._part()}
+        yield {
+            "type": "response.content_part.added",
+            **self._within,
+            "part": object_json(self._part()),
+        }
 
     def push(self, part: ContentPart, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         assert not isinstance(part, ToolCallPart)
         self._pieces.append(part.text)
-        self._logprobs += logprobs
+        self._logprobs.extend(logprobs)
         kind = f"response.{self._kind.event}.delta"
         more = {"logprobs": logprobs} if self._has_logprobs else {}
         yield {"type": kind, **self._within, "delta": part.text, **more}
 
     def close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
-        self._logprobs += logprobs
+        self._logprobs.extend(logprobs)
         part = self._part()
         more = {"logprobs": part["logprobs"]} if self._has_logprobs else {}
         done = f"response.{self._kind.event}.done"
         yield {"type": done, **self._within, "text": part["text"], **more}
-        yield {"type": "response.content_part.done", **self._within, "part": part}
-        self.item = {**self.item, "status": status, "content": [part]}
+        text = object_json(part)
+        yield {"type": "response.content_part.done", **self._within, "part": text}
+        self.item = {**self.item, "status": status, "content": array_json([text])}
         yield _item_event("done", self._at, self.item)
 
     @property
@@ -135,7 +143,7 @@ class _OpenText:
     def _part(self) -> dict[str, Any]:
         part: dict[str, Any] = {"type": self._kind.event, "text": "".join(self._pieces)}
         if self._has_logprobs:
-            part |= {"annotations": [], "logprobs": list(self._logprobs)}
+            part |= {"annotations": [], "logprobs": self._logprobs.pieces()}
         return part
 
 
@@ -178,16 +186,4 @@ class _OpenCall:
 
 def _item_event(what: str, at: dict[str, Any], item: dict[str, Any]) -> Event:
     kind = f"response.output_item.{what}"
-    return {"type": kind, "output_index": at["output_index"], "item": item}
-
-
-def _scored(token: ScoredToken) -> dict[str, Any]:
-    return {**_entry(token.chosen), "top_logprobs": _entries(token.top)}
-
-
-def _entries(entries: Sequence[LogprobEntry]) -> list[dict[str, Any]]:
-    return [_entry(entry) for entry in entries]
-
-
-def _entry(entry: LogprobEntry) -> dict[str, Any]:
-    return {"token": entry.text, "logprob": entry.logprob, "bytes": list(entry.raw)}
+    return {"type": kind, "output_index": at["output_index"], "item": object_json(item)}

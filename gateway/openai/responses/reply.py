@@ -3,17 +3,17 @@
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from pydantic_core import from_json, to_json
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.completion import PreparedCompletion, Usage
+from pdserve.gateway.completion import HeldLogprobs, PreparedCompletion, Usage
 from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError
+from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.openai.responses.items import MAX_ITEMS, Item, conversation, parse_input
 from pdserve.gateway.openai.responses.output import Event, ResponseOutput
@@ -61,20 +61,20 @@ class ResponseReply:
         )
         self._suffix = caller.request_id
         self._id = f"resp_{self._suffix}"
-        self._caller = replace(caller, request_id=self._id)
+        self._caller = caller.of_body(self._id, body.session_id, body.user)
         self._created = int(time.time())
         self._output = ResponseOutput(self._suffix, logprobs=body.logprobs)
         self._model = body.model
         self._params: Object = {}
         self._num_events = 0
 
-    async def whole(self) -> Object:
-        """The response object. Raises ServiceError."""
+    async def whole(self) -> JsonPieces:
+        """The JSON text of the response object. Raises ServiceError."""
         last: Event = {}
         async with aclosing(self.events()) as events:
             async for event in events:
                 last = event
-        response: Object = last["response"]
+        response: JsonPieces = last["response"]
         return response
 
     async def framed(self) -> AsyncGenerator[bytes, None]:
@@ -89,16 +89,18 @@ class ResponseReply:
         asked = self._request(context)
         async with self._service.prepare(asked, self._caller) as completion:
             self._learn(completion)
+            held = HeldLogprobs(completion, instead="")  # a stream's last event has them all, too
             finish, usage = "", Usage(0, 0, 0)
             async with aclosing(self._service.completions.stream(completion)) as items:
                 async for item in items:
                     if not self._num_events:
-                        opening = self._object("in_progress")
+                        opening = object_json(self._object("in_progress"))
                         yield self._numbered({"type": "response.created", "response": opening})
                         yield self._numbered({"type": "response.in_progress", "response": opening})
                     if isinstance(item, Usage):
                         usage = item
                         continue
+                    held.add(item)
                     for event in self._output.push(item):
                         yield self._numbered(event)
                     finish = item.finish or finish
@@ -106,7 +108,7 @@ class ResponseReply:
             response = self._object(status, usage=self._usage(usage))
             if self._keeps:
                 response = await self._keep(context, response)
-            yield self._numbered({"type": f"response.{status}", "response": response})
+            yield self._numbered({"type": f"response.{status}", "response": object_json(response)})
 
     def error_object(self, error: HttpError) -> Object:
         return error_object(error)
@@ -117,7 +119,8 @@ class ResponseReply:
         else:
             code = "invalid_prompt" if error.status < 500 else "server_error"
         response = self._object("failed", error={"code": code, "message": error.message})
-        return _framed(self._numbered({"type": "response.failed", "response": response}))
+        failed = {"type": "response.failed", "response": object_json(response)}
+        return _framed(self._numbered(failed))
 
     async def _earlier_items(self) -> list[Item]:
         """The conversation that the request goes on with."""
@@ -164,7 +167,9 @@ class ResponseReply:
             item if "id" in item else {"id": self._item_id(i, item), **item}
             for i, item in enumerate(items)
         ]
-        kept = KeptResponse(self._id, to_json(response).decode(), to_json(named).decode())
+        kept = KeptResponse(
+            self._id, object_json(response).text().decode(), to_json(named).decode()
+        )
         try:
             stored = await self._store.save(self._caller.tenant.id, kept)
         except ServiceError:
@@ -213,7 +218,7 @@ class ResponseReply:
             "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
             "model": self._model,
-            "output": list(self._output.items),
+            "output": array_json(self._output.items),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
@@ -234,4 +239,4 @@ class ResponseReply:
 
 def _framed(event: Event) -> bytes:
     """A server-sent event."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), object_json(event).text())

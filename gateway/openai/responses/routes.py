@@ -63,7 +63,7 @@ def add_response_routes(
         reply = ResponseReply(service, body, caller_of(request), bodies, store)
         if body.stream:
             return EventStream(reply.framed(), reply, limits)
-        return Reply(reply.whole(), errors, limits)
+        return Reply(reply.whole(), errors)
 
     @app.get("/v1/responses/{name}", **described(answer=ResponseObject))
     async def retrieve(request: Request, name: str) -> Response:

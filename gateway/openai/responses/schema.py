@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 
+from pdserve.gateway.caller import MAX_SESSION
 from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, parse_body
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.sampling import RequestedSampling, bounded, refuse
@@ -72,8 +73,9 @@ class ResponsesBody(StrictModel):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     metadata: Annotated[dict[Key, Value] | None, BeforeValidator(_few_pairs)] = None
-    # Only shown in the answer.
+    session_id: str | None = Field(None, max_length=MAX_SESSION)
     user: str | None = None
+    # Only shown in the answer.
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 

@@ -74,7 +74,7 @@ def add_file_routes(app: APIRouter, dialect: Dialect, files: Files, limits: Http
         caller = caller_of(request)
         caller.at_end.enter_context(downloads.holding(caller.tenant.id, 1, "downloads"))
         pieces = files.pieces(file.id)
-        return PieceStream(pieces, file.num_bytes, _Bytes.media_type, limits.stall_s)
+        return PieceStream(pieces, file.num_bytes, _Bytes.media_type)
 
     @app.delete("/v1/files/{file_id}", **described(answer=FileDeleted))
     async def delete(request: Request, file_id: str) -> Response:

@@ -42,5 +42,5 @@ class StoredRoutes:
         routes = APIRouter(dependencies=[Depends(counted)])
         add_file_routes(routes, dialect, self.files, limits)
         add_batch_routes(routes, dialect, self.batches, bodies, self.wake)
-        add_usage_routes(routes, self.usage)
+        add_usage_routes(routes, dialect, self.usage)
         app.router.routes.extend(routes.routes)  # an included router is hidden from the document

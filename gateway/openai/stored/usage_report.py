@@ -4,14 +4,17 @@ Times are seconds since the epoch. Sums are kept by the hour, so a bucket is an 
 """
 
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import QueryParams
-from starlette.responses import JSONResponse
 
+from pdserve.gateway.http.dialect import ErrorShape
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.http.json_text import JsonPieces, array_json, list_json, object_json
+from pdserve.gateway.http.replies import Reply
 from pdserve.gateway.observability.usage_log import UsageLog, UsageQuery
 from pdserve.gateway.openai.stored.answers import UsagePage, UsageReportQuery
 from pdserve.gateway.openai.stored.lists import whole_number
@@ -29,37 +32,46 @@ MAX_RESULTS = 10_000  # of a page
 MAX_TIME = 1 << 40
 
 
-def add_usage_routes(app: APIRouter, usage: UsageLog) -> None:
+def add_usage_routes(app: APIRouter, errors: ErrorShape, usage: UsageLog) -> None:
     @app.get("/v1/usage", **described(answer=UsagePage, query=UsageReportQuery))
     async def report(request: Request) -> Response:
         """What the asking key has used, by the hour or the day."""
         query, limit_s = _query(request.query_params, int(time.time()))
-        tenant = caller_of(request).tenant.id.hex()
-        rows = await usage.report(tenant, query, MAX_RESULTS + 1)
-        if len(rows) > MAX_RESULTS:
-            text = f"a page would have more than {MAX_RESULTS} results; ask for fewer buckets"
-            raise refuse("limit", text)
-        results: dict[int, list[dict[str, Any]]] = {}
-        for row in rows:
-            results.setdefault(int(row.bucket), []).append(_result(row, query.group_by))
-        starts = range(query.start, query.end, query.bucket_s)
-        more = query.end < limit_s
-        return JSONResponse(
+        return Reply(usage_page(usage, caller_of(request).tenant.id.hex(), query, limit_s), errors)
+
+
+async def usage_page(usage: UsageLog, tenant: str, query: UsageQuery, limit_s: int) -> JsonPieces:
+    """The JSON text of a page, made piece by piece: all of its results at once would hold up the
+    loop. Raises ServiceError."""
+    rows = await usage.report(tenant, query, MAX_RESULTS + 1)
+    if len(rows) > MAX_RESULTS:
+        text = f"a page would have more than {MAX_RESULTS} results; ask for fewer buckets"
+        raise refuse("limit", text)
+    by_start: dict[int, list[Any]] = {}
+    for row in rows:
+        by_start.setdefault(int(row.bucket), []).append(row)
+    buckets = [
+        object_json(
             {
-                "object": "page",
-                "data": [
-                    {
-                        "object": "bucket",
-                        "start_time": start,
-                        "end_time": start + query.bucket_s,
-                        "results": results.get(start, []),
-                    }
-                    for start in starts
-                ],
-                "has_more": more,
-                "next_page": str(query.end) if more else None,
+                "object": "bucket",
+                "start_time": start,
+                "end_time": start + query.bucket_s,
+                "results": await list_json(
+                    by_start.get(start, ()), partial(_result, group_by=query.group_by)
+                ),
             }
         )
+        for start in range(query.start, query.end, query.bucket_s)
+    ]
+    more = query.end < limit_s
+    return object_json(
+        {
+            "object": "page",
+            "data": array_json(buckets),
+            "has_more": more,
+            "next_page": str(query.end) if more else None,
+        }
+    )
 
 
 def _query(given: QueryParams, now: int) -> tuple[UsageQuery, int]:

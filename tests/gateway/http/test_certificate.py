@@ -52,7 +52,7 @@ def test_a_peer_that_begins_no_handshake_is_left(
     key.write_bytes(identity.key)
 
     async def run() -> None:
-        http = server.HttpServer(say_ok, None, str(certificate), str(key))  # type: ignore[arg-type]
+        http = server.HttpServer(say_ok, None, 30.0, str(certificate), str(key))  # type: ignore[arg-type]
         listener = server.listen("127.0.0.1", 0)
         serving = asyncio.create_task(http.serve([listener]))
         await eventually(lambda: http.started)
@@ -80,7 +80,7 @@ async def test_a_new_certificate_is_taken_with_its_key(
     certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
     certificate.write_bytes(old.certificate)
     key.write_bytes(old.key)
-    http = server.HttpServer(say_ok, None, str(certificate), str(key))  # type: ignore[arg-type]
+    http = server.HttpServer(say_ok, None, 30.0, str(certificate), str(key))  # type: ignore[arg-type]
     listener = server.listen("127.0.0.1", 0)
     serving = asyncio.create_task(http.serve([listener]))
     watching = asyncio.create_task(http.watch_certificate())

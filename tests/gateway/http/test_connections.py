@@ -40,7 +40,8 @@ async def connect(make_app, make_service, anyio_backend) -> AsyncIterator[Callab
     async def make(router: FakeRouter, **options: object) -> Connection:
         bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 16, stall_s=0.3)
         openai = OpenAiDialect(make_service(router), bounds, BodyReader(bounds))
-        server = HttpServer(make_app(router, **options), openai)
+        stall_s = options.get("bounds", bounds).stall_s
+        server = HttpServer(make_app(router, **options), openai, stall_s)
         listener = listen("127.0.0.1", 0)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)  # of the accepted too
         task = asyncio.create_task(server.serve([listener]))
@@ -223,6 +224,37 @@ async def test_a_whole_answer_that_nobody_reads_costs_the_connection(connect):
             while piece := await reader.read(1 << 16):
                 assert b"\0" not in piece
     assert reader.at_eof() or reader.exception()
+
+
+@pytest.mark.parametrize("more", ["", "connection: close\r\n"], ids=["kept", "closing"])
+async def test_a_plain_answer_that_nobody_reads_costs_the_connection(connect, more):
+    bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 20, stall_s=0.3)
+    reader, writer = await connect(FakeRouter(saying("x")), bounds=bounds)
+    writer.write(f"GET /openapi.json HTTP/1.1\r\nhost: x\r\n{more}\r\n".encode())
+    head = await reader.readuntil(b"\r\n\r\n")
+    num_bytes = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+    await asyncio.sleep(1.0)
+    taken = 0
+    async with asyncio.timeout(20):
+        with suppress(ConnectionError):
+            while piece := await reader.read(1 << 16):
+                taken += len(piece)
+    assert 0 < taken < num_bytes
+
+
+async def test_a_plain_answer_that_is_read_slowly_is_read_whole(connect):
+    bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 20, stall_s=0.3)
+    reader, writer = await connect(FakeRouter(saying("x")), bounds=bounds)
+    for _ in range(2):  # the second on the same connection
+        writer.write(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        num_bytes = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+        async with asyncio.timeout(20):
+            for at in range(0, num_bytes, 1 << 13):
+                await reader.readexactly(min(num_bytes - at, 1 << 13))
+                await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
+    assert not reader.at_eof(), "an idle client has nothing to read"
 
 
 async def test_a_large_last_event_that_nobody_reads_costs_the_connection(connect):

@@ -53,7 +53,7 @@ class Lines:
             async def work() -> dict[str, Any]:
                 raise ServiceError(pb.OVERLOADED, "later", retry_after_s=2.0)
 
-            return Reply(work(), self, LIMITS)
+            return Reply(work(), self)
 
     async def _count(self, count: int, fails: bool) -> AsyncIterator[bytes]:
         for number in range(count):

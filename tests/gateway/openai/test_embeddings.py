@@ -274,3 +274,24 @@ async def test_it_counts_once_and_its_tokens_as_prompt_tokens(make_http):
     assert 'vllm:prompt_tokens_total{model_name="embedder"} 4.0' in page
     success = 'vllm:request_success_total{finished_reason="stop",model_name="embedder"} 1.0'
     assert success in page
+
+
+async def test_vectors_that_are_too_many_to_write(make_http, monkeypatch):
+    """Floats take some 20 characters each, base64 five."""
+    monkeypatch.setattr("pdserve.gateway.openai.embeddings.MAX_ANSWER_BYTES", 22 * 3 * HIDDEN)
+    router = embedder()
+    http = make_http(router)
+    await embed(http, input=["a"] * 3)
+    answer = await http.post(URL, json={"model": "embedder", "input": ["a"] * 4})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "input")
+    assert "4 vectors of 4 numbers" in error["message"]
+    assert "base64, fewer dimensions or fewer inputs" in error["message"]
+    assert len(router.starts) == 3
+    await embed(http, input=["a"] * 6, dimensions=2)
+    await embed(http, input=["a"] * 12, encoding_format="base64")
+    answer = await http.post(
+        URL, json={"model": "embedder", "input": ["a"] * 13, "encoding_format": "base64"}
+    )
+    assert answer.status_code == 400
+    assert "base64" not in answer.json()["error"]["message"]

@@ -1,17 +1,20 @@
 """Fields of vLLM and its kin that bind tokens or tell of them, on both routes."""
 
 import asyncio
+import gc
 import json
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, logprob, saying, thinking_model
+from fake_router import FakeRouter, finished, logprob, saying, thinking_model, tokens
 from grammar_walks import tokenizer
 from http_errors import CHAT, HI, PLAIN, check
 
 from pdserve.engine.api.sampling_bounds import MAX_BAD_WORD_CHARS
+from pdserve.gateway import sampling
+from pdserve.gateway.choice import ScoredToken
+from pdserve.gateway.http.json_text import AT_ONCE
 from pdserve.gateway.openai import logprobs
-from pdserve.gateway.openai.json_text import AT_ONCE
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -198,7 +201,7 @@ async def test_a_long_prompt_s_log_probabilities_leave_the_loop_to_others():
     scores = [pb.TokenLogprob(logprob=-1.0)] * (8 * AT_ONCE)
     text = await logprobs.prompt_json(tokenizer(), [7] * (len(scores) + 1), scores, 0)
     counting.cancel()
-    assert len(json.loads(text)) == len(scores) + 1
+    assert len(json.loads(text.text())) == len(scores) + 1
     assert passes >= 8
 
 
@@ -225,7 +228,7 @@ async def test_log_probabilities_of_prompts_are_bounded(make_http, monkeypatch, 
     router = FakeRouter(saying("x"))
     http = make_http(router)
     tokens = len(router.encode("hello world"))
-    monkeypatch.setattr(logprobs, "MAX_PROMPT_ENTRIES", 3 * 2 * tokens)
+    monkeypatch.setattr(logprobs, "MAX_LOGPROBS", 3 * 2 * tokens)
     body = {"model": "tiny", "prompt": "hello world", "echo": True, "logprobs": 1, "n": 3}
     assert (await http.post(PLAIN, json={**body, "stream": stream})).status_code == 200
     refused = await http.post(PLAIN, json={**body, "n": 4, "stream": stream})
@@ -236,3 +239,49 @@ async def test_log_probabilities_of_prompts_are_bounded(make_http, monkeypatch, 
         chat = {**BODIES[CHAT], "prompt_logprobs": 20}
         check(await http.post(CHAT, json=chat), 400, "prompt_logprobs")
     assert len(router.starts) == 1
+
+
+@pytest.mark.parametrize(("url", "asks"), [(CHAT, {"top_logprobs": 5}), (PLAIN, {"logprobs": 5})])
+async def test_a_whole_answer_holds_no_scored_tokens(make_http, url, asks):
+    """As objects they would take several times the memory of their text."""
+    held = []
+
+    async def play(router, start):
+        for position in range(100):
+            last = position == 99
+            if last:
+                held.append(sum(type(one) is ScoredToken for one in gc.get_objects()))
+            yield tokens(start, [7], position, finish=pb.LENGTH if last else 0)
+        yield finished(start)
+
+    body = {**BODIES[url], **SCORED[url], **asks, "max_tokens": 100}
+    (choice,) = (await make_http(play).post(url, json=body)).json()["choices"]
+    assert len(choice["logprobs"]["content" if url == CHAT else "tokens"]) == 100
+    assert held[0] < 10
+
+
+@pytest.mark.parametrize(("url", "asks"), [(CHAT, {"top_logprobs": 4}), (PLAIN, {"logprobs": 4})])
+async def test_log_probabilities_of_whole_answers_are_bounded(make_http, monkeypatch, url, asks):
+    """By what max_tokens allows, or as they come. Streams hold none."""
+    monkeypatch.setattr(sampling, "MAX_LOGPROBS", 3 * 10 * 5)
+    router = FakeRouter(saying("hello " * 100))
+    http = make_http(router)
+    scored = {**BODIES[url], **SCORED[url], **asks, "n": 3}
+    assert (await http.post(url, json={**scored, "max_tokens": 10})).status_code == 200
+    for more in ({"max_tokens": 11}, {"max_tokens": 10, "logprob_token_ids": [9]}):
+        error = check(await http.post(url, json={**scored, **more}), 400, "max_tokens")
+        assert "ask for a stream, or fewer tokens" in error["message"]
+    assert len(router.starts) == 1
+    endless = {**scored, "max_tokens": None}
+    assert check(await http.post(url, json=endless), 400, "max_tokens")["message"]
+    assert len(router.left) == 1, "it ends the request"
+    assert (await http.post(url, json={**endless, "stream": True})).status_code == 200
+    unscored = {**BODIES[url], "max_tokens": 100, "n": 3}
+    assert (await http.post(url, json=unscored)).status_code == 200
+
+
+async def test_a_short_whole_answer_may_have_a_large_context(make_http, monkeypatch):
+    """Without max_tokens only what comes is counted."""
+    monkeypatch.setattr(sampling, "MAX_LOGPROBS", 200)
+    body = {**BODIES[CHAT], **SCORED[CHAT], "top_logprobs": 20}
+    assert (await make_http(saying("hello")).post(CHAT, json=body)).status_code == 200

@@ -1,15 +1,22 @@
 """/v1/usage: what a key has used, by time, model and session."""
 
+import asyncio
+import json
 import time
+from types import SimpleNamespace
 
+import httpx
 import pytest
 from eventually import eventually
 from fake_router import FakeRouter, saying, served, tokens
+from served_gateway import served_gateway
 from stored_gateway import CHAT, ended, lines_of, start_batch, stored_gateway
 
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.json_text import AT_ONCE
 from pdserve.gateway.observability.meter import RequestUsage
-from pdserve.gateway.observability.usage_log import UsageLog, UsageQuery, UsageRow
+from pdserve.gateway.observability.usage_log import COUNTS, UsageLog, UsageQuery, UsageRow
+from pdserve.gateway.openai.stored.usage_report import usage_page
 from pdserve.gateway.storage.database import Database
 from pdserve.services.host.tenants.keys import Tenant
 
@@ -79,6 +86,52 @@ async def test_by_model_and_session(tmp_path):
         assert only["num_model_requests"] == 1
         too_long = await http.post(CHAT, json={**BODY, "session_id": "x" * 129})
         assert too_long.json()["error"]["param"] == "session_id"
+
+
+# A body of each API that uses a model, and how it names its user.
+APIS = {
+    "/v1/chat/completions": (BODY, lambda user: {"user": user}),
+    "/v1/completions": ({"model": "tiny", "prompt": "hi"}, lambda user: {"user": user}),
+    "/v1/responses": ({"model": "tiny", "input": "hi"}, lambda user: {"user": user}),
+    "/v1/messages": ({**BODY, "max_tokens": 3}, lambda user: {"metadata": {"user_id": user}}),
+    "/v1/embeddings": ({"model": "embedder", "input": "hi"}, lambda user: {"user": user}),
+    "/v1/rerank": (
+        {"model": "reranker", "query": "q", "documents": ["d"]}, lambda user: {"user": user}
+    ),
+    "/v1/score": (
+        {"model": "reranker", "text_1": "q", "text_2": "d"}, lambda user: {"user": user}
+    ),
+}  # fmt: skip
+
+
+async def test_every_api_has_the_same_rule_for_the_session():
+    """The body's own, else the header's, else the user, unless that is too long."""
+    with served_gateway() as url:
+        async with httpx.AsyncClient(base_url=url) as http:
+            for number, (path, (body, user)) in enumerate(APIS.items()):
+                own = {} if path == "/v1/messages" else {"session_id": f"own {number}"}
+                header = {"x-session-id": f"header-{number}"}
+                for more, headers in (
+                    (own | user("no"), header if own else {"x-session-id": "other"}),
+                    (user("no"), header),
+                    (user(f"user {number}"), {}),
+                    (user("x" * 129), {}),
+                    ({}, {}),
+                ):
+                    reply = await http.post(path, json={**body, **more}, headers=headers)
+                    assert reply.status_code == 200, reply.text
+
+            async def all_counted():
+                found = await results(http, group_by="session_id")
+                counts = {r["session_id"]: r["num_model_requests"] for r in found}
+                return counts if sum(counts.values()) == 5 * len(APIS) else None
+
+            counts = await eventually(all_counted)
+    expected = {"": 2 * len(APIS), "other": 1}
+    for number, path in enumerate(APIS):
+        own = {} if path == "/v1/messages" else {f"own {number}": 1}
+        expected |= own | {f"header-{number}": 1, f"user {number}": 1}
+    assert counts == expected
 
 
 async def test_a_batch_is_a_session(tmp_path):
@@ -223,3 +276,26 @@ async def test_a_database_that_is_away_loses_no_counts(tmp_path, monkeypatch):
     rows = await usage.report("", UsageQuery(0, 1 << 40, DAY), 10)
     await database.close()
     assert [(row.requests, row.cached_tokens) for row in rows] == [(2, 8)]
+
+
+async def test_a_page_of_many_results_leaves_the_loop_to_others():
+    row = dict.fromkeys(COUNTS, 1) | {"bucket": 0, "session": "s"}
+
+    class Found:
+        async def report(self, *asked):
+            return [SimpleNamespace(**row)] * 20 * AT_ONCE
+
+    passes = 0
+
+    async def count():
+        nonlocal passes
+        while True:
+            passes += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    page = await usage_page(Found(), "", UsageQuery(0, DAY, DAY, ("session",)), DAY)
+    counting.cancel()
+    (bucket,) = json.loads(page.text())["data"]
+    assert len(bucket["results"]) == 20 * AT_ONCE
+    assert passes >= 20

@@ -1,15 +1,26 @@
 """Whatever the parts of an answer are, its events add up to its items."""
 
+import json
 import random
 from typing import Any
 
 from random_parts import random_answer, said
 
 from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken
+from pdserve.gateway.http.json_text import object_json
 from pdserve.gateway.openai.responses.output import ResponseOutput
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart
 
 KINDS = {"message": "TextPart", "reasoning": "ReasoningPart"}
+
+
+def plain(value: Any) -> Any:
+    """What a client reads."""
+    return json.loads(object_json({"it": value}).text())["it"]
+
+
+def sent(event: dict[str, Any]) -> dict[str, Any]:
+    return {name: plain(value) for name, value in event.items()}
 
 
 def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -53,16 +64,17 @@ def test_events_add_up_to_the_items() -> None:
 
 def check(deltas: list[Delta]) -> None:
     output = ResponseOutput("x", logprobs=False)
-    events = [event for delta in deltas for event in output.push(delta)]
-    assert rebuilt(events) == output.items
+    events = [sent(event) for delta in deltas for event in output.push(delta)]
+    items = [plain(item) for item in output.items]
+    assert rebuilt(events) == items
     told = [
         (KINDS.get(item["type"]) or f"call {item['call_id'][5:]}",
          item["arguments"] if "arguments" in item else item["content"][0]["text"])
-        for item in output.items
+        for item in items
     ]  # fmt: skip
     assert told == (said(deltas) or [("TextPart", "")])
     ends = {"length": "incomplete"}.get(deltas[-1].finish or "", "completed")
-    statuses = [item["status"] for item in output.items]
+    statuses = [item["status"] for item in items]
     assert statuses == ["completed"] * (len(statuses) - 1) + [ends]
 
 
@@ -84,8 +96,9 @@ def test_log_probabilities_are_those_of_the_text() -> None:
     events: list[dict[str, Any]] = []
     for number, (content, token) in enumerate(told, 1):
         finish = "stop" if token == "<end>" else None
-        events += output.push(Delta(0, content, (scored(token),), number, finish))
-    message = output.items[1]["content"][0]
+        delta = Delta(0, content, (scored(token),), number, finish)
+        events += map(sent, output.push(delta))
+    message = plain(output.items[1])["content"][0]
     assert [one["token"] for one in message["logprobs"]] == ["b", "d", "e", "f", "<end>"]
     deltas = [event["logprobs"] for event in events if event["type"].endswith("output_text.delta")]
     assert [[one["token"] for one in part] for part in deltas] == [["b", "d"], ["e", "f"]]

@@ -68,6 +68,24 @@ def test_each_known_field_has_one_place() -> None:
     assert not IGNORED & (served | (REFUSED.keys() - served))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_are_bounded(make_http, monkeypatch, stream):
+    """By what max_output_tokens allows, or as they come; a stream's last event has all of them."""
+    monkeypatch.setattr("pdserve.gateway.sampling.MAX_LOGPROBS", 10 * 3)
+    client = make_http(saying("hello " * 100))
+    include = ["message.output_text.logprobs"]
+    scored = {**ASKED, "include": include, "top_logprobs": 2, "stream": stream}
+    fits = await client.post(URL, json={**scored, "max_output_tokens": 10})
+    assert fits.status_code == 200
+    assert "response.failed" not in fits.text
+    refused = await client.post(URL, json={**scored, "max_output_tokens": 11})
+    error = check(refused, 400, "max_output_tokens")
+    assert "ask for fewer tokens" in error["message"]
+    later = await client.post(URL, json=scored)
+    assert later.status_code == (200 if stream else 400)
+    assert "at most 30 in one answer" in later.text
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

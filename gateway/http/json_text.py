@@ -1,0 +1,66 @@
+"""JSON made piece by piece, so that no long answer holds up the loop, or is in memory twice."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic_core import to_json
+
+AT_ONCE = 8  # items of a list that are written before others have the loop
+
+T = TypeVar("T")
+
+
+class JsonPieces(list[bytes | bytearray]):
+    """The text of one value, which is all pieces in order."""
+
+    def text(self) -> bytes:
+        return b"".join(self)
+
+
+class JsonList:
+    """The text of a list that grows."""
+
+    def __init__(self) -> None:
+        self._items = bytearray()
+
+    def extend(self, items: Sequence[Any]) -> None:
+        """More items, AT_ONCE at most."""
+        if items:
+            if self._items:
+                self._items += b","
+            self._items += to_json(items)[1:-1]
+
+    def pieces(self) -> JsonPieces:
+        """Not a copy: they grow with the list."""
+        return JsonPieces((b"[", self._items, b"]"))
+
+
+async def list_json(items: Sequence[T], described: Callable[[T], Any]) -> JsonPieces:
+    """The text of a list of what `described` makes of each item."""
+    text = JsonList()
+    for at in range(0, len(items), AT_ONCE):
+        text.extend([described(item) for item in items[at : at + AT_ONCE]])
+        await asyncio.sleep(0)
+    return text.pieces()
+
+
+def object_json(fields: Mapping[str, Any]) -> JsonPieces:
+    """The text of an object; fields that are JsonPieces are texts already."""
+    pieces = JsonPieces((b"{",))
+    for name, value in fields.items():
+        pieces.append((b"," if len(pieces) > 1 else b"") + to_json(name) + b":")
+        pieces += value if isinstance(value, JsonPieces) else (to_json(value),)
+    pieces.append(b"}")
+    return pieces
+
+
+def array_json(texts: Iterable[JsonPieces]) -> JsonPieces:
+    """The text of a list whose items are texts already."""
+    pieces = JsonPieces((b"[",))
+    for text in texts:
+        if len(pieces) > 1:
+            pieces.append(b",")
+        pieces += text
+    pieces.append(b"]")
+    return pieces
