@@ -9,13 +9,13 @@ from typing import Generic, Protocol, TypeVar
 log = logging.getLogger(__name__)
 
 
-class Task(Protocol):
+class PoolTask(Protocol):
     """Work for one thread; it keeps its own result."""
 
     def run(self) -> None: ...
 
 
-T = TypeVar("T", bound=Task)
+T = TypeVar("T", bound=PoolTask)
 
 
 class FairThreadPool(Generic[T]):
