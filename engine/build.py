@@ -13,7 +13,7 @@ import numpy as np
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.backends import Backend
 from pdserve.engine.checkpoints.card import CardData
-from pdserve.engine.constraints.grammars.cache import GrammarCache
+from pdserve.engine.constraints.grammars.backend import GrammarBackend
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution.batch import Batch, GroupTable
 from pdserve.engine.execution.runner import Model
@@ -74,7 +74,7 @@ def build_engine(
         numerics_id=numerics,
         prefix_cache=config.prefix_cache,
         token_s=measured.token_s,
-        grammars=GrammarCache(card.tokenizer_json, card.vocab_size, card.eos_ids),
+        grammars=GrammarBackend(card.tokenizer_json, card.vocab_size, card.eos_ids),
     )
     log.info(
         "KV pool: %d tokens (%d blocks of %d, %.0f MB); context %d; chunk %d",

@@ -16,9 +16,9 @@ from typing import Any
 
 from pdserve.engine.api.errors import InvalidRequest, QueueFull
 from pdserve.engine.api.request import Event, Request, Step, prefix_ids
-from pdserve.engine.constraints.grammars.cache import GrammarCache
+from pdserve.engine.constraints.grammars.backend import GrammarBackend
 from pdserve.engine.constraints.grammars.compiled import GrammarError
-from pdserve.engine.constraints.request import Constrainer, constrains
+from pdserve.engine.constraints.manager import ConstraintManager, has_constraints
 from pdserve.engine.execution.pooler import with_states
 from pdserve.engine.execution.runner import Model, ModelRunner
 from pdserve.engine.execution.sampler import Sampler
@@ -75,7 +75,7 @@ class Engine:
         prefix_cache: bool = True,
         clock: Callable[[], float] = time.monotonic,
         token_s: float = 0.0,
-        grammars: GrammarCache | None = None,
+        grammars: GrammarBackend | None = None,
     ) -> None:
         """`token_s`: seconds that one token of a chunk takes, if known; 0 otherwise.
 
@@ -94,8 +94,8 @@ class Engine:
         self._progress = StepProgress(self.jobs, limits)
         self._runner = ModelRunner(model, kv, limits.max_running, limits.context_len)
         self._sampler = Sampler(limits, ops)
-        self._constrainer = Constrainer(limits.vocab_size, limits.eos_ids, grammars)
-        self._beginning: list[RequestState] = []  # those whose constraints are not ready yet
+        self._constraints = ConstraintManager(limits.vocab_size, limits.eos_ids, grammars)
+        self._constrained: list[RequestState] = []  # those with constraints
         self._meter = StepMeter(token_s)
         self._events: list[Event] = []  # of the next step
         self._arrivals = 0
@@ -111,9 +111,9 @@ class Engine:
         job = self._new_job(request)
         if len(self.jobs.waiting) >= self.limits.max_waiting:
             raise QueueFull(f"{len(self.jobs.waiting)} requests are waiting")
+        self._constrain(job)
         self.jobs.add(job)
-        self._events += self._progress.start(job)
-        self._begin(job)
+        self._events += self._progress.end_complete(job)
 
     def abort(self, key: str, choices: Sequence[int] = ()) -> bool:
         """Ends a request, or some choices of it, in any state; their blocks are free on return.
@@ -177,8 +177,7 @@ class Engine:
 
     def schedule(self) -> Plan | None:
         """What the next step computes; None when there is nothing to do."""
-        if self._beginning:
-            self._settle()
+        self._poll_constraints()
         plan = self._scheduler.schedule(self._clock(), self._events)
         self._events = []  # only now: if scheduling raises, a later step has them
         return plan
@@ -218,7 +217,7 @@ class Engine:
                 log.exception("sampling failed")
                 error = f"{type(raised).__name__}: {raised}"
         events = self._fail_step(plan, error) if error else self._progress.apply(plan, outcomes)
-        self._constrainer.start_masks()
+        self._constraints.start_masks()
         wall_s = self._clock() - pending.started_s
         self._meter.count(plan, wall_s)
         return Step(self._meter.step, (*plan.events, *events), wall_s)
@@ -260,7 +259,7 @@ class Engine:
             return None
         reservation, copies = made
         self.kv.copy(copies)
-        self._begin(job)
+        self._constrain(job)
         return reservation
 
     def verified(self, reservation: Reservation, num_tokens: int) -> int:
@@ -277,7 +276,7 @@ class Engine:
         Raises ValueError if the reservation is not open.
         """
         self.jobs.commit(reservation)
-        self._events += self._progress.start(reservation.job)
+        self._events += self._progress.end_complete(reservation.job)
 
     def release(self, reservation: Reservation) -> None:
         """Frees the blocks of a reservation that is open or was aborted; no event follows.
@@ -320,16 +319,16 @@ class Engine:
     def wake_with(self, wake: Callable[[], None]) -> None:
         """`wake` is called, on any thread, when a request that had to wait for its grammar or its
         mask may go on: what schedule has to do may have changed."""
-        self._constrainer.wake = wake
+        self._constraints.wake = wake
 
     def load_grammars(self) -> None:
         """Makes ready for grammars. It takes a second or so, in which no thread of this process
         runs Python; without it the first request with a grammar costs that."""
-        self._constrainer.load()
+        self._constraints.load()
 
     def close(self) -> None:
         """Ends the threads and the process that grammars need."""
-        self._constrainer.close()
+        self._constraints.close()
 
     def stats(self) -> EngineStats:
         """The figures of this moment."""
@@ -383,7 +382,7 @@ class Engine:
         self, request: Request, order: int | None = None, sender: bytes = b""
     ) -> RequestState:
         max_tokens = self.limits.check(request)
-        self._constrainer.check(request)
+        self._constraints.check(request)
         if request.key in self.jobs.by_key:
             raise InvalidRequest(f"a request {request.key!r} is under way", "request")
         if order is None:
@@ -393,45 +392,40 @@ class Engine:
         pooling = self.limits.pooling
         return RequestState(request, order, self._clock(), max_tokens, seed_hash, pooling)
 
-    def _begin(self, job: RequestState) -> None:
+    def _constrain(self, job: RequestState) -> None:
         """Makes the constraints of a new job; a grammar is compiled meanwhile."""
         request = job.request
-        if constrains(request.params) and request.generates and job.key in self.jobs.by_key:
-            now_s = self._clock()
-            job.constraints = self._constrainer.of_request(request, job.generated, now_s)
-            self._beginning.append(job)
+        if has_constraints(request.params) and request.generates:
+            job.constraints = self._constraints.of_request(request, job.generated, self._clock())
+            self._constrained.append(job)
 
-    def _settle(self) -> None:
-        """Ends what a grammar ends before the first token: requests whose grammar is wrong, and
-        choices that came here complete."""
-        still: list[RequestState] = []
-        for job in self._beginning:
+    def _poll_constraints(self) -> None:
+        """Ends what a grammar ends without a token: requests whose grammar is wrong, and choices
+        that were complete before it could say so."""
+        left: list[RequestState] = []
+        for job in self._constrained:
+            constraints = job.constraints
+            if constraints is None:
+                continue
             try:
-                if not self._has_begun(job):
-                    still.append(job)
+                may_go_on = not constraints.is_ready and self._is_active(job)
+                if may_go_on and constraints.poll(self._clock()):
+                    self._events += self._progress.end_complete(job)
             except GrammarError as error:
                 self._events += self._progress.fail(job, str(error), error.param)
             except Exception as error:
                 log.exception("the constraints of a request failed")
                 text = f"{type(error).__name__}: {error}"
                 self._events += self._progress.fail(job, text)
-        self._beginning = still
+            if self.jobs.by_key.get(job.key) is job:
+                left.append(job)
+            else:
+                constraints.release()
+        self._constrained = left
 
-    def _has_begun(self, job: RequestState) -> bool:
-        """Whether a job needs no more of `_settle`. Raises what its constraints raise."""
-        jobs, constraints = self.jobs, job.constraints
-        if constraints is None:
-            return True
-        if jobs.by_key.get(job.key) is not job:
-            constraints.leave()
-            return True
-        is_active = job.key in jobs.waiting or job in jobs.running
-        if not is_active or not constraints.has_begun(self._clock()):
-            return False
-        ended = [c for c in job.unfinished if constraints.has_ended(c)]
-        if ended:
-            self._events += self._progress.stop(job, ended)
-        return True
+    def _is_active(self, job: RequestState) -> bool:
+        """Whether it waits for steps, or has them."""
+        return self.jobs.waiting.get(job.key) is job or job in self.jobs.running
 
     def _fail_step(self, plan: Plan, message: str) -> list[Event]:
         jobs = {row.sequence.job.key: row.sequence.job for row in plan.rows}

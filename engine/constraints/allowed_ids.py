@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from pdserve.engine.constraints.bitmask import Words, tokens_of
+from pdserve.engine.constraints.bitmask import Bitmask, bitmask_of
 
 
 class AllowedIds:
@@ -12,10 +12,10 @@ class AllowedIds:
 
     def __init__(self, ids: Iterable[int], vocab_size: int) -> None:
         """`ids` include those that end a choice."""
-        self._words = tokens_of(ids, vocab_size)
+        self._bitmask = bitmask_of(ids, vocab_size)
 
-    def push(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         """What was generated changes nothing."""
 
-    def allowed(self) -> Words:
-        return self._words
+    def bitmask(self) -> Bitmask:
+        return self._bitmask

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from pdserve.engine.constraints.bitmask import Words, all_but
+from pdserve.engine.constraints.bitmask import Bitmask, all_but
 
 
 class BadWords:
@@ -18,10 +18,10 @@ class BadWords:
         self._always = all_but(self._never, vocab_size) if self._never else None
         self._recent = deque[int](maxlen=max((len(word) - 1 for word in words), default=0))
 
-    def push(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         self._recent.append(token)
 
-    def allowed(self) -> Words | None:
+    def bitmask(self) -> Bitmask | None:
         recent = tuple(self._recent)
         now = {word[-1] for word in self._long if recent[-len(word) + 1 :] == word[:-1]}
         return all_but(self._never | now, self._vocab_size) if now else self._always

@@ -5,22 +5,17 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-Words = NDArray[np.uint32]
+Bitmask = NDArray[np.uint32]
 
 
-def no_tokens(vocab_size: int) -> Words:
-    """The empty set."""
-    return np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
-
-
-def tokens_of(ids: Iterable[int], vocab_size: int) -> Words:
+def bitmask_of(ids: Iterable[int], vocab_size: int) -> Bitmask:
     """The set of these ids."""
-    words = no_tokens(vocab_size)
+    bitmask = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
     for token in ids:
-        words[token // 32] |= np.uint32(1 << token % 32)
-    return words
+        bitmask[token // 32] |= np.uint32(1 << token % 32)
+    return bitmask
 
 
-def all_but(ids: Iterable[int], vocab_size: int) -> Words:
+def all_but(ids: Iterable[int], vocab_size: int) -> Bitmask:
     """The set of all other ids."""
-    return np.invert(tokens_of(ids, vocab_size))
+    return np.invert(bitmask_of(ids, vocab_size))

@@ -1,56 +1,49 @@
-"""All that leaves tokens out of one choice, as one set of tokens."""
+"""All that leaves tokens out of one choice, as one bitmask."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from pdserve.engine.constraints.bitmask import Words
-from pdserve.engine.constraints.grammars.follower import GrammarFollower
+from pdserve.engine.constraints.bitmask import Bitmask
+from pdserve.engine.constraints.grammars.matcher import GrammarMatcher
 
 
 class Constraint(Protocol):
-    """Says which tokens may come next, as a function of the ids pushed so far."""
+    """Says which tokens may come next, as a function of the ids accepted so far."""
 
     @property
     def param(self) -> str:
         """The request's field."""
 
-    def push(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         """A token was generated."""
 
-    def allowed(self) -> Words | None:
+    def bitmask(self) -> Bitmask | None:
         """The tokens that may come next; None: all. Nobody changes the array."""
 
 
 class ChoiceConstraints:
     """The constraints of one choice; a token must be allowed by each of them."""
 
-    def __init__(self, plain: Sequence[Constraint], grammar: GrammarFollower | None) -> None:
-        self._plain = plain
+    def __init__(self, plain: Sequence[Constraint], grammar: GrammarMatcher | None) -> None:
+        self._all: Sequence[Constraint] = plain if grammar is None else (*plain, grammar)
         self.grammar = grammar
 
     @property
     def param(self) -> str:
         """The field to name when no token is left: the grammar, or else the last constraint."""
-        return self.grammar.param if self.grammar is not None else self._plain[-1].param
+        return self._all[-1].param
 
-    def push(self, token: int) -> bool:
-        """Whether nothing may follow this token, so that the choice has ended."""
-        for constraint in self._plain:
-            constraint.push(token)
-        if self.grammar is None:
-            return False
-        self.grammar.push(token)
-        return self.grammar.stopped
+    def accept_token(self, token: int) -> None:
+        for constraint in self._all:
+            constraint.accept_token(token)
 
-    def mask(self) -> Words | None:
-        """What may come next; only when the grammar's mask is there."""
-        found = [constraint.allowed() for constraint in self._plain]
-        if self.grammar is not None:
-            found.append(self.grammar.allowed())
-        masks = [words for words in found if words is not None]
+    def bitmask(self) -> Bitmask | None:
+        """The tokens that may come next, None: all; only when the grammar's mask is there."""
+        found = [constraint.bitmask() for constraint in self._all]
+        masks = [bitmask for bitmask in found if bitmask is not None]
         if not masks:
             return None
-        words, *others = masks
+        bitmask, *others = masks
         for other in others:
-            words = words & other
-        return words
+            bitmask = bitmask & other
+        return bitmask

@@ -5,7 +5,7 @@ begin `end_ids`, the rest of these follows.
 """
 
 from pdserve.engine.api.request import ThinkingBudget
-from pdserve.engine.constraints.bitmask import Words, tokens_of
+from pdserve.engine.constraints.bitmask import Bitmask, bitmask_of
 from pdserve.engine.constraints.sequence_search import SequenceSearch
 
 
@@ -22,7 +22,7 @@ class ThinkingLimit:
         self._thinks = self._start is None
         self._num_thought = 0
 
-    def push(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         if not self._thinks:
             self._thinks = self._start is not None and self._start.push(token)
             return
@@ -31,7 +31,7 @@ class ThinkingLimit:
             self._thinks = False
             self._num_thought -= len(self._budget.end_ids)
 
-    def allowed(self) -> Words | None:
+    def bitmask(self) -> Bitmask | None:
         if not self._thinks or self._num_thought < self._budget.max_tokens:
             return None
-        return tokens_of((self._budget.end_ids[self._end.num_matched],), self._vocab_size)
+        return bitmask_of((self._budget.end_ids[self._end.num_matched],), self._vocab_size)

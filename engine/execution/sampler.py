@@ -11,9 +11,9 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from pdserve.engine.api.request import SamplingParams, TokenLogprob
-from pdserve.engine.constraints.bitmask import Words
+from pdserve.engine.constraints.bitmask import Bitmask
 from pdserve.engine.constraints.grammars.compiled import GrammarError
-from pdserve.engine.constraints.request import RequestConstraints, mask_deadline
+from pdserve.engine.constraints.manager import RequestConstraints, mask_deadline
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Pick, Row
 from pdserve.engine.scheduling.request_state import RequestState
@@ -69,16 +69,16 @@ class Sampler:
             taken = end
         return outcomes
 
-    def _late(self, rows: list[Row]) -> list[Row]:
+    def _late(self, rows: list[Row]) -> set[Row]:
         """Those without their masks; waits a little for these, once in a step."""
-        late: list[Row] = []
+        late: set[Row] = set()
         until_s: float | None = None
         for row in rows:
             constraints = row.sequence.job.constraints
             if constraints is not None:
                 until_s = until_s or mask_deadline()
                 if not constraints.wait(row.choices, until_s):
-                    late.append(row)
+                    late.add(row)
         return late
 
     def _pick(self, rows: list[tuple[int, Row]], logits: Any) -> list[Pick]:
@@ -86,7 +86,7 @@ class Sampler:
         outputs: list[int] = []
         streams: list[Any] = []
         generated: list[list[int]] = []
-        masks: list[Words | None] = []
+        masks: list[Bitmask | None] = []
         scored: list[tuple[int, SamplingParams]] = []  # pick, what is asked for
         errors: dict[int, Pick] = {}
         constrained: dict[int, tuple[RequestConstraints, int]] = {}
@@ -99,7 +99,7 @@ class Sampler:
                 if job.constraints is not None:
                     constrained[len(outputs)] = (job.constraints, choice)
                     try:
-                        mask = job.constraints.mask(choice)
+                        mask = job.constraints.bitmask(choice)
                     except GrammarError as error:
                         errors[len(outputs)] = Pick(-1, error=str(error), param=error.param)
                 masks.append(mask)

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, Final
 
 from pdserve.engine.api.request import FinishReason, Request, TokenLogprob, prefix_of
-from pdserve.engine.constraints.request import RequestConstraints
+from pdserve.engine.constraints.manager import RequestConstraints
 from pdserve.engine.scheduling.pooling import PooledState
 
 
@@ -101,9 +101,9 @@ class RequestState:
         self.constraints: RequestConstraints | None = None  # None: every token may be picked
 
     @property
-    def has_begun(self) -> bool:
-        """Whether its constraints are ready for its first token."""
-        return self.constraints is None or self.constraints.begun
+    def is_ready(self) -> bool:
+        """Whether its constraints are ready for its next tokens."""
+        return self.constraints is None or self.constraints.is_ready
 
     @property
     def unfinished(self) -> list[int]:

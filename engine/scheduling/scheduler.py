@@ -163,9 +163,9 @@ class Scheduler:
         self._refused_order = None
 
     def _waiting(self) -> list[RequestState]:
-        """Queued jobs, but for those whose grammar is not compiled: these keep their place in the
+        """Queued jobs, but for those whose grammar is not ready: these keep their place in the
         queue, and slots and blocks are for others meanwhile."""
-        return [job for job in self._jobs.waiting.values() if job.has_begun]
+        return [job for job in self._jobs.waiting.values() if job.is_ready]
 
     def _held_up(self, job: RequestState) -> bool:
         return self._refused_order is not None and job.order > self._refused_order

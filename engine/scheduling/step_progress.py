@@ -31,14 +31,14 @@ class StepProgress:
         self._limits = limits
         self.generated_tokens = 0
 
-    def start(self, job: RequestState) -> list[Event]:
-        """Ends the choices that had ended before the request came to this engine."""
+    def end_complete(self, job: RequestState) -> list[Event]:
+        """Ends the choices that need no token any more: when the request has come to this engine,
+        and when a grammar has accepted what it was behind with."""
         events: list[Event] = []
         if not job.request.generates:
             return events
         for choice in job.unfinished:
-            ids = job.generated[choice]
-            reason = self._limits.finish_of(ids, job.request.params, job.max_tokens)
+            reason = self._finish_reason(job, choice)
             if reason is not None:
                 events += self._finish(job, choice, reason)
                 self._drop(job, choice)
@@ -64,16 +64,6 @@ class StepProgress:
         if job.request.prefill_only:
             self._jobs.end(job)
         elif not job.unfinished:
-            events += self._end(job)
-        return events
-
-    def stop(self, job: RequestState, choices: Seq[int]) -> list[Event]:
-        """Ends choices whose generated ids were complete when the request came to this engine."""
-        events: list[Event] = []
-        for choice in choices:
-            events += self._finish(job, choice, FinishReason.STOP)
-            self._drop(job, choice)
-        if not job.unfinished:
             events += self._end(job)
         return events
 
@@ -148,14 +138,24 @@ class StepProgress:
             if sequence.choices == (choice,):
                 break
         sequence.ids.append(pick.token)
-        reason = self._limits.finish_of(ids, job.request.params, job.max_tokens)
-        if job.constraints is not None and job.constraints.push(choice, pick.token):
-            reason = FinishReason.STOP
+        if job.constraints is not None:
+            job.constraints.accept_token(choice, pick.token)
+        reason = self._finish_reason(job, choice)
         if reason is not None:
             job.finish[choice] = reason
             self._jobs.end_sequence(sequence)
         logprobs = () if pick.logprob is None else (pick.logprob,)
         return NewTokens(job.key, choice, len(ids) - 1, (pick.token,), logprobs, reason)
+
+    def _finish_reason(self, job: RequestState, choice: int) -> FinishReason | None:
+        """How a choice has ended; None if it has not, or if its grammar does not know it yet."""
+        reason = self._limits.finish_of(job.generated[choice], job.request.params, job.max_tokens)
+        constraints = job.constraints
+        if reason is FinishReason.STOP or constraints is None:
+            return reason
+        if constraints.is_behind(choice):
+            return None
+        return FinishReason.STOP if constraints.is_terminated(choice) else reason
 
     def _finish(self, job: RequestState, choice: int, reason: FinishReason) -> list[Event]:
         job.finish[choice] = reason

@@ -8,7 +8,7 @@ from typing import Any
 from fake_decoder import VOCAB, FakeDecoder, fake_spec
 
 from pdserve.engine.api.request import Event, NewTokens, Request, SamplingParams
-from pdserve.engine.constraints.grammars.cache import GrammarCache
+from pdserve.engine.constraints.grammars.backend import GrammarBackend
 from pdserve.engine.engine import Engine
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import KvIdentity
@@ -26,7 +26,7 @@ def fake_engine(
     prefix_cache: bool = True,
     model: Any = None,
     clock: Callable[[], float] = time.monotonic,
-    grammars: GrammarCache | None = None,
+    grammars: GrammarBackend | None = None,
     **limits: Any,
 ) -> Engine:
     spec = fake_spec(block_size, window)
@@ -40,7 +40,7 @@ def _engine(
     prefix_cache: bool,
     model: Any,
     clock: Callable[[], float],
-    grammars: GrammarCache | None,
+    grammars: GrammarBackend | None,
     limits: dict[str, Any],
 ) -> Engine:
     options: dict[str, Any] = {

@@ -1,1 +1,1 @@
-"""Grammars: tried in a process of their own, compiled on threads, followed by matchers."""
+"""Grammars: compiled in a sandbox first, then here on threads, and matched by llguidance."""

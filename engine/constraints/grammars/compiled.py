@@ -10,7 +10,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS
-from pdserve.engine.constraints.bitmask import Words
+from pdserve.engine.constraints.bitmask import Bitmask
 
 
 class GrammarError(Exception):
@@ -52,7 +52,7 @@ class CompiledGrammar:
         self._matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         raise_error(self._matcher)
         self._first = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.uint32)
-        fill(self._matcher, self._first.ctypes.data, self._first.nbytes)
+        fill_bitmask(self._matcher, self._first.ctypes.data, self._first.nbytes)
         if not self._first.any() and not self._matcher.is_accepting():
             raise GrammarError("no text matches the grammar")
 
@@ -60,14 +60,14 @@ class CompiledGrammar:
         """A matcher for one choice."""
         return self._matcher.deep_copy()
 
-    def buffer(self) -> Words:
-        """The tokens that may come first, in an array of the caller's; it may have more words than
+    def buffer(self) -> Bitmask:
+        """The tokens that may come first, in an array of the caller's; it may be longer than
         the model's vocabulary needs."""
         return self._first.copy()
 
 
-def fill(matcher: Any, address: int, num_bytes: int) -> None:
-    """Writes the tokens that may come next to the words at an address. Raises GrammarError."""
+def fill_bitmask(matcher: Any, address: int, num_bytes: int) -> None:
+    """Writes the tokens that may come next to the bitmask at an address. Raises GrammarError."""
     matcher.unsafe_compute_mask_ptr(address, num_bytes)
     raise_error(matcher)
 

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ LETTERS = {chr(c): c - 33 for c in range(33, 127)}  # ids of the tiny tokenizer
 REGEX = of_regex(PATTERN)
 JSON = Grammar(LLMatcher.grammar_from_json_schema(SCHEMA))
 ANYTHING = of_regex("(.|\n)*")
-HOT: dict[str, Any] = {"temperature": 1.0, "max_tokens": 120}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_tokens": 120}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def prompts(count: int) -> list[list[int]]:
 
 def asked(count: int, grammar: Grammar | None = REGEX, **options: Any) -> list[Any]:
     return [
-        ask(f"r{i}", prompt, i, grammar=grammar, **(HOT | options))
+        ask(f"r{i}", prompt, i, grammar=grammar, **(SAMPLED | options))
         for i, prompt in enumerate(prompts(count))
     ]
 
@@ -122,7 +123,7 @@ def test_a_grammar_of_all_texts_changes_no_token(runner: Runner) -> None:
 
 
 def test_several_choices_share_a_grammar_and_differ(runner: Runner, text_of: Any) -> None:
-    events = runner.run(ask("n", range(20), 5, n=4, grammar=REGEX, **HOT))
+    events = runner.run(ask("n", range(20), 5, n=4, grammar=REGEX, **SAMPLED))
     found = [text_of(ids) for ids in tokens(events).values()]
     assert len(set(found)) == 4
     assert all(re.fullmatch(PATTERN, text) for text in found)
@@ -138,9 +139,9 @@ def test_a_full_batch_gives_the_tokens_of_each_alone(engine_of: Maker, alone: An
 
 def test_bound_and_free_requests_do_not_change_each_other(engine_of: Maker, alone: Any) -> None:
     mixed = Runner(engine_of())
-    free = [ask(f"free{i}", p, 9, **HOT) for i, p in enumerate(prompts(4))]
+    free = [ask(f"free{i}", p, 9, **SAMPLED) for i, p in enumerate(prompts(4))]
     calm = {k: v for one in free for k, v in tokens(Runner(engine_of()).run(one)).items()}
-    mixed.run(ask("first", [1], grammar=REGEX, **HOT))  # so that it is compiled
+    mixed.run(ask("first", [1], grammar=REGEX, **SAMPLED))  # so that it is compiled
     found = tokens(mixed.run(*asked(6), *free))
     assert max(mixed.widths) >= 8
     assert found == calm | {k: v for k, v in alone.items() if int(k[0][1:]) < 6}
@@ -162,7 +163,9 @@ def test_requests_that_go_on_elsewhere_give_the_same_tokens(
         whole = alone[one.key, 0]
         cuts[one.key] = cut = rng.randrange(1, len(whole))
         state = (ChoiceState(tuple(whole[:cut])),)
-        resumed.append(ask(one.key, one.prompt_ids, one.seed, grammar=REGEX, choices=state, **HOT))
+        resumed.append(
+            ask(one.key, one.prompt_ids, one.seed, grammar=REGEX, choices=state, **SAMPLED)
+        )
     found = tokens(runner.run(*resumed))
     assert found == {(key, 0): alone[key, 0][cut:] for key, cut in cuts.items()}
 
@@ -170,11 +173,42 @@ def test_requests_that_go_on_elsewhere_give_the_same_tokens(
 def test_a_choice_that_came_complete_ends_without_a_token(runner: Runner, alone: Any) -> None:
     whole = tuple(alone["r3", 0])
     for states in ((ChoiceState(whole),), (ChoiceState(whole), ChoiceState(()))):
-        one = ask("r", prompts(4)[3], 3, n=len(states), grammar=REGEX, choices=states, **HOT)
+        one = ask("r", prompts(4)[3], 3, n=len(states), grammar=REGEX, choices=states, **SAMPLED)
         events = runner.run(one)
         assert events.count(NewTokens("r", 0, len(whole), (), (), FinishReason.STOP)) == 1
         assert len(of(events, Finished)) == 1
         assert [c for (_, c), ids in tokens(events).items() if ids] == list(range(1, len(states)))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_choice_that_came_complete_with_its_last_token_has_stopped(
+    runner: Runner, alone: Any, more: int
+) -> None:
+    """As where it was not interrupted: the end of the grammar counts, not that of max_tokens."""
+    whole = tuple(alone["r3", 0])
+    one = ask("r", prompts(4)[3], 3, grammar=REGEX, **SAMPLED | {"max_tokens": len(whole) + more})
+    calm = of(runner.run(one), NewTokens)
+    assert calm[-1].finish is FinishReason.STOP
+    events = runner.run(replace(one, choices=(ChoiceState(whole),)))
+    assert of(events, NewTokens) == [
+        NewTokens("r", 0, len(whole), (), (), FinishReason.STOP),
+    ]
+    assert len(of(events, Finished)) == 1
+    assert_at_rest(runner.engine)
+
+
+def test_a_choice_that_came_complete_but_for_its_grammar_was_cut_off(
+    runner: Runner, alone: Any
+) -> None:
+    whole = tuple(alone["r3", 0][:9])
+    params: dict[str, Any] = SAMPLED | {"max_tokens": 9, "n": 2}
+    states = (ChoiceState(whole), ChoiceState(()))
+    one = ask("r", prompts(4)[3], 3, grammar=REGEX, choices=states, **params)
+    events = runner.run(one)
+    assert NewTokens("r", 0, 9, (), (), FinishReason.LENGTH) in events
+    assert ends(events) == {FinishReason.LENGTH}
+    assert len(tokens(events)["r", 1]) == 9
+    assert_at_rest(runner.engine)
 
 
 def test_generated_ids_that_do_not_match_fail_the_request(runner: Runner) -> None:
@@ -190,7 +224,7 @@ def test_a_grammar_begins_after_its_sequence(runner: Runner, text_of: Any) -> No
     end = (97, 40, 41)
     budget = ThinkingBudget(7, end)
     grammar = of_regex("[xyz]{4}", end)
-    params: dict[str, Any] = HOT | {"logit_bias": {EOS_ID: -100.0}}
+    params: dict[str, Any] = SAMPLED | {"logit_bias": {EOS_ID: -100.0}}
     events = runner.run(
         *(ask(f"{i}", [i], i, grammar=grammar, thinking=budget, **params) for i in range(6))
     )

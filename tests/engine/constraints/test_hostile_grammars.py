@@ -19,14 +19,14 @@ from grammar_kit import of_regex
 from llguidance import LLMatcher
 
 from pdserve.engine.api.sampling_bounds import MAX_GRAMMAR_BYTES
-from pdserve.engine.constraints.grammars import trial
-from pdserve.engine.constraints.grammars.cache import GrammarCache
+from pdserve.engine.constraints.grammars import sandbox
+from pdserve.engine.constraints.grammars.backend import GrammarBackend
 from pdserve.engine.constraints.grammars.compiled import GrammarError
-from pdserve.engine.constraints.grammars.trial import GrammarTrials
-from pdserve.engine.constraints.grammars.trial_process import answer_line
+from pdserve.engine.constraints.grammars.sandbox import CompileSandbox
+from pdserve.engine.constraints.grammars.sandbox_process import answer_line
 
 SLOW = of_regex("a?" * 30000).source
-LIMIT_S = 20.0  # a trial has 10, on a machine that does nothing else
+LIMIT_S = 20.0  # a fork has 10, on a machine that does nothing else
 PRIMES = (101, 103, 107, 109, 113, 127, 131)
 
 
@@ -36,8 +36,8 @@ def tokenizer_json(folder: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def compiler(tokenizer_json: bytes) -> Iterator[GrammarCache]:
-    made = GrammarCache(tokenizer_json, 259, (258,))
+def compiler(tokenizer_json: bytes) -> Iterator[GrammarBackend]:
+    made = GrammarBackend(tokenizer_json, 259, (258,))
     yield made
     made.close()
 
@@ -83,7 +83,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_grammars_are_refused_in_time(compiler: GrammarCache, name: str) -> None:
+def test_hostile_grammars_are_refused_in_time(compiler: GrammarBackend, name: str) -> None:
     source = HOSTILE[name]
     assert len(source) <= MAX_GRAMMAR_BYTES
     started = time.monotonic()
@@ -109,12 +109,12 @@ def test_hostile_grammars_are_refused_in_time(compiler: GrammarCache, name: str)
         of_regex("[").source,
     ],
 )
-def test_what_is_no_grammar_is_refused(compiler: GrammarCache, source: str) -> None:
+def test_what_is_no_grammar_is_refused(compiler: GrammarBackend, source: str) -> None:
     with pytest.raises(GrammarError):
         compiler.compile(source).result(60)
 
 
-def test_a_slow_trial_does_not_hold_up_another(compiler: GrammarCache) -> None:
+def test_a_slow_compile_does_not_hold_up_another(compiler: GrammarBackend) -> None:
     primes = of_schema({"allOf": [{"type": "integer", "multipleOf": p} for p in PRIMES[::-1]]})
     slow = compiler.compile(primes)
     compiler.compile(of_regex("quick").source).result(LIMIT_S)
@@ -122,19 +122,19 @@ def test_a_slow_trial_does_not_hold_up_another(compiler: GrammarCache) -> None:
     assert slow.exception(60)
 
 
-def test_a_long_chain_that_is_harmless_passes(compiler: GrammarCache) -> None:
+def test_a_long_chain_that_is_harmless_passes(compiler: GrammarBackend) -> None:
     compiler.compile(chain(1000, "R")).result(60)
 
 
 def processes() -> list[psutil.Process]:
-    """Those that try grammars for this one, but for the ones that wait to be noticed dead."""
+    """The sandboxes of this process, but for the ones that wait to be noticed dead."""
     found = psutil.Process().children()
-    return [p for p in found if p.status() != "zombie" and "trial_process" in str(p.cmdline())]
+    return [p for p in found if p.status() != "zombie" and "sandbox_process" in str(p.cmdline())]
 
 
-def passes(trials: GrammarTrials, source: str = of_regex("a").source) -> bool:
+def passes(box: CompileSandbox, source: str = of_regex("a").source) -> bool:
     try:
-        trials.check(source)
+        box.check(source)
     except GrammarError:
         return False
     return True
@@ -157,22 +157,22 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_the_process_is_started_again(tokenizer_json: bytes) -> None:
     others = processes()
-    trials = GrammarTrials(tokenizer_json, 259, (258,))
-    assert passes(trials)
+    box = CompileSandbox(tokenizer_json, 259, (258,))
+    assert passes(box)
     (first,) = set(processes()) - set(others)
     first.kill()
-    assert passes(trials)  # it has asked another
+    assert passes(box)  # it has asked another
     assert first not in processes()
-    trials.close()
+    box.close()
     assert set(processes()) == set(others)
 
 
 def test_the_process_ends_with_its_owner(tokenizer_json: bytes) -> None:
     others = processes()
-    trials = GrammarTrials(tokenizer_json, 259, (258,))
-    assert passes(trials)
+    box = CompileSandbox(tokenizer_json, 259, (258,))
+    assert passes(box)
     assert len(processes()) == len(others) + 1
-    del trials
+    del box
     assert set(processes()) == set(others)
 
 
@@ -180,51 +180,51 @@ def test_processes_that_end_at_once_are_an_internal_error(
     tokenizer_json: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    trials = GrammarTrials(tokenizer_json + b" " * 3_000_000, 259, (258,))
+    box = CompileSandbox(tokenizer_json + b" " * 3_000_000, 259, (258,))
     for _ in range(3):
         with pytest.raises(GrammarError, match="has ended") as failed:
-            trials.check(of_regex("a").source)
+            box.check(of_regex("a").source)
         assert failed.value.is_internal
-    trials.close()
+    box.close()
 
 
 def test_a_process_that_does_not_read_holds_up_nobody(
     tokenizer_json: bytes, stopped: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "TRIAL_S", 1.0)
-    trials = GrammarTrials(tokenizer_json + b" " * 3_000_000, 259, (258,))
+    monkeypatch.setattr(sandbox, "CHECK_S", 1.0)
+    box = CompileSandbox(tokenizer_json + b" " * 3_000_000, 259, (258,))
     with pytest.raises(GrammarError, match="in time") as failed:
-        trials.check(of_regex("a").source)
+        box.check(of_regex("a").source)
     assert failed.value.is_internal
-    monkeypatch.setattr(trial, "TRIAL_S", 60.0)
+    monkeypatch.setattr(sandbox, "CHECK_S", 60.0)
     errors: list[GrammarError] = []
 
     def ask() -> None:
         try:
-            trials.check(of_regex("a").source)
+            box.check(of_regex("a").source)
         except GrammarError as error:
             errors.append(error)
 
     asker = threading.Thread(target=ask)
     asker.start()
     wait_until(lambda: len(stopped) == 2, "a process that is asked")
-    trials.close()
+    box.close()
     asker.join(20)
     assert [str(error) for error in errors] == ["no grammars are checked any more"]
     with pytest.raises(GrammarError, match="any more"):
-        trials.check(of_regex("a").source)
+        box.check(of_regex("a").source)
     assert len(stopped) == 2
     assert not any(process.pid in stopped for process in processes())
 
 
-def test_close_does_not_wait_for_a_trial(tokenizer_json: bytes) -> None:
-    trials = GrammarTrials(tokenizer_json, 259, (258,))
-    assert passes(trials)
-    slow = threading.Thread(target=lambda: passes(trials, SLOW))
+def test_close_does_not_wait_for_a_compile(tokenizer_json: bytes) -> None:
+    box = CompileSandbox(tokenizer_json, 259, (258,))
+    assert passes(box)
+    slow = threading.Thread(target=lambda: passes(box, SLOW))
     slow.start()
-    wait_until(lambda: any(p.children() for p in processes()), "a trial")
+    wait_until(lambda: any(p.children() for p in processes()), "a fork")
     started = time.monotonic()
-    trials.close()
+    box.close()
     slow.join()
     assert time.monotonic() - started < 1.5
 
@@ -237,12 +237,12 @@ def test_an_answer_is_one_write(text: str) -> None:
     answer = json.loads(line)
     assert answer["error"]
     assert text.startswith(answer["error"])
-    assert (answer["trial"], answer["is_internal"]) == (7, False)
+    assert (answer["id"], answer["is_internal"]) == (7, False)
 
 
 def test_a_tokenizer_that_cannot_be_used(tokenizer_json: bytes) -> None:
     for vocabulary in ((b"{}", 259, (258,)), (tokenizer_json, 259, ())):
-        compiler = GrammarCache(*vocabulary)
+        compiler = GrammarBackend(*vocabulary)
         with pytest.raises(GrammarError, match="tokenizer of this model"):
             compiler.compile(of_regex("a").source).result(60)
         compiler.close()

@@ -9,9 +9,9 @@ import pytest
 from pdserve.engine.api.request import Request, SamplingParams, ThinkingBudget
 from pdserve.engine.constraints.allowed_ids import AllowedIds
 from pdserve.engine.constraints.bad_words import BadWords
-from pdserve.engine.constraints.bitmask import Words, all_but, tokens_of
+from pdserve.engine.constraints.bitmask import Bitmask, all_but, bitmask_of
 from pdserve.engine.constraints.choice import ChoiceConstraints, Constraint
-from pdserve.engine.constraints.request import Constrainer
+from pdserve.engine.constraints.manager import ConstraintManager
 from pdserve.engine.constraints.sequence_search import SequenceSearch
 from pdserve.engine.constraints.thinking import ThinkingLimit
 
@@ -20,7 +20,7 @@ ALL = set(range(VOCAB))
 Definition = Callable[[Sequence[int]], set[int]]
 
 
-def ids_of(words: Words | None) -> set[int]:
+def ids_of(words: Bitmask | None) -> set[int]:
     if words is None:
         return ALL
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB]
@@ -64,12 +64,12 @@ def walk(made: Constraint, definition: Definition, rng: random.Random, length: i
     ids: list[int] = []
     narrowed = 0
     for _ in range(length):
-        allowed = ids_of(made.allowed())
+        allowed = ids_of(made.bitmask())
         assert allowed == definition(ids), ids
         narrowed += allowed != ALL
         few = [token for token in range(4) if token in allowed]
         ids.append(rng.choice(few or sorted(allowed)))
-        made.push(ids[-1])
+        made.accept_token(ids[-1])
     return narrowed
 
 
@@ -98,17 +98,17 @@ def test_thinking_is_ended_once_its_budget_is_used_up() -> None:
     limit = ThinkingLimit(ThinkingBudget(3, (30, 31)), VOCAB)
     ids = []
     for wanted in (1, 2, 3, 4, 5, 6, 7):
-        allowed = ids_of(limit.allowed())
+        allowed = ids_of(limit.bitmask())
         ids.append(wanted if wanted in allowed else allowed.pop())
-        limit.push(ids[-1])
+        limit.accept_token(ids[-1])
     assert ids == [1, 2, 3, 30, 31, 6, 7]
 
 
 def test_an_end_that_has_begun_is_finished() -> None:
     limit = ThinkingLimit(ThinkingBudget(3, (30, 31)), VOCAB)
     for token in (1, 2, 30):
-        limit.push(token)
-    assert ids_of(limit.allowed()) == {31}
+        limit.accept_token(token)
+    assert ids_of(limit.bitmask()) == {31}
 
 
 def test_allowed_ids_and_all_together() -> None:
@@ -120,8 +120,8 @@ def test_allowed_ids_and_all_together() -> None:
     choice = ChoiceConstraints(plain, None)
     expected = [{5, 6, 36}, {5}, {5, 36}, {5, 6, 36}]
     for allowed, token in zip(expected, (6, 5, 36, 6), strict=True):
-        assert ids_of(choice.mask()) == allowed
-        assert choice.push(token) is False
+        assert ids_of(choice.bitmask()) == allowed
+        choice.accept_token(token)
     assert choice.param == "allowed_token_ids"
 
 
@@ -141,17 +141,17 @@ def test_a_sequence_is_found_wherever_it_is(seed: int) -> None:
 
 
 def test_sets_of_tokens() -> None:
-    assert ids_of(tokens_of([0, 31, 32, 36], VOCAB)) == {0, 31, 32, 36}
+    assert ids_of(bitmask_of([0, 31, 32, 36], VOCAB)) == {0, 31, 32, 36}
     assert ids_of(all_but([0, 31, 32, 36], VOCAB)) == ALL - {0, 31, 32, 36}
-    assert tokens_of([], VOCAB).shape == (2,)
+    assert bitmask_of([], VOCAB).shape == (2,)
 
 
 def test_choices_share_their_allowed_ids() -> None:
-    constrainer = Constrainer(VOCAB, frozenset({36}), None)
+    manager = ConstraintManager(VOCAB, frozenset({36}), None)
     request = Request("r", (1,), SamplingParams(allowed_token_ids=(5, 6), n=3), 0)
-    made = constrainer.of_request(request, [[], [5], [6]], 0.0)
-    assert made.has_begun(0.0)
-    masks = [made.mask(choice) for choice in range(3)]
+    made = manager.of_request(request, [[], [5], [6]], 0.0)
+    assert made.poll(0.0)
+    masks = [made.bitmask(choice) for choice in range(3)]
     assert ids_of(masks[0]) == {5, 6, 36}
-    assert all(words is masks[0] for words in masks)
-    constrainer.close()
+    assert all(mask is masks[0] for mask in masks)
+    manager.close()

@@ -66,7 +66,7 @@ class Bench:
             )
         self.asked[key] = job
         self.jobs.add(job)
-        self.hear(self.progress.start(job))
+        self.hear(self.progress.end_complete(job))
 
     def step(self) -> None:
         for job in list(self.jobs.waiting.values()):

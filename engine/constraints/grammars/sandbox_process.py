@@ -1,14 +1,14 @@
-"""The process in which grammars are tried before a worker compiles them.
+"""The process in which grammars are compiled before a worker does.
 
 A hostile grammar can take minutes to compile, or overflow the stack; a worker must do neither.
-Each trial is a fork of this process, which has one thread and the tokenizer, with limits on its
-CPU time, its memory and its stack. The stack is smaller than that of a worker's threads, and the
-other limits are such that what passes here is done soon there.
+Each grammar is compiled in a fork of this process, which has one thread and the tokenizer, with
+limits on its CPU time, its memory and its stack. The stack is smaller than that of a worker's
+threads, and the other limits are such that what passes here is done soon there.
 
-Its input is the vocabulary as JSON and the tokenizer.json, and then for each trial an id (4 bytes)
-and a source; all of these but the id have their length before them. Its output is a line of JSON
-for each trial: the id, what is wrong with the grammar, and whether that is not its fault. It ends
-when its input does.
+Its input is the vocabulary as JSON and the tokenizer.json, and then for each grammar an id (4
+bytes) and a source; all of these but the id have their length before them. Its output is a line of
+JSON for each grammar: the id, what is wrong with the grammar, and whether that is not its fault. It
+ends when its input does.
 """
 
 import json
@@ -28,7 +28,7 @@ from pdserve.engine.constraints.grammars.compiled import (
 
 STDIN, STDOUT = 0, 1
 CPU_S = 2
-WALL_S = 10.0  # of a trial that others leave little CPU
+WALL_S = 10.0  # of a fork that others leave little CPU
 MEMORY_BYTES = 1 << 30  # beside what the process has already
 STACK_BYTES = 2 << 20
 COPY_S = 0.05  # every choice begins with a copy
@@ -43,7 +43,7 @@ def main() -> None:
     os.nice(NICENESS)
     vocabulary = json.loads(_read_framed())
     tokenizer = make_tokenizer(_read_framed(), vocabulary["size"], vocabulary["eos_ids"])
-    running: dict[int, tuple[int, float]] = {}  # process: (trial, when it is too late)
+    running: dict[int, tuple[int, float]] = {}  # process: (id of the grammar, when it is too late)
     poll = select.poll()
     poll.register(STDIN, select.POLLIN)
     while True:
@@ -52,28 +52,28 @@ def main() -> None:
             head = _read(4)
             if not head:
                 return
-            (trial,) = struct.unpack("<I", head)
+            (number,) = struct.unpack("<I", head)
             text = _read_framed().decode()
             child = os.fork()
             if not child:
-                _try(trial, text, tokenizer)
-            running[child] = (trial, time.monotonic() + WALL_S)
+                _compile(number, text, tokenizer)
+            running[child] = (number, time.monotonic() + WALL_S)
         elif len(running) == MAX_RUNNING:
             time.sleep(TICK_S)
-        for child, (trial, deadline) in list(running.items()):
+        for child, (number, deadline) in list(running.items()):
             if time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 del running[child]
                 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-                    # It was too late, or the machine lacks memory: no limit of the trial's own.
-                    _answer(trial, "the grammar could not be checked in time", is_internal=True)
+                    # It was too late, or the machine lacks memory: no limit of the fork's own.
+                    _answer(number, "the grammar could not be checked in time", is_internal=True)
                 elif status:
-                    _answer(trial, COMPLEX)
+                    _answer(number, COMPLEX)
 
 
-def _try(trial: int, source: str, tokenizer: object) -> None:
+def _compile(number: int, source: str, tokenizer: object) -> None:
     """Runs in the fork, and ends it."""
     os.close(STDIN)  # whoever writes there is to know when the process has ended
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -92,7 +92,7 @@ def _try(trial: int, source: str, tokenizer: object) -> None:
             error = COMPLEX if time.thread_time() - started > COPY_S else ""
         except GrammarError as found:
             error = str(found)
-        _answer(trial, error)
+        _answer(number, error)
         os._exit(0)
 
     thread = threading.Thread(target=run)
@@ -101,15 +101,15 @@ def _try(trial: int, source: str, tokenizer: object) -> None:
     os._exit(1)
 
 
-def _answer(trial: int, error: str, is_internal: bool = False) -> None:
-    os.write(STDOUT, answer_line(trial, error, is_internal))
+def _answer(number: int, error: str, is_internal: bool = False) -> None:
+    os.write(STDOUT, answer_line(number, error, is_internal))
 
 
-def answer_line(trial: int, error: str, is_internal: bool = False) -> bytes:
+def answer_line(number: int, error: str, is_internal: bool = False) -> bytes:
     """It fits one write of PIPE_BUF, so that lines of several processes do not mix."""
     error = error[:MAX_ERROR_CHARS]
     while True:
-        answer = {"trial": trial, "error": error, "is_internal": is_internal}
+        answer = {"id": number, "error": error, "is_internal": is_internal}
         line = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
         if len(line) <= select.PIPE_BUF:
             return line

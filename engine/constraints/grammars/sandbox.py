@@ -1,7 +1,7 @@
-"""Has grammars tried by a process of their own (trial_process.py), which is started when needed.
+"""Compiles grammars in a process of its own (sandbox_process.py), to see if that does any harm.
 
-Any thread may ask. Whatever happens to that process, the asker gets an answer: within TRIAL_S, or
-twice that if the process has ended and another was asked.
+The process is started when needed. Any thread may ask. Whatever happens to the process, the asker
+gets an answer: within CHECK_S, or twice that if the process has ended and another was asked.
 """
 
 import contextlib
@@ -23,28 +23,28 @@ from pdserve.engine.constraints.grammars.compiled import GrammarError
 
 log = logging.getLogger(__name__)
 
-TRIAL_S = 30.0  # with the start of the process, and all that are tried before
-NUM_PROCESSES = 2  # that are asked, one after the other, while they end by themselves
+CHECK_S = 30.0  # with the start of the process, and all that is compiled before
+MAX_TRIES = 2  # if the process ends by itself
 
 
-class GrammarTrials:
+class CompileSandbox:
     """Owns the process; `close` ends it, and so does the end of this object."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
         vocabulary = json.dumps({"size": vocab_size, "eos_ids": list(eos_ids)}).encode()
         self._preamble = _framed(vocabulary) + _framed(tokenizer_json)
         self._lock = threading.Lock()  # never held while something waits for the process
-        self._process: _TrialProcess | None = None
-        self._end: weakref.finalize[[], GrammarTrials] | None = None
+        self._process: _SandboxProcess | None = None
+        self._end: weakref.finalize[[], CompileSandbox] | None = None
         self._closed = False
 
     def check(self, source: str) -> None:
-        """Waits for a trial. Raises GrammarError: of the grammar if it is wrong or takes too much,
-        otherwise an internal one."""
-        for _ in range(NUM_PROCESSES):
-            process, answer = self._ask(source.encode())
+        """Waits until it was compiled there. Raises GrammarError: of the grammar if it is wrong or
+        takes too much, otherwise an internal one."""
+        for _ in range(MAX_TRIES):
+            process, answer = self._send(source.encode())
             try:
-                error, is_internal = answer.result(TRIAL_S)
+                error, is_internal = answer.result(CHECK_S)
             except TimeoutError:
                 process.kill()
                 raise GrammarError("the grammar could not be checked in time", True) from None
@@ -63,15 +63,15 @@ class GrammarTrials:
         with self._lock:
             self._stop()
 
-    def _ask(self, source: bytes) -> "tuple[_TrialProcess, Future[tuple[str, bool]]]":
+    def _send(self, source: bytes) -> "tuple[_SandboxProcess, Future[tuple[str, bool]]]":
         with self._lock:
             if self._closed:
                 raise GrammarError("no grammars are checked any more", is_internal=True)
             if self._process is None or self._process.ended:
                 self._stop()
-                self._process = _TrialProcess(self._preamble)
+                self._process = _SandboxProcess(self._preamble)
                 self._end = weakref.finalize(self, self._process.close)
-            return self._process, self._process.ask(source)
+            return self._process, self._process.send(source)
 
     def _stop(self) -> None:
         if self._end is not None:
@@ -79,17 +79,17 @@ class GrammarTrials:
         self._process = self._end = None
 
 
-class _TrialProcess:
+class _SandboxProcess:
     """One life of the process. A thread writes to it, so that nobody waits until it reads."""
 
     def __init__(self, preamble: bytes) -> None:
         self.ended = False
-        self._asked: dict[int, Future[tuple[str, bool]]] = {}
+        self._answers: dict[int, Future[tuple[str, bool]]] = {}
         self._num_asked = 0
         self._killing = threading.Lock()
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pdserve.engine.constraints.grammars.trial_process"],
+            [sys.executable, "-P", "-m", "pdserve.engine.constraints.grammars.sandbox_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # or `close` would write what a dead process has not read
@@ -98,7 +98,7 @@ class _TrialProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._threads = [
-            threading.Thread(target=work, args=(pipe,), daemon=True, name="grammar-trials")
+            threading.Thread(target=work, args=(pipe,), daemon=True, name="grammar-sandbox")
             for work, pipe in (
                 (self._read, self._process.stdout),
                 (self._write, self._process.stdin),
@@ -113,11 +113,11 @@ class _TrialProcess:
             self._outbox.put(None)
             raise
 
-    def ask(self, source: bytes) -> "Future[tuple[str, bool]]":
+    def send(self, source: bytes) -> "Future[tuple[str, bool]]":
         """What is wrong with a grammar, and whether that is not its fault; the future is cancelled
         if the process ends before. One thread at a time calls this."""
         self._num_asked += 1
-        answer = self._asked[self._num_asked] = Future()
+        answer = self._answers[self._num_asked] = Future()
         self._outbox.put(struct.pack("<I", self._num_asked) + _framed(source))
         if self.ended:
             answer.cancel()
@@ -155,15 +155,15 @@ class _TrialProcess:
             with lines:
                 for line in lines:
                     answer: dict[str, Any] = json.loads(line)
-                    found = self._asked.pop(answer["trial"], None)
+                    found = self._answers.pop(answer["id"], None)
                     if found is not None and found.set_running_or_notify_cancel():
                         found.set_result((answer["error"], answer["is_internal"]))
         except Exception:
-            log.exception("the answer of a grammar's trial cannot be read")
+            log.exception("the answer of the sandbox cannot be read")
         finally:
             self.ended = True
-            for found in list(self._asked.values()):
-                found.cancel()
+            for unanswered in list(self._answers.values()):
+                unanswered.cancel()
 
 
 def _framed(data: bytes) -> bytes:

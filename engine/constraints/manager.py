@@ -11,34 +11,34 @@ from pdserve.engine.api.errors import InvalidRequest, QueueFull
 from pdserve.engine.api.request import Request, SamplingParams
 from pdserve.engine.constraints.allowed_ids import AllowedIds
 from pdserve.engine.constraints.bad_words import BadWords
-from pdserve.engine.constraints.bitmask import Words
+from pdserve.engine.constraints.bitmask import Bitmask
 from pdserve.engine.constraints.choice import ChoiceConstraints, Constraint
-from pdserve.engine.constraints.grammars.cache import GrammarCache
-from pdserve.engine.constraints.grammars.compile_queue import Compilation
+from pdserve.engine.constraints.grammars.backend import Compilation, GrammarBackend
 from pdserve.engine.constraints.grammars.compiled import CompiledGrammar, GrammarError
-from pdserve.engine.constraints.grammars.follower import GrammarFollower
 from pdserve.engine.constraints.grammars.mask_threads import MaskThreads
+from pdserve.engine.constraints.grammars.matcher import GrammarMatcher, StepBudget
 from pdserve.engine.constraints.thinking import ThinkingLimit
 
 COMPILE_S = 15.0  # that a request waits for its grammar
 MASK_WAIT_S = 0.01  # that a step waits for all masks
 
 
-def constrains(params: SamplingParams) -> bool:
+def has_constraints(params: SamplingParams) -> bool:
     """Whether they leave tokens out."""
     return bool(params.allowed_token_ids or params.bad_words or params.thinking or params.grammar)
 
 
-class Constrainer:
+class ConstraintManager:
     """Makes the constraints of an engine's requests; owns the threads that grammars need."""
 
     def __init__(
-        self, vocab_size: int, eos_ids: frozenset[int], grammars: GrammarCache | None
+        self, vocab_size: int, eos_ids: frozenset[int], grammars: GrammarBackend | None
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._grammars = grammars
         self._threads = MaskThreads()
+        self._budget = StepBudget()
         self.wake: Callable[[], None] = lambda: None  # from any thread: a request may go on
 
     def check(self, request: Request) -> None:
@@ -56,34 +56,31 @@ class Constrainer:
         self, request: Request, generated: Sequence[list[int]], now_s: float
     ) -> "RequestConstraints":
         """`generated`: of each choice."""
-        params, compiling = request.params, None
-        if params.grammar is not None and self._grammars is not None:
-            compiling = self._grammars.compile(params.grammar.source, request.tenant)
-            compiling.add_done_callback(lambda _: self.wake())
-        return RequestConstraints(self, params, generated, compiling, now_s + COMPILE_S)
+        grammar, compilation = request.params.grammar, None
+        if grammar is not None and self._grammars is not None:
+            compilation = self._grammars.compile(grammar.source, request.tenant)
+            compilation.add_done_callback(lambda _: self.wake())
+        return RequestConstraints(self, request, generated, compilation, now_s + COMPILE_S)
 
     def of_choices(
-        self,
-        params: SamplingParams,
-        generated: Sequence[list[int]],
-        compiled: CompiledGrammar | None,
+        self, request: Request, generated: Sequence[list[int]], compiled: CompiledGrammar | None
     ) -> list[ChoiceConstraints]:
         """Of each choice, with what it has generated."""
-        allowed = None
+        params, allowed = request.params, None
         if params.allowed_token_ids:
             ends = self._eos_ids.union(params.stop_token_ids)
             allowed = AllowedIds(ends.union(params.allowed_token_ids), self._vocab_size)
-        return [self._of_choice(params, ids, compiled, allowed) for ids in generated]
+        return [self._of_choice(request, ids, compiled, allowed) for ids in generated]
 
     def _of_choice(
         self,
-        params: SamplingParams,
+        request: Request,
         generated: list[int],
         compiled: CompiledGrammar | None,
         allowed: AllowedIds | None,
     ) -> ChoiceConstraints:
         """`allowed` has no state, so that all choices have the same."""
-        vocab_size = self._vocab_size
+        params, vocab_size = request.params, self._vocab_size
         plain: list[Constraint] = []
         if params.thinking is not None:
             plain.append(ThinkingLimit(params.thinking, vocab_size))
@@ -93,26 +90,30 @@ class Constrainer:
             plain.append(allowed)
         for constraint in plain:
             for token in generated:
-                constraint.push(token)
-        follower = None
+                constraint.accept_token(token)
+        matcher = None
         if params.grammar is not None and compiled is not None:
-            follower = GrammarFollower(
+            matcher = GrammarMatcher(
                 params.grammar,
                 compiled,
                 generated,
                 vocab_size,
+                request.tenant,
                 self._threads,
+                self._budget,
                 on_late=lambda: self.wake(),
             )
-        return ChoiceConstraints(plain, follower)
+        return ChoiceConstraints(plain, matcher)
 
-    def leave(self, compiling: Compilation) -> None:
-        """A request has ended that waited for a grammar."""
+    def release(self, compilation: Compilation) -> None:
+        """A request with a grammar has ended."""
         if self._grammars is not None:
-            self._grammars.leave(compiling)
+            self._grammars.release(compilation)
 
     def start_masks(self) -> None:
-        """Begins to compute the masks of what was pushed since the last call."""
+        """Begins to compute the masks of what was accepted since the last call; the next tokens
+        have the budget of another step."""
+        self._budget.used_s = 0.0
         self._threads.start()
 
     def load(self) -> None:
@@ -135,75 +136,87 @@ class RequestConstraints:
 
     def __init__(
         self,
-        constrainer: Constrainer,
-        params: SamplingParams,
+        manager: ConstraintManager,
+        request: Request,
         generated: Sequence[list[int]],
-        compiling: Compilation | None,
+        compilation: Compilation | None,
         deadline_s: float,
     ) -> None:
-        self._constrainer = constrainer
-        self._params = params
+        self._manager = manager
+        self._request = request
         self._generated = generated
-        self._compiling = compiling
+        self._compilation = compilation
         self._deadline_s = deadline_s
         self._choices: list[ChoiceConstraints] = []  # all of them, or none as yet
-        self.begun = False  # what `has_begun` said last
-        if compiling is None:
-            self._begin(None)
+        # Whether every choice may go on: not before its grammar is compiled and has accepted its
+        # ids, for these may be complete. `poll` makes it so.
+        self.is_ready = False
+        if compilation is None:
+            self._make_choices(None)
 
-    def leave(self) -> None:
-        """The request has ended before it has begun: nothing is compiled for it any more."""
-        if self._compiling is not None:
-            self._constrainer.leave(self._compiling)
+    def release(self) -> None:
+        """The request has ended."""
+        if self._compilation is not None:
+            self._manager.release(self._compilation)
 
-    def has_begun(self, now_s: float) -> bool:
-        """Whether every choice is ready for its first token. Raises GrammarError."""
-        if not self._choices and self._compiling is not None and self._compiling.done():
-            error = self._compiling.exception()
+    def poll(self, now_s: float) -> bool:
+        """Whether it is ready by now. Raises GrammarError."""
+        if not self._choices and self._compilation is not None and self._compilation.done():
+            error = self._compilation.exception()
             if isinstance(error, GrammarError):  # kept: raised again it would collect tracebacks
                 raise GrammarError(str(error), error.is_internal)
-            self._begin(self._compiling.result())
-            self._constrainer.start_masks()
+            self._make_choices(self._compilation.result())
+            self._manager.start_masks()
         if not self._choices and now_s > self._deadline_s:
-            self.leave()
             raise GrammarError("the grammar takes too long to compile", is_internal=True)
-        ready = (c.grammar is None or c.grammar.is_done for c in self._choices)
-        self.begun = bool(self._choices) and all(ready)
-        return self.begun
+        ready = (c.grammar is None or not c.grammar.is_behind for c in self._choices)
+        self.is_ready = bool(self._choices) and all(ready)
+        return self.is_ready
 
     def may_sample(self, choice: int) -> bool:
-        """Whether its next token can be picked at the end of a step that begins now; once it has
-        begun."""
+        """Whether its next token can be picked at the end of a step that begins now."""
+        if not self.is_ready:
+            return False
         grammar = self._choices[choice].grammar
         return grammar is None or grammar.is_awaited
 
-    def push(self, choice: int, token: int) -> bool:
-        """A token was generated; whether nothing may follow it."""
-        return self._choices[choice].push(token)
+    def accept_token(self, choice: int, token: int) -> None:
+        """A token was generated."""
+        constraints = self._choices[choice]
+        constraints.accept_token(token)
+        if constraints.grammar is not None and constraints.grammar.is_behind:
+            self.is_ready = False
 
-    def has_ended(self, choice: int) -> bool:
-        """Whether nothing may follow what it had generated at its start; once `has_begun`."""
+    def is_behind(self, choice: int) -> bool:
+        """Whether it is not known yet if a token may follow."""
+        if not self._choices:
+            return self._compilation is not None
         grammar = self._choices[choice].grammar
-        return grammar is not None and grammar.stopped
+        return grammar is not None and grammar.is_behind
+
+    def is_terminated(self, choice: int) -> bool:
+        """Whether no token may follow, unless `is_behind`."""
+        grammar = self._choices[choice].grammar if self._choices else None
+        return grammar is not None and grammar.is_terminated
 
     def wait(self, choices: Sequence[int], until_s: float) -> bool:
         """Waits for the masks of choices, until a time of perf_counter; False if one lacks."""
-        followers = [self._choices[choice].grammar for choice in choices]
-        return all(f is None or f.wait(until_s) for f in followers)
+        matchers = [self._choices[choice].grammar for choice in choices]
+        return all(m is None or m.wait(until_s) for m in matchers)
 
-    def mask(self, choice: int) -> Words | None:
+    def bitmask(self, choice: int) -> Bitmask | None:
         """The tokens that may come next, None: all. Raises GrammarError."""
         found = self._choices[choice]
         if found.grammar is not None and found.grammar.failure is not None:
             raise found.grammar.failure
-        return found.mask()
+        return found.bitmask()
 
     def param(self, choice: int) -> str:
         """The field to name when no token is left."""
         return self._choices[choice].param
 
-    def _begin(self, compiled: CompiledGrammar | None) -> None:
-        self._choices = self._constrainer.of_choices(self._params, self._generated, compiled)
+    def _make_choices(self, compiled: CompiledGrammar | None) -> None:
+        self._choices = self._manager.of_choices(self._request, self._generated, compiled)
 
 
 def mask_deadline() -> float:

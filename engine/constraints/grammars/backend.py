@@ -1,0 +1,129 @@
+"""Compiles grammars on threads of its own, and keeps the last ones.
+
+A grammar is compiled in a sandbox first (sandbox.py): only what was done there in time is compiled
+here.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from pdserve.engine.constraints.grammars.compiled import (
+    CompiledGrammar,
+    GrammarError,
+    make_tokenizer,
+)
+from pdserve.engine.constraints.grammars.sandbox import CompileSandbox
+from pdserve.engine.constraints.grammars.thread_pool import FairThreadPool
+
+log = logging.getLogger(__name__)
+
+NUM_THREADS = 4  # they mostly wait for the sandbox
+MAX_KEPT = 64  # compiled grammars
+MAX_QUEUED = 64
+MAX_QUEUED_OF_TENANT = 32
+
+
+class Compilation(Future[CompiledGrammar]):
+    """A grammar that is to be compiled, or was."""
+
+    def __init__(self, compile_source: Callable[[], CompiledGrammar]) -> None:
+        super().__init__()
+        self._compile_source = compile_source
+
+    def run(self) -> None:
+        """Compiles it; on one of the threads."""
+        self.set_running_or_notify_cancel()
+        try:
+            self.set_result(self._compile_source())
+        except BaseException as error:
+            self.set_exception(error)
+
+
+class GrammarBackend:
+    """Grammars for one tokenizer. `load` may be called ahead, from a thread that may wait."""
+
+    def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._vocabulary = (tokenizer_json, vocab_size, eos_ids)
+        self._sandbox = CompileSandbox(*self._vocabulary)
+        self._threads = FairThreadPool[Compilation](NUM_THREADS, "grammars")
+        self._load_lock = threading.Lock()
+        self._tokenizer: Any = None
+        self._kept: OrderedDict[str, Compilation] = OrderedDict()  # by source
+        self._num_users: WeakKeyDictionary[Compilation, int] = WeakKeyDictionary()  # requests
+
+    def load(self) -> None:
+        """Makes the tokenizer, once. Raises GrammarError if grammars cannot use it."""
+        with self._load_lock:
+            if self._tokenizer is not None:
+                return
+            try:
+                self._tokenizer = make_tokenizer(*self._vocabulary)
+            except Exception as error:
+                log.warning("grammars cannot be used with this tokenizer: %s", error)
+                text = "grammars cannot be used with the tokenizer of this model"
+                raise GrammarError(text) from error
+
+    def has_room(self, source: str, tenant: bytes) -> bool:
+        """Whether `compile` may be called: it adds nothing to the queue, or not too much."""
+        return self._found(source) is not None or (
+            self._threads.num_waiting() < MAX_QUEUED
+            and self._threads.num_of_tenant(tenant) < MAX_QUEUED_OF_TENANT
+        )
+
+    def compile(self, source: str, tenant: bytes = b"") -> Compilation:
+        """A compiled grammar, or GrammarError; one that is the grammar's fault is kept as well.
+        Whoever calls this calls `release` later. One thread calls both."""
+        compilation = self._found(source)
+        if compilation is None:
+            compilation = self._kept[source] = Compilation(lambda: self._compile(source))
+            self._threads.add(compilation, tenant)
+            self._threads.start(1)
+            done = [key for key, kept in self._kept.items() if kept.done()]
+            for key in done[: max(0, len(self._kept) - MAX_KEPT)]:
+                del self._kept[key]
+        self._kept.move_to_end(source)
+        self._num_users[compilation] = self._num_users.get(compilation, 0) + 1
+        return compilation
+
+    def release(self, compilation: Compilation) -> None:
+        """A request has ended; what no other waits for is not compiled."""
+        self._num_users[compilation] -= 1
+        if not self._num_users[compilation] and self._threads.remove(compilation):
+            compilation.cancel()
+
+    def close(self) -> None:
+        for compilation in self._threads.close():
+            compilation.cancel()
+        self._sandbox.close()
+
+    def _found(self, source: str) -> Compilation | None:
+        kept = self._kept.get(source)
+        return None if kept is None or _may_be_retried(kept) else kept
+
+    def _compile(self, source: str) -> CompiledGrammar:
+        """Raises GrammarError and nothing else."""
+        try:
+            self.load()
+            self._sandbox.check(source)
+            return CompiledGrammar(self._tokenizer, source)
+        except GrammarError as error:
+            if error.is_internal:
+                log.warning("a grammar was not compiled: %s", error)
+            raise
+        except BaseException as error:  # a panic is no Exception
+            log.exception("a grammar was not compiled")
+            text = f"the grammar was not compiled: {type(error).__name__}"
+            raise GrammarError(text, is_internal=True) from error
+
+
+def _may_be_retried(compilation: Compilation) -> bool:
+    """Whether it has ended without a result, and not by the grammar's fault."""
+    if not compilation.done() or compilation.cancelled():
+        return compilation.cancelled()
+    error = compilation.exception()
+    return isinstance(error, GrammarError) and error.is_internal

@@ -1,0 +1,245 @@
+"""The grammar of one choice: a matcher accepts its ids, and the next bitmask is computed ahead.
+
+The engine's thread calls everything but `_compute`. While that runs, on a mask thread, it owns the
+matcher and what it says of it, and the engine's thread calls only `is_ready`, `is_behind`,
+`is_awaited` and `wait`.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from threading import Event
+from typing import Any
+
+from pdserve.engine.api.request import Grammar
+from pdserve.engine.constraints.bitmask import Bitmask
+from pdserve.engine.constraints.grammars.compiled import (
+    CompiledGrammar,
+    GrammarError,
+    fill_bitmask,
+    raise_error,
+)
+from pdserve.engine.constraints.grammars.mask_threads import MaskThreads
+from pdserve.engine.constraints.sequence_search import SequenceSearch
+
+log = logging.getLogger(__name__)
+
+# Seconds of CPU time, so that they are the grammar's and not those of a busy machine.
+SLOW_MASK_S = 0.005  # no step waits for the next mask of a choice whose last took longer
+MAX_MASK_S = 1.0
+# That the matcher may take for one token, while no other thread runs Python: more than the first
+# may come MAX_SLOW_TOKENS times in a row, more than the second never.
+SLOW_TOKEN_S, MAX_TOKEN_S = 0.005, 0.05
+MAX_SLOW_TOKENS = 4
+MAX_STEP_S = 0.01  # of the engine's thread, for the tokens of all choices of a step
+LONG_REPLAY = 256  # ids: a matcher that accepts so many first may be slow
+REPLAY_SLICE_S = 0.001  # before other threads may run Python
+LATE_BACKOFF = 32  # masks of a choice that no step waits for once one came too late
+TOO_LONG = "the grammar takes too long"
+NO_MATCH = "the generated ids do not match the grammar"
+
+
+class StepBudget:
+    """What the tokens of one step, of all choices, may take of the engine's thread."""
+
+    def __init__(self) -> None:
+        self.used_s = 0.0
+
+    @property
+    def is_spent(self) -> bool:
+        return self.used_s > MAX_STEP_S
+
+
+class GrammarMatcher:
+    """The grammar of one choice. Every token is allowed until `begins_after` was generated."""
+
+    param = "grammar"
+
+    def __init__(
+        self,
+        grammar: Grammar,
+        compiled: CompiledGrammar,
+        generated: list[int],
+        vocab_size: int,
+        tenant: bytes,
+        threads: MaskThreads,
+        budget: StepBudget,
+        on_late: Callable[[], None],
+    ) -> None:
+        """`on_late` is called, on another thread, when a mask is there that no step waits for."""
+        self._compiled = compiled
+        self._num_words = (vocab_size + 31) // 32
+        self._tenant = tenant
+        self._threads = threads
+        self._budget = budget
+        self._on_late = on_late
+        self._search = SequenceSearch(grammar.begins_after) if grammar.begins_after else None
+        self._matcher: Any = None
+        self._bitmask: Bitmask | None = None
+        self._address = 0  # of the bitmask: to ask numpy for it takes longer than a mask
+        self._unaccepted: list[int] = []  # ids that a mask thread is to accept
+        self._is_slow = False  # whether the last mask took long
+        self._num_slow_tokens = 0  # of the last ones, in a row
+        self._backoff = 0  # next masks that no step waits for, since one came too late
+        self._task: _MaskTask | None = None  # the last one
+        self._task_accepts = False  # whether it has ids to accept
+        self.failure: GrammarError | None = None
+        self.is_terminated = False  # nothing may follow
+        start = 0
+        while self._search is not None and start < len(generated):
+            self._seek(generated[start])
+            start += 1
+        if self._search is None:
+            self._compute_later(generated[start:])
+
+    def accept_token(self, token: int) -> None:
+        """A token was generated. A mask thread accepts it if the step's budget is spent."""
+        if self._search is not None:
+            self._seek(token)
+            if self._search is None:
+                self._compute_later([])
+        elif self.failure is None:
+            if self._budget.is_spent:
+                self._compute_later([token])
+                return
+            try:
+                self._budget.used_s += self._accept(token)
+                self.is_terminated = self._matcher.is_stopped()
+            except BaseException as error:  # a panic is no Exception
+                self._fail(error)
+            if not self.is_terminated and self.failure is None:
+                self._compute_next()
+
+    def bitmask(self) -> Bitmask | None:
+        """The tokens that may come next, None: all; only when `is_ready`."""
+        if self._search is not None or self._bitmask is None:
+            return None
+        return self._bitmask[: self._num_words]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next mask is there."""
+        return self._task is None or self._task.done.is_set()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the matcher has not accepted all ids yet, so that they may be complete."""
+        return self._task_accepts and not self.is_ready
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the next mask should be there when the forward pass is over."""
+        return self._task is None or not self._task.is_late or self._task.done.is_set()
+
+    def wait(self, until_s: float) -> bool:
+        """Waits for the mask; False if it is not there by then: `on_late` tells when it is."""
+        task = self._task
+        if task is None or task.done.is_set():
+            return True
+        if task.done.wait(max(0.0, until_s - time.perf_counter())):
+            return True
+        task.is_late = True
+        if task.has_begun:  # otherwise others have kept it from its turn
+            self._backoff = LATE_BACKOFF
+        return task.done.is_set()
+
+    def _compute_later(self, ids: list[int]) -> None:
+        """A mask thread is to accept ids and then to compute the mask; no step waits for it."""
+        self._unaccepted = ids
+        self._task_accepts = True
+        is_slow = self._is_slow or len(ids) > LONG_REPLAY or self._num_slow_tokens > 0
+        self._begin_task(is_slow, is_late=True)
+
+    def _compute_next(self) -> None:
+        """A mask thread is to compute the mask; a step waits for it unless it may take long."""
+        self._task_accepts = False
+        self._backoff -= self._backoff > 0
+        self._begin_task(self._is_slow, is_late=self._is_slow or self._backoff > 0)
+
+    def _begin_task(self, is_slow: bool, is_late: bool) -> None:
+        self._task = _MaskTask(self._compute, self._on_late, is_slow, is_late)
+        self._threads.add(self._task, self._tenant, awaited=not is_late)
+
+    def _compute(self) -> None:
+        """Accepts ids that are left and computes the next mask; on a mask thread."""
+        try:
+            if self._matcher is None:
+                self._matcher = self._compiled.matcher()
+                self._bitmask = self._compiled.buffer()
+                self._address = self._bitmask.ctypes.data
+            if self._task_accepts:
+                self._replay()
+            if self._bitmask is not None and not self.is_terminated:
+                started = time.thread_time()
+                fill_bitmask(self._matcher, self._address, self._bitmask.nbytes)
+                took = time.thread_time() - started
+                self._is_slow = took > SLOW_MASK_S
+                if took > MAX_MASK_S:
+                    raise GrammarError(TOO_LONG)
+        except BaseException as error:  # a panic is no Exception
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, GrammarError):
+            log.error("a grammar cannot be matched", exc_info=error)
+            text = f"the grammar cannot be matched: {type(error).__name__}"
+            error = GrammarError(text, is_internal=True)
+        self.failure = error
+
+    def _seek(self, token: int) -> None:
+        if self._search is not None and self._search.push(token):
+            self._search = None
+
+    def _replay(self) -> None:
+        """Accepts the ids that are left; other threads run Python meanwhile."""
+        ids, self._unaccepted = self._unaccepted, []
+        started = time.thread_time()
+        for token in ids:
+            if self._matcher.is_stopped():
+                raise GrammarError(NO_MATCH)
+            self._accept(token)
+            if time.thread_time() - started > REPLAY_SLICE_S:
+                time.sleep(0)
+                started = time.thread_time()
+        raise_error(self._matcher)
+        self.is_terminated = self._matcher.is_stopped()
+
+    def _accept(self, token: int) -> float:
+        """The seconds that it took. Raises GrammarError."""
+        started = time.thread_time()
+        matches = self._matcher.consume_token(token)
+        took = time.thread_time() - started
+        raise_error(self._matcher)
+        if not matches:
+            raise GrammarError(NO_MATCH)
+        self._num_slow_tokens = self._num_slow_tokens + 1 if took > SLOW_TOKEN_S else 0
+        if took > MAX_TOKEN_S or self._num_slow_tokens > MAX_SLOW_TOKENS:
+            raise GrammarError(TOO_LONG)
+        return took
+
+
+class _MaskTask:
+    """Computes one mask. Each has an event of its own, so that the end of one can be no other's."""
+
+    __slots__ = ("_compute", "_on_late", "done", "has_begun", "is_late", "is_slow")
+
+    def __init__(
+        self,
+        compute: Callable[[], None],
+        on_late: Callable[[], None],
+        is_slow: bool,
+        is_late: bool,
+    ) -> None:
+        self._compute = compute
+        self._on_late = on_late
+        self.is_slow = is_slow
+        self.is_late = is_late  # no step waits for it (any more); the engine's thread sets it
+        self.has_begun = False
+        self.done = Event()
+
+    def run(self) -> None:
+        self.has_begun = True
+        self._compute()
+        self.done.set()
+        if self.is_late:
+            self._on_late()

@@ -1,0 +1,108 @@
+"""Threads on which tenants take turns."""
+
+import logging
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, Protocol, TypeVar
+
+log = logging.getLogger(__name__)
+
+
+class PoolTask(Protocol):
+    """Work for one thread; it keeps its own result."""
+
+    def run(self) -> None: ...
+
+
+T = TypeVar("T", bound=PoolTask)
+
+
+class FairThreadPool(Generic[T]):
+    """Runs urgent tasks first, then one of each tenant in turn, in the order in which they came.
+
+    `add` runs nothing yet: each thread that `start` begins runs tasks until none waits. Any thread
+    may call anything.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads = num_threads
+        self._executor = ThreadPoolExecutor(num_threads, name)
+        self._lock = threading.Lock()
+        self._urgent: deque[T] = deque()
+        self._queues: dict[bytes, deque[T]] = {}  # the next tenant first; none is empty
+        self._num_running = 0  # threads that were begun and still look for tasks
+
+    @property
+    def num_urgent(self) -> int:
+        """Urgent tasks that wait."""
+        return len(self._urgent)
+
+    def num_waiting(self) -> int:
+        """Other tasks that wait, of all tenants."""
+        with self._lock:
+            return sum(map(len, self._queues.values()))
+
+    def num_of_tenant(self, tenant: bytes) -> int:
+        """How many of them are this tenant's."""
+        with self._lock:
+            return len(self._queues.get(tenant, ()))
+
+    def add(self, task: T, tenant: bytes) -> None:
+        """The task waits for the tenant's turn."""
+        with self._lock:
+            self._queues.setdefault(tenant, deque()).append(task)
+
+    def add_urgent(self, task: T) -> None:
+        """The task comes before all that are not urgent."""
+        with self._lock:
+            self._urgent.append(task)
+
+    def start(self, count: int) -> None:
+        """Begins so many threads, as far as there are any that do not run yet."""
+        with self._lock:
+            count = max(0, min(count, self._num_threads - self._num_running))
+            self._num_running += count
+        for _ in range(count):
+            self._executor.submit(self._work)
+
+    def remove(self, task: T) -> bool:
+        """Takes a task out that is not urgent; False if it does not wait any more."""
+        with self._lock:
+            for tenant, queue in self._queues.items():
+                if task in queue:
+                    queue.remove(task)
+                    if not queue:
+                        del self._queues[tenant]
+                    return True
+        return False
+
+    def close(self) -> list[T]:
+        """Ends the threads after their tasks; returns the tasks that will not run."""
+        with self._lock:
+            left = [*self._urgent, *(task for queue in self._queues.values() for task in queue)]
+            self._urgent.clear()
+            self._queues.clear()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        return left
+
+    def _work(self) -> None:
+        while (task := self._next()) is not None:
+            try:
+                task.run()
+            except BaseException:  # a panic is no Exception
+                log.exception("a task has failed")
+
+    def _next(self) -> T | None:
+        with self._lock:
+            if self._urgent:
+                return self._urgent.popleft()
+            if not self._queues:
+                self._num_running -= 1  # under the lock: `start` replaces it if more is added
+                return None
+            tenant = next(iter(self._queues))
+            queue = self._queues.pop(tenant)
+            task = queue.popleft()
+            if queue:
+                self._queues[tenant] = queue  # behind the others
+            return task

@@ -1,0 +1,100 @@
+"""What the tokens of one step may take of the engine's thread, whoever they are for."""
+
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from engine_kit import ask, assert_at_rest, of, tokens
+from grammar_kit import Maker, Runner, of_regex
+
+from pdserve.engine.api.request import ChoiceState, Event, Finished, FinishReason, NewTokens
+from pdserve.engine.constraints.grammars import matcher
+from pdserve.engine.constraints.grammars.compiled import CompiledGrammar
+
+SHORT = of_regex("[a-c]{2,4}[0-9]")  # ends before max_tokens, or with it
+N = 16
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "max_tokens": 4}
+
+
+def reasons(events: list[Event]) -> dict[tuple[str, int], FinishReason]:
+    return {(e.key, e.choice): e.finish for e in of(events, NewTokens) if e.finish is not None}
+
+
+def asked(key: str, number: int, **options: Any) -> Any:
+    return ask(key, range(5 + number), number, grammar=SHORT, **SAMPLED | options)
+
+
+def test_tokens_beyond_the_budget_change_no_answer(
+    engine_of: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first token of a step is accepted on the engine's thread, and none of some steps."""
+    requests = [asked("n", 1, n=N - 3), *(asked(f"r{i}", i) for i in range(3))]
+    calm = Runner(engine_of()).run(*requests)
+    assert set(reasons(calm).values()) == {FinishReason.STOP, FinishReason.LENGTH}
+    for most_s in (0.0, -1.0):
+        monkeypatch.setattr(matcher, "MAX_STEP_S", most_s)
+        runner = Runner(engine_of())
+        events = runner.run(*requests)
+        assert tokens(events) == tokens(calm)
+        assert reasons(events) == reasons(calm)
+        assert len(of(events, Finished)) == len(requests)
+        assert_at_rest(runner.engine)
+
+
+def test_preempted_and_resumed_beyond_the_budget(
+    engine_of: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = of_regex("[a-f]{2}(-[0-9]{3,5}){6,9}!")
+    requests = [ask(f"r{i}", range(1 + 5 * i), i, grammar=pattern, max_tokens=60) for i in range(N)]
+    calm = Runner(engine_of(prefix_cache=False)).run(*requests)
+    monkeypatch.setattr(matcher, "MAX_STEP_S", -1.0)
+    small = Runner(engine_of(kv_tokens=256, prefix_cache=False))
+    events = small.run(*requests)
+    assert small.engine.stats().preemptions > 0
+    assert (tokens(events), reasons(events)) == (tokens(calm), reasons(calm))
+    whole = tuple(tokens(calm)["r3", 0])
+    states = (ChoiceState(whole[:-1]),)
+    resumed = ask("r", range(16), 3, grammar=pattern, max_tokens=len(whole), choices=states)
+    events = small.run(resumed)
+    assert tokens(events) == {("r", 0): [whole[-1]]}
+    assert reasons(events) == {("r", 0): FinishReason.STOP}
+
+
+class SlowTokens:
+    """A matcher that takes a while for each token, and counts those of the engine's thread."""
+
+    def __init__(self, real: Any, counted: Counter[str]) -> None:
+        self._real = real
+        self._counted = counted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def consume_token(self, token: int) -> bool:
+        self._counted[threading.current_thread().name] += 1
+        until = time.thread_time() + matcher.SLOW_TOKEN_S * 0.8
+        while time.thread_time() < until:
+            pass
+        return bool(self._real.consume_token(token))
+
+
+def test_many_slow_choices_take_little_of_any_step(
+    engine_of: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: Counter[str] = Counter()
+    make = CompiledGrammar.matcher
+    monkeypatch.setattr(
+        CompiledGrammar, "matcher", lambda grammar: SlowTokens(make(grammar), counted)
+    )
+    runner, own = Runner(engine_of()), threading.current_thread().name
+    runner.engine.submit(asked("n", 1, n=N))
+    most = 0
+    while runner.engine.has_work:
+        before = counted[own]
+        runner.step()
+        most = max(most, counted[own] - before)
+    assert 0 < most <= 1 + matcher.MAX_STEP_S / (matcher.SLOW_TOKEN_S * 0.8)
+    assert counted.total() > most
+    assert_at_rest(runner.engine)
