@@ -90,7 +90,10 @@ def _served_by(body: type[BaseModel]) -> set[str]:
 
 ROUTES = (
     _openai("/v1/chat/completions", ChatBody),
-    _openai("/v1/completions", CompletionBody),
+    _openai(
+        "/v1/completions", CompletionBody,
+        remark="It takes either `prompt` or `prompt_token_ids`.",
+    ),
     _other("/v1/responses", ResponsesBody, responses),
     _openai("/v1/embeddings", EmbeddingBody),
     _openai("/rerank", RerankBody, remark="`/v1/rerank` is the same."),
