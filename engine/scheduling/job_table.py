@@ -119,8 +119,8 @@ class JobTable:
         self.preemptions += 1
 
     def victim(self, spared: set[int]) -> RequestState | None:
-        """Of the jobs whose blocks may be taken, the youngest one's tenant gives up its last by rank:
-        no tenant keeps more by its priorities. `spared` are orders of jobs in the step."""
+        """Of the jobs whose blocks may be taken, the last by rank of the youngest one's tenant, so
+        that no tenant keeps more by its priorities. `spared` are orders of jobs in the step."""
         with_blocks = [j for j in self.waiting.values() if j.sequences]
         candidates = [
             job

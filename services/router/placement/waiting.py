@@ -79,7 +79,7 @@ class WaitingQueue(Generic[R]):
         return None
 
     def of(self, reason: WaitReason) -> list[R]:
-        """All that wait for that reason, one of each tenant in turn, a tenant's lowest rank first."""
+        """All that wait for that reason, a tenant's lowest rank first, one of each in turn."""
         of_tenants: dict[bytes, list[_Entry[R]]] = {}
         for (why, _, tenant), line in self._lines.items():
             if why is reason:
