@@ -9,12 +9,14 @@ import httpx
 import pytest
 import router_workers
 from cluster_secret import ACCESS
+from dispatcher_world import World
 from eventually import LIMIT_S, eventually
 from fake_router import served
 from router_workers import FakeBlobs
 from scripted_service import scripted_service
 
 from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.identity import Mixing
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
@@ -23,6 +25,7 @@ from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
+from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.services.host.tenants.keys import ApiKeys
 
 pytestmark = pytest.mark.anyio
@@ -112,3 +115,18 @@ async def test_a_full_fleet_takes_each_keys_requests_by_priority(
     assert turns[0] == turns[2] != turns[1] == turns[3], "the two take turns, as without priorities"
     sent = [start.priority for start in prefill.of("start")]
     assert sorted(sent) == sorted(start.priority for start in taken)
+
+
+async def test_a_new_request_passes_those_of_its_tenant_that_have_a_higher_value() -> None:
+    world = World(Mixing(), "never")
+    decode = world.join(DECODE)
+    decode.busy_until = world.now + 1.0
+    world.submit("late", priority=1)
+    decode.busy_until = 0.0  # and nobody has looked at those that wait
+    world.submit("later", priority=2)
+    world.submit("another's", tenant=b"other", priority=-9)
+    assert not world.commands("admit")
+    world.submit("soon", priority=0)
+    world.pass_time(0.1)
+    began = [admit.start.request for _, admit in world.commands("admit")]
+    assert began == ["soon", "late", "another's", "later"]
