@@ -236,8 +236,9 @@ class Engine:
         """Reserves blocks for the prefix that a prefill worker will send; None if they are short.
 
         The caller asks again before every step for the first reservation that was refused, and for
-        no other before it. Between it and the queue the order of arrival holds: it is refused while
-        an older queued request lacks blocks, and while it is refused no younger one gets any.
+        no other before it. Between it and the queue the order of arrival holds, and within a tenant
+        that of priority before it: it is refused while a queued request that precedes it lacks
+        blocks, and while it is refused none that it precedes gets any.
         Raises like submit, but max_waiting does not apply.
 
         `sender`: digest of the KV identity that computes it, if it is not ours. Its blocks then
@@ -249,13 +250,13 @@ class Engine:
         job = self._new_job(request, order if key == request.key else None, sender)
         if not job.unfinished:
             raise InvalidRequest("every choice has ended", "choices")
-        first = self._scheduler.comes_first(job.order)
-        made = None if first else self.jobs.reserve(job)
-        while made is None and not first and self._scheduler.evict(self._events):
+        waits = self._scheduler.must_wait(job)
+        made = None if waits else self.jobs.reserve(job)
+        while made is None and not waits and self._scheduler.evict(self._events):
             made = self.jobs.reserve(job)
         if made is None:
             self._refused = (job.key, job.order)
-            self._scheduler.hold_up(job.order)
+            self._scheduler.hold_up(job)
             return None
         reservation, copies = made
         self.kv.copy(copies)

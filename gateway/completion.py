@@ -57,6 +57,7 @@ class PreparedCompletion:
     echo: bool = False
     echo_only: bool = False  # the one generated token is not part of the answer
     cache_salt: bytes = b""
+    priority: int = 0
     tenant: bytes = b""
     format: AnswerFormat = field(default_factory=AnswerFormat)  # of what the model writes
     rounds: "Rounds | None" = None  # the answer has several of them, of one choice
@@ -311,6 +312,7 @@ class _PromptRun:
             request=self._request,
             model=completion.model.card.name,
             cache_salt=completion.cache_salt,
+            priority=completion.priority,
             tenant=completion.tenant,
             prompt_ids=self._prompt.ids,
             params=self._prompt.params,

@@ -131,6 +131,7 @@ class Service:
                 echo=text is not None and text.echo,
                 echo_only=text is not None and text.echo_only,
                 cache_salt=caller.tenant.cache_salt(asked.cache_salt),
+                priority=asked.priority,
                 tenant=caller.tenant.id,
                 rounds=rounds,
                 format=form,
@@ -282,30 +283,31 @@ class Service:
         choices = len(asked.prompts) * (asked.sampling.best_of or asked.sampling.n)
         if choices > MAX_TOTAL_CHOICES:
             raise refuse("n", f"{choices} choices in all, at most {MAX_TOTAL_CHOICES}")
-        prompts = []
+        prompts, field = [], asked.prompt_field
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 text = prompt
                 whole = await self.texts.text_ids(
-                    model, prompt, "prompt", owner, add_special_tokens=asked.add_special_tokens
+                    model, prompt, field, owner, add_special_tokens=asked.add_special_tokens
                 )
                 ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
                 if len(ids) < len(whole):
                     text = await self._echo_text(asked, model, ids, owner)
             else:
                 ids = _kept(prompt, asked.kept_tokens, asked.sampling, model)
-                check_room(len(ids), 1, model, "prompt")
+                check_room(len(ids), 1, model, field)
                 text = await self._echo_text(asked, model, ids, owner)
-            params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "prompt")
+            params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), field)
             prompts.append(Prompt(ids, text, params))
         return prompts
 
     async def _echo_text(
         self, asked: TextCompletionRequest, model: ServedModel, ids: Sequence[int], owner: bytes
     ) -> str:
+        field = asked.prompt_field
         if asked.echo:
-            return await self.texts.decode(model, ids, "prompt", owner, skip_special=False)
-        check_ids(ids, model, "prompt")
+            return await self.texts.decode(model, ids, field, owner, skip_special=False)
+        check_ids(ids, model, field)
         return ""
 
 

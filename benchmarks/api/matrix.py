@@ -107,6 +107,7 @@ SHARED: Values = {
     "include_stop_str_in_output": [True],
     "skip_special_tokens": [False],
     "cache_salt": ["salt"],
+    "priority": [-1, 5],
     "truncate_prompt_tokens": [20, -1],
     "return_token_ids": [True],
     "session_id": ["a session"],
@@ -139,6 +140,7 @@ OF_COMPLETIONS: Values = {
     **SHARED,
     **STRUCTURES,
     **BUDGETS,
+    "prompt_token_ids": [IDS[:40], [IDS[:3], IDS[:20]]],
     "best_of": [3],
     "echo": [True],
     "logprobs": [0, 4],
@@ -163,6 +165,7 @@ OF_RESPONSES: Values = {
         {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}},
     ],
     "reasoning": [{"effort": "low"}],
+    "priority": [1],
     "metadata": [{"key": "value"}],
     "session_id": ["a session"],
     "user": ["a user"],
@@ -227,6 +230,7 @@ GROUPS: tuple[frozenset[str], ...] = (
     frozenset({"stream", "prompt_logprobs", "best_of", "stream_options"}),
     frozenset({"logprobs", "top_logprobs", "logprob_token_ids", "return_tokens_as_token_ids"}),
     frozenset({"add_generation_prompt", "continue_final_message", *BUDGETS}),
+    frozenset({"prompt_token_ids", *BUDGETS}),  # of a thought that has begun
     frozenset({"include", "top_logprobs"}),
     frozenset({"thinking", "max_tokens"}),
 )
@@ -329,6 +333,8 @@ def _complete(endpoint: Endpoint, model: str, body: dict[str, Any], index: int) 
 
 def _prompt(field: str, text: str, body: dict[str, Any]) -> dict[str, Any]:
     """What is bounded of a thought is the rest of one that the prompt has begun."""
+    if "prompt_token_ids" in body:
+        return {}
     begun = "<think>The first is" if needs_thoughts(body) else ""
     if field != "messages":
         return {field: f"{text} {begun}".rstrip()}

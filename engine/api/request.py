@@ -80,6 +80,7 @@ class Request:
     `seed` is always set: the tokens are a function of (prompt, generated, params, seed).
     With `pool` nothing is generated: its one output is `Pooled`.
     `tenant`: whose it is; requests of several wait in turn.
+    `priority`: of a tenant's requests those with a lower value come first.
     """
 
     key: str
@@ -91,6 +92,7 @@ class Request:
     prefill_only: bool = False  # compute the KV of all prompt_ids, sample nothing, hold the blocks
     tenant: bytes = b""
     pool: bool = False  # an embedding of prompt_ids is asked for
+    priority: int = 0
 
     @property
     def generates(self) -> bool:

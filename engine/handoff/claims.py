@@ -1,5 +1,6 @@
-"""The queue of Claims at decode. It is strictly FIFO: no attempt gets blocks before the one ahead
-of it has all of its own. Runs on the engine thread."""
+"""The queue of Claims at decode: no attempt gets blocks before the one ahead of it has all of its
+own. It is FIFO, but that a tenant's attempts are in order of priority in the places that the tenant
+has. Runs on the engine thread."""
 
 import logging
 from collections import deque
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pdserve.engine.api.errors import EngineError
 from pdserve.engine.handoff.incoming import IncomingHandoff, ReceivingEngine
 from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.scheduling.turns import by_priority
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,10 @@ class ClaimQueue:
     def add(self, incoming: IncomingHandoff) -> None:
         """An attempt waits for blocks; if it ends before it has them, it leaves the queue."""
         self._queue.append(incoming)
+        ordered = by_priority(
+            self._queue, lambda it: it.request.tenant, lambda it: it.request.priority
+        )
+        self._queue = deque(ordered)
 
     def granted(self) -> Iterator[IncomingHandoff]:
         """Reserves blocks for the attempts in order, as far as there are blocks; yields each."""

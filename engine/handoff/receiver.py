@@ -1,4 +1,4 @@
-"""Decode's side of a hand-off: it promises blocks, grants Claims in FIFO order, writes frames into
+"""Decode's side of a hand-off: it promises blocks, grants Claims in turn, writes frames into
 the blocks and commits them to the engine.
 
 The engine thread runs the machine and owns every attempt. A connection's thread verifies a frame's

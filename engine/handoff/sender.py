@@ -88,6 +88,7 @@ class PromptToSend(NamedTuple):
     ids: tuple[int, ...]
     cache_salt: bytes = b""
     tenant: bytes = b""
+    priority: int = 0
 
 
 class Sender(HandoffEndpoint[OutgoingHandoff]):
@@ -161,6 +162,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 seed=0,
                 cache_salt=prompt.cache_salt,
                 tenant=prompt.tenant,
+                priority=prompt.priority,
                 prefill_only=True,
             )
         )

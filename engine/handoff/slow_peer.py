@@ -2,9 +2,10 @@
 
 A prefill that sends Progress but no KV is neither silent nor frozen. Its machine may be slow, or
 share its cores with others. Time in which its engine computes other prompts first does not count:
-it says so in Progress, and comes back: tenants take turns, and waiting raises a prompt's priority
-within its tenant. What it has sent stays at decode as a cached prefix, so going on elsewhere costs
-the missing chunks only.
+it says so in Progress, and comes back, since tenants take turns; within its tenant it waits for
+prompts of a lower priority value, and the longer it waits the sooner it passes those of its own.
+What it has sent stays at decode as a cached prefix, so going on elsewhere costs the missing chunks
+only.
 """
 
 from dataclasses import dataclass, replace

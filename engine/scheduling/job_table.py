@@ -119,14 +119,19 @@ class JobTable:
         self.preemptions += 1
 
     def victim(self, spared: set[int]) -> RequestState | None:
-        """The youngest job whose blocks may be taken; `spared` are orders of jobs in the step."""
+        """Of the jobs whose blocks may be taken, the last by rank of the youngest one's tenant, so
+        that no tenant keeps more by its priorities. `spared` are orders of jobs in the step."""
         with_blocks = [j for j in self.waiting.values() if j.sequences]
         candidates = [
             job
             for job in [*self.running, *with_blocks]
             if job.order not in spared and not job.request.prefill_only
         ]
-        return max(candidates, key=lambda j: j.order, default=None)
+        youngest = max(candidates, key=lambda j: j.order, default=None)
+        if youngest is None:
+            return None
+        own = [j for j in candidates if j.request.tenant == youngest.request.tenant]
+        return max(own, key=lambda j: j.rank)
 
     # --- sequences of running jobs
 

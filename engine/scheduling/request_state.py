@@ -80,6 +80,7 @@ class RequestState:
         self.key: Final = request.key
         self.prompt_len: Final = len(request.prompt_ids)
         self.order: Final = order  # of arrival
+        self.rank: Final = (request.priority, order)  # among those of its tenant; lower is earlier
         self.arrived_s: Final = arrived_s
         self.max_tokens: Final = max_tokens
         self.seed_hash: Final = seed_hash  # parent of the first block's chain hash
@@ -99,6 +100,12 @@ class RequestState:
         self.streams: dict[int, Any] = {}  # the sampler's state of each choice
         self.pooled = PooledState(pooling) if request.pool else None
         self.constraints: RequestConstraints | None = None  # None: every token may be picked
+
+    def precedes(self, other: "RequestState") -> bool:
+        """Whether it gets blocks before another: by rank within a tenant, otherwise by arrival."""
+        if self.request.tenant == other.request.tenant:
+            return self.rank < other.rank
+        return self.order < other.order
 
     @property
     def is_ready(self) -> bool:

@@ -1,10 +1,10 @@
 """Decides what each step computes: decode rows first, then prefill chunks, under a token budget.
 
 Pure: time is an argument. Chunks end at multiples of the chunk size counted from token 0, so what
-is computed together does not depend on the load. Prompts of a tenant are computed in the order of
-waiting time divided by length (highest response ratio, Brinch Hansen 1971): a short prompt soon
-passes a long one, none starves, and of two alike the older comes first. Tenants take turns
-(turns.py).
+is computed together does not depend on the load. Prompts of a tenant are computed by priority, the
+lowest value first, however long others wait; those of one priority in the order of waiting time
+divided by length (highest response ratio, Brinch Hansen 1971): a short prompt soon passes a long
+one, none of them starves, and of two alike the older comes first. Tenants take turns (turns.py).
 
 While several tenants are active, each has a share of a step, so that nobody's first token waits
 long for a step that another fills: so many decode rows, and so many prompt tokens. A chunk larger
@@ -13,7 +13,8 @@ in the next step. A tenant with more decode rows than its share has none beside 
 another, in every second step at most.
 
 When blocks run out, parked requests are evicted, the longest parked first; then the youngest
-request is preempted: it loses its blocks, keeps its tokens and is computed again later.
+request is preempted, or one of its tenant's with a higher priority value: it loses its blocks,
+keeps its tokens and is computed again later.
 """
 
 from bisect import bisect_left
@@ -26,7 +27,7 @@ from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Plan, Row
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
-from pdserve.engine.scheduling.turns import Turns
+from pdserve.engine.scheduling.turns import Turns, by_priority
 
 
 class Scheduler:
@@ -37,20 +38,19 @@ class Scheduler:
         self._limits = limits
         self._turns = Turns()
         self._short: RequestState | None = None  # the next job to admit, if it lacks blocks
-        # The order of arrival of a reservation that was refused since the last step.
-        self._refused_order: int | None = None
-        # Of tenants that had more decode rows than a step has for one: who is the next.
-        self._left_out: dict[bytes, int] = {}
+        self._refused: RequestState | None = None  # whose reservation was, since the last step
+        # Of tenants that had more decode rows than a step has for one: the rank of the next.
+        self._left_out: dict[bytes, tuple[int, int]] = {}
         self._gave_way = False  # whether rows were left out in the last step for another's prompt
         self._kept_out = False  # whether a tenant had no chunk in the last step for its size
 
-    def comes_first(self, order: int) -> bool:
-        """Whether a queued job that lacks blocks arrived before a reservation of this order."""
-        return self._short is not None and self._short.order < order
+    def must_wait(self, reserving: RequestState) -> bool:
+        """Whether a queued job that lacks blocks precedes one that asks for a reservation."""
+        return self._short is not None and self._short.precedes(reserving)
 
-    def hold_up(self, order: int) -> None:
-        """A reservation was refused: in the next step no job that arrived after it gets blocks."""
-        self._refused_order = order
+    def hold_up(self, refused: RequestState) -> None:
+        """A reservation was refused: in the next step no job that it precedes gets blocks."""
+        self._refused = refused
 
     def evict(self, events: list[Event]) -> bool:
         """Ends one parked request for its blocks; False if none has any."""
@@ -87,17 +87,19 @@ class Scheduler:
         self._gave_way = False
         following, self._left_out = self._left_out, {}
         for tenant, jobs in tenants.items():
+            jobs.sort(key=lambda job: job.rank)
             if gives_way and tenant in following:
                 self._left_out[tenant] = following[tenant]
                 self._gave_way = True
                 continue
-            first = bisect_left(jobs, following.get(tenant, 0), key=lambda job: job.order)
+            next_rank = following.get(tenant, jobs[0].rank)
+            first = bisect_left(jobs, next_rank, key=lambda job: job.rank)
             room = share
             for job in jobs[first:] + jobs[:first]:
                 single = [sequence for sequence in job.sequences if sequence.num_left == 1]
                 rows = [row for row in map(self._row, single) if row is not None]
                 if len(rows) > room and room < share:
-                    self._left_out[tenant] = job.order
+                    self._left_out[tenant] = job.rank
                     break
                 if rows and self._grow(job, rows, plan, in_step):
                     plan.rows += rows
@@ -160,7 +162,7 @@ class Scheduler:
                 used[tenant] += row.num_tokens
                 self._turns.computed(tenant, row.num_tokens)
         self._short = short
-        self._refused_order = None
+        self._refused = None
 
     def _waiting(self) -> list[RequestState]:
         """Queued jobs, but for those whose grammar is not ready: these keep their place in the
@@ -168,7 +170,7 @@ class Scheduler:
         return [job for job in self._jobs.waiting.values() if job.is_ready]
 
     def _held_up(self, job: RequestState) -> bool:
-        return self._refused_order is not None and job.order > self._refused_order
+        return self._refused is not None and self._refused.precedes(job)
 
     def _queue(
         self, now_s: float, in_prefill: list[tuple[RequestState, Sequence]]
@@ -188,7 +190,8 @@ class Scheduler:
             add(job, job.num_left, job.num_left, None)
         queue.sort(key=lambda entry: entry[:3])
         ordered = [(job, sequence) for _, _, _, job, sequence in queue]
-        return self._turns.order(ordered, lambda entry: entry[0].request.tenant)
+        ordered = by_priority(ordered, _tenant, lambda entry: entry[0].request.priority)
+        return self._turns.order(ordered, _tenant)
 
     def _admit(self, job: RequestState, plan: Plan) -> Sequence | None:
         while (copies := self._jobs.admit(job)) is None:
@@ -240,3 +243,7 @@ class Scheduler:
         ):
             first_output = start
         return Row(sequence, start, end, choices, first_output)
+
+
+def _tenant(entry: tuple[RequestState, Sequence | None]) -> bytes:
+    return entry[0].request.tenant

@@ -10,6 +10,18 @@ MOST_PASSED = 8  # steps in a row that compute nothing of a tenant that waits; t
 ACTIVE_S = 1.0  # so long a tenant counts as active after its last request has ended
 
 
+def by_priority(
+    entries: Sequence[T], tenant: Callable[[T], bytes], priority: Callable[[T], int]
+) -> list[T]:
+    """Each tenant's entries in order of priority, those of one priority as they are. A tenant has
+    the same places as before, so none gains against another."""
+    own: dict[bytes, list[T]] = {}
+    for entry in entries:
+        own.setdefault(tenant(entry), []).append(entry)
+    ordered = {name: iter(sorted(found, key=priority)) for name, found in own.items()}
+    return [next(ordered[tenant(entry)]) for entry in entries]
+
+
 class Turns:
     """Counts the prompt tokens of each tenant that has some to compute, so that the one with the
     fewest comes first. A tenant that comes anew comes before those of which something has been

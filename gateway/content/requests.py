@@ -16,6 +16,7 @@ class ChatCompletionRequest:
     conversation: TemplateInput
     sampling: RequestedSampling
     cache_salt: bytes = b""
+    priority: int = 0  # lower is earlier
     kept_tokens: int | None = None  # of the prompt, from its end; -1: what fits; None: all
     tool_use: ToolUse | None = None
     separate_reasoning: bool = True  # otherwise it is part of the answer's text
@@ -34,10 +35,12 @@ class TextCompletionRequest:
     model: str
     prompts: Sequence[str | Sequence[int]]
     sampling: RequestedSampling
+    prompt_field: str = "prompt"  # as it is written
     echo: bool = False
     echo_only: bool = False
     add_special_tokens: bool = True
     cache_salt: bytes = b""
+    priority: int = 0  # lower is earlier
     kept_tokens: int | None = None  # of each prompt, from its end; -1: what fits; None: all
 
     @property

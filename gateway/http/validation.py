@@ -9,6 +9,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     StringConstraints,
     ValidationError,
     WithJsonSchema,
@@ -43,6 +44,10 @@ TextOrObjects = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]
 """A field that is a text, or a list of parts or turns whose types are looked at elsewhere."""
+
+
+Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+"""Of a client's requests that wait, one with a lower value comes first; 0 is usual."""
 
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:

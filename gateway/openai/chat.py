@@ -37,6 +37,7 @@ class ChatReply:
             body.conversation(),
             body.sampling(),
             (body.cache_salt or "").encode(),
+            body.priority or 0,
             body.truncate_prompt_tokens,
             body.tool_use(),
             separate_reasoning=body.separate_reasoning is not False,

@@ -26,12 +26,14 @@ class CompletionReply:
         self._body = body
         self._request = TextCompletionRequest(
             body.model,
-            body.prompt,
+            body.prompts(),
             body.sampling(),
+            body.prompt_field,
             echo=bool(body.echo),
             echo_only=body.echo_only,
             add_special_tokens=body.add_special_tokens is not False,
             cache_salt=(body.cache_salt or "").encode(),
+            priority=body.priority or 0,
             kept_tokens=body.truncate_prompt_tokens,
         )
         self._id = f"cmpl-{caller.request_id}"

@@ -42,6 +42,7 @@ def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
         start.cache_salt,
         tenant=start.tenant,
         pool=start.pool,
+        priority=start.priority,
     )
 
 

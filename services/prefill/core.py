@@ -73,7 +73,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, wire.PrefillEvent]):
         if start.remaining_ms:
             deadline = time.monotonic() + start.remaining_ms / 1000
         address, receiver = start.ticket.data_address, start.kv_identity.digest
-        prompt = PromptToSend(tuple(ids), start.cache_salt, start.tenant)
+        prompt = PromptToSend(tuple(ids), start.cache_salt, start.tenant, start.priority)
         future = runtime.start_sending(ticket, address, prompt, deadline, receiver)
         when_done(future, partial(self._started, start.attempt))
 

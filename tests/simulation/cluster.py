@@ -246,6 +246,7 @@ class Cluster:
             model=MODEL,
             prompt_ids=ask.prompt,
             seed=ask.seed,
+            priority=ask.priority,
             remaining_ms=int(ask.timeout_s * 1000),
             queue_remaining_ms=60_000,
         )

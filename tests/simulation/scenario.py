@@ -24,6 +24,7 @@ class Ask:
     n: int = 1
     timeout_s: float = 120.0
     gateway: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def _openai(path: str, *bodies: type[Body], remark: str = "") -> Route:
     """A route of gateway/openai, whose fields are those of fields.py."""
     served = {name for body in bodies for name in _served_by(body)}
     refused = {name: (None,) for body in bodies for name in body.model_fields.keys() - served}
-    ignored = fields.OF_USAGE - served
+    ignored = fields.OF_REQUESTS - served
     if not bodies[0].generates:
         refused |= {name: fields.REFUSED[name] for name in fields.OF_PROMPTS if name not in served}
         return Route(path, bodies, refused, ignored, remark=remark)
@@ -90,7 +90,10 @@ def _served_by(body: type[BaseModel]) -> set[str]:
 
 ROUTES = (
     _openai("/v1/chat/completions", ChatBody),
-    _openai("/v1/completions", CompletionBody),
+    _openai(
+        "/v1/completions", CompletionBody,
+        remark="It takes either `prompt` or `prompt_token_ids`.",
+    ),
     _other("/v1/responses", ResponsesBody, responses),
     _openai("/v1/embeddings", EmbeddingBody),
     _openai("/rerank", RerankBody, remark="`/v1/rerank` is the same."),

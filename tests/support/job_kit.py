@@ -46,6 +46,7 @@ def make_job(
     now_s: float = 0.0,
     prefill_only: bool = False,
     tenant: bytes = b"",
+    priority: int = 0,
     **params: Any,
 ) -> RequestState:
     """A checked request as the engine would make it. Raises InvalidRequest and so on."""
@@ -57,6 +58,7 @@ def make_job(
         choices=(),
         prefill_only=prefill_only,
         tenant=tenant,
+        priority=priority,
     )
     return RequestState(request, order, now_s, limits.check(request), SEED_HASH)
 

@@ -5,7 +5,7 @@
     ADMITTED   a promise, nothing pinned        ADMITTED   queued in the engine, nothing pinned
        | Claimed                                   | Picked: its blocks are allocated
        v                                           v
-    CLAIMED    waits for blocks, FIFO           CLAIMED    holds blocks, waits for ClaimGranted
+    CLAIMED    waits for blocks, in turn        CLAIMED    holds blocks, waits for ClaimGranted
        | Reserved                                  | ClaimGranted
        v                                           v
     RECEIVING  holds blocks, takes frames       RECEIVING  holds blocks, pushes frames

@@ -14,13 +14,13 @@ from pdserve.gateway.http.validation import StrictModel, check_num_fields, parse
 from pdserve.gateway.openai.bodies.fields import (
     IGNORED,
     OF_PROMPTS,
-    OF_USAGE,
+    OF_REQUESTS,
     REFUSED,
     refused_field,
 )
 from pdserve.gateway.sampling import refuse
 
-_KNOWN = IGNORED | OF_USAGE | REFUSED.keys()
+_KNOWN = IGNORED | OF_REQUESTS | REFUSED.keys()
 
 
 class Body(StrictModel):

@@ -28,16 +28,15 @@ CONTENT: dict[str, Any] = {
 }
 
 
+def ids(most: int) -> dict[str, Any]:
+    """Token ids, or a list of at most so many prompts of them."""
+    return {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1, "maxItems": most}]}
+
+
 def texts_or_ids(most: int) -> dict[str, Any]:
     """A text, token ids, or a list of either with at most so many."""
-    return {
-        "anyOf": [
-            TEXT,
-            {"type": "array", "items": TEXT, "minItems": 1, "maxItems": most},
-            _IDS,
-            {"type": "array", "items": _IDS, "minItems": 1, "maxItems": most},
-        ]
-    }
+    texts = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": most}
+    return {"anyOf": [TEXT, texts, *ids(most)["anyOf"]]}
 
 
 def completion(schema: dict[str, Any]) -> None:
@@ -45,3 +44,4 @@ def completion(schema: dict[str, Any]) -> None:
     bounded(schema)
     if "echo" in schema["properties"]:  # max_tokens 0 is that of an echo alone
         schema["properties"]["max_tokens"]["anyOf"][0]["minimum"] = 0
+        schema["oneOf"] = [{"required": ["prompt"]}, {"required": ["prompt_token_ids"]}]

@@ -114,7 +114,6 @@ OTHER_NAMES: dict[str, str] = {
     "n_probs": "logprobs",
     "functions": "tools",
     "function_call": "tool_choice",
-    "prompt_token_ids": "prompt",
     "input_ids": "prompt",
     "top_logprobs_num": "logprobs",
     "decoder_input_details": "prompt_logprobs",
@@ -128,7 +127,7 @@ IGNORED: frozenset[str] = frozenset(
         "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
         "prompt_cache_options",
         # vLLM, SGLang
-        "request_id", "rid", "priority", "stream_reasoning",
+        "request_id", "rid", "stream_reasoning",
         # llama.cpp
         "cache_prompt", "timings_per_token", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
         "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
@@ -137,8 +136,9 @@ IGNORED: frozenset[str] = frozenset(
     )
 )  # fmt: skip
 
-# Under what usage is counted. What uses no model takes no note of it.
-OF_USAGE = frozenset(("user", "session_id"))
+# Under what usage is counted, and the place of a request among its tenant's. Routes without use
+# for one ignore it.
+OF_REQUESTS = frozenset(("user", "session_id", "priority"))
 
 
 def refused_field(given: Mapping[str, Any], served: Collection[str]) -> tuple[str, str] | None:

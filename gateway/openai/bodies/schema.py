@@ -40,6 +40,17 @@ def texts_or_ids(value: Any, most: int = MAX_PROMPTS, what: str = "prompts") -> 
     raise ValueError("must be a string, a list of strings, token ids, or a list of token ids")
 
 
+def _prompts(value: Any) -> Any:
+    return None if value is None else texts_or_ids(value)
+
+
+def _ids(value: Any) -> Any:
+    prompts = _prompts(value)
+    if prompts is not None and isinstance(prompts[0], str):
+        raise ValueError("must be token ids or a list of token ids")
+    return prompts
+
+
 def _scalars(given: dict[str, Any] | None) -> dict[str, Any] | None:
     for name, value in (given or {}).items():
         if not isinstance(value, str | int | float | None):
@@ -143,13 +154,30 @@ class CompletionBody(Sampling):
     """Body of /v1/completions."""
 
     prompt: Annotated[
-        Any, AfterValidator(texts_or_ids), WithJsonSchema(described.texts_or_ids(MAX_PROMPTS))
-    ]
+        Any, AfterValidator(_prompts), WithJsonSchema(described.texts_or_ids(MAX_PROMPTS))
+    ] = None
+    prompt_token_ids: Annotated[
+        Any, AfterValidator(_ids), WithJsonSchema(described.ids(MAX_PROMPTS))
+    ] = None
     max_tokens: int | None = 16  # OpenAI's default and vLLM's; null: what is left of the context
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def prompt_field(self) -> str:
+        """Which of the two names it has."""
+        return "prompt" if self.prompt_token_ids is None else "prompt_token_ids"
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Raises ServiceError unless they have one of the two names."""
+        if self.prompt is not None and self.prompt_token_ids is not None:
+            raise refuse("prompt_token_ids", "give either prompt or prompt_token_ids")
+        prompts: list[str] | list[list[int]] | None = getattr(self, self.prompt_field)
+        if prompts is None:
+            raise refuse("prompt", "prompt is required")
+        return prompts
 
     @property
     def echo_only(self) -> bool:

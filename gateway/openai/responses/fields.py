@@ -14,7 +14,7 @@ from pdserve.gateway.openai.bodies.schema import ChatBody
 IGNORED: frozenset[str] = frozenset(
     (
         "service_tier", "prompt_cache_retention", "prompt_cache_options", "stream_options",
-        "access_programs", "request_id", "priority",
+        "access_programs", "request_id",
     )
 )
 

@@ -147,6 +147,7 @@ class ResponseReply:
             self._body.model,
             template,
             self._sampling,
+            priority=self._body.priority or 0,
             tool_use=self._tool_use,
             max_tool_calls=self._body.max_tool_calls,
         )

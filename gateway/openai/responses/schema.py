@@ -6,7 +6,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 
 from pdserve.gateway.caller import MAX_SESSION
-from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, parse_body
+from pdserve.gateway.http.validation import (
+    MAX_TOOLS,
+    Priority,
+    StrictModel,
+    TextOrObjects,
+    parse_body,
+)
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.sampling import RequestedSampling, bounded, refuse
 from pdserve.gateway.structure import Structure
@@ -72,6 +78,7 @@ class ResponsesBody(StrictModel):
     max_tool_calls: int | None = Field(None, ge=1)  # of tools that the gateway calls
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
+    priority: Priority | None = None
     metadata: Annotated[dict[Key, Value] | None, BeforeValidator(_few_pairs)] = None
     session_id: str | None = Field(None, max_length=MAX_SESSION)
     user: str | None = None

@@ -95,7 +95,7 @@ class SingleFlight:
         if len(self._waiting) >= self._engine.limits.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests follow others")
         self._waiting[request.key] = _Waiting(request, chain, sharing)
-        self._prefixes.follow(request.key, chain, shared)
+        self._prefixes.follow(request.key, chain, shared, request.priority)
         attempt, leader = bytes.fromhex(request.key), bytes.fromhex(shared.leader)
         self._event_log.follow(attempt, shared.blocks, leader)
         return True
@@ -103,7 +103,7 @@ class SingleFlight:
     def leads(self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy) -> None:
         """The request's KV is on its way: others may wait for it."""
         if chain and sharing.leads:
-            self._prefixes.lead(request.key, chain, sharing.local)
+            self._prefixes.lead(request.key, chain, sharing.local, request.priority)
 
     def arrived(self, attempt: bytes, num_tokens: int, in_engine: bool = False) -> None:
         """KV of its first tokens is in the prefix cache; `in_engine`: its hand-off is complete."""
@@ -177,7 +177,7 @@ class SingleFlight:
         if not sharing.min_tokens or request.needs_whole_prompt:
             return None
         found = self._engine.num_found(chain)
-        shared = self._prefixes.find(chain, found)
+        shared = self._prefixes.find(chain, found, request.priority)
         if shared is None:
             return None
         needed = len(prefix_ids(request)) - 1

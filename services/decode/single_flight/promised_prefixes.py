@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 class _Leader:
     key: str
     chain: Sequence[bytes]
+    priority: int = 0
     arrived: int = 0  # leading blocks that are in the prefix cache
     in_engine: bool = False  # the engine has it, so its KV grows only while it has steps
     parked: bool = False  # it has no steps
@@ -83,28 +84,33 @@ class PromisedPrefixes:
         """Whether `take` may return something."""
         return self._changed and bool(self._followers)
 
-    def find(self, chain: Sequence[bytes], found: int) -> SharedBlocks | None:
+    def find(self, chain: Sequence[bytes], found: int, priority: int = 0) -> SharedBlocks | None:
         """The longest prefix of a chain that is on its way; None if it is no longer than the first
-        `found` blocks, which are cached."""
+        `found` blocks, which are cached. Nobody waits for a leader of a higher priority value than
+        its own, which others may pass for long."""
         best: SharedBlocks | None = None
         for at in range(found, len(chain)):
-            leader = next((it for it in self._promised.get(chain[at], ()) if not it.stuck), None)
+            promisers = self._promised.get(chain[at], ())
+            able = (it for it in promisers if not it.stuck and it.priority <= priority)
+            leader = next(able, None)
             if leader is None:
                 break
             if leader.arrived <= at:
                 best = SharedBlocks(leader.key, at + 1)
         return best
 
-    def lead(self, key: str, chain: Sequence[bytes], in_engine: bool) -> None:
+    def lead(self, key: str, chain: Sequence[bytes], in_engine: bool, priority: int = 0) -> None:
         """KV of this chain is on its way; `in_engine`: decode's own engine computes it."""
-        leader = self._leaders[key] = _Leader(key, chain, in_engine=in_engine)
+        leader = self._leaders[key] = _Leader(key, chain, priority, in_engine=in_engine)
         for link in chain:
             self._promised.setdefault(link, {})[leader] = None
 
-    def follow(self, key: str, chain: Sequence[bytes], shared: SharedBlocks) -> None:
+    def follow(
+        self, key: str, chain: Sequence[bytes], shared: SharedBlocks, priority: int = 0
+    ) -> None:
         """Wait for the shared blocks; the rest of the request's own chain is promised, too."""
         leader = self._leaders[shared.leader]
-        self.lead(key, chain, in_engine=False)
+        self.lead(key, chain, in_engine=False, priority=priority)
         self._followers[key] = _Follower(self._leaders[key], leader, shared.blocks)
 
     def leader_of(self, key: str) -> str | None:

@@ -1,6 +1,6 @@
 """Requests that wait for a worker, each for one reason; pure.
 
-Those of one tenant wait in order of arrival; tenants take turns.
+Those of one tenant wait in order of priority and arrival; tenants take turns.
 """
 
 import heapq
@@ -24,8 +24,9 @@ class WaitingRequest(Protocol):
     """What the queue needs to know of a request."""
 
     @property
-    def ordinal(self) -> int:
-        """Of its arrival, kept over retries; unique."""
+    def rank(self) -> tuple[int, int]:
+        """Its priority and the number of its arrival, kept over retries; unique. Of its tenant's
+        requests the one with the lowest comes first."""
 
     @property
     def model(self) -> str:
@@ -37,6 +38,7 @@ class WaitingRequest(Protocol):
 
 
 R = TypeVar("R", bound=WaitingRequest)
+_Entry = tuple[tuple[int, int], R]
 _Line = tuple[WaitReason, str, bytes]  # why, for which model, and whose they are
 
 
@@ -47,7 +49,7 @@ class WaitingQueue(Generic[R]):
         """`most`: requests that may wait; `has_room` gives each tenant its share of them."""
         self._share = FairShare(most)
         # Heaps, none of them empty. The line whose turn is next comes first.
-        self._lines: dict[_Line, list[tuple[int, R]]] = {}
+        self._lines: dict[_Line, list[_Entry[R]]] = {}
         self._since: dict[R, tuple[WaitReason, float]] = {}
 
     def __len__(self) -> int:
@@ -77,8 +79,8 @@ class WaitingQueue(Generic[R]):
         return None
 
     def of(self, reason: WaitReason) -> list[R]:
-        """All that wait for that reason, one of each tenant in turn, a tenant's oldest first."""
-        of_tenants: dict[bytes, list[tuple[int, R]]] = {}
+        """All that wait for that reason, a tenant's lowest rank first, one of each in turn."""
+        of_tenants: dict[bytes, list[_Entry[R]]] = {}
         for (why, _, tenant), line in self._lines.items():
             if why is reason:
                 of_tenants.setdefault(tenant, []).extend(line)
@@ -93,10 +95,10 @@ class WaitingQueue(Generic[R]):
         return self._since[request][1]
 
     def add(self, request: R, reason: WaitReason, now: float) -> None:
-        """Let it wait. It has the place of its arrival, however late it comes back."""
+        """Let it wait. It has the place of its rank, however late it comes back."""
         self.remove(request)
         line = self._lines.setdefault((reason, request.model, request.tenant), [])
-        heapq.heappush(line, (request.ordinal, request))
+        heapq.heappush(line, (request.rank, request))
         self._since[request] = reason, now
         self._share.take(request.tenant)
 
@@ -108,7 +110,7 @@ class WaitingQueue(Generic[R]):
         self._share.give_back(request.tenant)
         key = found[0], request.model, request.tenant
         line = self._lines.pop(key)
-        entry = (request.ordinal, request)
+        entry = (request.rank, request)
         if line[0] == entry:
             heapq.heappop(line)
         else:

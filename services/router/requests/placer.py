@@ -70,7 +70,7 @@ class Placer:
             return False
         head = self.waiting.head(request.model)
         own = head is not None and head.tenant == request.tenant
-        first = head is None or (own and head.ordinal >= request.ordinal)
+        first = head is None or (own and head.rank >= request.rank)
         return first and bool(self._candidates(request, now))
 
     def _candidates(self, request: RoutedRequest, now: float) -> list[Worker]:

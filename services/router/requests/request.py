@@ -97,6 +97,11 @@ class RoutedRequest:
         return self.client.key, self.id
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Of its tenant's requests that wait, the one with the lowest comes first."""
+        return self.progress.start.priority, self.ordinal
+
+    @property
     def assignment(self) -> Assignment | None:
         """The workers of the attempt that counts."""
         attempt = self.state.attempt
@@ -396,6 +401,7 @@ class RoutedRequest:
             ticket=assignment.ticket,
             cache_salt=self.progress.start.cache_salt,
             tenant=self.progress.start.tenant,
+            priority=self.progress.start.priority,
             remaining_ms=remaining_ms(self.state.deadline, now),
             kv_identity=pb.KvIdentity(**assignment.decode.identity.parts()),
         )

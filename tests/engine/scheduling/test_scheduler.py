@@ -88,13 +88,13 @@ class Bench:
             self.arrivals += 1
             prompt = prompt_of(self.rng, 7)
             job = make_job(self.limits, f"h{self.arrivals}", self.arrivals, prompt, max_tokens=6)
-        first = self.scheduler.comes_first(job.order)
+        first = self.scheduler.must_wait(job)
         self.reached["queue before a hand-off"] += first
         if not first and self.jobs.reserve(job) is not None:
             self.refused = None
             return
         self.refused = job
-        self.scheduler.hold_up(job.order)
+        self.scheduler.hold_up(job)
         self.reached["hand-off before the queue"] += 1
 
     def step(self) -> bool:

@@ -121,6 +121,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "output_config": {"output_config": {"effort": "low"}},
     "stop_sequences": {"stop_sequences": ["x"]},
     "prompt": {"prompt": [1, 2]},
+    "prompt_token_ids": {"prompt_token_ids": [[1, 2], [3]]},
     "tokens": {"tokens": [3]},
     "n": {"n": 2},
     "stream": {"stream": True},
@@ -143,6 +144,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "include_stop_str_in_output": {"include_stop_str_in_output": True},
     "skip_special_tokens": {"skip_special_tokens": False},
     "cache_salt": {"cache_salt": "salt"},
+    "priority": {"priority": -1},
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 3},
     "return_token_ids": {"return_token_ids": True},
     "return_token_strs": {"return_token_strs": True},
@@ -248,7 +250,7 @@ async def test_what_is_served_is_taken(client, path):
             first = (await client.post(path, json=LEAST[path])).json()
             given = {"previous_response_id": first["id"]}
         body = {**LEAST[path], **given}
-        if "messages" in given:
+        if given.keys() & {"messages", "prompt_token_ids"}:
             body.pop("prompt", None)
         if path == "/score" and PAIRS & given.keys():
             del body["text_1"], body["text_2"]

@@ -180,6 +180,34 @@ async def test_token_ids_are_returned(make_http, url, stream):
     assert all(ids == list(start.prompt_ids) for ids in prompts)
 
 
+@pytest.mark.parametrize("ids", [[5, 6, 7], [[5, 6, 7], [8]]])
+async def test_prompt_token_ids_are_another_name_of_prompt(make_http, ids):
+    router = FakeRouter(saying("hello"))
+    client = make_http(router)
+    for name in ("prompt", "prompt_token_ids"):
+        reply = await client.post(PLAIN, json={"model": "tiny", name: ids, "echo": True})
+        assert reply.status_code == 200, reply.text
+    prompts = [list(start.prompt_ids) for start in router.starts]
+    wanted = ids if isinstance(ids[0], list) else [ids]
+    assert sorted(prompts) == sorted([*wanted, *wanted])
+    body = {"model": "tiny", "messages": HI, "prompt_token_ids": ids}
+    assert (
+        "use" not in check(await client.post(CHAT, json=body), 400, "prompt_token_ids")["message"]
+    )
+
+
+@pytest.mark.parametrize("url", BODIES)
+async def test_a_priority_travels_with_every_prompt_and_choice(make_http, url):
+    router = FakeRouter(saying("hello"))
+    client = make_http(router)
+    more = {"prompt": ["a", "b"]} if url == PLAIN else {"n": 2}
+    for value, wanted in ((-(2**31), -(2**31)), (2**31 - 1, 2**31 - 1), (None, 0)):
+        router.starts.clear()
+        asked = {**BODIES[url][0], **more, "priority": value}
+        assert (await client.post(url, json=asked)).status_code == 200
+        assert {start.priority for start in router.starts} == {wanted}
+
+
 async def test_ids_of_text_that_is_withheld_are_returned_with_the_next(make_http):
     """Of a character of several tokens, and of what may become a stop string."""
     router = FakeRouter(saying("hé世 world"))

@@ -72,6 +72,14 @@ def test_remaining_time_shrinks_and_ends() -> None:
     assert request.expired(11.0)
 
 
+def test_its_priority_stays_over_reissues() -> None:
+    request = ResumableRequest(start(priority=-7), 0.0)
+    for _ in range(2):
+        issued = request.issue(0.0)
+        assert issued is not None
+        assert issued.priority == -7
+
+
 def test_what_has_ended_is_not_asked_for_again() -> None:
     request = ResumableRequest(start(params=pb.SamplingParams(n=2)), 0.0)
     request.issue(0.0)

@@ -174,6 +174,7 @@ def test_who_does_not_wait(with_bench: Callable[..., None], bench: Bench) -> Non
             pair.admit(IDS, shared=0),
             pair.admit(IDS, shared=BLOCK, cache_salt=b"another tenant"),
             pair.admit([*IDS[:40], *prompt(160, 3)], shared=BLOCK),  # less than half
+            pair.admit(IDS, shared=BLOCK, priority=-1),  # the first one may be passed
             pair.admit(IDS, shared=300),  # less than is worth waiting for
             pair.admit(prompt(60, 5), shared=BLOCK),
             pair.admit(IDS, shared=BLOCK, params={"prompt_logprobs": 1}),

@@ -52,6 +52,19 @@ def test_followers_wait_for_what_they_have_in_common() -> None:
     assert not prefixes.num_following
 
 
+def test_nobody_waits_for_a_prompt_that_comes_after_its_own() -> None:
+    prefixes = PromisedPrefixes()
+    prefixes.lead("late", chain(10), in_engine=True, priority=3)
+    assert prefixes.find(chain(10), 0, priority=2) is None
+    assert prefixes.find(chain(10), 0, priority=3) == SharedBlocks("late", 10)
+    prefixes.lead("soon", chain(6), in_engine=True, priority=2)
+    shared = prefixes.find(chain(10), 0, priority=2)
+    assert shared == SharedBlocks("soon", 6)
+    prefixes.follow("follower", chain(10), shared, priority=2)
+    assert prefixes.find(chain(10), 0, priority=1) is None
+    assert prefixes.find(chain(10), 6, priority=2) == SharedBlocks("follower", 10)
+
+
 def test_nothing_is_awaited_that_is_there_or_that_nobody_brings() -> None:
     prefixes = one_leader()
     assert prefixes.find(chain(10), 10) is None

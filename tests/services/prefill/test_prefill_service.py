@@ -113,6 +113,36 @@ def test_busy_when_its_queue_is_full(with_pair: Callable[..., None]) -> None:
     with_pair(test, engine={"max_waiting": 2})
 
 
+def test_a_lower_priority_value_is_computed_first(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        part: Any = pair.prefill_worker.runtime
+        values: dict[bytes, int] = {}
+        admitted: dict[bytes, wire.Ticket] = {}
+        for value in (7, 0, -3, 2):
+            attempt = pair.admit([(i + value) % 60 for i in range(80)])
+            admitted[attempt] = (await pair.decode.wait("admitted", attempt)).ticket
+            values[attempt] = value
+        release = threading.Event()
+        part.thread.post(lambda _: release.wait(LIMIT_S))
+        for attempt, value in values.items():
+            ids = [(i + value) % 60 for i in range(79)]
+            pair.start_prefill(attempt, ids, admitted[attempt], priority=value)
+        # Commands are handled in order: behind this one all are in the engine thread's queue.
+        pair.prefill.send(wire.PrefillCommand(cancel=wire.CancelAttempt(attempt=os.urandom(16))))
+        await eventually(lambda: pair.prefill_role.core.num_stale == 1)
+        release.set()
+        waited = {
+            values[attempt]: (await pair.prefill.wait("done", attempt)).phases.queue_s
+            for attempt in values
+        }
+        assert sorted(waited, key=lambda value: waited[value]) == [-3, 0, 2, 7]
+        for attempt in values:
+            await pair.decode.wait("finished", attempt)
+        await pair.at_rest()
+
+    with_pair(test, engine={"max_running": 1})
+
+
 def test_cancel_reaches_both_sides(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         attempt = pair.admit(prompt(200))

@@ -17,6 +17,10 @@ class Asked:
     model: str = "m"
     tenant: bytes = b""
 
+    @property
+    def rank(self) -> tuple[int, int]:
+        return 0, self.ordinal
+
 
 def test_at_most_a_share_of_the_running_is_under_way() -> None:
     waited = 0

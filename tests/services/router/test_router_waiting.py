@@ -11,16 +11,21 @@ class Asker:
     ordinal: int
     model: str
     tenant: bytes = b""
+    priority: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.priority, self.ordinal
 
 
-def test_each_line_is_in_order_of_arrival_whoever_leaves_or_comes_back() -> None:
+def test_each_line_is_in_order_of_rank_whoever_leaves_or_comes_back() -> None:
     left = back = changed = 0
     for seed in range(20):
         rng = Random(seed)
         queue: WaitingQueue[Asker] = WaitingQueue()
         waiting: dict[Asker, tuple[WaitReason, float]] = {}
         for ordinal in range(300):
-            asker = Asker(ordinal, rng.choice("ab"))
+            asker = Asker(ordinal, rng.choice("ab"), priority=rng.choice((-9, 0, 0, 7)))
             if waiting and rng.random() < 0.5:
                 gone = rng.choice(list(waiting))
                 queue.remove(gone)
@@ -40,12 +45,12 @@ def test_each_line_is_in_order_of_arrival_whoever_leaves_or_comes_back() -> None
             for reason in WaitReason:
                 line = [w for w, (why, _) in waiting.items() if why is reason]
                 assert queue.num(reason) == len(line)
-                assert queue.of(reason) == sorted(line, key=lambda w: w.ordinal)
+                assert queue.of(reason) == sorted(line, key=lambda w: w.rank)
                 assert all(queue.since(w) == waiting[w][1] for w in line)
             turn = [w for w, (why, _) in waiting.items() if why is WaitReason.TURN]
             for model in "ab":
                 line = [w for w in turn if w.model == model]
-                assert queue.head(model) is min(line, key=lambda w: w.ordinal, default=None)
+                assert queue.head(model) is min(line, key=lambda w: w.rank, default=None)
             assert sorted(queue.models) == sorted({w.model for w in turn})
     assert min(left, back, changed) > 500
 
@@ -83,3 +88,29 @@ def test_tenants_take_turns_in_every_line() -> None:
     assert [asker.ordinal for asker in queue.of(WaitReason.BUDGET)] == [0, 6, 1, 2, 3, 4, 5]
     queue.remove(queue.of(WaitReason.BUDGET)[0])
     assert queue.of(WaitReason.BUDGET)[1].ordinal == 6
+
+
+def test_a_tenants_priorities_order_its_own_turns_only() -> None:
+    """Whatever values a tenant gives, the other tenants have the turns that they have anyway."""
+    for seed in range(50):
+        rng = Random(seed)
+        tenants = [rng.choice((b"a", b"b", b"c")) for _ in range(60)]
+        plain: WaitingQueue[Asker] = WaitingQueue()
+        ranked: WaitingQueue[Asker] = WaitingQueue()
+        for ordinal, tenant in enumerate(tenants):
+            plain.add(Asker(ordinal, "m", tenant), WaitReason.TURN, 0.0)
+            priority = rng.randrange(-3, 4) if tenant == b"a" else 0
+            ranked.add(Asker(ordinal, "m", tenant, priority), WaitReason.TURN, 0.0)
+        own: list[Asker] = []
+        for _ in tenants:
+            first, other = plain.head("m"), ranked.head("m")
+            assert first is not None
+            assert other is not None
+            assert first.tenant == other.tenant
+            if first.tenant == b"a":
+                own.append(other)
+            else:
+                assert first.ordinal == other.ordinal
+            plain.remove(first)
+            ranked.remove(other)
+        assert own == sorted(own, key=lambda asker: (asker.priority, asker.ordinal))

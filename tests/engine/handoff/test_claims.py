@@ -1,0 +1,45 @@
+"""The queue of Claims: whose blocks come next."""
+
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from engine_kit import ask, fake_engine
+
+from pdserve.engine.api.request import Request
+from pdserve.engine.handoff.claims import ClaimQueue
+
+
+def claim(number: int, tenant: bytes, priority: int) -> Any:
+    """Of an IncomingHandoff what the queue looks at."""
+    whole = ask(str(number), [1] * 8)
+    request = Request(
+        whole.key, whole.prompt_ids, whole.params, 0, tenant=tenant, priority=priority
+    )
+    state = SimpleNamespace(final=False)
+    return SimpleNamespace(request=request, sender=b"", state=state, grant=lambda *_: None)
+
+
+def order(claims: list[Any]) -> list[Any]:
+    """In which they get blocks."""
+    engine = fake_engine(num_blocks=256)
+    queue = ClaimQueue(engine, engine.kv.spec, lambda: 0.0, lambda *_: None)
+    for one in claims:
+        queue.add(one)
+    found = list(queue.granted())
+    for reservation in list(engine.jobs.reserved.values()):
+        engine.release(reservation)
+    assert not len(queue)
+    return found
+
+
+def test_a_tenants_claims_are_in_order_of_priority_in_its_own_places() -> None:
+    rng = Random(3)
+    for _ in range(50):
+        claims = [claim(n, rng.choice((b"a", b"b")), rng.randrange(-2, 3)) for n in range(20)]
+        found = order(claims)
+        assert [c.request.tenant for c in found] == [c.request.tenant for c in claims]
+        for tenant in (b"a", b"b"):
+            own = [c for c in claims if c.request.tenant == tenant]
+            expected = sorted(own, key=lambda c: c.request.priority)
+            assert [c for c in found if c.request.tenant == tenant] == expected

@@ -1,0 +1,132 @@
+"""From the HTTP API through a router to its workers: who comes first when all have been busy."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import router_workers
+from cluster_secret import ACCESS
+from dispatcher_world import World
+from eventually import LIMIT_S, eventually
+from fake_router import served
+from router_workers import FakeBlobs
+from scripted_service import scripted_service
+
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.identity import Mixing
+from pdserve.engine.kv.spec import KvSpec
+from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.router_client.client import RouterClient
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos.fleet_pb2 import DECODE
+from pdserve.services.host.tenants.keys import ApiKeys
+
+pytestmark = pytest.mark.anyio
+LIMITS = HttpLimits(1 << 16, 1 << 18, 5.0, 1 << 16, 5.0)
+ONE, TWO = "sk-one", "sk-two"
+CHAT, PLAIN, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+# Whose, where, with which priority; in the order of arrival.
+ASKED: tuple[tuple[str, str, int | None], ...] = (
+    (ONE, PLAIN, 3),
+    (ONE, CHAT, None),
+    (TWO, PLAIN, None),
+    (ONE, RESPONSES, -2),
+    (ONE, PLAIN, 3),
+    (ONE, RESPONSES, -(2**31)),
+    (TWO, CHAT, -1),
+    (ONE, CHAT, 2**31 - 1),
+)
+
+
+@pytest.fixture
+def served_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model of the workers is one that a gateway can use."""
+    card, blobs = served()
+    card.kv_spec = encode_spec(KvSpec(16, ()))
+
+    async def get_blob(self: FakeBlobs, request: Any, context: Any) -> AsyncIterator[pb.BlobChunk]:
+        yield pb.BlobChunk(data=blobs[request.digest])
+
+    monkeypatch.setattr(FakeBlobs, "GetBlob", get_blob)
+    monkeypatch.setattr(router_workers, "card", lambda *_: card)
+    monkeypatch.setattr(router_workers, "token", lambda *_: 65)  # of its vocabulary
+
+
+@asynccontextmanager
+async def gateway_of(address: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the HTTP application of a gateway with that router."""
+    upstream = RouterClient([address], ACCESS, b"g" * 16)
+    await upstream.start()
+    await eventually(lambda: upstream.num_connected)
+    service = scripted_service(upstream)  # type: ignore[arg-type]
+    dialects = [OpenAiDialect(service, LIMITS, BodyReader(LIMITS))]
+    readiness = Readiness(upstream, service.catalog)
+    app = create_app(dialects, service, readiness, ApiKeys((ONE, TWO)))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        yield client
+    await upstream.close()
+
+
+def body_of(path: str, number: int, priority: int | None) -> dict[str, Any]:
+    text = f"prompt {number}"
+    prompts: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": [{"role": "user", "content": text}], "max_tokens": 2},
+        PLAIN: {"prompt_token_ids": [65 + number] * 9, "max_tokens": 2},
+        RESPONSES: {"input": text, "store": False, "max_output_tokens": 2},
+    }
+    return {"model": "tiny", "priority": priority, **prompts[path]}
+
+
+async def test_a_full_fleet_takes_each_keys_requests_by_priority(
+    make_cluster: Any, served_workers: None
+) -> None:
+    cluster = await make_cluster(remote_prefill="always")
+    decode = await cluster.decode()
+    prefill = await cluster.prefill()
+    dispatcher = cluster.router.core.dispatcher
+    decode.busy = 1 << 30
+    async with gateway_of(cluster.router.address) as client:
+        waiting = []
+        for number, (key, path, priority) in enumerate(ASKED):
+            body = body_of(path, number, priority)
+            shown = {"authorization": f"Bearer {key}"}
+            waiting.append(asyncio.create_task(client.post(path, json=body, headers=shown)))
+            await eventually(lambda number=number: dispatcher.num_running == number + 1)
+        await eventually(lambda: dispatcher.num_queued == len(ASKED))
+        refused = len(decode.of("admit"))
+        decode.busy = 0  # all of them wait in the router at this moment
+        replies = await asyncio.wait_for(asyncio.gather(*waiting), LIMIT_S)
+    assert [reply.status_code for reply in replies] == [200] * len(ASKED)
+    assert refused
+    taken = [admit.start for admit in decode.of("admit")[refused:]]
+    assert len(taken) == len(ASKED)
+    tenants = {start.tenant for start in taken}
+    orders = sorted([s.priority for s in taken if s.tenant == tenant] for tenant in tenants)
+    assert orders == sorted([[-(2**31), -2, 0, 3, 3, 2**31 - 1], [-1, 0]])
+    turns = [start.tenant for start in taken[:4]]
+    assert turns[0] == turns[2] != turns[1] == turns[3], "the two take turns, as without priorities"
+    sent = [start.priority for start in prefill.of("start")]
+    assert sorted(sent) == sorted(start.priority for start in taken)
+
+
+async def test_a_new_request_passes_those_of_its_tenant_that_have_a_higher_value() -> None:
+    world = World(Mixing(), "never")
+    decode = world.join(DECODE)
+    decode.busy_until = world.now + 1.0
+    world.submit("late", priority=1)
+    decode.busy_until = 0.0  # and nobody has looked at those that wait
+    world.submit("later", priority=2)
+    world.submit("another's", tenant=b"other", priority=-9)
+    assert not world.commands("admit")
+    world.submit("soon", priority=0)
+    world.pass_time(0.1)
+    began = [admit.start.request for _, admit in world.commands("admit")]
+    assert began == ["soon", "late", "another's", "later"]
