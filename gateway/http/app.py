@@ -94,7 +94,7 @@ def create_routes(dialects: Sequence[Dialect], service: Service, readiness: Read
 
 def _lenient(app: ASGIApp, root_path: str) -> ASGIApp:
     """A HEAD request is handled as GET, and the server leaves out the body. A slash at a path's end
-    is ignored but for that of the page's folder, and so is a proxy's `root_path` at its beginning."""
+    is ignored but for that of FOLDER, and so is a proxy's `root_path` at its beginning."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
