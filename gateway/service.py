@@ -104,10 +104,7 @@ class Service:
                 _check_generates(model, "Completions" if text else "Chat Completions")
                 check(asked.sampling, model.card)
                 if isinstance(asked, ChatCompletionRequest):
-                    # A line of a batch may be asked again: what its calls have done would be, too.
-                    offers = self.may_call_tools(model.text) and not caller.background
-                    if self._server_tools is not None and offers:
-                        asked, rounds = self._server_tools.offer(asked, self._next_round)
+                    asked, rounds = self._offered(asked, model, caller)
                     prompts = [await self._chat_prompt(asked, model, owner)]
                     sampling, form = self._shape(asked, model, prompts[0].ids)
                 else:
@@ -216,6 +213,25 @@ class Service:
         async with self._counted(caller):
             pass
 
+    async def count_prompt(self, asked: ChatCompletionRequest, caller: Caller) -> int:
+        """How many tokens the prompt of a chat has, which no model is run for. Raises
+        ServiceError."""
+        owner = caller.tenant.id
+        with self.limits.admit(owner):
+            await self.count(caller)
+            model = await self.catalog.get(asked.model)
+            asked, _ = self._offered(asked, model, caller)
+            return len(await self._chat_ids(asked, model, owner))
+
+    def _offered(
+        self, asked: ChatCompletionRequest, model: ServedModel, caller: Caller
+    ) -> tuple[ChatCompletionRequest, Rounds | None]:
+        """As `ServerTools.offer` has it, where the model can call tools."""
+        # A line of a batch may be asked again: what its calls have done would be, too.
+        if self._server_tools is None or caller.background or not self.may_call_tools(model.text):
+            return asked, None
+        return self._server_tools.offer(asked, self._next_round)
+
     async def _bind(
         self,
         prompts: Sequence[Prompt],
@@ -236,14 +252,20 @@ class Service:
     async def _chat_prompt(
         self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes
     ) -> Prompt:
+        whole = await self._chat_ids(asked, model, owner)
+        ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
+        field = asked.conversation.messages_field
+        params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), field)
+        return Prompt(ids, "", params)
+
+    async def _chat_ids(
+        self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes
+    ) -> list[int]:
         conversation = asked.conversation
         if asked.tool_use is not None and asked.tool_use.tools:
             tools = [tool.as_template() for tool in asked.tool_use.tools]
             conversation = replace(conversation, tools=tools)
-        whole = await self.texts.chat_ids(model, conversation, owner)
-        ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
-        params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), "messages")
-        return Prompt(ids, "", params)
+        return await self.texts.chat_ids(model, conversation, owner)
 
     def may_call_tools(self, text: LoadedText) -> bool:
         """Whether the model's template shows tools, and its calls are read."""
@@ -265,8 +287,9 @@ class Service:
         families = self._families(model)
         end = prompt_end(model.text.vocabulary, ids)
         if asked.continues:
-            content = asked.conversation.messages[-1].get("content")
-            end = "" if content is None else content_text(content, "messages")
+            conversation = asked.conversation
+            content = conversation.messages[-1].get("content")
+            end = "" if content is None else content_text(content, conversation.messages_field)
         form = answer_format(
             families,
             asked.tool_use,

@@ -84,7 +84,7 @@ class GatewaySettings(PublicSettings):
         1024, "MiB that a model's tokenizer and template may take", min=64
     )
     template_kwargs: tuple[str, ...] = option(
-        ("enable_thinking", "thinking", "reasoning_effort"),
+        ("enable_thinking", "thinking", "reasoning_effort", "verbosity"),
         "names that a client may set for chat templates (chat_template_kwargs)",
     )
     tool_parser: str = option(

@@ -97,8 +97,10 @@ class StepProgress:
                 events.append(PromptScored(job.key, tuple(job.prompt_scores)))
                 job.prompt_scores = None
             self._fork(job, sequence)
-        for pick in outcome.picks:
-            if pick.error:
+        wrong = [pick for pick in outcome.picks if pick.error]
+        for pick in wrong:
+            # Of several choices, one that its constraints leave no token ends alone.
+            if not pick.param or len(wrong) == job.request.params.n:
                 # Its KV may be what is wrong: requests that would share it must not fail as well.
                 if not pick.param:
                     self._jobs.forget(job)
@@ -107,9 +109,13 @@ class StepProgress:
         ended = False
         for choice, pick in zip(row.choices, outcome.picks, strict=True):
             if job.finish[choice] is None:
-                event = self._append(job, choice, pick)
-                ended |= event.finish is not None
-                events.append(event)
+                if pick.error:
+                    new = self._finish(job, choice, FinishReason.LENGTH)
+                    self._drop(job, choice)
+                else:
+                    new = [self._append(job, choice, pick)]
+                ended |= job.finish[choice] is not None
+                events += new
         if ended and not job.unfinished:
             events += self._end(job)
 
@@ -158,6 +164,7 @@ class StepProgress:
         return FinishReason.STOP if constraints.is_terminated(choice) else reason
 
     def _finish(self, job: RequestState, choice: int, reason: FinishReason) -> list[Event]:
+        """An end without a token."""
         job.finish[choice] = reason
         return [NewTokens(job.key, choice, len(job.generated[choice]), (), (), reason)]
 

@@ -1,6 +1,7 @@
 """Messages of Anthropic's API made into those that chat templates expect; pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, groupby
 from typing import Any
 
 from pdserve.gateway.sampling import refuse
@@ -16,8 +17,9 @@ def conversation(
 ) -> list[dict[str, Any]]:
     """The turns of a chat; `messages` are pairs of a role and a content.
 
-    Results of tools are turns of their own, and texts of the user that follow each other are one
-    turn, since many templates want turns to alternate. Raises ServiceError for a block that is not
+    Messages of the assistant that follow each other are one turn. Results of tools are turns of
+    their own, and texts of the user that follow each other are one turn, since many templates want
+    turns to alternate. Raises ServiceError for a block that is not
     served, that has another role's kind, or that answers a call which nobody made, and if there is
     no turn at all.
     """
@@ -26,23 +28,25 @@ def conversation(
     if rules:
         turns.append({"role": "system", "content": rules})
     calls: set[str] = set()
-    for index, (role, content) in enumerate(messages):
-        at = f"messages[{index}].content"
+    for role, run in groupby(enumerate(messages), lambda numbered: numbered[1][0]):
+        blocks = chain.from_iterable(
+            _blocks(content, f"messages[{index}].content") for index, (_, content) in run
+        )
         if role == "assistant":
-            turns.append(_assistant(content, at, calls))
+            turns.append(_assistant(blocks, calls))
         else:
-            _add_user(turns, content, at, calls)
+            _add_user(turns, blocks, calls)
     if all(turn["role"] == "system" for turn in turns):
         raise refuse("messages", "messages: they have no content")
     return turns
 
 
-def _assistant(content: str | Sequence[Block], at: str, calls: set[str]) -> dict[str, Any]:
+def _assistant(blocks: Iterable[tuple[Block, str]], calls: set[str]) -> dict[str, Any]:
     turn: dict[str, Any] = {"role": "assistant", "content": None}
     texts: list[str] = []
     thoughts: list[str] = []
     made = []
-    for block, here in _blocks(content, at):
+    for block, here in blocks:
         kind = block["type"]
         if kind == "text":
             texts.append(_string(block, "text", here))
@@ -68,9 +72,9 @@ def _assistant(content: str | Sequence[Block], at: str, calls: set[str]) -> dict
 
 
 def _add_user(
-    turns: list[dict[str, Any]], content: str | Sequence[Block], at: str, calls: set[str]
+    turns: list[dict[str, Any]], blocks: Iterable[tuple[Block, str]], calls: set[str]
 ) -> None:
-    for block, here in _blocks(content, at):
+    for block, here in blocks:
         kind = block["type"]
         if kind == "text":
             if not turns or turns[-1]["role"] != "user":

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from pydantic_core import to_json
@@ -12,6 +11,7 @@ from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import Usage
 from pdserve.gateway.content.requests import ChatCompletionRequest
+from pdserve.gateway.sampling import RequestedSampling
 from pdserve.gateway.service import Service
 
 
@@ -92,14 +92,11 @@ class MessageReply:
 
 async def count_tokens(service: Service, body: CountBody, caller: Caller) -> dict[str, Any]:
     """How many tokens a message's prompt has. Raises ServiceError."""
-    asked, tools = body.conversation(), body.tool_use()
-    if tools is not None:
-        asked = replace(asked, tools=[tool.as_template() for tool in tools.tools])
-    owner = caller.tenant.id
-    with service.limits.admit(owner):
-        await service.count(caller)
-        model = await service.catalog.get(body.model)
-        return {"input_tokens": len(await service.texts.chat_ids(model, asked, owner))}
+    sampling = RequestedSampling(structure=body.structure())
+    asked = ChatCompletionRequest(
+        body.model, body.conversation(), sampling, tool_use=body.tool_use()
+    )
+    return {"input_tokens": await service.count_prompt(asked, caller)}
 
 
 def framed(event: Event) -> bytes:

@@ -122,6 +122,12 @@ class CountBody(StrictModel):
             not choice.disable_parallel_tool_use,
         )
 
+    def structure(self) -> Structure | None:
+        asked = self.output_config.format if self.output_config else None
+        if asked is None:
+            return None
+        return Structure("json_schema", asked.schema_, "output_config.format.schema")
+
     def _template_variables(self) -> dict[str, Any]:
         """What a template is told where it may be."""
         told: dict[str, Any] = {}
@@ -152,16 +158,13 @@ class MessagesBody(CountBody):
 
     def sampling(self) -> RequestedSampling:
         """Raises ServiceError for fields that contradict each other."""
-        asked = self.output_config.format if self.output_config else None
         return RequestedSampling(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences or ()),
-            structure=Structure("json_schema", asked.schema_, "output_config.format.schema")
-            if asked
-            else None,
+            structure=self.structure(),
             thinking_budget=self._thinking_budget(),
             thinking_budget_field="thinking.budget_tokens",
         )

@@ -37,7 +37,7 @@ class AnswerFormat:
     """By default the whole text is the answer.
 
     `only_calls`: text behind a call is left out. `open`: the prompt has opened a thought. `inline`:
-    thoughts are part of the text.
+    thoughts are part of the text. `continues`: the answer goes on with a message.
     """
 
     tools: ToolFamily | None = None
@@ -47,6 +47,7 @@ class AnswerFormat:
     only_calls: bool = False
     open: bool = False
     inline: bool = False
+    continues: bool = False
 
     @property
     def special(self) -> frozenset[str]:
@@ -68,6 +69,9 @@ class AnswerFormat:
             if self.tools is not None:
                 calls = CallStream(self.tools, self.schemas, new_id, self.parallel, self.only_calls)
             made = AnswerParser(thoughts, calls)
+        whole = self.tools if self.tools is not None and self.tools.whole else self.reasoning
+        if self.continues and whole is not None and whole.opening:
+            made.push(whole.opening)
         if self.inline and self.reasoning is not None:
             return InlineThoughts(made, self.reasoning.begin, self.reasoning.end)
         return made
@@ -114,6 +118,7 @@ def answer_format(
         only_calls=use is not None and use.choice == "required",
         open=reasoning is not None and _is_open(reasoning, prompt_end, continues),
         inline=inline,
+        continues=continues,
     )
 
 

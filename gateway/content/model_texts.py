@@ -39,7 +39,8 @@ class ModelTexts:
     async def chat_ids(self, model: ServedModel, asked: TemplateInput, owner: bytes) -> list[int]:
         """The token ids of a conversation."""
         if not model.text.has_template:
-            raise refuse("messages", f"the model {model.card.name!r} has no chat template")
+            text = f"the model {model.card.name!r} has no chat template"
+            raise refuse(asked.messages_field, text)
         if not model.text.tool_parser:
             asked = self._with_parser(model, asked)
         for name in asked.variables:
@@ -50,7 +51,7 @@ class ModelTexts:
         allowed = {k: v for k, v in asked.suggested.items() if k in self._template_kwargs}
         asked = replace(asked, variables={**allowed, **asked.variables}, suggested={})
         chars = sum(len(str(message.get("content") or "")) for message in asked.messages)
-        most = _most_chars(chars, model, "messages")
+        most = _most_chars(chars, model, asked.messages_field)
         await self._rates.check_text(owner)
         with client_errors():
             return await model.text.processes.chat_ids(owner, asked, max_len=most)

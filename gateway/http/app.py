@@ -19,7 +19,7 @@ from pdserve.gateway.http.dialect import (
     dialect_of,
     error_response,
 )
-from pdserve.gateway.http.docs.pages import add_docs
+from pdserve.gateway.http.docs.pages import FOLDER, add_docs
 from pdserve.gateway.http.guard import Guard, caller_of
 from pdserve.gateway.http.operations import add_operations
 from pdserve.gateway.observability.readiness import Readiness
@@ -29,9 +29,8 @@ from pdserve.services.host.tenants.keys import ApiKeys
 
 _ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
-# Headers of answers that pages of allowed origins may read.
+# Headers of answers that pages of allowed origins may read, beside the ids of requests.
 EXPOSED = (
-    REQUEST_ID,
     "retry-after",
     *(
         f"x-ratelimit-{figure}-{what}"
@@ -78,7 +77,7 @@ def create_app(
         allow_origins=allowed_origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=EXPOSED,
+        expose_headers=sorted({REQUEST_ID, *(d.request_id_header for d in dialects), *EXPOSED}),
     )
 
 
@@ -95,7 +94,7 @@ def create_routes(dialects: Sequence[Dialect], service: Service, readiness: Read
 
 def _lenient(app: ASGIApp, root_path: str) -> ASGIApp:
     """A HEAD request is handled as GET, and the server leaves out the body. A slash at a path's end
-    is ignored, and so is a proxy's `root_path` at its beginning."""
+    is ignored but for that of FOLDER, and so is a proxy's `root_path` at its beginning."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -105,7 +104,7 @@ def _lenient(app: ASGIApp, root_path: str) -> ASGIApp:
             path = scope["path"]
             if root_path and f"{path}/".startswith(f"{root_path}/"):
                 path = path.removeprefix(root_path)
-            scope["path"] = path.rstrip("/") or "/"
+            scope["path"] = path if path == FOLDER else path.rstrip("/") or "/"
         await app(scope, receive, send)
 
     return call
@@ -124,13 +123,15 @@ def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         status, headers = error.status_code, dict(error.headers or {})
-        what = f"{request.method} {request.url.path}"[:200]
-        if status == 404:
-            known = dialect_of(dialects, request.url.path).not_offered
-            message = f"unknown URL: {what}"
-            if f"{request.url.path}/".startswith(known):
-                message = f"{what} is not offered by this server"
+        path = request.url.path
+        what = f"{request.method} {path}"[:200]
+        # Of the latter, another method's route has the path.
+        asked = {404: f"{path}/", 405: f"{request.method} {path}"}.get(status, "")
+        if asked.startswith(dialect_of(dialects, path).not_offered):
+            message = f"{what} is not offered by this server"
             return respond(request, HttpError(404, message, "unknown_url"))
+        if status == 404:
+            return respond(request, HttpError(404, f"unknown URL: {what}", "unknown_url"))
         if status == 405:
             message = f"method not allowed: {what}"
             found = HttpError(405, message, "method_not_allowed", headers=headers)

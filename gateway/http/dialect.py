@@ -33,12 +33,20 @@ class HttpLimits:
     stall_s: float
 
 
+class CodedError(ServiceError):
+    """An error that one API has a code of its own for, `api_code`."""
+
+    def __init__(self, code: ErrorCode, message: str, param: str, api_code: str) -> None:
+        super().__init__(code, message, param)
+        self.api_code = api_code
+
+
 @dataclass(frozen=True, slots=True)
 class HttpError:
     """An error that a client is told of, before a dialect gives it a shape.
 
     `code` names it for programs: an ErrorCode in lower case, or a code of the shell
-    ("unknown_url", "method_not_allowed"), or nothing.
+    ("unknown_url", "method_not_allowed") or of a CodedError, or nothing.
     """
 
     status: int
@@ -61,7 +69,8 @@ class HttpError:
         headers = {}
         if status in RETRY_STATUS:
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-        code = ErrorCode.Name(error.code).lower()
+        own = error.api_code if isinstance(error, CodedError) else ""
+        code = own or ErrorCode.Name(error.code).lower()
         return cls(status, error.message, code, error.param, headers)
 
 
@@ -87,8 +96,8 @@ class Dialect(ErrorShape, Protocol):
     """Beginnings of the paths on which errors have this dialect's shape."""
 
     not_offered: tuple[str, ...]
-    """Beginnings of paths, each with a slash at its end, that the API has elsewhere and this server
-    does not offer."""
+    """Beginnings of what the API has elsewhere and this server does not offer: paths, each with a
+    slash at its end, and where another method has the path, a method and a path."""
 
     request_id_header: str
     """In which its clients look for a request's id; every answer has REQUEST_ID as well."""

@@ -73,14 +73,18 @@ class OpenAiDialect:
 
     paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize")
     statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
-    not_offered: tuple[str, ...] = tuple(
-        f"/v1/{route}/"
-        for route in (
-            "assistants", "audio", "chat/completions", "chatkit", "containers",
-            "conversations", "edits", "engines", "evals", "fine-tunes",
-            "fine_tuning", "images", "moderations", "organization", "realtime", "skills",
-            "threads", "uploads", "vector_stores", "videos",
-        )
+    not_offered: tuple[str, ...] = (
+        "POST /v1/responses/compact",
+        "DELETE /v1/models/",
+        *(
+            f"/v1/{route}/"
+            for route in (
+                "assistants", "audio", "chat/completions", "chatkit", "containers",
+                "conversations", "edits", "engines", "evals", "fine-tunes", "fine_tuning",
+                "images", "moderations", "organization", "realtime", "skills", "threads",
+                "uploads", "vector_stores", "videos",
+            )
+        ),
     )  # fmt: skip
 
     request_id_header: str = REQUEST_ID

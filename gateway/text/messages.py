@@ -11,6 +11,7 @@ from pdserve.gateway.text.errors import TextError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # of reasoning
+VERBOSITIES = ("low", "medium", "high")  # of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class TemplateInput:
     suggested: Mapping[str, Any] = field(default_factory=dict)  # likewise, where they are allowed
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_parser: str = ""  # of calls as plain text, where the template has no place for tools
+    messages_field: str = "messages"  # as the client calls it
 
     def __post_init__(self) -> None:
         """Raises TextError for a message that cannot be continued."""
@@ -42,19 +44,36 @@ class TemplateInput:
             )
 
 
+def told(effort: str | None, verbosity: str | None) -> dict[str, Any]:
+    """What a template is told, where it may be: how much to think, and how much to say."""
+    suggested: dict[str, Any] = {}
+    if effort is not None:
+        suggested["reasoning_effort"] = effort
+        if effort == "none":
+            suggested["enable_thinking"] = False
+    if verbosity is not None:
+        suggested["verbosity"] = verbosity
+    return suggested
+
+
 def normalized(
-    messages: Sequence[Mapping[str, Any]], *, knows_developer: bool, knows_null: bool = False
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    knows_developer: bool,
+    knows_null: bool = False,
+    field: str = "messages",
 ) -> list[dict[str, Any]]:
     """Messages with a known role and a content that is one string; other fields are kept.
 
     Text parts are joined by line breaks. `developer` becomes `system` for a template that does not
     know it, and the content of a turn that only calls tools is empty for one that does not ask
-    whether there is any. Raises TextError that names the field.
+    whether there is any. Raises TextError that names `field`, the client's name of the messages, or
+    a part of it.
     """
     if not messages:
-        raise TextError("messages must not be empty", "messages")
+        raise TextError(f"{field} must not be empty", field)
     return [
-        _message(message, f"messages[{index}]", knows_developer, knows_null)
+        _message(message, f"{field}[{index}]", knows_developer, knows_null)
         for index, message in enumerate(messages)
     ]
 

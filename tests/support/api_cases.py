@@ -26,6 +26,7 @@ ANSWERED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "tiny", "messages": HI},
     "/v1/completions": {"model": "tiny", "prompt": "hi"},
     "/v1/responses": {"model": "tiny", "input": "hi"},
+    "/v1/responses/input_tokens": {"model": "tiny", "input": "hi"},
     "/v1/messages": {"model": "tiny", "messages": HI, "max_tokens": 5},
     "/v1/messages/count_tokens": {"model": "tiny", "messages": HI},
     "/v1/embeddings": {"model": "embedder", "input": "hi"},

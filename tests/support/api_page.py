@@ -25,7 +25,7 @@ from pdserve.gateway.openai.bodies.schema import (
 )
 from pdserve.gateway.openai.embeddings import EmbeddingBody
 from pdserve.gateway.openai.responses import fields as responses
-from pdserve.gateway.openai.responses.schema import ResponsesBody
+from pdserve.gateway.openai.responses.schema import InputTokensBody, ResponsesBody
 from pdserve.gateway.openai.stored.answers import FileUpload
 from pdserve.gateway.openai.stored.batches import BatchBody
 from pdserve.gateway.rerank.schema import RerankBody, ScoreBody
@@ -75,8 +75,9 @@ def _openai(path: str, *bodies: type[Body], remark: str = "") -> Route:
 def _other(path: str, body: type[BaseModel], table: Any, ignored: Collection[str] = ()) -> Route:
     """A route that has its own table of fields."""
     served = _served_by(body)
-    refused = {name: values for name, values in table.REFUSED.items() if name not in served}
-    return Route(path, (body,), refused, {*table.IGNORED, *ignored} - served, table.INSTEAD)
+    ignored = {*table.IGNORED, *ignored} - served
+    refused = {n: values for n, values in table.REFUSED.items() if n not in served | ignored}
+    return Route(path, (body,), refused, ignored, table.INSTEAD)
 
 
 def _served_by(body: type[BaseModel]) -> set[str]:
@@ -95,6 +96,7 @@ ROUTES = (
         remark="It takes either `prompt` or `prompt_token_ids`.",
     ),
     _other("/v1/responses", ResponsesBody, responses),
+    _other("/v1/responses/input_tokens", InputTokensBody, responses, ResponsesBody.model_fields),
     _openai("/v1/embeddings", EmbeddingBody),
     _openai("/rerank", RerankBody, remark="`/v1/rerank` is the same."),
     _openai(

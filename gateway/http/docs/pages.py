@@ -15,6 +15,7 @@ from pdserve.gateway.http.dialect import Dialect
 from pdserve.gateway.http.docs.document import document
 
 DOCUMENT = "/openapi.json"
+FOLDER = "/docs/"  # in which the page's links, which begin with docs/, would lead nowhere
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -65,6 +66,10 @@ def add_docs(app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bo
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         return Response(PAGE, media_type="text/html", headers=SAFE)
+
+    @app.get(FOLDER, include_in_schema=False)
+    async def folder() -> Response:
+        return Response(status_code=307, headers={"location": "../docs"})
 
     @app.get("/docs/start.js", include_in_schema=False)
     async def start() -> Response:

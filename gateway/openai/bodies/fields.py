@@ -124,7 +124,7 @@ IGNORED: frozenset[str] = frozenset(
     (
         # OpenAI
         "metadata", "service_tier", "prediction",
-        "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
+        "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prompt_cache_options",
         # vLLM, SGLang
         "request_id", "rid", "stream_reasoning",

@@ -12,7 +12,7 @@ from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
 from pdserve.gateway.sampling import RequestedSampling, client_errors, refuse
-from pdserve.gateway.text.messages import EFFORTS, ROLES, TemplateInput
+from pdserve.gateway.text.messages import EFFORTS, ROLES, VERBOSITIES, TemplateInput, told
 from pdserve.gateway.tool_use import ToolUse
 
 MAX_MESSAGES = 4096
@@ -94,6 +94,7 @@ class ConversationBody(Body):
         AfterValidator(_scalars),
     ] = None
     reasoning_effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
+    verbosity: Literal[*VERBOSITIES] | None = None  # type: ignore[valid-type]
     tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
 
     def conversation(self) -> TemplateInput:
@@ -102,11 +103,6 @@ class ConversationBody(Body):
             text = "add_special_tokens: the chat template writes every special token of a chat"
             raise refuse("add_special_tokens", text)
         opens = self.add_generation_prompt
-        suggested: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            suggested["reasoning_effort"] = self.reasoning_effort
-            if self.reasoning_effort == "none":
-                suggested["enable_thinking"] = False
         continues = bool(self.continue_final_message)
         with client_errors():
             return TemplateInput(
@@ -114,7 +110,7 @@ class ConversationBody(Body):
                 add_generation_prompt=not continues if opens is None else opens,
                 continue_final_message=continues,
                 variables=self.chat_template_kwargs or {},
-                suggested=suggested,
+                suggested=told(self.reasoning_effort, self.verbosity),
             )
 
 

@@ -185,6 +185,11 @@ class ResponseDeleted(AnswerModel):
     deleted: Literal[True]
 
 
+class InputTokens(AnswerModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class InputItemsQuery(AnswerModel):
     after: str = ""
     limit: int = Field(20, ge=1, le=100)

@@ -24,7 +24,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys({*ChatBody.model_fields, *fields.OTHER_NAMES} - IGNORED, NOTHING),
     **fields.REFUSED,
     **dict.fromkeys(
-        ("background", "conversation", "prompt", "context_management", "moderation", "image"),
+        (
+            "background", "conversation", "prompt", "context_management", "moderation", "image",
+            "personality",
+        ),
         NOTHING,
     ),
     "truncation": (None, "disabled"),
@@ -42,6 +45,7 @@ INSTEAD: dict[str, str] = {
     "messages": "input",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
     "functions": "tools",
     "logprobs": "include and top_logprobs",
 }

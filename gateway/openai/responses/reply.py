@@ -6,26 +6,22 @@ from contextlib import aclosing
 from types import MappingProxyType
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import HeldLogprobs, PreparedCompletion, Usage
-from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError
 from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.openai.errors import error_object
-from pdserve.gateway.openai.responses.items import MAX_ITEMS, Item, conversation, parse_input
+from pdserve.gateway.openai.responses.items import Item
 from pdserve.gateway.openai.responses.output import Event, ResponseOutput
+from pdserve.gateway.openai.responses.prompt import ResponsePrompt
 from pdserve.gateway.openai.responses.schema import ResponsesBody
-from pdserve.gateway.openai.responses.tools import parse_tools, tool_use
-from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore
-from pdserve.gateway.text.messages import TemplateInput
-from pdserve.services.host.errors import ServiceError, quoted
+from pdserve.services.host.errors import ServiceError
 
-PARSED_RATIO = 3  # bytes that a kept response takes while it is used, to those of its text
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 Object = dict[str, Any]
 
@@ -47,18 +43,13 @@ class ResponseReply:
         """Without a store nothing is kept. Raises ServiceError for fields that contradict each
         other."""
         self._service = service
-        self._bodies = bodies
         self._body = body
         self._store = store
         # Those of a batch are in its file: kept, too, they would push out the client's others.
         keeps = not caller.background if body.store is None else body.store
         self._keeps = store is not None and keeps
-        self._items = parse_input(body.input)
+        self._prompt = ResponsePrompt(body, caller, bodies, store)
         self._sampling = body.sampling()
-        self._tools = parse_tools(body.tools or ())
-        self._tool_use = tool_use(
-            self._tools, body.tool_choice, body.parallel_tool_calls is not False
-        )
         self._suffix = caller.request_id
         self._id = f"resp_{self._suffix}"
         self._caller = caller.of_body(self._id, body.session_id, body.user)
@@ -85,8 +76,12 @@ class ResponseReply:
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """The last one has the whole response. Raises ServiceError."""
-        context = [*await self._earlier_items(), *self._items]
-        asked = self._request(context)
+        context = await self._prompt.items()
+        asked = replace(
+            self._prompt.request(context, self._sampling),
+            priority=self._body.priority or 0,
+            max_tool_calls=self._body.max_tool_calls,
+        )
         async with self._service.prepare(asked, self._caller) as completion:
             self._learn(completion)
             held = HeldLogprobs(completion, instead="")  # a stream's last event has them all, too
@@ -121,36 +116,6 @@ class ResponseReply:
         response = self._object("failed", error={"code": code, "message": error.message})
         failed = {"type": "response.failed", "response": object_json(response)}
         return _framed(self._numbered(failed))
-
-    async def _earlier_items(self) -> list[Item]:
-        """The conversation that the request goes on with."""
-        name = self._body.previous_response_id
-        if name is None:
-            return []
-        if self._store is None:
-            text = "previous_response_id: this server keeps no responses"
-            raise refuse("previous_response_id", text)
-        found = await self._store.find(self._caller.tenant.id, name)
-        if found is None:
-            text = f"the previous response {quoted(name)} was not found"
-            raise refuse("previous_response_id", text)
-        self._bodies.hold(self._caller, PARSED_RATIO * found.num_bytes)
-        return [*from_json(found.items), *from_json(found.response)["output"]]
-
-    def _request(self, items: list[Item]) -> ChatCompletionRequest:
-        if len(items) > MAX_ITEMS:
-            text = f"at most {MAX_ITEMS} items with those before, not {len(items)}"
-            raise refuse("input", text)
-        messages = conversation(self._body.instructions, items)
-        template = TemplateInput(messages, suggested=self._body.template_variables())
-        return ChatCompletionRequest(
-            self._body.model,
-            template,
-            self._sampling,
-            priority=self._body.priority or 0,
-            tool_use=self._tool_use,
-            max_tool_calls=self._body.max_tool_calls,
-        )
 
     def _learn(self, completion: PreparedCompletion) -> None:
         """What the answer says of the model and of the sampling that it got."""
@@ -230,7 +195,7 @@ class ResponseReply:
             **self._params,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": body.tool_choice or "auto",
-            "tools": [tool.as_object() for tool in self._tools],
+            "tools": [tool.as_object() for tool in self._prompt.tools],
             "top_logprobs": body.top_logprobs or 0,
             "truncation": "disabled",
             "usage": usage,

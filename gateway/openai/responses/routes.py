@@ -16,12 +16,19 @@ from pdserve.gateway.http.replies import EventStream, Reply
 from pdserve.gateway.openai.responses.answers import (
     InputItemList,
     InputItemsQuery,
+    InputTokens,
     ResponseDeleted,
     ResponseEvent,
     ResponseObject,
 )
+from pdserve.gateway.openai.responses.prompt import count_input_tokens
 from pdserve.gateway.openai.responses.reply import ResponseReply
-from pdserve.gateway.openai.responses.schema import ResponsesBody, parse_responses
+from pdserve.gateway.openai.responses.schema import (
+    InputTokensBody,
+    ResponsesBody,
+    parse_input_tokens,
+    parse_responses,
+)
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore
@@ -64,6 +71,13 @@ def add_response_routes(
         if body.stream:
             return EventStream(reply.framed(), reply, limits)
         return Reply(reply.whole(), errors)
+
+    @app.post("/v1/responses/input_tokens", **described(InputTokensBody, answer=InputTokens))
+    async def input_tokens(request: Request) -> Response:
+        """How many tokens a response's prompt has."""
+        body = await bodies.read(request, parse_input_tokens)
+        counting = count_input_tokens(service, body, caller_of(request), bodies, store)
+        return Reply(counting, errors, limits)
 
     @app.get("/v1/responses/{name}", **described(answer=ResponseObject))
     async def retrieve(request: Request, name: str) -> Response:

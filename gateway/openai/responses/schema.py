@@ -16,7 +16,7 @@ from pdserve.gateway.http.validation import (
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.sampling import RequestedSampling, bounded, refuse
 from pdserve.gateway.structure import Structure
-from pdserve.gateway.text.messages import EFFORTS
+from pdserve.gateway.text.messages import EFFORTS, VERBOSITIES, told
 
 LOGPROBS = "message.output_text.logprobs"
 # The others are of hosted tools, of images, or of reasoning, which is never encrypted here.
@@ -49,7 +49,7 @@ class ResponseFormat(StrictModel):
 
 class TextConfig(StrictModel):
     format: ResponseFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None  # changes nothing here
+    verbosity: Literal[*VERBOSITIES] | None = None  # type: ignore[valid-type]
 
 
 class ReasoningConfig(StrictModel):
@@ -57,38 +57,18 @@ class ReasoningConfig(StrictModel):
     summary: Literal["auto"] | None = None  # the whole reasoning is shown, so there is none
 
 
-class ResponsesBody(StrictModel):
-    """Body of /v1/responses."""
+class InputTokensBody(StrictModel):
+    """Body of /v1/responses/input_tokens, and what /v1/responses shares with it."""
 
-    model_config = ConfigDict(json_schema_extra=bounded)
     model: str = Field(min_length=1)
     input: TextOrObjects
     instructions: str | None = None
     previous_response_id: str | None = None
-    stream: bool | None = None
-    store: bool | None = None
-    include: list[Literal[*INCLUDABLE]] | None = None  # type: ignore[valid-type]
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None  # a mode, or an object that names functions
     parallel_tool_calls: bool | None = None
-    max_tool_calls: int | None = Field(None, ge=1)  # of tools that the gateway calls
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    priority: Priority | None = None
-    metadata: Annotated[dict[Key, Value] | None, BeforeValidator(_few_pairs)] = None
-    session_id: str | None = Field(None, max_length=MAX_SESSION)
-    user: str | None = None
-    # Only shown in the answer.
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-
-    @property
-    def logprobs(self) -> bool:
-        return LOGPROBS in (self.include or ())
 
     @property
     def effort(self) -> str | None:
@@ -96,26 +76,10 @@ class ResponsesBody(StrictModel):
 
     def template_variables(self) -> dict[str, Any]:
         """What a template is told where it may be."""
-        if self.effort is None:
-            return {}
-        off = {"enable_thinking": False} if self.effort == "none" else {}
-        return {"reasoning_effort": self.effort, **off}
+        return told(self.effort, self.text.verbosity if self.text else None)
 
-    def sampling(self) -> RequestedSampling:
-        """Raises ServiceError for fields that contradict each other."""
-        if self.top_logprobs and not self.logprobs:
-            raise refuse("top_logprobs", f"top_logprobs needs include: ['{LOGPROBS}']")
-        return RequestedSampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            max_tokens=self.max_output_tokens,
-            max_tokens_field="max_output_tokens",
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            logprobs_field="top_logprobs",
-            structure=self._structure(),
-        )
-
-    def _structure(self) -> Structure | None:
+    def structure(self) -> Structure | None:
+        """Raises ServiceError for a schema that is missing."""
         asked = self.text.format if self.text else None
         if asked is None or asked.type == "text":
             return None
@@ -129,6 +93,53 @@ class ResponsesBody(StrictModel):
         )
 
 
+class ResponsesBody(InputTokensBody):
+    """Body of /v1/responses."""
+
+    model_config = ConfigDict(json_schema_extra=bounded)
+    stream: bool | None = None
+    store: bool | None = None
+    include: list[Literal[*INCLUDABLE]] | None = None  # type: ignore[valid-type]
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    max_tool_calls: int | None = Field(None, ge=1)  # of tools that the gateway calls
+    priority: Priority | None = None
+    metadata: Annotated[dict[Key, Value] | None, BeforeValidator(_few_pairs)] = None
+    session_id: str | None = Field(None, max_length=MAX_SESSION)
+    user: str | None = None
+    # Only shown in the answer.
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def sampling(self) -> RequestedSampling:
+        """Raises ServiceError for fields that contradict each other."""
+        if self.top_logprobs and not self.logprobs:
+            raise refuse("top_logprobs", f"top_logprobs needs include: ['{LOGPROBS}']")
+        return RequestedSampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_output_tokens,
+            max_tokens_field="max_output_tokens",
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs_field="top_logprobs",
+            structure=self.structure(),
+        )
+
+
 def parse_responses(body: Mapping[str, Any]) -> ResponsesBody:
     """Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
     return parse_body(ResponsesBody, body, refused=REFUSED, ignored=IGNORED, instead=INSTEAD)
+
+
+def parse_input_tokens(body: Mapping[str, Any]) -> InputTokensBody:
+    """Likewise. Fields that change no prompt are ignored."""
+    more = ResponsesBody.model_fields.keys()
+    refused = {name: values for name, values in REFUSED.items() if name not in more}
+    ignored = IGNORED | more
+    return parse_body(InputTokensBody, body, refused=refused, ignored=ignored, instead=INSTEAD)

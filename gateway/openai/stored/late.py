@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdserve.gateway.database")
 
+MAX_NOTED = 100_000  # requests whose usage waits for the database; that of others is lost
 WAITING = (*STORED, DOCUMENT)  # the document describes all routes
 
 
@@ -52,6 +53,7 @@ class LateParts:
         self._make_parts = partial(_make_parts, settings, keys, limits)
         self._add_routes: list[Callable[[StoredParts], None]] = []
         self._noted: list[tuple[Caller, str, RequestUsage]] = []
+        self._num_lost = 0  # beyond those
         self._wanted = asyncio.Event()
         self._made = asyncio.Event()
         self._parts: StoredParts | None = None
@@ -72,6 +74,7 @@ class LateParts:
         for noted in self._noted:
             parts.usage.count(*noted)
         self._noted.clear()
+        self._warn_of_lost()
         self._parts = parts
         self._made.set()
         await parts.run(app)
@@ -90,14 +93,21 @@ class LateParts:
     async def close(self) -> None:
         if self._parts is not None:
             await self._parts.close()
-        elif self._noted:
-            log.warning("the usage of %d requests is lost", len(self._noted))
+        else:
+            self._num_lost += len(self._noted)
+            self._warn_of_lost()
+
+    def _warn_of_lost(self) -> None:
+        if self._num_lost:
+            log.warning("the usage of %d requests is lost", self._num_lost)
 
     def count(self, caller: Caller, model: str, usage: RequestUsage) -> None:
         if self._parts is not None:
             self._parts.usage.count(caller, model, usage)
-        else:
+        elif len(self._noted) < MAX_NOTED:
             self._noted.append((caller, model, usage))
+        else:
+            self._num_lost += 1
 
     def add_routes(
         self,

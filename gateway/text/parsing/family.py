@@ -51,7 +51,8 @@ class ToolFamily:
     began with one of the characters `bare` at the start of the answer, whose first call is one of a
     tool that the model has) and raises Malformed for
     what are none. `whole` makes a parser of whole answers instead, with reasoning; then `read` is
-    not used. `special`: texts that the parser needs even where they are special tokens.
+    not used; it begins with `opening` where the answer goes on with a message. `special`: texts
+    that the parser needs even where they are special tokens.
     """
 
     name: str  # as vLLM calls it, where it knows it
@@ -62,6 +63,7 @@ class ToolFamily:
     read: Callable[[BlockReader, str, ToolSchemas], Calls] | None = None
     special: Sequence[str] = ()
     whole: Callable[[Callable[[], str], bool], ContentParser] | None = None
+    opening: str = ""
     id_len: int = 0  # letters and digits of a call's id, where templates insist on so many
 
 
@@ -72,7 +74,8 @@ class ReasoningFamily:
     `make(open)` makes a parser; `open`: the prompt has opened the thought already. `after`: the
     text after which the answer begins, with `lead` between where something may stand there that a
     structure leaves out. `written`: what the model writes for `begin` and `end`,
-    where that is something else.
+    where that is something else. `opening`: what the parser begins with where the answer goes on
+    with a message.
     """
 
     name: str
@@ -84,6 +87,7 @@ class ReasoningFamily:
     special: Sequence[str] = ()
     written: tuple[str, str] | None = None
     lead: str = ""
+    opening: str = ""
 
 
 def call_of(value: Any, *, needs_arguments: bool = False) -> FoundCall:

@@ -14,6 +14,7 @@ from pdserve.gateway.text.parsing.values import json_text, json_value
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
+FINAL = f"{CHANNEL}final{MESSAGE}"  # the header of what a user reads
 END = "<|end|>"
 ENDS = (END, "<|call|>", "<|return|>")
 SPECIAL = (CHANNEL, MESSAGE, START, *ENDS, "<|constrain|>")

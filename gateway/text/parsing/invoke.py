@@ -16,13 +16,17 @@ def read_invokes(reader: BlockReader, prefix: str, end: str, schemas: ToolSchema
     if (yield from reader.first()) == "{":  # as a grammar makes it
         yield (yield from json_call(reader))
         yield from reader.space()
-        yield from reader.expect(end)
+        yield from reader.closes(end)
+        return
+    begin = f"<{prefix}invoke name="
+    if (yield from reader.expect(begin, end)) == end:
         return
     while True:
-        yield from reader.space()
-        if (yield from reader.expect(f"<{prefix}invoke name=", end)) == end:
-            return
         yield (yield from _invoke(reader, prefix, schemas))
+        yield from reader.space()
+        if (yield from reader.closes(end)):
+            return
+        yield from reader.expect(begin)
 
 
 def _invoke(

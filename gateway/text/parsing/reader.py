@@ -18,6 +18,8 @@ _OUTSIDE = {  # what matters outside of strings, by how these are quoted
     "python": re.compile(r"""["'{}\[\]()<]"""),
     "gemma": re.compile(r'<\|"\|>|<tool_call\|>|[{}\[\]]'),
 }
+# Begins a call of Mistral's. Outside of strings no JSON has it, though it looks like brackets.
+_BRACKETED = "[TOOL_CALLS]"
 _WITHIN = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _HALF = re.compile(r'<(?:\|(?:"\|?)?|[a-z_]{1,9}\|?)?\Z')  # may become a mark of Gemma's
 
@@ -131,6 +133,14 @@ class BlockReader:
                 scanned = half.start() if half else len(self.text)
                 yield from self.more()
                 continue
+            if found[0] == "[":
+                rest = self.text[found.start() : found.start() + len(_BRACKETED)]
+                if rest == _BRACKETED:
+                    raise Malformed
+                if _BRACKETED.startswith(rest):
+                    scanned = found.start()
+                    yield from self.more()
+                    continue
             scanned = found.end()
             if found[0] in "{[(":
                 depth += 1

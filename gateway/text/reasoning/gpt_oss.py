@@ -1,7 +1,14 @@
 """gpt-oss's thoughts: messages on the channel analysis, in Harmony."""
 
 from pdserve.gateway.text.parsing.family import ReasoningFamily
-from pdserve.gateway.text.parsing.harmony import CHANNEL, END, MESSAGE, SPECIAL, HarmonyStream
+from pdserve.gateway.text.parsing.harmony import (
+    CHANNEL,
+    END,
+    FINAL,
+    MESSAGE,
+    SPECIAL,
+    HarmonyStream,
+)
 
 FAMILY = ReasoningFamily(
     "gpt_oss",
@@ -13,4 +20,5 @@ FAMILY = ReasoningFamily(
     lead=MESSAGE,
     special=SPECIAL,
     written=(f"{CHANNEL}analysis{MESSAGE}", END),
+    opening=FINAL,
 )

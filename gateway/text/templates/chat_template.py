@@ -70,24 +70,26 @@ class ChatTemplate:
     def render(self, asked: TemplateInput) -> Rendered:
         """The prompt for a conversation. Raises TextError: for bad messages, and with what the
         template itself raises."""
+        field = asked.messages_field
         if self._template is None:
-            raise TextError("this model has no chat template; use completions", "messages")
+            raise TextError("this model has no chat template; use completions", field)
         try:
             return self._render(self._template, asked)
         except jinja2.TemplateError as error:
-            raise TextError(str(error.message or error), "messages") from None
+            raise TextError(str(error.message or error), field) from None
         except (TextError, MemoryError):
             raise
         except RecursionError:
-            raise TextError("the messages are nested too deeply", "messages") from None
+            raise TextError("the messages are nested too deeply", field) from None
         except Exception as error:  # whatever Python raises for values the template did not expect
-            raise TextError(f"the chat template fails on them: {error}", "messages") from None
+            raise TextError(f"the chat template fails on them: {error}", field) from None
 
     def _render(self, template: jinja2.Template, asked: TemplateInput) -> Rendered:
         messages = normalized(
             asked.messages,
             knows_developer="developer" in self._source,
             knows_null=" is none" in self._source or " is not none" in self._source,
+            field=asked.messages_field,
         )
         if not self.shows_tools and (asked.tools or "tool_calls" not in self._source):
             return self._with_plain_tools(template, asked, messages)

@@ -1,7 +1,13 @@
 """gpt-oss's calls: messages to functions, in Harmony."""
 
 from pdserve.gateway.text.parsing.family import CallForm, ToolFamily
-from pdserve.gateway.text.parsing.harmony import CHANNEL, MESSAGE, SPECIAL, HarmonyStream
+from pdserve.gateway.text.parsing.harmony import (
+    CHANNEL,
+    FINAL,
+    MESSAGE,
+    SPECIAL,
+    HarmonyStream,
+)
 
 _CALL = f"{CHANNEL}commentary to=functions."
 
@@ -12,4 +18,5 @@ FAMILY = ToolFamily(
     CallForm(f"{_CALL}NAME <|constrain|>json{MESSAGE}", "", trigger=_CALL),
     special=SPECIAL,
     whole=HarmonyStream,
+    opening=FINAL,
 )

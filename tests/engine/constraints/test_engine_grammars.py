@@ -277,6 +277,29 @@ def test_contradictions_fail_the_request_alone(
     assert_at_rest(runner.engine)
 
 
+def test_of_several_choices_one_that_is_left_no_token_ends_alone(runner: Runner) -> None:
+    a, b, c, d = (LETTERS[letter] for letter in "abcd")
+    bias = dict.fromkeys((a, c), 50.0)
+    params: dict[str, Any] = {
+        "grammar": of_regex("ab|cd"), "bad_words": ((a, b),), "logit_bias": bias
+    }  # fmt: skip
+    events = runner.run(ask("r", range(9), n=8, temperature=1.5, max_tokens=9, **params))
+    assert not of(events, RequestFailed)
+    given = {choice: tuple(ids) for (_, choice), ids in tokens(events).items()}
+    assert set(given.values()) == {(a,), (c, d)}
+    for event in of(events, NewTokens):
+        if event.finish is not None:
+            stuck = given[event.choice] == (a,)
+            assert event.finish is (FinishReason.LENGTH if stuck else FinishReason.STOP)
+    assert len(of(events, Finished)) == 1
+    assert_at_rest(runner.engine)
+    # One choice by itself has no other answer.
+    params["allowed_token_ids"] = (a, b)
+    for n in (1, 3):
+        failed = runner.run(ask("one", range(9), n=n, max_tokens=9, **params))
+        assert bool(of(failed, RequestFailed)) is (n == 1)
+
+
 def test_named_log_probabilities_follow_the_best(runner: Runner) -> None:
     params: dict[str, Any] = {"logprobs": 2, "logprob_token_ids": (7, 3), "grammar": REGEX}
     (free,) = of(runner.run(ask("f", [1, 2], logprobs=5, max_tokens=1)), NewTokens)

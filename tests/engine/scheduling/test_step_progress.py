@@ -44,6 +44,7 @@ class Bench:
         self.heard: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         self.reasons: dict[tuple[str, int], FinishReason] = {}
         self.aborted: set[tuple[str, int]] = set()
+        self.stuck: set[tuple[str, int]] = set()  # no token was left
         self.last: Counter[str] = Counter()  # Finished and RequestFailed events
         self.scores: defaultdict[str, int] = defaultdict(int)
         self.computed: dict[str, int] = {}
@@ -97,10 +98,18 @@ class Bench:
         if row.choices and self.rng.random() < 0.01:
             self.reached["picks failed"] += 1
             return Outcome((Pick(-1, error="no token"),) * len(row.choices), scores)
-        picks = tuple(Pick(self.rng.randrange(VOCAB)) for _ in row.choices)
+        picks = tuple(self.pick() for _ in row.choices)
         for choice, pick in zip(row.choices, picks, strict=True):
-            self.picked[job.key, choice].append(pick.token)
+            if pick.error:
+                self.stuck.add((job.key, choice))
+            else:
+                self.picked[job.key, choice].append(pick.token)
         return Outcome(picks, scores)
+
+    def pick(self) -> Pick:
+        if self.rng.random() < 0.02:
+            return Pick(-1, error="no token", param="grammar")
+        return Pick(self.rng.randrange(VOCAB))
 
     def hear(self, events: list[Event]) -> None:
         for event in events:
@@ -124,7 +133,10 @@ class Bench:
                     assert len(scores) == job.prompt_len - 1
                     assert not any(self.heard[event.key, c] for c in range(len(job.finish)))
                     self.reached["scored"] += 1
-                case RequestFailed():
+                case RequestFailed(_, _, param):
+                    stuck = sum(key == job.key for key, _ in self.stuck)
+                    assert not param or stuck == job.request.params.n
+                    self.reached["all stuck"] += bool(param)
                     self.last[event.key] += 1
                 case Finished():
                     self.last[event.key] += 1
@@ -160,6 +172,9 @@ class Bench:
             stops = self.limits.stop_ids(params)
             if (key, choice) in self.aborted:
                 assert reason is FinishReason.ABORTED
+            elif (key, choice) in self.stuck:
+                assert reason is FinishReason.LENGTH
+                self.reached["one stuck"] += 1
             elif reason is FinishReason.STOP:
                 assert ids[-1] in stops
                 assert len(ids) > params.min_tokens
@@ -192,4 +207,5 @@ def test_random_steps_give_every_choice_its_tokens_and_its_end() -> None:
         bench.check_end()
     kinds = [reason.value for reason in (FinishReason.STOP, FinishReason.LENGTH)]
     kinds += [FinishReason.ABORTED.value, "prefilled", "scored", "picks failed", "in its prefix"]
+    kinds += ["one stuck", "all stuck"]
     assert all(reached[kind] > 30 for kind in kinds), reached

@@ -8,10 +8,12 @@ import json
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from tool_answers import TOOL_ANSWERS
 
 from pdserve.gateway.content.answer_format import AnswerFormat
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parts import ContentPart, calls_of, reasoning_of, text_of
 from pdserve.gateway.text.reasoning import reasoning_family, reasoning_parser_names
 from pdserve.gateway.text.tools import tool_family, tool_parser_names
@@ -38,7 +40,13 @@ class Fuzzed:
         text = "".join(piece[rng.randrange(len(piece)) :] if rng.random() < 0.2 else piece
                        for piece in pieces)  # fmt: skip
         form = AnswerFormat(
-            rng.choice(self._tools), rng.choice(self._reasoning), open=rng.random() < 0.3
+            rng.choice(self._tools),
+            rng.choice(self._reasoning),
+            ToolSchemas(_schemas(rng)),
+            parallel=rng.random() < 0.8,
+            only_calls=rng.random() < 0.2,
+            open=rng.random() < 0.3,
+            continues=rng.random() < 0.2,
         )
         whole = _told(_parsed(form, [text]))
         cut = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(6)))
@@ -52,6 +60,26 @@ class Fuzzed:
         if calls:
             return "calls"
         return "thoughts" if thought else "text" if answer else "nothing"
+
+
+def _schemas(rng: Random) -> dict[str, dict[str, Any] | None]:
+    """Of the function that most answers call, which may be unknown."""
+    return rng.choice(({}, {"get_weather": None}, {"get_weather": _schema(rng, 3)}))
+
+
+def _schema(rng: Random, depth: int) -> dict[str, Any]:
+    kinds = ("string", "integer", "number", "boolean", "null", "array", "object", "odd")
+    made: dict[str, Any] = {"type": rng.choice((*kinds, list(rng.sample(kinds, 2)), 7))}
+    if depth and rng.random() < 0.8:
+        within = {
+            name: _schema(rng, depth - 1) for name in ("city", "days", "a") if rng.random() < 0.6
+        }
+        made |= rng.choice((
+            {"type": "object", "properties": within}, {"properties": within}, {"items": made},
+            {"anyOf": list(within.values())}, {"$ref": "#/$defs/A", "$defs": {"A": made}},
+            {"$ref": "#"}, {"enum": ["Paris", 1, None]}, {"properties": 7},
+        ))  # fmt: skip
+    return made
 
 
 def _parsed(form: AnswerFormat, pieces: list[str]) -> list[ContentPart]:

@@ -50,6 +50,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
         "tool_choice": {"type": "tool", "name": "f"},
     },
+    "/v1/responses/input_tokens": {"model": "tiny", "input": ITEMS, "tools": [FUNCTION]},
     "/v1/messages/count_tokens": MESSAGES,
     "/tokenize": {"model": "tiny", "prompt": "hello"},
     "/detokenize": {"model": "tiny", "tokens": [1, 2, 3]},

@@ -229,6 +229,25 @@ async def test_a_last_message_of_the_assistant_is_gone_on_with(connect):
     assert prompt.endswith("assistant\nhello")
 
 
+async def test_messages_of_the_assistant_in_a_row_are_one_turn(connect):
+    parts = ScriptedParts(deltas(TextPart("!")))
+    use = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "20"}
+    turns: list[Any] = [
+        *HI,
+        {"role": "assistant", "content": "hello"},
+        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, use]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": "It is"},
+        {"role": "assistant", "content": "warm"},
+    ]
+    await (await connect(parts)).messages.create(**{**ASKED, "messages": turns})
+    _, first, _, last = parts.messages()
+    assert (first["role"], first["content"]) == ("assistant", "hello\nI look.")
+    assert [call["id"] for call in first["tool_calls"]] == ["c"]
+    assert last == {"role": "assistant", "content": "It is\nwarm"}
+
+
 async def test_thinking_structure_and_effort_reach_the_pipeline(connect):
     parts = ScriptedParts(*[CALLS] * 3)
     client = await connect(parts)

@@ -13,6 +13,7 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.content.answer_format import (
     AnswerFormat,
     ParserChoice,
+    answer_format,
     shaped,
     tool_structure,
 )
@@ -20,7 +21,7 @@ from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.sampling import RequestedSampling
 from pdserve.gateway.structure import Structure, oversize
 from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.text.parts import calls_of
+from pdserve.gateway.text.parts import calls_of, text_of
 from pdserve.gateway.text.reasoning import reasoning_family
 from pdserve.gateway.text.tools import tool_family, tool_parser_names
 from pdserve.gateway.tool_use import Tool, ToolUse
@@ -199,6 +200,27 @@ async def test_a_structure_binds_at_once_in_a_message_that_goes_on(content: Any)
     assert await starts(opened) == (False, True)
     ended = json.loads(json.dumps(content).replace("Answer", "<think>\\n</think>Well"))
     assert await starts(ended) == (True, False)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_message_of_harmony_that_goes_on_shows_no_tags(called: bool, inline: bool) -> None:
+    families = tool_family("gpt_oss"), reasoning_family("gpt_oss")
+    use = ToolUse([WEATHER]) if called else None
+    form = answer_format(families, use, "Once upon", continues=True, inline=inline)
+    more = (
+        " a time<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather"
+        "<|message|>{}<|call|>"
+    )
+    for text, calls in ((" a time.<|return|>", 0), (" a time", 0), (more, int(called))):
+        for pieces in ([text], text):
+            parser = form.parser()
+            assert parser is not None
+            content = [part for piece in pieces for part in parser.push(piece)]
+            content += parser.finish()
+            assert text_of(content).startswith(" a time")
+            assert "<" not in text_of(content)
+            assert len(calls_of(content)) == calls
 
 
 def test_a_bound_of_thoughts_has_the_tags_that_the_model_writes() -> None:

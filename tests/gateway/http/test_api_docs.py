@@ -35,7 +35,7 @@ def references(value: Any) -> Iterator[str]:
 
 ROUTES = {
     "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/embeddings",
-    "POST /v1/responses",
+    "POST /v1/responses", "POST /v1/responses/input_tokens",
     "GET /v1/responses/{name}", "DELETE /v1/responses/{name}", "POST /v1/responses/{name}/cancel",
     "GET /v1/responses/{name}/input_items", "POST /tokenize", "POST /detokenize", "POST /rerank",
     "POST /v1/rerank", "POST /score", "POST /v1/score", "POST /v1/messages",
@@ -255,6 +255,8 @@ async def test_the_page_needs_nothing_from_elsewhere(make_http):
     assert page.text == PAGE
     assert "://" not in PAGE + START
     assert "default-src 'none'; script-src 'self'" in page.headers["content-security-policy"]
+    folder = await client.get("/docs/", headers=key)
+    assert (folder.status_code, folder.headers["location"]) == (307, "../docs")
     needed = re.findall(r'(?:src|href)="(docs/[^"]+)"', PAGE)
     assert len(needed) == 3
     for path in needed:

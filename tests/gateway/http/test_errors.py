@@ -309,6 +309,9 @@ async def test_unknown_routes_and_methods(make_http):
     for url in ("/v1/conversations", "/v1/images/generations", f"{CHAT}/id"):
         error = check(await client.post(url, json={}), 404, code="unknown_url")
         assert error["message"] == f"POST {url} is not offered by this server"
+    for method, url in (("POST", "/v1/responses/compact"), ("DELETE", "/v1/models/tiny")):
+        error = check(await client.request(method, url, json={}), 404, code="unknown_url")
+        assert error["message"] == f"{method} {url} is not offered by this server"
     for url in ("/v1/files", "/v1/files/id", "/v1/batches", "/v1/usage"):
         error = check(await client.post(url, json={}), 400)
         assert "needs --database-url" in error["message"]

@@ -47,6 +47,9 @@ async def test_an_origin_is_let_in_on_purpose(make_http):
         reply = await client.post(CHAT, json=ASKED, headers=headers)
         assert reply.status_code == status
         assert reply.headers.get("access-control-allow-origin") == (page if status == 200 else None)
+        if status == 200:
+            shown = reply.headers["access-control-expose-headers"]
+            assert {"x-request-id", "request-id", "retry-after"} <= set(shown.split(", "))
     ask = {"host": "localhost", "origin": page, "access-control-request-method": "POST"}
     asked = await client.options(CHAT, headers=ask)
     assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, page)

@@ -22,6 +22,7 @@ from sse import events
 from starlette.types import ASGIApp
 from tool_model import CONTEXT_LEN, TEMPLATE, THINKING, ToolModel, calls
 
+from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import PreparedCompletion
 from pdserve.gateway.content.answer_format import ParserChoice
@@ -29,7 +30,7 @@ from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.http.dialect import Dialect, HttpLimits
 from pdserve.gateway.http.inner import post
 from pdserve.gateway.mcp.config import McpServer
 from pdserve.gateway.mcp.loop import MAX_CALLS, McpTools
@@ -129,10 +130,13 @@ async def gateway(
     servers = McpServers([configured], metrics.mcp_calls, tools)
     offers = McpTools(servers, max_rounds, clock)
     service = scripted_service(router, server_tools=offers, clock=clock, **options)
-    dialect = OpenAiDialect(service, LIMITS, BodyReader(LIMITS))
+    bodies = BodyReader(LIMITS)
+    dialects: list[Dialect] = [
+        AnthropicDialect(service, LIMITS, bodies), OpenAiDialect(service, LIMITS, bodies)
+    ]  # fmt: skip
     readiness = Readiness(router, service.catalog)
-    routes = create_routes([dialect], service, readiness)
-    app = create_app([dialect], service, readiness, ApiKeys(), True, routes=routes)
+    routes = create_routes(dialects, service, readiness)
+    app = create_app(dialects, service, readiness, ApiKeys(), True, routes=routes)
     servers.start()
     await eventually(lambda: servers.offered)
     transport = httpx.ASGITransport(app)
@@ -317,6 +321,25 @@ async def test_without_rounds_and_with_several_choices_calls_are_the_clients() -
         finishes = {choice["finish_reason"] for choice in response["choices"]}
         assert finishes == {"tool_calls"}
         assert tools.called == []
+
+
+async def test_what_is_offered_counts_in_a_prompt() -> None:
+    model = ToolModel("x")
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+    schema = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    async with gateway(model, Tools(look=answers("seen"))) as at:
+        for more in ({}, {"output_config": schema}):
+            path = "/v1/messages/count_tokens"
+            counted = (await at.http.post(path, json={**asked, **more})).json()
+            reply = await at.http.post("/v1/messages", json={**asked, **more, "max_tokens": 9})
+            assert reply.status_code == 200, reply.text
+            assert counted["input_tokens"] == len(model.starts[-1].prompt_ids)
+        body = {"model": "tiny", "input": "hello"}
+        counted = (await at.http.post("/v1/responses/input_tokens", json=body)).json()
+        await at.http.post("/v1/responses", json=body)
+        assert counted["input_tokens"] == len(model.starts[-1].prompt_ids)
+    assert "s__look" in model.prompt(0)
+    assert "s__look" not in model.prompt(1)
 
 
 async def test_where_nothing_is_offered() -> None:

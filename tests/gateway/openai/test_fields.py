@@ -103,6 +103,7 @@ def templated(source: str) -> FakeRouter:
         ({"chat_template_kwargs": {"enable_thinking": False}}, "hi. thinking False"),
         ({"reasoning_effort": "low"}, "hi. effort low"),
         ({"reasoning_effort": "none"}, "hi. effort none thinking False"),
+        ({"verbosity": "high"}, "hi. verbosity high"),
         (
             {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
             "hi. effort high",
@@ -115,6 +116,7 @@ async def test_what_a_template_is_told(make_http, fields, text):
         "{{ messages[0].content }}{% if add_generation_prompt %}.{% endif %}"
         "{% if reasoning_effort is defined %} effort {{ reasoning_effort }}{% endif %}"
         "{% if enable_thinking is defined %} thinking {{ enable_thinking }}{% endif %}"
+        "{% if verbosity is defined %} verbosity {{ verbosity }}{% endif %}"
     )
     reply = await make_http(router).post(CHAT, json={"model": "tiny", "messages": HI, **fields})
     assert reply.status_code == 200, reply.json()

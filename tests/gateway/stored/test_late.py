@@ -69,6 +69,27 @@ async def test_they_are_made_once_they_are_wanted(tmp_path):
     await late.close()
 
 
+@pytest.mark.parametrize("made_in_time", [True, False])
+async def test_what_waits_is_bounded(tmp_path, monkeypatch, caplog, made_in_time):
+    monkeypatch.setattr("pdserve.gateway.openai.stored.late.MAX_NOTED", 2)
+    late, routes, app = made(tmp_path)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://g", timeout=60) as http:
+        for _ in range(5):
+            assert (await http.post(CHAT, json=BODY)).status_code == 200
+    if made_in_time:
+        late.want()
+        running = asyncio.create_task(late.run(routes))
+        await late.parts()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    await late.close()
+    assert f"the usage of {3 if made_in_time else 5} requests is lost" in caplog.text
+    if made_in_time:
+        with closing(sqlite3.connect(tmp_path / "gateway.db")) as found:
+            assert found.execute("SELECT sum(requests) FROM usage").fetchone() == (2,)
+
+
 async def test_a_file_that_is_no_database_ends_the_task(tmp_path):
     (tmp_path / "gateway.db").write_text("no database" * 100)
     late, routes, _ = made(tmp_path)

@@ -283,7 +283,7 @@ def test_a_call_after_what_is_none(name: str) -> None:
     assert (text, calls) == (broken, [PARIS])
 
 
-@pytest.mark.parametrize("name", ["hermes", "gemma4", "kimi_k2", "deepseek_v31"])
+@pytest.mark.parametrize("name", ["hermes", "gemma4", "kimi_k2", "deepseek_v31", "mistral"])
 def test_a_missing_bracket_hides_no_later_call(name: str) -> None:
     answer = TOOL_ANSWERS[name]
     at = answer.call.rindex("}")
@@ -292,6 +292,16 @@ def test_a_missing_bracket_hides_no_later_call(name: str) -> None:
         whole = broken + between + answer.call.replace("Paris", "Rome")
         assert made(parse(name, [whole])) == (broken, [ROME])
         assert made(parse(name, whole)) == (broken, [ROME])
+
+
+@pytest.mark.parametrize("between", ["", "\n", " and "])
+def test_a_missing_brace_of_named_arguments_hides_no_later_call(between: str) -> None:
+    broken = '[TOOL_CALLS]f[ARGS]{"a": [1, {"b": "}"}'
+    whole = f'{broken}{between}[TOOL_CALLS]f[ARGS]{{"a": [1]}}'
+    for pieces in ([whole], whole):
+        assert made(parse("mistral", pieces)) == (broken + between.rstrip(), [("f", {"a": [1]})])
+    for pieces in ([broken], broken):
+        assert made(parse("mistral", pieces)) == (broken, [])
 
 
 def test_an_unknown_function_is_called_all_the_same() -> None:
@@ -360,6 +370,8 @@ def test_bare_line_breaks_in_strings() -> None:
         ("kimi_k2", ["<|tool_calls_section_end|>", "<|tool_call_end|>"]),
         ("deepseek_v3", ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "```"]),
         ("deepseek_v31", ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>"]),
+        ("minimax_m2", ["\n</minimax:tool_call>"]),
+        ("deepseek_dsml", ["\n</｜DSML｜function_calls>"]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("cut", [True, False])

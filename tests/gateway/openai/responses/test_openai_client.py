@@ -244,12 +244,33 @@ async def test_a_conversation_that_is_kept(connect):
     await client.responses.delete(second.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(second.id)
-    with pytest.raises(openai.BadRequestError, match="not found"):
+    with pytest.raises(openai.BadRequestError, match="not found") as missing:
         await client.responses.create(model="tiny", input="x", previous_response_id=second.id)
+    assert missing.value.code == "previous_response_not_found"
+    assert missing.value.param == "previous_response_id"
     with pytest.raises(openai.BadRequestError, match="background"):
         await client.responses.cancel(third.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.cancel("resp_none")
+
+
+async def test_tokens_are_counted(connect):
+    router = FakeRouter(saying("hello"))
+    router.blobs[router.cards[0].template_digest] = (
+        b"{% for m in messages %}{{ m.content }}{% endfor %}"
+        b"{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ verbosity }}"
+    )
+    client = await connect(router, responses=MemoryStore())
+    first = await client.responses.create(model="tiny", input="hi")
+    asked: Any = {
+        "model": "tiny", "input": "hello", "instructions": "be short", "tools": [WEATHER],
+        "text": {"verbosity": "low"}, "previous_response_id": first.id,
+    }  # fmt: skip
+    counted = await client.responses.input_tokens.count(**asked)
+    assert counted.object == "response.input_tokens"
+    assert len(router.starts) == 1, "counting runs no model"
+    await client.responses.create(**asked)
+    assert counted.input_tokens == len(router.starts[1].prompt_ids)
 
 
 async def test_a_tenant_finds_its_own_alone(connect, serve):
@@ -343,7 +364,9 @@ async def test_structure_and_effort_reach_the_pipeline(connect):
     structure = asked.sampling.structure
     assert (structure.kind, structure.value) == ("json_schema", schema)
     assert structure.param == "text.format.schema"
-    assert asked.conversation.suggested == {"reasoning_effort": "none", "enable_thinking": False}
+    assert asked.conversation.suggested == {
+        "reasoning_effort": "none", "enable_thinking": False, "verbosity": "low"
+    }  # fmt: skip
     assert answer.text.format.schema_ == schema
     assert answer.reasoning.effort == "none"
     await client.responses.create(

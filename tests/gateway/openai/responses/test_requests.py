@@ -200,6 +200,20 @@ async def test_a_conversation_cannot_grow_beyond_its_items(make_http):
     check(await client.post(URL, json={**ASKED, **more}), 400, "input")
 
 
+@pytest.mark.parametrize("path", [URL, f"{URL}/input_tokens"])
+async def test_what_the_template_refuses_is_the_input(make_http, path):
+    for template in (b"{{ raise_exception('no') }}", b"{{ 1 / 0 }}", b""):
+        router = FakeRouter(saying("x"))
+        router.blobs[router.cards[0].template_digest] = template
+        check(await make_http(router).post(path, json=ASKED), 400, "input")
+    body = {**ASKED, "input": "x " * 50_000}
+    client = make_http(saying("x"), bounds=LARGE)
+    check(await client.post(path, json=body), 400, "input", "context_length_exceeded")
+    if path == URL:
+        body = {**ASKED, "input": "x " * 400}
+        check(await client.post(path, json=body), 400, "input", "context_length_exceeded")
+
+
 async def test_what_is_kept_counts_as_a_body_while_it_is_used(make_http):
     """Else small requests could bring along as much as they like."""
     held = asyncio.Event()
