@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from front.clock import MARKS, StepClock
 from tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, write_tokenizer
 
-from front.clock import MARKS, StepClock
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.engine import Engine

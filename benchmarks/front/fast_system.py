@@ -7,9 +7,9 @@ from pathlib import Path
 
 import httpx
 import psutil
+from front.clock import StepClock
 from single_processes import SingleProcesses, files_of
 
-from front.clock import StepClock
 from pdserve.services.host.auth.roles import Role
 
 FAST_DECODE = Path(__file__).parent / "fast_decode.py"

@@ -77,7 +77,7 @@ def add_response_routes(
         """How many tokens a response's prompt has."""
         body = await bodies.read(request, parse_input_tokens)
         counting = count_input_tokens(service, body, caller_of(request), bodies, store)
-        return Reply(counting, errors, limits)
+        return Reply(counting, errors)
 
     @app.get("/v1/responses/{name}", **described(answer=ResponseObject))
     async def retrieve(request: Request, name: str) -> Response:

@@ -33,14 +33,16 @@ SHOWN = "the answer repeats it, which is all that it is for"
 ANSWERS = ("status", "output", "usage", "incomplete_details", "store")
 WITHOUT: dict[tuple[str, str], str] = {
     (PLAIN, "add_special_tokens"): NO_BOS,
-    **{(path, name): WHOSE for path in (CHAT, PLAIN) for name in ("user", "session_id")},
+    **{(path, name): WHOSE for path in (CHAT, PLAIN, RESPONSES)
+       for name in ("user", "session_id")},
     (RESPONSES, "max_tool_calls"): "of servers' tools alone (tests/gateway/mcp/test_loop.py)",
     **{
         (RESPONSES, name): SHOWN
-        for name in ("metadata", "user", "safety_identifier", "prompt_cache_key")
+        for name in ("metadata", "safety_identifier", "prompt_cache_key")
     },
     (RESPONSES, "reasoning.summary"): ONE,
     (MESSAGES, "thinking.display"): ONE,
+    **{(MESSAGES, name): WHOSE for name in ("metadata", "metadata.user_id")},
     **{
         (path, "structured_outputs.disable_fallback"): "there is nothing to fall back to"
         for path in (CHAT, PLAIN)
@@ -139,6 +141,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "thinking.display": tuple(
         {"thinking": {"type": "adaptive", **more}} for more in ({"display": "summarized"}, {})
     ),
+    "metadata.user_id": tuple({"metadata": {"user_id": name}} for name in "ab"),
     "text.format": ({"text": {"format": ENUM}}, {"text": {"format": {**ENUM, "schema": INTEGER}}}),
     "text.verbosity": ({"text": {"verbosity": "low"}}, {"text": {"verbosity": "high"}}),
     "reasoning.effort": ({"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "high"}}),
@@ -217,7 +220,9 @@ async def test_what_is_served_has_an_effect(make_http, monkeypatch, path):
             text = json.dumps({name: reply.json()[name] for name in ANSWERS})
         text = re.sub(r"[0-9a-f]{24,32}", "ID", text)
         text = re.sub(r'"created":\d+', "", text)
-        sent = [(list(s.prompt_ids), s.params, s.cache_salt, s.seed) for s in router.starts]
+        sent = [
+            (list(s.prompt_ids), s.params, s.cache_salt, s.priority, s.seed) for s in router.starts
+        ]
         return reply.status_code, text, sent
 
     found = list(fields(path))

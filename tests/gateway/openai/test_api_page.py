@@ -138,7 +138,7 @@ async def test_what_is_ignored_changes_no_answer(client, router, path):
 
     plain = await asked()
     ignored = rows(path, IGNORED)
-    assert len(ignored) > (1 if "tokenize" in path else 6)
+    assert len(ignored) > (1 if "tokenize" in path else 5)
     for name in ignored:
         for value in WANTED:
             assert await asked(**{name: value}) == plain, name
