@@ -296,6 +296,7 @@ class Service:
             end,
             continues=asked.continues,
             inline=not asked.separate_reasoning,
+            structured=asked.sampling.structure is not None,
         )
         sampling = shaped(asked.sampling, families, asked.tool_use, end, continues=asked.continues)
         return sampling, form

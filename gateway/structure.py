@@ -23,7 +23,8 @@ class Structure:
     of GBNF, as llama.cpp and XGrammar read it; structural_tag, free text with tags: {"structures":
     [{"begin", "schema", "end"}], "triggers": [texts], "required": bool, "stop_after_first": bool},
     where `required` leaves nothing but tags, at least one, white space between them, and a few
-    characters behind. A structure there may have a "param" and be "lenient" itself.
+    characters behind. A structure there may have a "param" and be "lenient" itself. With "or", the
+    fields of another structure, the text may match that one instead of having tags.
 
     `lead`: what the answer has before the form, in special tokens, too.
 

@@ -5,8 +5,9 @@ The families are found in the model's chat template, or named by the gateway's s
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import Any
 
 from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_VALUES
 from pdserve.gateway.grammars.schemas import without_annotations
@@ -36,8 +37,9 @@ Families = tuple[ToolFamily | None, ReasoningFamily | None]
 class AnswerFormat:
     """By default the whole text is the answer.
 
-    `only_calls`: text behind a call is left out. `open`: the prompt has opened a thought. `inline`:
-    thoughts are part of the text. `continues`: the answer goes on with a message.
+    `only_calls`: text behind a call is left out. `calls_first`: an answer that does not begin with
+    a call has none. `open`: the prompt has opened a thought. `inline`: thoughts are part of the
+    text. `continues`: the answer goes on with a message.
     """
 
     tools: ToolFamily | None = None
@@ -45,6 +47,7 @@ class AnswerFormat:
     schemas: ToolSchemas = field(default_factory=ToolSchemas)
     parallel: bool = True
     only_calls: bool = False
+    calls_first: bool = False
     open: bool = False
     inline: bool = False
     continues: bool = False
@@ -67,7 +70,14 @@ class AnswerFormat:
             thoughts = self.reasoning.make(self.open) if self.reasoning else None
             calls = None
             if self.tools is not None:
-                calls = CallStream(self.tools, self.schemas, new_id, self.parallel, self.only_calls)
+                calls = CallStream(
+                    self.tools,
+                    self.schemas,
+                    new_id,
+                    self.parallel,
+                    self.only_calls,
+                    self.calls_first,
+                )
             made = AnswerParser(thoughts, calls)
         whole = self.tools if self.tools is not None and self.tools.whole else self.reasoning
         if self.continues and whole is not None and whole.opening:
@@ -104,10 +114,16 @@ def prompt_end(vocabulary: Vocabulary, ids: Sequence[int]) -> str:
 
 
 def answer_format(
-    families: Families, use: ToolUse | None, prompt_end: str, *, continues: bool, inline: bool
+    families: Families,
+    use: ToolUse | None,
+    prompt_end: str,
+    *,
+    continues: bool,
+    inline: bool,
+    structured: bool = False,
 ) -> AnswerFormat:
     """`prompt_end`: the last text before the answer; with `continues` all of the message that the
-    answer goes on with."""
+    answer goes on with. `structured`: text without calls has a form."""
     tools, reasoning = families
     called = use.tools if use is not None and _may_call(use) else ()
     return AnswerFormat(
@@ -115,7 +131,8 @@ def answer_format(
         reasoning,
         ToolSchemas({tool.name: tool.parameters for tool in called}),
         use.parallel if use else True,
-        only_calls=use is not None and use.choice == "required",
+        only_calls=use is not None and (structured or use.choice == "required"),
+        calls_first=structured,
         open=reasoning is not None and _is_open(reasoning, prompt_end, continues),
         inline=inline,
         continues=continues,
@@ -137,15 +154,8 @@ def shaped(
     tools, reasoning = families
     sampling = thinking_bound(sampling, reasoning)
     structure = tool_structure(tools, use) if use is not None else None
-    if structure is None:
-        structure = sampling.structure
-        if structure is not None and tools is not None and _may_call(use):
-            text = f"{structure.param} cannot be combined with tools that may be called"
-            raise refuse(structure.param, f'{text}; tool_choice "none" leaves them uncalled')
-    elif sampling.structure is not None:
-        param = sampling.structure.param
-        text = f"{param} cannot be combined with the form that {structure.param} asks for"
-        raise refuse(param, text)
+    if sampling.structure is not None:
+        structure = _beside_calls(sampling.structure, structure, families, use)
     if structure is None:
         return sampling
     if structure is not sampling.structure and tools is not None and tools.whole is not None:
@@ -172,6 +182,27 @@ def thinking_bound(
     return replace(sampling, thinking_tags=reasoning.written or (reasoning.begin, reasoning.end))
 
 
+def _beside_calls(
+    asked: Structure, held: Structure | None, families: Families, use: ToolUse | None
+) -> Structure:
+    """A client's structure with room for the calls that the model may make, which `held` holds to a
+    form. Raises ServiceError if there is none."""
+    tools, reasoning = families
+    if use is None or not _may_call(use) or tools is None:
+        return asked
+    if use.choice == "auto" and tools.has_tags and asked.kind != "structural_tag":
+        other = {own.name: getattr(asked, own.name) for own in fields(asked)}
+        value = {**_tags(tools, use), "required": True, "or": other}
+        return Structure("structural_tag", value, asked.param)
+    if held is None and tools.whole is not None and reasoning is not None:
+        return asked  # it binds one message, and calls are others
+    if held is not None:
+        text = f"{asked.param} cannot be combined with the form that {held.param} asks for"
+        raise refuse(asked.param, text)
+    text = f"{asked.param} cannot be combined with tools that may be called"
+    raise refuse(asked.param, f'{text}; tool_choice "none" leaves them uncalled')
+
+
 def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
     """What holds an answer to the calls that are asked for; None if the model may write what it
     likes. Raises ServiceError for a model whose calls have no form."""
@@ -181,6 +212,12 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
     param = "tool_choice" if required or use.only else "tools"
     if family is None:
         raise refuse(param, f"{param}: this gateway does not read calls of tools (--tool-parser)")
+    return Structure("structural_tag", _tags(family, use), param)
+
+
+def _tags(family: ToolFamily, use: ToolUse) -> dict[str, Any]:
+    """The value of a structural tag whose tags are the calls of the tools."""
+    required = use.choice == "required"
     tools = [tool for tool in use.tools if not use.only or tool.name in use.only]
     given = [
         dict(tool.parameters or ANY_OBJECT) if required or tool.strict else ANY_OBJECT
@@ -196,13 +233,12 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
         }
         for tool, schema in zip(tools, schemas, strict=True)
     ]
-    value = {
+    return {
         "structures": structures,
         "triggers": [family.form.trigger],
         "required": required,
         "stop_after_first": not use.parallel,
     }
-    return Structure("structural_tag", value, param)
 
 
 def new_call_id(length: int = 0) -> str:

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
 from pdserve.gateway.grammars.schemas import where
-from pdserve.gateway.grammars.sources import source, tag_source
+from pdserve.gateway.grammars.sources import other_form, source, tag_source
 from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.tokenizer import Tokenizer
@@ -74,6 +74,11 @@ class GrammarCompiler:
                 if its:
                     wrong, schema, param = its, tag["schema"], tag.get("param", param)
                     break
+            else:
+                other = other_form(structure)
+                its = self._wrong(source(other, self._split, self._free)) if other else ""
+                if other is not None and its:
+                    return self._error(other, its)
         return TextError(f"{param}: {_at(schema, wrong)}{wrong}", param)
 
 

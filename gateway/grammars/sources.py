@@ -39,6 +39,12 @@ def tag_source(tag: Mapping[str, Any], structure: Structure) -> str:
     return _joined([_json(tag["schema"], structure, tag.get("lenient"))])
 
 
+def other_form(structure: Structure) -> Structure | None:
+    """What a text may match that has none of the tags."""
+    other = structure.value.get("or") if structure.kind == "structural_tag" else None
+    return None if other is None else Structure(**other)
+
+
 def _joined(grammars: list[dict[str, Any]]) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
 
@@ -122,6 +128,11 @@ def _tagged(structure: Structure, split: Split, free: Collection[int]) -> list[d
         {"name": f"schema_{n}", **_json(tag["schema"], structure, tag.get("lenient"))}
         for n, tag in enumerate(tags)
     ]
+    other = other_form(structure)
+    if other is not None:
+        lines = ["start: tags | @or", lines[0].replace("start", "tags", 1), *lines[1:]]
+        whole, *parts = _grammars(other, split, free)
+        schemas += [{"name": "or", **whole}, *parts]
     return [_lark("\n".join(("%llguidance {}", *lines))), *schemas]
 
 

@@ -66,6 +66,11 @@ class ToolFamily:
     opening: str = ""
     id_len: int = 0  # letters and digits of a call's id, where templates insist on so many
 
+    @property
+    def has_tags(self) -> bool:
+        """Whether the beginning of a call tells it from JSON."""
+        return self.form.trigger in self.openers
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFamily:

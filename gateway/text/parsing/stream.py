@@ -47,9 +47,10 @@ class CallStream:
         new_id: Callable[[], str],
         parallel: bool,
         only_calls: bool = False,
+        calls_first: bool = False,
     ) -> None:
         """`parallel`: otherwise calls after the first are left out. `only_calls`: so is text behind
-        a call."""
+        a call. `calls_first`: an answer that does not begin with a tag has no calls."""
         assert family.read is not None
         self._read = family.read
         self._special = family.special
@@ -59,7 +60,12 @@ class CallStream:
         self._only_calls = only_calls
         self._marks = (*family.openers, FENCE)
         self._pattern = re.compile("|".join((*map(re.escape, family.openers), "`+")))
-        self._bare = family.bare  # characters that may begin a block where the answer begins
+        self._openers = tuple(family.openers)
+        self._calls_first = calls_first
+        self._plain = False  # the whole answer is text
+        self._bare = (
+            "" if calls_first else family.bare
+        )  # characters that may begin a block where the answer begins
         self._pending = ""
         self._space = ""
         self._fence = 0  # backticks of the one that is open
@@ -102,6 +108,17 @@ class CallStream:
 
     def _in_text(self) -> bool:
         """Whether there is more to do with the text that has come."""
+        if self._calls_first and not (self._num_calls or self._plain):
+            start = self._pending.lstrip()
+            if len(self._pending) - len(start) < MAX_SPACE:
+                if not self._ended and any(o.startswith(start) for o in self._openers):
+                    return False
+                self._plain = not start.startswith(self._openers)
+            else:
+                self._plain = True
+        if self._plain:
+            self._pass(len(self._pending))
+            return False
         if self._bare:
             start = self._pending.lstrip()
             if not start and len(self._pending) < MAX_SPACE and not self._ended:

@@ -45,6 +45,7 @@ class Fuzzed:
             ToolSchemas(_schemas(rng)),
             parallel=rng.random() < 0.8,
             only_calls=rng.random() < 0.2,
+            calls_first=rng.random() < 0.2,
             open=rng.random() < 0.3,
             continues=rng.random() < 0.2,
         )

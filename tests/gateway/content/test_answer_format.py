@@ -1,11 +1,14 @@
 """What holds an answer to the tools, and which parsers a gateway uses."""
 
 import json
+import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fake_router import FakeRouter, saying, served
+from grammar_walks import Walk, compiler
 from scripted_service import scripted_service
 from tool_answers import TOOL_ANSWERS
 
@@ -31,6 +34,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER, CLOCK = Tool("get_weather", "", SCHEMA), Tool("get_time")
 STRICT = Tool("get_weather", "", SCHEMA, strict=True)
 HERMES = tool_family("hermes")
+NAMES = tool_parser_names()
 THINK = reasoning_family("think")
 
 
@@ -245,13 +249,55 @@ def test_two_structures_are_refused() -> None:
     assert error.value.param == "response_format"
 
 
-def test_a_structure_without_room_for_calls_is_refused_beside_tools() -> None:
-    asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
+@pytest.mark.parametrize("name", [name for name in NAMES if tool_family(name).has_tags])
+@pytest.mark.parametrize("tool", [WEATHER, STRICT])
+def test_beside_tools_a_structure_leaves_room_for_calls(name: str, tool: Tool) -> None:
+    asked = RequestedSampling(structure=Structure("json_schema", SCHEMA, "response_format"))
+    use = ToolUse([tool, CLOCK])
+    family = tool_family(name)
+    found = shaped(asked, (family, THINK), use, "", continues=False)
+    assert found.structure_after == "</think>"
+    assert found.structure is not None
+    assert found.structure.param == "response_format"
+    text = '{"city": "<tool_call>"}'
+    form = answer_format((family, None), use, "", continues=False, inline=False, structured=True)
+    for answer in (text, TOOL_ANSWERS[name].call):
+        for pieces in ([answer], answer):
+            parser = form.parser()
+            assert parser is not None
+            content = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+            assert text_of(content) == (text if answer is text else "")
+            assert len(calls_of(content)) == (answer is not text)
+    walked = Walk(compiler().compile(replace(found.structure, lead="")))
+    assert walked.take(text)
+    assert walked.may_end
+    called = Walk(compiler().compile(replace(found.structure, lead=""))).finish(random.Random(3))
+    assert json.loads(called) if called[0] == "{" else called.startswith(family.form.trigger)
+
+
+@pytest.mark.parametrize("kind", ["json_object", "structural_tag"])
+def test_a_structure_without_room_for_calls_is_refused_beside_tools(kind: Any) -> None:
+    value = {"structures": [], "triggers": []} if kind == "structural_tag" else None
+    asked = RequestedSampling(structure=Structure(kind, value, "response_format"))
+    family = HERMES if kind == "structural_tag" else tool_family("llama3_json")
     with pytest.raises(ServiceError, match="tools that may be called") as error:
-        shaped(asked, (HERMES, THINK), ToolUse([WEATHER]), "", continues=False)
+        shaped(asked, (family, THINK), ToolUse([WEATHER]), "", continues=False)
     assert error.value.param == "response_format"
     for tools, use in ((HERMES, ToolUse([WEATHER], "none")), (None, ToolUse([WEATHER]))):
         assert shaped(asked, (tools, None), use, "", continues=False).structure == asked.structure
+
+
+def test_a_structure_binds_the_final_message_of_harmony_alone() -> None:
+    asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
+    families = tool_family("gpt_oss"), reasoning_family("gpt_oss")
+    found = shaped(asked, families, ToolUse([WEATHER]), "<|start|>assistant", continues=False)
+    assert found.structure is not None
+    assert (found.structure.kind, found.structure.lead) == ("json_object", "<|message|>")
+    assert found.structure_after == "<|channel|>final"
+    for use in (ToolUse([STRICT]), ToolUse([WEATHER], "required")):
+        with pytest.raises(ServiceError, match="the form that") as error:
+            shaped(asked, families, use, "<|start|>assistant", continues=False)
+        assert error.value.param == "response_format"
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,38 @@ def test_an_answer_may_have_nothing_but_tags_or_end_with_one() -> None:
     ))  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("kind", "other", "text", "wrong"),
+    [
+        ("json_schema", ONE, '{"a": true, "b": [null]}', '{"a": 1'),
+        ("json_object", None, "{}", "["), ("regex", "<f=.", "<f=x", "<g"),
+        ("choice", ["yes", "no"], "no", "na"), ("lark", 'start: "a" b*\nb: "x"', "axx", "ay"),
+        ("grammar", 'root ::= "a" item*\nitem ::= "x"', "axx", "ay"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("lead", ["", "<|im_start|>so"])
+def test_a_text_may_have_another_form_instead_of_tags(kind, other, text, wrong, lead):
+    fields = {"kind": kind, "value": other, "param": "text.format"}
+    value = {**TAG, "required": True, "or": fields}
+    for one in (text, "<f=two>7</f>", "<f=two>7</f>\n<|im_start|>three null<|im_start|>"):
+        assert takes("structural_tag", value, lead + one, lead=lead), one
+    for one in (wrong, text + " <f=two>7</f>", "so", "<f=two>x"):
+        assert not takes("structural_tag", value, lead + one, lead=lead), one
+    once = {**value, "stop_after_first": True}
+    assert takes("structural_tag", once, "<f=two>7</f>")
+    assert takes("structural_tag", once, text)
+    assert not takes("structural_tag", once, "<f=two>7</f><f=two>7</f>")
+
+
+def test_what_is_wrong_of_the_other_form_is_named() -> None:
+    other = {"kind": "json_schema", "value": {"not": {}}, "param": "text.format.schema"}
+    error = error_of("structural_tag", {**TAG, "required": True, "or": other})
+    assert error.param == "text.format.schema"
+    assert str(error).startswith("text.format.schema: at #: ")
+    other["lenient"] = True  # type: ignore[assignment]
+    assert takes("structural_tag", {**TAG, "required": True, "or": other}, "7")
+
+
 def test_the_wrong_schema_of_a_tag_is_named() -> None:
     tags = [TAG["structures"][0], {"begin": "<f=x>", "schema": {"not": {}}, "end": ""}]
     value = {"structures": tags, "triggers": ["<f="]}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 from fake_router import FakeRouter, Play, saying, served, tokenizer_json
+from grammar_walks import Walk
 from sse import events
 from tool_answers import TOOL_ANSWERS
 
@@ -189,6 +190,33 @@ async def test_stop_strings_are_looked_for_in_what_the_model_writes(
 
 
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_beside_tools_an_answer_with_a_form_is_that_or_calls(
+    make_http: Callable[..., Any], stream: bool
+) -> None:
+    schema = {"type": "object", "properties": {"note": {"type": "string"}}, "required": ["note"]}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    text = '{"note": "<tool_call>"}'
+    for said, calls in ((text, 0), (HERMES.call, 1)):
+        upstream = router(saying(said))
+        given = body(response_format=asked, stream=stream)
+        reply = await make_http(upstream).post(URL, json=given)
+        assert reply.status_code == 200, reply.text
+        if stream:
+            (answer,) = joined(events(reply.text)).values()
+            found, content, finish = answer["calls"], answer["text"], answer["finish"]
+        else:
+            choice = reply.json()["choices"][0]
+            found = choice["message"].get("tool_calls", [])
+            content, finish = choice["message"]["content"] or "", choice["finish_reason"]
+        assert (len(found), content) == (calls, "" if calls else text)
+        assert finish == ("tool_calls" if calls else "stop")
+        bound = Walk(upstream.starts[0].params.grammar.source)
+        assert bound.take(said)
+        assert bound.may_end
+        assert not Walk(upstream.starts[0].params.grammar.source).take("hello")
 
 
 async def test_a_template_without_tools_has_them_as_text(make_http: Callable[..., Any]) -> None:
