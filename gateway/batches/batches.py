@@ -19,6 +19,7 @@ from pdserve.gateway.batches.jsonl import Span
 from pdserve.gateway.batches.leases import BatchLease
 from pdserve.gateway.batches.tables import MAX_ID, BatchLine, FilePiece, StoredBatch, StoredFile
 from pdserve.gateway.storage.database import Database, in_own_task
+from pdserve.gateway.storage.text import may_be_id
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.keys import Tenant
@@ -63,8 +64,9 @@ class Batches:
         """Raises ServiceError for a file that is not there, and for too many open batches."""
         owner = tenant.id.hex()
         async with self._db.changing() as session:
-            wanted = input_file_id[: MAX_ID + 1]
-            file = await session.get(StoredFile, wanted, with_for_update=True)
+            file = None
+            if may_be_id(input_file_id, MAX_ID):
+                file = await session.get(StoredFile, input_file_id, with_for_update=True)
             if file is None or not file.complete or file.tenant != owner:
                 text = f"there is no file {input_file_id[:MAX_ID]!r}"
                 raise ServiceError(INVALID_ARGUMENT, text, param="input_file_id")
@@ -96,8 +98,10 @@ class Batches:
 
     @in_own_task
     async def find(self, tenant: str, batch_id: str) -> StoredBatch | None:
+        if not may_be_id(batch_id, MAX_ID):
+            return None
         async with self._db.reading() as session:
-            found = await session.get(StoredBatch, batch_id) if len(batch_id) <= MAX_ID else None
+            found = await session.get(StoredBatch, batch_id)
         return found if found is not None and found.tenant == tenant else None
 
     @in_own_task
@@ -110,6 +114,8 @@ class Batches:
     async def cancel(self, tenant: str, batch_id: str) -> StoredBatch | None:
         """The batch, which its owner will end: one that has none and no results has ended. Raises
         ServiceError if it had ended already."""
+        if not may_be_id(batch_id, MAX_ID):
+            return None
         async with self._db.changing() as session:
             batch = await session.get(StoredBatch, batch_id, with_for_update=True)
             if batch is None or batch.tenant != tenant:

@@ -30,6 +30,7 @@ from pdserve.gateway.batches.tables import (
     StoredFile,
 )
 from pdserve.gateway.storage.database import Database, in_own_task
+from pdserve.gateway.storage.text import may_be_id
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError
 
@@ -138,8 +139,10 @@ class Files:
 
     @in_own_task
     async def find(self, tenant: str, file_id: str) -> StoredFile | None:
+        if not may_be_id(file_id, MAX_ID):
+            return None
         async with self._db.reading() as session:
-            found = await session.get(StoredFile, file_id) if len(file_id) <= MAX_ID else None
+            found = await session.get(StoredFile, file_id)
         whole = found is not None and found.complete and found.tenant == tenant
         return found if whole else None
 
@@ -155,10 +158,11 @@ class Files:
     @in_own_task
     async def delete(self, tenant: str, file_id: str) -> bool:
         """Whether it was there. Raises ServiceError while an open batch reads it."""
+        if not may_be_id(file_id, MAX_ID):
+            return False
         async with self._db.changing() as session:
             # Who makes a batch of it has its row, or waits for this one.
-            wanted = file_id[: MAX_ID + 1]
-            file = await session.get(StoredFile, wanted, with_for_update=True)
+            file = await session.get(StoredFile, file_id, with_for_update=True)
             if file is None or not file.complete or file.tenant != tenant:
                 return False
             reader = select(StoredBatch.id).where(
@@ -217,7 +221,9 @@ async def rows_of(
     key = tuple_(table.created_us, table.id)
     query = select(table).where(*wanted)
     if page.after:
-        found = await session.scalar(query.where(table.id == page.after[: MAX_ID + 1]))
+        if not may_be_id(page.after, MAX_ID):
+            return None
+        found = await session.scalar(query.where(table.id == page.after))
         if found is None:
             return None
         mark = tuple_(found.created_us, found.id)

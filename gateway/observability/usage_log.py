@@ -18,6 +18,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.observability.meter import RequestUsage
 from pdserve.gateway.storage.database import Base, Database, in_own_task
+from pdserve.gateway.storage.text import without_nul
 from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger("pdserve.gateway.usage")
@@ -80,8 +81,7 @@ class UsageLog:
     def count(self, caller: Caller, model: str, usage: RequestUsage) -> None:
         """One more request."""
         tenant, start = caller.tenant.id.hex(), int(self._clock()) // HOUR_S * HOUR_S
-        known = caller.session.replace("\0", "")  # which PostgreSQL has in no text
-        session = self._known(start, tenant, model, known)
+        session = self._known(start, tenant, model, without_nul(caller.session))
         self._add(
             _Key(tenant, start, model, session, caller.tenant.name),
             (1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
