@@ -25,6 +25,7 @@ log = logging.getLogger("pdserve.gateway.database")
 
 OPEN_AGAIN_S = 2.0  # after a database could not be opened
 FLUSH_S = 2.0  # for the last counts
+LINE_TRANSACTIONS = 4  # of batches at once: the others are for requests of clients
 
 
 class StoredParts:
@@ -38,9 +39,10 @@ class StoredParts:
             settings.max_file_bytes, settings.max_files_bytes, settings.max_files
         )
         files, batches = Files(self._db, file_limits), Batches(self._db)
+        lines = self._db.share(LINE_TRANSACTIONS)
         self._runner = BatchRunner(
-            self._db,
-            files,
+            lines,
+            Files(lines, file_limits),
             batches,
             LineSlots(settings.batch_concurrency, lambda: limits.waiting),
             keys.has_name,
