@@ -9,6 +9,7 @@ from pathlib import Path
 import aiosqlite
 import pytest
 from eventually import LIMIT_S, eventually
+from sqlalchemy import text
 
 from pdserve.gateway.batches.files import FileLimits, Files
 from pdserve.gateway.caller import Caller
@@ -198,13 +199,15 @@ class Held:
 
     @in_own_task
     async def read(self, database: Database, number: int) -> None:
-        async with database.reading():
+        async with database.reading() as session:
+            await session.execute(text("SELECT 1"))  # begins it
             self.open.append(number)
             await self.go.wait()
 
     @in_own_task
     async def change(self, database: Database, number: int) -> None:
-        async with database.changing():
+        async with database.changing() as session:
+            await session.execute(text("SELECT 1"))  # begins it
             self.open.append(number)
             await self.go.wait()
 
