@@ -25,6 +25,7 @@ log = logging.getLogger("pdserve.gateway.usage")
 
 FLUSH_S = 1.0
 HOUR_S = 3600
+DAY_S = 86400
 MAX_SESSIONS = 10_000  # of one key and model in an hour; what others use counts under no session
 MAX_UNWRITTEN = 100_000  # rows that wait for a database that cannot be used
 ROWS_AT_ONCE = 500
@@ -131,6 +132,17 @@ class UsageLog:
         async with self._db.reading() as session:
             found = await session.execute(wanted.group_by(*groups).order_by(*groups).limit(most))
             return found.all()
+
+    @in_own_task
+    async def was_used(self, tenant: str, model: str) -> bool:
+        """Whether the tenant has had answers of the model in the last day, as far as they are
+        written."""
+        since = int(self._clock()) - DAY_S
+        wanted = select(UsageRow.model).where(
+            UsageRow.tenant == tenant, UsageRow.start >= since, UsageRow.model == model
+        )
+        async with self._db.reading() as session:
+            return await session.scalar(wanted.limit(1)) is not None
 
     def _known(self, start: int, tenant: str, model: str, session: str) -> str:
         if start != self._hour:

@@ -39,6 +39,7 @@ class StoredParts:
             settings.max_file_bytes, settings.max_files_bytes, settings.max_files
         )
         files, batches = Files(self._db, file_limits), Batches(self._db)
+        self.usage = UsageLog(self._db)
         lines = self._db.share(LINE_TRANSACTIONS)
         self._runner = BatchRunner(
             lines,
@@ -47,8 +48,8 @@ class StoredParts:
             LineSlots(settings.batch_concurrency, lambda: limits.waiting),
             keys.has_name,
             settings.max_body_bytes,
+            self.usage.was_used,
         )
-        self.usage = UsageLog(self._db)
         self.responses = DatabaseResponses(self._db, time.time)
         self.routes = StoredRoutes(files, batches, self.usage, self._runner.wake)
 
