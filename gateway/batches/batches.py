@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import CursorResult, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pdserve.gateway.batches.files import OPEN, Page, now_us, rows_of
+from pdserve.gateway.batches.files import OPEN, Page, now_us, remove_files, rows_of
 from pdserve.gateway.batches.jsonl import Span
 from pdserve.gateway.batches.leases import BatchLease
 from pdserve.gateway.batches.tables import MAX_ID, BatchLine, FilePiece, StoredBatch, StoredFile
@@ -26,6 +26,7 @@ from pdserve.services.host.tenants.keys import Tenant
 
 MAX_OPEN = 100  # batches of a tenant that have not ended
 SALT_BYTES = 16
+REMOVED_AT_ONCE = 100  # batches that are looked up to be removed
 OUTPUT, ERRORS = "output", "errors"
 
 
@@ -130,6 +131,37 @@ class Batches:
                 text = f"a batch whose status is {batch.status!r} cannot be cancelled"
                 raise ServiceError(INVALID_ARGUMENT, text)
             return batch
+
+    # --- age
+
+    async def remove_ended(self, keep_s: int) -> None:
+        """Removes batches that ended longer ago, with their files; an input file that another batch
+        has, too, goes with the last one. Gateways may do so at once. Raises ServiceError."""
+        while batch_ids := await self._ended_before(keep_s):
+            for batch_id in batch_ids:
+                await self._remove(batch_id)
+
+    @in_own_task
+    async def _ended_before(self, keep_s: int) -> Sequence[str]:
+        async with self._db.reading() as session:
+            before = await self._db.now_s(session) - keep_s
+            ended = select(StoredBatch.id).where(StoredBatch.ended_at < before)
+            return (await session.scalars(ended.limit(REMOVED_AT_ONCE))).all()
+
+    @in_own_task
+    async def _remove(self, batch_id: str) -> None:
+        async with self._db.changing() as session:
+            batch = await session.get(StoredBatch, batch_id, with_for_update=True)
+            if batch is None:
+                return
+            await session.execute(delete(StoredBatch).where(StoredBatch.id == batch_id))
+            file_ids = [result_file_id(batch_id, kind) for kind in (OUTPUT, ERRORS)]
+            # Who makes a batch of it has its row, or waits for this one.
+            await session.get(StoredFile, batch.input_file_id, with_for_update=True)
+            others = select(StoredBatch.id).where(StoredBatch.input_file_id == batch.input_file_id)
+            if await session.scalar(others.limit(1)) is None:
+                file_ids.append(batch.input_file_id)
+            await remove_files(session, file_ids)
 
     # --- leases
 

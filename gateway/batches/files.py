@@ -3,6 +3,7 @@
 Invariant: what is not complete is nobody's yet; an upload that has stopped is removed.
 """
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -22,6 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from pdserve.gateway.batches.standstill import Standstill
 from pdserve.gateway.batches.tables import (
     MAX_ID,
     PIECE_BYTES,
@@ -67,6 +69,7 @@ class Files:
     def __init__(self, database: Database, limits: FileLimits) -> None:
         self._db = database
         self.limits = limits
+        self._uploads = Standstill()
 
     @in_own_task
     async def begin(self, tenant: str) -> str:
@@ -125,17 +128,17 @@ class Files:
     async def abandon(self, file_id: str) -> None:
         """Forgets an upload that has failed."""
         async with self._db.changing() as session:
-            await _remove(session, [file_id])
+            await remove_files(session, [file_id])
 
     @in_own_task
     async def remove_stopped(self) -> None:
-        """Forgets uploads whose gateway has died."""
-        before = now_us() - int(STOPPED_S * 1e6)
-        stopped = select(StoredFile.id).where(
-            StoredFile.complete.is_(False), StoredFile.touched_us < before
-        )
+        """Forgets uploads whose gateway has died, once they have been seen without a new piece for
+        STOPPED_S."""
+        uploads = select(StoredFile.id, StoredFile.touched_us).where(StoredFile.complete.is_(False))
         async with self._db.changing() as session:
-            await _remove(session, (await session.scalars(stopped)).all())
+            touched = {row.id: row.touched_us for row in await session.execute(uploads)}
+            now = asyncio.get_running_loop().time()
+            await remove_files(session, sorted(self._uploads.look(touched, STOPPED_S, now)))
 
     @in_own_task
     async def find(self, tenant: str, file_id: str) -> StoredFile | None:
@@ -171,7 +174,7 @@ class Files:
             if batch := await session.scalar(reader.limit(1)):
                 text = f"the batch {batch} still reads this file; cancel it first"
                 raise ServiceError(INVALID_ARGUMENT, text, param="file_id")
-            await _remove(session, [file_id])
+            await remove_files(session, [file_id])
         return True
 
     async def pieces(self, file_id: str) -> AsyncGenerator[bytes, None]:
@@ -233,8 +236,9 @@ async def rows_of(
     return list((await session.scalars(query.limit(page.limit + 1))).all())
 
 
-async def _remove(session: AsyncSession, file_ids: Sequence[str]) -> None:
-    """The files first: who still appends to one waits for its row, or is waited for."""
+async def remove_files(session: AsyncSession, file_ids: Sequence[str]) -> None:
+    """Deletes files and their pieces. The files first: who still appends to one waits for its row,
+    or is waited for."""
     await session.execute(delete(StoredFile).where(StoredFile.id.in_(file_ids)))
     await session.execute(delete(FilePiece).where(FilePiece.file_id.in_(file_ids)))
 

@@ -131,7 +131,7 @@ class BatchRunner:
         """Keys take turns: the next batch is of one that has the fewest here."""
         found = await self._batches.leases()
         now, clock = asyncio.get_running_loop().time(), time()
-        free = {lease.batch_id for lease in self._watch.free((o.lease for o in found), now)}
+        free = {lease.batch_id for lease in self._watch.free([o.lease for o in found], now)}
         claimable = [
             opened
             for opened in found

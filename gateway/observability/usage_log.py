@@ -11,7 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import BigInteger, ColumnElement, Row, String, func, literal_column, select
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    CursorResult,
+    Row,
+    String,
+    delete,
+    func,
+    literal_column,
+    select,
+    tuple_,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -143,6 +154,27 @@ class UsageLog:
         )
         async with self._db.reading() as session:
             return await session.scalar(wanted.limit(1)) is not None
+
+    async def forget(self, keep_s: int) -> None:
+        """Removes what was used longer ago. Gateways may do so at once. Raises ServiceError."""
+        while await self._forget_some(keep_s):
+            pass
+
+    @in_own_task
+    async def _forget_some(self, keep_s: int) -> bool:
+        """Whether there may be more."""
+        keys = (UsageRow.tenant, UsageRow.start, UsageRow.model, UsageRow.session)
+        async with self._db.changing() as session:
+            before = await self._db.now_s(session) - keep_s - HOUR_S
+            old = select(*keys).where(UsageRow.start < before).order_by(*keys).limit(ROWS_AT_ONCE)
+            # On PostgreSQL another gateway may remove the same rows: each takes its own.
+            mine = old.with_for_update(skip_locked=True)
+            gone: CursorResult[Any] = await session.execute(  # type: ignore[assignment]
+                delete(UsageRow)
+                .where(tuple_(*keys).in_(mine))
+                .execution_options(synchronize_session=False)
+            )
+            return gone.rowcount == ROWS_AT_ONCE
 
     def _known(self, start: int, tenant: str, model: str, session: str) -> str:
         if start != self._hour:
