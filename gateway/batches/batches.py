@@ -1,4 +1,5 @@
-"""Batches in the database: what clients do with them, and what the gateway that runs one does.
+"""The transactions of batches: `Batches` has those of clients and of leases, `OwnedBatch` those of
+the gateway that runs one.
 
 Invariant: a line is either in `batch_lines` or in the output or error file, and moves there in one
 transaction, which fails unless the gateway still owns the batch.
@@ -35,7 +36,7 @@ class LeaseLost(Exception):
 
 
 class OpenBatch(NamedTuple):
-    """A batch that has not ended, for those who may run it."""
+    """What a gateway needs to know of an open batch to decide whether it runs it."""
 
     lease: BatchLease
     tenant: str
@@ -113,8 +114,8 @@ class Batches:
 
     @in_own_task
     async def cancel(self, tenant: str, batch_id: str) -> StoredBatch | None:
-        """The batch, which its owner will end: one that has none and no results has ended. Raises
-        ServiceError if it had ended already."""
+        """The batch, which has ended if nobody had begun it; otherwise the gateway that runs it
+        ends it. None: there is none. Raises ServiceError if it had ended already."""
         if not may_be_id(batch_id, MAX_ID):
             return None
         async with self._db.changing() as session:
@@ -285,7 +286,7 @@ class OwnedBatch:
 
     @in_own_task
     async def add_not_run(self, lines: Sequence[tuple[int, bytes]]) -> None:
-        """These lines get no answer, and are not counted."""
+        """These lines will not be asked: they go to the error file, and are not counted."""
         async with self._db.changing() as session:
             await self._own(session)
             for number, data in lines:
@@ -301,7 +302,8 @@ class OwnedBatch:
 
     @in_own_task
     async def end(self, status: str) -> None:
-        """Shows its files, as far as they have lines."""
+        """The batch has ended with this status. Clients see its output and error files from now on,
+        those that have lines."""
         async with self._db.changing() as session:
             await self._own(session, status=status, ended_at=int(time.time()))
             batch = await session.get_one(StoredBatch, self._id)
@@ -327,7 +329,8 @@ class OwnedBatch:
                 setattr(batch, column, file_id)
 
     async def _own(self, session: AsyncSession, **values: Any) -> None:
-        """The first statement of each transaction: on Postgres, too, others wait for its end."""
+        """Locks the batch, and raises LeaseLost unless it is this gateway's: the first statement of
+        each transaction, so that other gateways wait for its end."""
         held = (StoredBatch.owner == self._owner, StoredBatch.status.in_(OPEN))
         if not await _changed(session, self._id, *held, **(values or {"owner": self._owner})):
             raise LeaseLost

@@ -1,6 +1,6 @@
 """Files of tenants in the database: written and read piece by piece, never whole.
 
-Invariant: what is not complete is nobody's yet; an upload that has stopped is removed.
+Invariant: no client sees a file that is not complete; an upload that has stopped is removed.
 """
 
 import asyncio

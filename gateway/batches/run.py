@@ -1,7 +1,7 @@
-"""Runs one batch, from wherever it is to its end.
+"""Runs one batch to its end, from wherever an earlier run has left it.
 
-Whatever is needed to go on is in the database: a run that is cut off anywhere loses nothing but
-answers that were not committed, and those lines are asked again.
+Its state is in the database: a run that is cut off loses only answers that were not committed, and
+those lines are asked again.
 """
 
 import asyncio
@@ -50,12 +50,15 @@ Ask = Callable[[str, bytes, Tenant, str], Awaitable[Answer]]
 
 
 class _Stopped(Exception):
-    """This process ends."""
+    """The run ends before the batch does, since `stopping` is set."""
 
 
 class BatchRun:
-    """`cancelling` is set when the client no longer wants the batch, `stopping` when this process
-    ends: lines that run then may end, and no more are begun."""
+    """Checks the input file of a batch, asks its lines and ends it.
+
+    `cancelling` is set when the client no longer wants the batch, `stopping` when this process ends:
+    lines that run then may end, and no more are begun.
+    """
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ class _Running:
 
 
 class BatchRunner:
-    """Runs batches of one database; `run` is its task, `wake` makes it look at once."""
+    """Runs batches of one database: `run` is its task, `wake` has it look for batches at once."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""What a text of a client must be before a database is asked with it.
+"""Checks texts of clients before they are sent to a database.
 
-PostgreSQL has the character NUL in no text, and SQLite would: here it is refused for both.
+PostgreSQL keeps no text with a NUL character, SQLite does: here it is refused for both.
 """
 
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
@@ -15,11 +15,11 @@ def may_be_id(text: str, max_len: int) -> bool:
 
 
 def check_text(text: str, param: str) -> None:
-    """Raises ServiceError naming the parameter for a text that no row can have."""
+    """Raises ServiceError naming the parameter for a text with a NUL character."""
     if _NUL in text:
         raise ServiceError(INVALID_ARGUMENT, f"{param}: a NUL character is not allowed", param)
 
 
 def without_nul(text: str) -> str:
-    """The text as a row can have it."""
+    """The text without its NUL characters."""
     return text.replace(_NUL, "")
