@@ -51,11 +51,14 @@ class Catalog:
     async def cards(self) -> Sequence[ModelCard]:
         """The models that live workers serve now."""
         cards = await self._upstream.models()
+        self._remember(cards)
+        return cards
+
+    def _remember(self, cards: Sequence[ModelCard]) -> None:
         for card in cards:
             self._seen[card.name] = card
         while len(self._seen) > MAX_LOADED:
             del self._seen[next(iter(self._seen))]
-        return cards
 
     async def card(self, name: str) -> ModelCard:
         """The card of a live model. Raises ServiceError MODEL_NOT_FOUND, UNAVAILABLE."""
@@ -108,6 +111,7 @@ class Catalog:
         Waits until one is, at most `wait_s`. Models for which there is no room are loaded by their
         first request, and count as loaded.
         """
+        self._remember(cards)
         loads: dict[str, asyncio.Task[LoadedText]] = {}
         for card in cards:
             load = self._loads.get(_key(card))

@@ -63,6 +63,12 @@ class GatewaySettings(PublicSettings):
     batch_concurrency: int = option(
         16, "lines of batches that run at once; one while other requests wait", min=1, max=1024
     )
+    retention_days: int = option(
+        0,
+        "days that ended batches with their files, and usage, are kept; 0: for good",
+        min=0,
+        max=36500,
+    )
     body_timeout_s: float = option(30.0, "seconds for a request's body to come", min=0.001)
     max_buffer_bytes: int = option(1 << 20, "unread bytes of an answer that are kept", min=1024)
     stall_timeout_s: float = option(

@@ -1,4 +1,5 @@
-"""Batches in the database: what clients do with them, and what the gateway that runs one does.
+"""The transactions of batches: `Batches` has those of clients and of leases, `OwnedBatch` those of
+the gateway that runs one.
 
 Invariant: a line is either in `batch_lines` or in the output or error file, and moves there in one
 transaction, which fails unless the gateway still owns the batch.
@@ -14,17 +15,19 @@ from typing import Any, NamedTuple
 from sqlalchemy import CursorResult, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pdserve.gateway.batches.files import OPEN, Page, now_us, rows_of
+from pdserve.gateway.batches.files import OPEN, Page, now_us, remove_files, rows_of
 from pdserve.gateway.batches.jsonl import Span
 from pdserve.gateway.batches.leases import BatchLease
 from pdserve.gateway.batches.tables import MAX_ID, BatchLine, FilePiece, StoredBatch, StoredFile
 from pdserve.gateway.storage.database import Database, in_own_task
+from pdserve.gateway.storage.text import may_be_id
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.keys import Tenant
 
 MAX_OPEN = 100  # batches of a tenant that have not ended
 SALT_BYTES = 16
+REMOVED_AT_ONCE = 100  # batches that are looked up to be removed
 OUTPUT, ERRORS = "output", "errors"
 
 
@@ -33,7 +36,7 @@ class LeaseLost(Exception):
 
 
 class OpenBatch(NamedTuple):
-    """A batch that has not ended, for those who may run it."""
+    """What a gateway needs to know of an open batch to decide whether it runs it."""
 
     lease: BatchLease
     tenant: str
@@ -63,8 +66,9 @@ class Batches:
         """Raises ServiceError for a file that is not there, and for too many open batches."""
         owner = tenant.id.hex()
         async with self._db.changing() as session:
-            wanted = input_file_id[: MAX_ID + 1]
-            file = await session.get(StoredFile, wanted, with_for_update=True)
+            file = None
+            if may_be_id(input_file_id, MAX_ID):
+                file = await session.get(StoredFile, input_file_id, with_for_update=True)
             if file is None or not file.complete or file.tenant != owner:
                 text = f"there is no file {input_file_id[:MAX_ID]!r}"
                 raise ServiceError(INVALID_ARGUMENT, text, param="input_file_id")
@@ -96,8 +100,10 @@ class Batches:
 
     @in_own_task
     async def find(self, tenant: str, batch_id: str) -> StoredBatch | None:
+        if not may_be_id(batch_id, MAX_ID):
+            return None
         async with self._db.reading() as session:
-            found = await session.get(StoredBatch, batch_id) if len(batch_id) <= MAX_ID else None
+            found = await session.get(StoredBatch, batch_id)
         return found if found is not None and found.tenant == tenant else None
 
     @in_own_task
@@ -108,8 +114,10 @@ class Batches:
 
     @in_own_task
     async def cancel(self, tenant: str, batch_id: str) -> StoredBatch | None:
-        """The batch, which its owner will end: one that has none and no results has ended. Raises
-        ServiceError if it had ended already."""
+        """The batch, which has ended if nobody had begun it; otherwise the gateway that runs it
+        ends it. None: there is none. Raises ServiceError if it had ended already."""
+        if not may_be_id(batch_id, MAX_ID):
+            return None
         async with self._db.changing() as session:
             batch = await session.get(StoredBatch, batch_id, with_for_update=True)
             if batch is None or batch.tenant != tenant:
@@ -124,6 +132,37 @@ class Batches:
                 text = f"a batch whose status is {batch.status!r} cannot be cancelled"
                 raise ServiceError(INVALID_ARGUMENT, text)
             return batch
+
+    # --- age
+
+    async def remove_ended(self, keep_s: int) -> None:
+        """Removes batches that ended longer ago, with their files; an input file that another batch
+        has, too, goes with the last one. Gateways may do so at once. Raises ServiceError."""
+        while batch_ids := await self._ended_before(keep_s):
+            for batch_id in batch_ids:
+                await self._remove(batch_id)
+
+    @in_own_task
+    async def _ended_before(self, keep_s: int) -> Sequence[str]:
+        async with self._db.reading() as session:
+            before = await self._db.now_s(session) - keep_s
+            ended = select(StoredBatch.id).where(StoredBatch.ended_at < before)
+            return (await session.scalars(ended.limit(REMOVED_AT_ONCE))).all()
+
+    @in_own_task
+    async def _remove(self, batch_id: str) -> None:
+        async with self._db.changing() as session:
+            batch = await session.get(StoredBatch, batch_id, with_for_update=True)
+            if batch is None:
+                return
+            await session.execute(delete(StoredBatch).where(StoredBatch.id == batch_id))
+            file_ids = [result_file_id(batch_id, kind) for kind in (OUTPUT, ERRORS)]
+            # Who makes a batch of it has its row, or waits for this one.
+            await session.get(StoredFile, batch.input_file_id, with_for_update=True)
+            others = select(StoredBatch.id).where(StoredBatch.input_file_id == batch.input_file_id)
+            if await session.scalar(others.limit(1)) is None:
+                file_ids.append(batch.input_file_id)
+            await remove_files(session, file_ids)
 
     # --- leases
 
@@ -247,7 +286,7 @@ class OwnedBatch:
 
     @in_own_task
     async def add_not_run(self, lines: Sequence[tuple[int, bytes]]) -> None:
-        """These lines get no answer, and are not counted."""
+        """These lines will not be asked: they go to the error file, and are not counted."""
         async with self._db.changing() as session:
             await self._own(session)
             for number, data in lines:
@@ -263,7 +302,8 @@ class OwnedBatch:
 
     @in_own_task
     async def end(self, status: str) -> None:
-        """Shows its files, as far as they have lines."""
+        """The batch has ended with this status. Clients see its output and error files from now on,
+        those that have lines."""
         async with self._db.changing() as session:
             await self._own(session, status=status, ended_at=int(time.time()))
             batch = await session.get_one(StoredBatch, self._id)
@@ -289,7 +329,8 @@ class OwnedBatch:
                 setattr(batch, column, file_id)
 
     async def _own(self, session: AsyncSession, **values: Any) -> None:
-        """The first statement of each transaction: on Postgres, too, others wait for its end."""
+        """Locks the batch, and raises LeaseLost unless it is this gateway's: the first statement of
+        each transaction, so that other gateways wait for its end."""
         held = (StoredBatch.owner == self._owner, StoredBatch.status.in_(OPEN))
         if not await _changed(session, self._id, *held, **(values or {"owner": self._owner})):
             raise LeaseLost

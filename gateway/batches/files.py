@@ -1,8 +1,9 @@
 """Files of tenants in the database: written and read piece by piece, never whole.
 
-Invariant: what is not complete is nobody's yet; an upload that has stopped is removed.
+Invariant: no client sees a file that is not complete; an upload that has stopped is removed.
 """
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -22,6 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from pdserve.gateway.batches.standstill import Standstill
 from pdserve.gateway.batches.tables import (
     MAX_ID,
     PIECE_BYTES,
@@ -30,6 +32,7 @@ from pdserve.gateway.batches.tables import (
     StoredFile,
 )
 from pdserve.gateway.storage.database import Database, in_own_task
+from pdserve.gateway.storage.text import may_be_id
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError
 
@@ -66,6 +69,7 @@ class Files:
     def __init__(self, database: Database, limits: FileLimits) -> None:
         self._db = database
         self.limits = limits
+        self._uploads = Standstill()
 
     @in_own_task
     async def begin(self, tenant: str) -> str:
@@ -124,22 +128,24 @@ class Files:
     async def abandon(self, file_id: str) -> None:
         """Forgets an upload that has failed."""
         async with self._db.changing() as session:
-            await _remove(session, [file_id])
+            await remove_files(session, [file_id])
 
     @in_own_task
     async def remove_stopped(self) -> None:
-        """Forgets uploads whose gateway has died."""
-        before = now_us() - int(STOPPED_S * 1e6)
-        stopped = select(StoredFile.id).where(
-            StoredFile.complete.is_(False), StoredFile.touched_us < before
-        )
+        """Forgets uploads whose gateway has died, once they have been seen without a new piece for
+        STOPPED_S."""
+        uploads = select(StoredFile.id, StoredFile.touched_us).where(StoredFile.complete.is_(False))
         async with self._db.changing() as session:
-            await _remove(session, (await session.scalars(stopped)).all())
+            touched = {row.id: row.touched_us for row in await session.execute(uploads)}
+            now = asyncio.get_running_loop().time()
+            await remove_files(session, sorted(self._uploads.look(touched, STOPPED_S, now)))
 
     @in_own_task
     async def find(self, tenant: str, file_id: str) -> StoredFile | None:
+        if not may_be_id(file_id, MAX_ID):
+            return None
         async with self._db.reading() as session:
-            found = await session.get(StoredFile, file_id) if len(file_id) <= MAX_ID else None
+            found = await session.get(StoredFile, file_id)
         whole = found is not None and found.complete and found.tenant == tenant
         return found if whole else None
 
@@ -155,10 +161,11 @@ class Files:
     @in_own_task
     async def delete(self, tenant: str, file_id: str) -> bool:
         """Whether it was there. Raises ServiceError while an open batch reads it."""
+        if not may_be_id(file_id, MAX_ID):
+            return False
         async with self._db.changing() as session:
             # Who makes a batch of it has its row, or waits for this one.
-            wanted = file_id[: MAX_ID + 1]
-            file = await session.get(StoredFile, wanted, with_for_update=True)
+            file = await session.get(StoredFile, file_id, with_for_update=True)
             if file is None or not file.complete or file.tenant != tenant:
                 return False
             reader = select(StoredBatch.id).where(
@@ -167,7 +174,7 @@ class Files:
             if batch := await session.scalar(reader.limit(1)):
                 text = f"the batch {batch} still reads this file; cancel it first"
                 raise ServiceError(INVALID_ARGUMENT, text, param="file_id")
-            await _remove(session, [file_id])
+            await remove_files(session, [file_id])
         return True
 
     async def pieces(self, file_id: str) -> AsyncGenerator[bytes, None]:
@@ -217,7 +224,9 @@ async def rows_of(
     key = tuple_(table.created_us, table.id)
     query = select(table).where(*wanted)
     if page.after:
-        found = await session.scalar(query.where(table.id == page.after[: MAX_ID + 1]))
+        if not may_be_id(page.after, MAX_ID):
+            return None
+        found = await session.scalar(query.where(table.id == page.after))
         if found is None:
             return None
         mark = tuple_(found.created_us, found.id)
@@ -227,8 +236,9 @@ async def rows_of(
     return list((await session.scalars(query.limit(page.limit + 1))).all())
 
 
-async def _remove(session: AsyncSession, file_ids: Sequence[str]) -> None:
-    """The files first: who still appends to one waits for its row, or is waited for."""
+async def remove_files(session: AsyncSession, file_ids: Sequence[str]) -> None:
+    """Deletes files and their pieces. The files first: who still appends to one waits for its row,
+    or is waited for."""
     await session.execute(delete(StoredFile).where(StoredFile.id.in_(file_ids)))
     await session.execute(delete(FilePiece).where(FilePiece.file_id.in_(file_ids)))
 

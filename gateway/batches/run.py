@@ -1,11 +1,10 @@
-"""Runs one batch, from wherever it is to its end.
+"""Runs one batch to its end, from wherever an earlier run has left it.
 
-Whatever is needed to go on is in the database: a run that is cut off anywhere loses nothing but
-answers that were not committed, and those lines are asked again.
+Its state is in the database: a run that is cut off loses only answers that were not committed, and
+those lines are asked again.
 """
 
 import asyncio
-import math
 import random
 import time
 import uuid
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.gateway.batches import jsonl
+from pdserve.gateway.batches.absent_models import MAX_NAME, AbsentModels
 from pdserve.gateway.batches.batches import OwnedBatch
 from pdserve.gateway.batches.files import Files
 from pdserve.gateway.batches.jsonl import LineChecker, LineError, LineRequest, LineSplitter, Span
@@ -28,9 +28,6 @@ PAGE = 64  # lines that are looked up at once
 CHECK_BYTES = 1 << 14  # of an input that are checked before others have the loop
 AGAIN = (429, 499, 503)  # the server is busy or ends: no line's result
 NOT_FOUND = 404
-MODEL_WAIT_S = 30.0  # for a model that is not there: its workers may be about to start
-MAX_MODELS = 1000  # that are waited for; those beyond are not there at once
-MAX_MODEL = 512  # characters of a name that tell it from others
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.25, 30.0  # before a line is asked again
 REASONS = {
     "batch_expired": "This request could not be executed before the completion window expired.",
@@ -53,22 +50,32 @@ Ask = Callable[[str, bytes, Tenant, str], Awaitable[Answer]]
 
 
 class _Stopped(Exception):
-    """This process ends."""
+    """The run ends before the batch does, since `stopping` is set."""
 
 
 class BatchRun:
-    """`cancelling` is set when the client no longer wants the batch, `stopping` when this process
-    ends: lines that run then may end, and no more are begun."""
+    """Checks the input file of a batch, asks its lines and ends it.
+
+    `cancelling` is set when the client no longer wants the batch, `stopping` when this process ends:
+    lines that run then may end, and no more are begun.
+    """
 
     def __init__(
-        self, owned: OwnedBatch, files: Files, ask: Ask, slots: LineSlots, max_line_bytes: int
+        self,
+        owned: OwnedBatch,
+        files: Files,
+        ask: Ask,
+        slots: LineSlots,
+        max_line_bytes: int,
+        absent: AbsentModels,
     ) -> None:
         self._owned = owned
         self._files = files
         self._ask = ask
         self._slots = slots
         self._max_line_bytes = max_line_bytes
-        self._missing_since: dict[str, float] = {}  # by model
+        self._absent = absent
+        self._set_aside: dict[str, Span] = {}  # the first line of each model that is not there
         self.cancelling = asyncio.Event()
         self.stopping = asyncio.Event()
 
@@ -171,6 +178,29 @@ class BatchRun:
             await asyncio.gather(working, cancelling, return_exceptions=True)
 
     async def _work(self, batch: StoredBatch, tenant: Tenant) -> None:
+        """Lines whose model is not there hold up no others: they are asked when one of them is."""
+        while True:
+            self._set_aside.clear()
+            await self._answer_each(batch, tenant)
+            self._go_on()
+            if not self._set_aside:
+                return
+            await self._wait_for_a_model(batch, tenant)
+
+    async def _wait_for_a_model(self, batch: StoredBatch, tenant: Tenant) -> None:
+        """Asks one line of each absent model, until one is there or is given up."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            await self._pause(pause_s)
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+            for model, span in list(self._set_aside.items()):
+                del self._set_aside[model]
+                await self._ask_once(batch, tenant, span)
+                if model not in self._set_aside:
+                    return
+
+    async def _answer_each(self, batch: StoredBatch, tenant: Tenant) -> None:
+        """Returns when each line has an answer or is set aside, or soon after `stopping` is set."""
         spans = self._spans()
         taking = asyncio.Lock()
 
@@ -200,37 +230,37 @@ class BatchRun:
             last = page[-1].number
 
     async def _answer_line(self, batch: StoredBatch, tenant: Tenant, span: Span) -> None:
-        """Asks until there is an answer. What it holds in memory it holds in its turn."""
+        """Asks until there is an answer, or the line is set aside."""
         pause_s = FIRST_PAUSE_S
-        while True:
-            async with self._slots.turn(tenant.id):
-                self._go_on()
-                request = await self._request(batch, span)
-                body = jsonl.body_of(request)
-                answer = await self._ask(batch.endpoint, body, tenant, batch.id)
-                if not self._is_to_be_asked_again(answer, request.body.get("model")):
-                    line = jsonl.answered(
-                        answer.request_id, request.custom_id, answer.status, answer.body
-                    )
-                    await self._owned.add_result(span.number, line, answer.status == 200)
-                    return
-            wait_s = max(answer.retry_after_s, pause_s) * random.uniform(1.0, 1.5)
+        while busy := await self._ask_once(batch, tenant, span):
+            await self._pause(max(busy.retry_after_s, pause_s))
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
-            await _either(self.stopping, wait_s)
 
-    def _is_to_be_asked_again(self, answer: Answer, asked: Any) -> bool:
-        model = str(asked)[:MAX_MODEL]
-        if answer.status in AGAIN:
-            return True
-        if answer.status != NOT_FOUND:
-            self._missing_since.pop(model, None)
-            return False
-        now = asyncio.get_running_loop().time()
-        if len(self._missing_since) < MAX_MODELS:
-            since = self._missing_since.setdefault(model, now)
-        else:
-            since = self._missing_since.get(model, -math.inf)
-        return now - since < MODEL_WAIT_S
+    async def _ask_once(self, batch: StoredBatch, tenant: Tenant, span: Span) -> Answer | None:
+        """Asks for the line's result, unless its model is known to be absent: then it is set aside.
+        Returns an answer that is no result. What is held in memory is held in the line's turn."""
+        async with self._slots.turn(tenant.id):
+            self._go_on()
+            request = await self._request(batch, span)
+            model = str(request.body.get("model"))[:MAX_NAME]
+            if model in self._set_aside:
+                return None
+            body = jsonl.body_of(request)
+            answer = await self._ask(batch.endpoint, body, tenant, batch.id)
+            if answer.status in AGAIN:
+                return answer
+            if answer.status != NOT_FOUND:
+                self._absent.found(model)
+            elif not await self._absent.gives_up(model, asyncio.get_running_loop().time()):
+                self._set_aside.setdefault(model, span)
+                return None
+            line = jsonl.answered(answer.request_id, request.custom_id, answer.status, answer.body)
+            await self._owned.add_result(span.number, line, answer.status == 200)
+            return None
+
+    async def _pause(self, about_s: float) -> None:
+        """Ends early when `stopping` is set."""
+        await _either(self.stopping, about_s * random.uniform(1.0, 1.5))
 
     # --- lines that are not run
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import time
 
+from pdserve.gateway.batches.absent_models import STARTING_S, AbsentModels, WasUsed
 from pdserve.gateway.batches.batches import Batches, LeaseLost, OpenBatch, OwnedBatch
 from pdserve.gateway.batches.files import Files
 from pdserve.gateway.batches.jsonl import ENVELOPE_BYTES
@@ -41,7 +42,7 @@ class _Running:
 
 
 class BatchRunner:
-    """Runs batches of one database; `run` is its task, `wake` makes it look at once."""
+    """Runs batches of one database: `run` is its task, `wake` has it look for batches at once."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class BatchRunner:
         slots: LineSlots,
         accepts_key: Callable[[str], bool],
         max_body_bytes: int,
+        was_used: WasUsed,
     ) -> None:
         """`accepts_key`: whether a key of that name may still ask; its batches wait otherwise."""
         self._db = database
@@ -59,6 +61,8 @@ class BatchRunner:
         self._slots = slots
         self._accepts_key = accepts_key
         self._max_line_bytes = max_body_bytes + ENVELOPE_BYTES
+        self._was_used = was_used
+        self._starting_until = 0.0  # workers may still load the models that lines ask for
         self._owner = secrets.token_hex(8)
         self._watch = LeaseWatch()
         self._runs: dict[str, _Running] = {}
@@ -74,6 +78,7 @@ class BatchRunner:
     async def run(self, ask: Ask) -> None:
         """Until it is cancelled."""
         loop = asyncio.get_running_loop()
+        self._starting_until = loop.time() + STARTING_S
         swept = -SWEEP_S
         while True:
             try:
@@ -126,7 +131,7 @@ class BatchRunner:
         """Keys take turns: the next batch is of one that has the fewest here."""
         found = await self._batches.leases()
         now, clock = asyncio.get_running_loop().time(), time()
-        free = {lease.batch_id for lease in self._watch.free((o.lease for o in found), now)}
+        free = {lease.batch_id for lease in self._watch.free([o.lease for o in found], now)}
         claimable = [
             opened
             for opened in found
@@ -164,7 +169,8 @@ class BatchRunner:
         if opened.lease.owner:
             log.info("%s goes on here", batch_id)
         owned = OwnedBatch(self._db, batch_id, self._owner)
-        run = BatchRun(owned, self._files, ask, self._slots, self._max_line_bytes)
+        absent = AbsentModels(opened.tenant, self._was_used, self._starting_until)
+        run = BatchRun(owned, self._files, ask, self._slots, self._max_line_bytes, absent)
         task = asyncio.create_task(self._run_one(batch_id, run), name=batch_id)
         self._runs[batch_id] = _Running(opened, run, task, ending)
 

@@ -1,8 +1,8 @@
 """The tables of files and batches.
 
 A file is its pieces in order. Those of an upload have PIECE_BYTES each, so that a byte's piece is
-known; those of an output are the lines of a batch, each under its line's number: that a line is
-twice in an output is impossible.
+known. Those of an output are the results of a batch, each under its line's number, so no line can
+be in an output twice.
 """
 
 from typing import Any
@@ -43,8 +43,8 @@ class FilePiece(Base):
 class StoredBatch(Base):
     """A batch. Times are seconds since the epoch, as the API gives them.
 
-    `owner` is the gateway that runs it, which alone changes it then, but for the wish to cancel;
-    it counts `beat` up while it lives.
+    `owner` is the gateway that runs it, and counts `beat` up while it lives. Only the owner changes
+    the batch, but a client's wish to cancel it may come from any gateway.
     """
 
     __tablename__ = "batches"
@@ -78,7 +78,7 @@ class StoredBatch(Base):
 
 
 class BatchLine(Base):
-    """A line of a batch that has no result yet: where it is in the input file."""
+    """Says where a line that has no result yet is in the input file of its batch."""
 
     __tablename__ = "batch_lines"
     batch_id: Mapped[str] = mapped_column(String(MAX_ID), primary_key=True)

@@ -11,19 +11,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import BigInteger, ColumnElement, Row, String, func, literal_column, select
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    CursorResult,
+    Row,
+    String,
+    delete,
+    func,
+    literal_column,
+    select,
+    tuple_,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Mapped, mapped_column
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.observability.meter import RequestUsage
 from pdserve.gateway.storage.database import Base, Database, in_own_task
+from pdserve.gateway.storage.text import without_nul
 from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger("pdserve.gateway.usage")
 
 FLUSH_S = 1.0
 HOUR_S = 3600
+DAY_S = 86400
 MAX_SESSIONS = 10_000  # of one key and model in an hour; what others use counts under no session
 MAX_UNWRITTEN = 100_000  # rows that wait for a database that cannot be used
 ROWS_AT_ONCE = 500
@@ -80,8 +93,7 @@ class UsageLog:
     def count(self, caller: Caller, model: str, usage: RequestUsage) -> None:
         """One more request."""
         tenant, start = caller.tenant.id.hex(), int(self._clock()) // HOUR_S * HOUR_S
-        known = caller.session.replace("\0", "")  # which PostgreSQL has in no text
-        session = self._known(start, tenant, model, known)
+        session = self._known(start, tenant, model, without_nul(caller.session))
         self._add(
             _Key(tenant, start, model, session, caller.tenant.name),
             (1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
@@ -131,6 +143,38 @@ class UsageLog:
         async with self._db.reading() as session:
             found = await session.execute(wanted.group_by(*groups).order_by(*groups).limit(most))
             return found.all()
+
+    @in_own_task
+    async def was_used(self, tenant: str, model: str) -> bool:
+        """Whether the tenant has had answers of the model in the last day, as far as they are
+        written."""
+        since = int(self._clock()) - DAY_S
+        wanted = select(UsageRow.model).where(
+            UsageRow.tenant == tenant, UsageRow.start >= since, UsageRow.model == model
+        )
+        async with self._db.reading() as session:
+            return await session.scalar(wanted.limit(1)) is not None
+
+    async def forget(self, keep_s: int) -> None:
+        """Removes what was used longer ago. Gateways may do so at once. Raises ServiceError."""
+        while await self._forget_some(keep_s):
+            pass
+
+    @in_own_task
+    async def _forget_some(self, keep_s: int) -> bool:
+        """Whether there may be more."""
+        keys = (UsageRow.tenant, UsageRow.start, UsageRow.model, UsageRow.session)
+        async with self._db.changing() as session:
+            before = await self._db.now_s(session) - keep_s - HOUR_S
+            old = select(*keys).where(UsageRow.start < before).order_by(*keys).limit(ROWS_AT_ONCE)
+            # On PostgreSQL another gateway may remove the same rows: each takes its own.
+            mine = old.with_for_update(skip_locked=True)
+            gone: CursorResult[Any] = await session.execute(  # type: ignore[assignment]
+                delete(UsageRow)
+                .where(tuple_(*keys).in_(mine))
+                .execution_options(synchronize_session=False)
+            )
+            return gone.rowcount == ROWS_AT_ONCE
 
     def _known(self, start: int, tenant: str, model: str, session: str) -> str:
         if start != self._hour:

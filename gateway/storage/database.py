@@ -1,18 +1,25 @@
 """The database of a gateway: SQLite in a file, or PostgreSQL.
 
-It owns the connections. What is kept there is each module's own table on `Base`. Several gateways
-may use one: SQLite's file has a write-ahead log, so that readers wait for nobody, and a transaction
-that writes takes its turn when it begins. A connection whose statement is cut off may keep SQLite's
-lock, so each transaction runs `in_own_task`.
+It owns the connections. Each module that keeps something has its own table, a class on `Base`.
+Several gateways may use one database. SQLite's file has a write-ahead log: readers wait for nobody,
+and writers take turns, those of this process in the order in which they came. A connection whose
+statement is cut off may keep SQLite's lock, so each transaction runs `in_own_task`.
 """
 
 import asyncio
+import copy
 import functools
 import logging
 import os
 import stat
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from typing import Any, ParamSpec, TypeVar
 
 from sqlalchemy import event, text
@@ -89,6 +96,18 @@ class Database:
             self._engine.execution_options(reads_only=True), expire_on_commit=False
         )
         self._open: set[asyncio.Task[Any]] = set()  # that have a transaction
+        self._turns: AbstractAsyncContextManager[Any] = nullcontext()
+        # SQLite would let writers sleep and try again, the latest as likely as the first.
+        self._write_turns: AbstractAsyncContextManager[Any] = (
+            asyncio.Lock() if self.is_file else nullcontext()
+        )
+
+    def share(self, most: int) -> "Database":
+        """The same database for work that can wait: at most `most` of its transactions run at once,
+        so that it leaves connections to others. Opened and closed with this one."""
+        part = copy.copy(self)
+        part._turns = asyncio.Semaphore(most)
+        return part
 
     @property
     def is_file(self) -> bool:
@@ -124,6 +143,11 @@ class Database:
         except OSError as error:
             raise OSError(f"--database-url: {error.filename}: {error.strerror}") from error
 
+    async def now_s(self, session: AsyncSession) -> int:
+        """Seconds since the epoch by the database's own clock: gateways of all hosts have it."""
+        clock = "strftime('%s', 'now')" if self.is_file else "extract(epoch FROM now())"
+        return int(await session.scalar(text(f"SELECT {clock}")))
+
     async def close(self) -> None:
         """Transactions that run may end before."""
         if self._open:
@@ -134,14 +158,14 @@ class Database:
     async def changing(self) -> AsyncIterator[AsyncSession]:
         """A transaction that writes. Raises ServiceError UNAVAILABLE if the database cannot be
         used, IntegrityError for a row that is there already."""
-        async with self._transaction(self._writing) as session:
+        async with self._turns, self._write_turns, self._transaction(self._writing) as session:
             yield session
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
         """A transaction that only reads: it sees one state, and waits for no writer. Raises
         ServiceError UNAVAILABLE."""
-        async with self._transaction(self._reading) as session:
+        async with self._turns, self._transaction(self._reading) as session:
             yield session
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""What /v1/responses asks of the place that keeps its responses."""
+"""The interface by which /v1/responses keeps its responses, and finds them again."""
 
 from dataclasses import dataclass
 from typing import Protocol

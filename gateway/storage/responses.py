@@ -13,6 +13,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from pdserve.gateway.storage.database import Base, Database, in_own_task
 from pdserve.gateway.storage.response_store import KeptResponse
+from pdserve.gateway.storage.text import may_be_id
 
 MAX_ID = 200  # characters
 PRUNED_AT_ONCE = 32  # rows
@@ -83,6 +84,8 @@ class DatabaseResponses:
 
     @in_own_task
     async def find(self, tenant: bytes, name: str) -> KeptResponse | None:
+        if not may_be_id(name, MAX_ID):
+            return None
         wanted = select(ResponseRow).where(
             ResponseRow.tenant == tenant.hex(),
             ResponseRow.id == name,
@@ -95,6 +98,8 @@ class DatabaseResponses:
     @in_own_task
     async def remove(self, tenant: bytes, name: str) -> bool:
         """Whether there was one to forget."""
+        if not may_be_id(name, MAX_ID):
+            return False
         one = (
             delete(ResponseRow)
             .where(ResponseRow.tenant == tenant.hex(), ResponseRow.id == name)

@@ -1,4 +1,4 @@
-"""The URL of a database: what can be said of it before SQLAlchemy is imported."""
+"""Checks the URL of a database before SQLAlchemy is imported, which takes long."""
 
 import os
 from importlib.util import find_spec

@@ -135,6 +135,15 @@ async def test_models_are_ready_once_they_are_loaded(anyio_backend):
     assert await catalog.ready([stalled, card], 0.0) == ["two", "one"]
 
 
+async def test_a_model_that_was_ready_once_is_still_found_while_its_workers_are_away(anyio_backend):
+    """Although nobody has asked for it yet: the router decides whether a request waits."""
+    card, blobs = served("one")
+    other = served("two")[0]
+    catalog = Catalog(FakeRouter(saying("x"), [other], blobs), InProcessPool())
+    assert await catalog.ready([card, other], LIMIT_S) == ["one", "two"]
+    assert (await catalog.get("one")).card.name == "one"
+
+
 async def test_a_load_that_the_network_broke_is_tried_again(anyio_backend, caplog):
     card, blobs = served("one")
     router, broken = FakeRouter(saying("x"), [card], blobs), 2

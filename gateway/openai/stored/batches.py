@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from pdserve.gateway.batches.batches import Batches
-from pdserve.gateway.batches.tables import MAX_ID, StoredBatch
+from pdserve.gateway.batches.tables import StoredBatch
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Dialect
 from pdserve.gateway.http.docs.document import described
@@ -19,6 +19,7 @@ from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.stored.answers import BatchesQuery, BatchList, BatchObject
 from pdserve.gateway.openai.stored.lists import list_reply, not_found, page_of
 from pdserve.gateway.sampling import refuse
+from pdserve.gateway.storage.text import check_text
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 ENDS = ("completed_at", "failed_at", "expired_at", "cancelled_at")
@@ -35,6 +36,7 @@ def _tags(given: dict[str, str] | None) -> dict[str, str] | None:
         if len(name) > MAX_TAG_NAME or len(value) > MAX_TAG:
             most = f"{MAX_TAG_NAME} characters of a name and {MAX_TAG} of a value"
             raise ValueError(f"at most {most}")
+        check_text(name + value, "metadata")
     return given
 
 
@@ -61,8 +63,6 @@ def add_batch_routes(
         offered = [endpoint for endpoint in ENDPOINTS if endpoint in mounted]
         if body.endpoint not in offered:
             raise refuse("endpoint", f"endpoint must be one of {', '.join(offered)}")
-        if len(body.input_file_id) > MAX_ID:
-            raise refuse("input_file_id", "input_file_id is no id of a file")
         batch = await batches.create(
             caller_of(request).tenant,
             body.endpoint,

@@ -23,6 +23,7 @@ from pdserve.gateway.openai.stored.answers import (
 )
 from pdserve.gateway.openai.stored.lists import list_reply, not_found, page_of
 from pdserve.gateway.sampling import refuse
+from pdserve.gateway.storage.text import check_text
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.tenants.fairness import FairShare
 
@@ -54,6 +55,7 @@ def add_file_routes(app: APIRouter, dialect: Dialect, files: Files, limits: Http
         """The files of a key."""
         page = page_of(request, MAX_LISTED, MAX_LISTED)
         purpose = request.query_params.get("purpose", "")
+        check_text(purpose, "purpose")
         found = await files.page(_tenant(request), page, purpose)
         return list_reply(found, page, _file_object)
 

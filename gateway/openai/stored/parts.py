@@ -14,6 +14,7 @@ from pdserve.gateway.batches.slots import LineSlots
 from pdserve.gateway.http.inner import post
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.usage_log import UsageLog
+from pdserve.gateway.openai.stored.retention import Retention
 from pdserve.gateway.openai.stored.routes import StoredRoutes
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.storage.database import Database
@@ -25,6 +26,7 @@ log = logging.getLogger("pdserve.gateway.database")
 
 OPEN_AGAIN_S = 2.0  # after a database could not be opened
 FLUSH_S = 2.0  # for the last counts
+LINE_TRANSACTIONS = 4  # of batches at once: the others are for requests of clients
 
 
 class StoredParts:
@@ -38,15 +40,18 @@ class StoredParts:
             settings.max_file_bytes, settings.max_files_bytes, settings.max_files
         )
         files, batches = Files(self._db, file_limits), Batches(self._db)
+        self.usage = UsageLog(self._db)
+        lines = self._db.share(LINE_TRANSACTIONS)
         self._runner = BatchRunner(
-            self._db,
-            files,
+            lines,
+            Files(lines, file_limits),
             batches,
             LineSlots(settings.batch_concurrency, lambda: limits.waiting),
             keys.has_name,
             settings.max_body_bytes,
+            self.usage.was_used,
         )
-        self.usage = UsageLog(self._db)
+        self._retention = Retention(batches, self.usage, settings.retention_days)
         self.responses = DatabaseResponses(self._db, time.time)
         self.routes = StoredRoutes(files, batches, self.usage, self._runner.wake)
 
@@ -56,8 +61,8 @@ class StoredParts:
             await self._db.start()
 
     async def run(self, app: ASGIApp) -> None:
-        """Runs batches and writes usage until it is cancelled; `app` answers lines (`post`). A
-        database that is away is waited for."""
+        """Runs batches, writes usage and removes what is old until it is cancelled; `app` answers
+        lines (`post`). A database that is away is waited for."""
         while not self._db.is_file:
             try:
                 await self._db.start()
@@ -74,6 +79,7 @@ class StoredParts:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._runner.run(ask), name="batches")
             group.create_task(self.usage.run(), name="usage")
+            group.create_task(self._retention.run(), name="retention")
 
     async def drain(self) -> None:
         """Lines that run end; no more are begun, and other gateways may go on with the rest."""

@@ -19,6 +19,7 @@ from pdserve.gateway.observability.usage_log import UsageLog, UsageQuery
 from pdserve.gateway.openai.stored.answers import UsagePage, UsageReportQuery
 from pdserve.gateway.openai.stored.lists import whole_number
 from pdserve.gateway.sampling import refuse
+from pdserve.gateway.storage.text import check_text
 
 # Width -> (seconds, buckets of a page by default, at most)
 WIDTHS = {"1h": (3600, 24, 168), "1d": (86400, 7, 31)}
@@ -99,6 +100,9 @@ def _query(given: QueryParams, now: int) -> tuple[UsageQuery, int]:
     named = [tuple(given.getlist(name)) for name in ("models", "session_ids")]
     if max(map(len, named)) > MAX_NAMED:
         raise refuse("models", f"at most {MAX_NAMED} models and session_ids")
+    for name in ("models", "session_ids"):
+        for value in given.getlist(name):
+            check_text(value, name)
     start -= start % bucket_s
     asked = UsageQuery(
         start,

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import aiosqlite
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
+from sqlalchemy import text
 
 from pdserve.gateway.batches.files import FileLimits, Files
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.observability.meter import RequestUsage
 from pdserve.gateway.observability.usage_log import UsageLog
-from pdserve.gateway.storage.database import Database
+from pdserve.gateway.storage.database import Database, in_own_task
 from pdserve.gateway.storage.response_store import KeptResponse
 from pdserve.gateway.storage.responses import DatabaseResponses
 
@@ -187,3 +188,50 @@ async def test_a_server_that_does_not_answer_is_named_without_the_password(url):
     with pytest.raises(OSError, match=":1/db") as caught:
         await database.start()
     assert "s3cret" not in str(caught.value)
+
+
+class Held:
+    """Transactions that stay open until `go`; they note when they are."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.open: list[int] = []
+
+    @in_own_task
+    async def read(self, database: Database, number: int) -> None:
+        async with database.reading() as session:
+            await session.execute(text("SELECT 1"))  # begins it
+            self.open.append(number)
+            await self.go.wait()
+
+    @in_own_task
+    async def change(self, database: Database, number: int) -> None:
+        async with database.changing() as session:
+            await session.execute(text("SELECT 1"))  # begins it
+            self.open.append(number)
+            await self.go.wait()
+
+
+async def test_a_share_leaves_connections_to_others(database):
+    held, share = Held(), database.share(2)
+    reading = [asyncio.create_task(held.read(share, number)) for number in range(30)]
+    await eventually(lambda: len(held.open) == 2)
+    store = DatabaseResponses(database, lambda: 0.0)
+    assert await asyncio.wait_for(store.find(b"", "a"), LIMIT_S) is None
+    assert await asyncio.wait_for(store.save(b"", KeptResponse("a", "{}", "[]")), LIMIT_S)
+    assert len(held.open) == 2
+    held.go.set()
+    await asyncio.gather(*reading)
+    assert len(held.open) == 30
+
+
+async def test_writers_come_in_their_order(database):
+    """SQLite alone would let go first who came last: it looks again the soonest."""
+    held = Held()
+    writing = []
+    for number in range(6):
+        writing.append(asyncio.create_task(held.change(database, number)))
+        await asyncio.sleep(0.2 if number < 3 else 0.01)
+    held.go.set()
+    await asyncio.gather(*writing)
+    assert held.open == list(range(6))

@@ -274,16 +274,6 @@ async def test_lines_leave_the_places_of_requests_alone(tmp_path):
     assert limits.idle.is_set()
 
 
-async def test_an_unknown_model_is_waited_for_and_then_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("pdserve.gateway.batches.run.MODEL_WAIT_S", 0.4)
-    async with stored_gateway(FakeRouter(saying("hello")), tmp_path) as gateway:
-        client = gateway.client()
-        batch = await ended(client, await start_batch(client, lines_of(2, model="other")))
-        errors = await content_of(client, batch.error_file_id)
-        assert [line["response"]["status_code"] for line in errors] == [404, 404]
-        assert errors[0]["response"]["body"]["error"]["code"] == "model_not_found"
-
-
 async def test_the_end_of_the_window(tmp_path):
     async def play(router, start):
         yield placed(start)

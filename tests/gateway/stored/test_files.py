@@ -8,6 +8,7 @@ from eventually import eventually
 from fake_router import FakeRouter, saying
 from stored_gateway import CHAT, lines_of, start_batch, stored_gateway
 
+from pdserve.gateway.batches.files import now_us
 from pdserve.gateway.openai.stored import files as stored_files
 from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
 
@@ -209,6 +210,11 @@ async def test_an_upload_whose_gateway_has_died_is_removed(tmp_path, monkeypatch
         await files.remove_stopped()
         with pytest.raises(openai.BadRequestError, match="you have 1 files"):
             await gateway.client().files.create(file=b"{}", purpose="batch")
+        hour_later = now_us() + 3600 * 1_000_000
+        with monkeypatch.context() as ahead:  # the clock of another host
+            ahead.setattr("pdserve.gateway.batches.files.now_us", lambda: hour_later)
+            await files.remove_stopped()
+        await files.append("", stopped, 1, b"x")
         monkeypatch.setattr("pdserve.gateway.batches.files.STOPPED_S", 0.0)
         await files.remove_stopped()
         assert (await gateway.client().files.create(file=b"{}", purpose="batch")).bytes == 2

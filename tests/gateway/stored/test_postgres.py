@@ -1,5 +1,6 @@
 """The same on PostgreSQL, which several hosts can share."""
 
+import asyncio
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +19,8 @@ from stored_gateway import (
     start_batch,
     stored_gateway,
 )
+
+from pdserve.gateway.observability.usage_log import HOUR_S
 
 pytestmark = pytest.mark.anyio
 
@@ -78,6 +81,14 @@ async def test_two_gateways_from_files_to_answers(tmp_path, database_url):
             report = (await http.get("/v1/usage", params={"group_by": "session_id"})).json()
         counted = {r["session_id"]: r["num_model_requests"] for r in report["data"][-1]["results"]}
         assert counted == dict.fromkeys(made, 12) | {"ab": 1}
+        parts = [gateway.stored for gateway in (one, other)]
+        keep_s = -2 * HOUR_S  # older than the next hour
+        await asyncio.gather(*(part.routes.batches.remove_ended(keep_s) for part in parts))
+        await asyncio.gather(*(part.usage.forget(keep_s) for part in parts))
+        assert (await client.batches.list()).data == (await second.files.list()).data == []
+        async with one.http() as http:
+            report = (await http.get("/v1/usage")).json()
+        assert not any(bucket["results"] for bucket in report["data"])
 
 
 @pytest.mark.skipif(find_spec("asyncpg") is None, reason="no asyncpg")

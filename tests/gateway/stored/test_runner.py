@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from eventually import eventually
+from eventually import LIMIT_S, eventually
 
-from pdserve.gateway.batches import run
+from pdserve.gateway.batches import absent_models, runner
 from pdserve.gateway.batches.batches import Batches
 from pdserve.gateway.batches.files import FileLimits, Files
 from pdserve.gateway.batches.leases import BatchLease
@@ -29,19 +29,30 @@ class World:
         self.batches = batches
         self.asked: list[str] = []
         self.num_missing = 0
+        self.used: set[str] = set()  # models of which a key has had answers
+        self.come = False  # the model "missing" is there
         self.revoked: set[str] = set()
         self.answers = asyncio.Event()
         self._files = Files(database, FileLimits(1 << 30, 1 << 30, 1000))
         slots = LineSlots(2, lambda: 0)
         self.runner = BatchRunner(
-            database, self._files, batches, slots, lambda name: name not in self.revoked, 1 << 20
+            database,
+            self._files,
+            batches,
+            slots,
+            lambda name: name not in self.revoked,
+            1 << 20,
+            self.was_used,
         )
+
+    async def was_used(self, tenant: str, model: str) -> bool:
+        return model in self.used
 
     async def ask(self, endpoint: str, body: bytes, tenant: Tenant, session: str) -> Answer:
         self.asked.append(tenant.name)
         await asyncio.sleep(0.01)
         await self.answers.wait()
-        missing = b"missing" in body
+        missing = b"missing" in body and not self.come
         self.num_missing += missing
         return Answer("request", 404 if missing else 200, b"{}")
 
@@ -102,6 +113,12 @@ async def world(tmp_path: Path, anyio_backend: str) -> AsyncIterator[World]:
     yield made
     await made.runner.close()
     await database.close()
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway has been there for long."""
+    monkeypatch.setattr(runner, "STARTING_S", 0.0)
 
 
 @pytest.fixture
@@ -185,7 +202,7 @@ async def test_a_model_that_is_there_makes_nobody_wait_again_for_one_that_is_not
     running, monkeypatch
 ):
     """Once a model has not come for so long, each line for it is asked once."""
-    monkeypatch.setattr(run, "MODEL_WAIT_S", 1.0)
+    monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 1.0)
     running.answers.set()
     batch_id = await running.make(key(0), 60, models=("a", "a", "missing"))
     await running.has_status(key(0), batch_id, "completed")
@@ -193,3 +210,49 @@ async def test_a_model_that_is_there_makes_nobody_wait_again_for_one_that_is_not
     assert batch is not None
     assert (batch.completed, batch.failed) == (40, 20)
     assert 20 < running.num_missing < 40
+
+
+async def test_a_model_that_was_used_is_waited_for_and_holds_up_no_other(running, monkeypatch):
+    """As after a restart, when workers load a large model for minutes and have a small one."""
+    monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 0.1)
+    running.used.add("missing")
+    running.answers.set()
+    batch_id = await running.make(key(0), 60, models=("missing", "a", "missing"))
+
+    async def counts() -> tuple[int, int]:
+        batch = await running.batches.find(key(0).id.hex(), batch_id)
+        assert batch is not None
+        return batch.completed, batch.failed
+
+    async def others_are_answered() -> bool:
+        return await counts() == (20, 0)
+
+    await eventually(others_are_answered)
+    await asyncio.sleep(1.0)
+    assert await counts() == (20, 0)
+    assert running.num_missing < 20  # one line asks for all
+    running.come = True
+    await running.has_status(key(0), batch_id, "completed")
+    assert await counts() == (60, 0)
+
+
+async def test_a_model_that_never_comes_is_waited_for_to_the_end_of_the_window(
+    running, monkeypatch
+):
+    monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 0.1)
+    running.used.add("missing")
+    running.answers.set()
+    batch_id = await running.make(key(0), 4, window_s=2, models=("missing", "a"))
+    await running.has_status(key(0), batch_id, "expired")
+    batch = await running.batches.find(key(0).id.hex(), batch_id)
+    assert batch is not None
+    assert (batch.completed, batch.failed) == (2, 0)
+
+
+async def test_lines_that_wait_for_a_model_end_with_the_process(running):
+    running.used.add("missing")
+    running.answers.set()
+    batch_id = await running.make(key(0), 4, models=("missing",))
+    await eventually(lambda: running.num_missing)
+    await asyncio.wait_for(running.runner.drain(), LIMIT_S)
+    assert await running.owner(batch_id) == ""
