@@ -56,8 +56,8 @@ class _Stopped(Exception):
 class BatchRun:
     """Checks the input file of a batch, asks its lines and ends it.
 
-    `cancelling` is set when the client no longer wants the batch, `stopping` when this process ends:
-    lines that run then may end, and no more are begun.
+    `cancelling` is set when the client no longer wants the batch, `stopping` when this process
+    ends: lines that run then may end, and no more are begun.
     """
 
     def __init__(

@@ -1,36 +1,38 @@
 """Batches leave connections of the database to requests of clients."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, saying
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 from stored_gateway import ended, lines_of, start_batch, stored_gateway
 
 from pdserve.gateway.batches.files import Files
-from pdserve.gateway.storage.database import Database, in_own_task
+from pdserve.gateway.storage.database import Database
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_lines_that_take_long_in_the_database_hold_up_no_client(tmp_path, monkeypatch):
     go, num_open = asyncio.Event(), 0
-    read = Files.read
+    reading = Database.reading
 
-    @in_own_task
-    async def hold(database: Database) -> None:
+    @asynccontextmanager
+    async def slowly(database: Database) -> AsyncIterator[AsyncSession]:
         nonlocal num_open
-        async with database.reading() as session:
-            await session.execute(text("SELECT 1"))
-            num_open += 1
-            await go.wait()
+        async with reading(database) as session:
+            task = asyncio.current_task()
+            if task is not None and task.get_name() == Files.read.__qualname__:
+                await session.execute(text("SELECT 1"))  # it has a connection
+                num_open += 1
+                await go.wait()
+            yield session
 
-    async def slowly(files: Files, *part: object) -> bytes:
-        await hold(files._db)
-        return await read(files, *part)
-
-    monkeypatch.setattr(Files, "read", slowly)
+    monkeypatch.setattr(Database, "reading", slowly)
     router = FakeRouter(saying("hello"))
     async with stored_gateway(router, tmp_path, batch_concurrency=64) as gateway:
         client = gateway.client()
