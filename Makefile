@@ -20,7 +20,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
+.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -40,6 +40,8 @@ help:
 	@echo "make accept-security  the acceptance lines of tenants, listeners and the wire; some need root"
 	@echo "make accept-models  the acceptance lines of architectures, formats and dtypes"
 	@echo "make accept-api   the acceptance lines of the API"
+	@echo "make bench-front  what gateway, router and decode cost beside the kernels"
+	@echo "make accept-front the acceptance lines of the front: costs, pages, terminal, Python API"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"
@@ -136,6 +138,12 @@ accept-security: setup
 
 accept-models: setup
 	$(BIN)/python benchmarks/accept.py models $(ARGS)
+
+bench-front: setup
+	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/front/line1_costs.py $(ARGS)
+
+accept-front: setup
+	$(BIN)/python benchmarks/accept.py front $(ARGS)
 
 accept-api: setup
 	$(BIN)/python benchmarks/accept.py api $(ARGS)

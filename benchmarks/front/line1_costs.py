@@ -1,0 +1,122 @@
+"""Line 1: what stands between the kernels and a client costs: processor time per token, added
+latency, and what one long prompt does to the streams of others.
+
+A router, a gateway and a decode worker whose model computes nothing (fast_decode.py); a step takes
+as long as that of a model of that batch would. The latency of a token is the time from the end of
+its step to its arrival at the client; clients are in this process. The bounds are issue 18's.
+Words: names of parts, all without any; `--any-load` as in cpu/bench.py.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+
+import machine
+from front.clients import Stream, stream, streams
+from front.clock import latency_s
+from front.fast_decode import MODEL
+from front.fast_system import FastSystem
+
+from pdserve.services.host.auth.roles import Role
+
+MOST_US = {Role.GATEWAY: 30.0, Role.ROUTER: 10.0, Role.DECODE: 25.0}  # a token, at 128 streams
+STEP_S = {1: 0.002, 32: 0.01, 128: 0.02}  # by streams
+NUM_TOKENS = {1: 2000, 32: 500, 128: 400}
+P50_MS, P99_MS, AT_ONCE = 2.0, 10.0, 64
+LONG_PROMPT, MOVES_MS = 128 << 10, 10.0
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
+def latencies_ms(system: FastSystem, answers: list[Stream]) -> list[float]:
+    times = system.clock.times()
+    return [
+        1e3 * latency_s(times, mark, arrived)
+        for answer in answers
+        for mark, arrived in zip(answer.marks, answer.arrived, strict=True)
+    ]
+
+
+def warm(system: FastSystem) -> None:
+    asyncio.run(streams(system.http, MODEL, 8, 100))
+
+
+def costs() -> dict[str, Any]:
+    """Microseconds of each process for a token, by the number of streams."""
+    found = {}
+    for count, step_s in STEP_S.items():
+        with FastSystem(step_s) as system:
+            warm(system)
+            before = system.cpu_s()
+            asyncio.run(streams(system.http, MODEL, count, NUM_TOKENS[count]))
+            after = system.cpu_s()
+        tokens = count * NUM_TOKENS[count]
+        found[count] = {role: 1e6 * (after[role] - before[role]) / tokens for role in after}
+    ok = all(found[128][role] <= most for role, most in MOST_US.items())
+    rounded = {n: {role: round(us, 1) for role, us in cost.items()} for n, cost in found.items()}
+    return {"ok": ok, "us_a_token": rounded}
+
+
+def latency() -> dict[str, Any]:
+    """Milliseconds from the end of a step to the client."""
+    with FastSystem(STEP_S[32]) as system:
+        warm(system)
+        answers = asyncio.run(streams(system.http, MODEL, AT_ONCE, 500))
+        added = latencies_ms(system, answers)
+    p50, p99 = statistics.median(added), percentile(added, 0.99)
+    ok = p50 <= P50_MS and p99 <= P99_MS
+    return {"ok": ok, "p50_ms": round(p50, 2), "p99_ms": round(p99, 2), "streams": AT_ONCE}
+
+
+def long_prompt() -> dict[str, Any]:
+    """How far the p99 between the tokens of others moves while one prompt of 128 KiB comes."""
+    with FastSystem(STEP_S[32]) as system:
+        warm(system)
+        calm = asyncio.run(streams(system.http, MODEL, 16, 500))
+        shaken, asked_at, done_at = asyncio.run(_beside_a_long_prompt(system))
+    without = percentile(_gaps_ms(calm), 0.99)
+    beside = percentile(_gaps_ms(shaken), 0.99)
+    within = any(asked_at < t < done_at for answer in shaken for t in answer.arrived)
+    ok = within and beside - without <= MOVES_MS
+    return {"ok": ok, "p99_ms": round(without, 2), "beside_ms": round(beside, 2), "within": within}
+
+
+async def _beside_a_long_prompt(system: FastSystem) -> tuple[list[Stream], float, float]:
+    others = asyncio.create_task(streams(system.http, MODEL, 16, 500))
+    await asyncio.sleep(1.0)
+    long = await stream(system.http, MODEL, "a" * LONG_PROMPT, 2)
+    return await others, long.asked, long.arrived[0]
+
+
+def _gaps_ms(answers: list[Stream]) -> list[float]:
+    return [
+        1e3 * (later - earlier)
+        for answer in answers
+        for earlier, later in zip(answer.arrived, answer.arrived[1:], strict=False)
+    ]
+
+
+PARTS = {"costs": costs, "latency": latency, "long_prompt": long_prompt}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
+    parser.add_argument("--any-load", action="store_true")
+    args = parser.parse_args()
+    load = machine.quiet(machine.two_cores(), args.any_load)
+    found = {name: PARTS[name]() for name in args.parts or PARTS}
+    ok = found.keys() == PARTS.keys() and all(part["ok"] for part in found.values())
+    print(json.dumps({"ok": ok, "load_by_others": round(load, 3), **found}))
+
+
+if __name__ == "__main__":
+    main()
