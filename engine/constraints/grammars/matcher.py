@@ -43,11 +43,18 @@ class StepBudget:
     """What the tokens of one step, of all choices, may take of the engine's thread."""
 
     def __init__(self) -> None:
-        self.used_s = 0.0
+        self._used_s = 0.0
 
     @property
     def is_spent(self) -> bool:
-        return self.used_s > MAX_STEP_S
+        return self._used_s > MAX_STEP_S
+
+    def spend(self, seconds: float) -> None:
+        self._used_s += seconds
+
+    def renew(self) -> None:
+        """Another step begins."""
+        self._used_s = 0.0
 
 
 class GrammarMatcher:
@@ -105,7 +112,7 @@ class GrammarMatcher:
                 self._compute_later([token])
                 return
             try:
-                self._budget.used_s += self._accept(token)
+                self._accept(token, self._budget)
                 self.is_terminated = self._matcher.is_stopped()
             except BaseException as error:  # a panic is no Exception
                 self._fail(error)
@@ -211,18 +218,19 @@ class GrammarMatcher:
         raise_error(self._matcher)
         self.is_terminated = self._matcher.is_stopped()
 
-    def _accept(self, token: int) -> float:
-        """The seconds that it took. Raises GrammarError."""
+    def _accept(self, token: int, budget: StepBudget | None = None) -> None:
+        """`budget`: whose time it takes, also if it fails. Raises GrammarError."""
         started = time.thread_time()
         matches = self._matcher.consume_token(token)
         took = time.thread_time() - started
+        if budget is not None:
+            budget.spend(took)
         raise_error(self._matcher)
         if not matches:
             raise GrammarError(NO_MATCH)
         self._num_slow_tokens = self._num_slow_tokens + 1 if took > SLOW_TOKEN_S else 0
         if took > MAX_TOKEN_S or self._num_slow_tokens > MAX_SLOW_TOKENS:
             raise GrammarError(TOO_LONG)
-        return took
 
 
 class _MaskTask:
