@@ -113,7 +113,7 @@ class ConstraintManager:
     def start_masks(self) -> None:
         """Begins to compute the masks of what was accepted since the last call; the next tokens
         have the budget of another step."""
-        self._budget.used_s = 0.0
+        self._budget.renew()
         self._threads.start()
 
     def load(self) -> None:

@@ -67,7 +67,7 @@ class LogitEdits:
             self._seen[_ids(fresh, self._seen.device)] = True
 
 
-def left_out(mask: Mask, scores: Tensor) -> Tensor:
+def disallowed(mask: Mask, scores: Tensor) -> Tensor:
     """bool [vocab]: which tokens of one row of scores a mask leaves out."""
     bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little", count=len(scores))
     return torch.from_numpy(bits == 0).to(scores.device)

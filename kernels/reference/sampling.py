@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.reference.candidates import candidates
-from pdserve.kernels.reference.logit_edits import LogitEdits, left_out
+from pdserve.kernels.reference.logit_edits import LogitEdits, disallowed
 from pdserve.kernels.reference.noise import gumbel_argmax, gumbel_at
 from pdserve.kernels.streams import GREEDY_BELOW, Mask, StreamSettings
 
@@ -60,7 +60,7 @@ def sample(
     for i in edited:
         edits[i].apply(scores[i], generated[i])
     for i, mask in masked:
-        scores[i].masked_fill_(left_out(mask, scores[i]), float("-inf"))
+        scores[i].masked_fill_(disallowed(mask, scores[i]), float("-inf"))
     best = scores.argmax(dim=-1)  # NaN counts as the largest
     finite = scores.gather(1, best[:, None])[:, 0].isfinite().tolist()
     tokens = [t if ok else -1 for t, ok in zip(best.tolist(), finite, strict=True)]
@@ -74,8 +74,8 @@ def sample(
             noise = gumbel_at(*_keys([i], streams, generated, logits.device), ids[None])[0]
             tokens[i] = int(ids[(scaled[ids] + noise).argmax()])
     if whole:
-        heat = torch.tensor([streams[i].settings.temperature for i in whole])
-        scaled = scores[whole] / heat[:, None].to(scores.device)
+        temperatures = torch.tensor([streams[i].settings.temperature for i in whole])
+        scaled = scores[whole] / temperatures[:, None].to(scores.device)
         drawn = gumbel_argmax(scaled, *_keys(whole, streams, generated, logits.device))
         for i, token in zip(whole, drawn.tolist(), strict=True):
             tokens[i] = token

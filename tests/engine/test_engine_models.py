@@ -43,9 +43,11 @@ def prompts(count: int = 16) -> dict[str, list[int]]:
 
 
 def asked(sampled: bool, **options: Any) -> list[Any]:
-    heat = 1.0 if sampled else 0.0
+    temperature = 1.0 if sampled else 0.0
     return [
-        ask(key, prompt, seed=i, temperature=heat, max_tokens=NEW, ignore_eos=True, **options)
+        ask(
+            key, prompt, seed=i, temperature=temperature, max_tokens=NEW, ignore_eos=True, **options
+        )
         for i, (key, prompt) in enumerate(prompts().items())
     ]
 

@@ -103,13 +103,17 @@ def test_infinities_that_cancel_hide_no_number(isa: str) -> None:
     st.sampled_from([0.0, 0.1, 3.0, 60.0]),
     st.booleans(),
 )
-def test_gumbel_argmax(isa: str, seed: int, vocab: int, heat: float, spread: float, coarse: bool):
+def test_gumbel_argmax(
+    isa: str, seed: int, vocab: int, temperature: float, spread: float, coarse: bool
+):
     logits = some_logits(seed, 3, vocab, spread)
     if coarse:
         logits = logits.round()
     logits[:, 2::3] = -math.inf
     kinds = [
-        StreamSettings(temperature=heat, seed=(seed * 0x9E3779B97F4A7C15) % (1 << 64), choice=c)
+        StreamSettings(
+            temperature=temperature, seed=(seed * 0x9E3779B97F4A7C15) % (1 << 64), choice=c
+        )
         for c in range(3)
     ]
     ids = [[1] * (vocab > 1) * n for n in (0, 3, 7)]
@@ -158,13 +162,13 @@ def test_filters(
         logits[:, 1::3] = -math.inf
     elif kind == "rising":
         logits = logits.sort(dim=-1).values
-    heat = (0.8, 1.0, 5.0)[seed % 3]
+    temperature = (0.8, 1.0, 5.0)[seed % 3]
     base = StreamSettings(top_k=top_k, top_p=top_p, min_p=min_p)
-    scaled = logits[0] / heat
+    scaled = logits[0] / temperature
     options = near(scaled, base)
     for draw in range(6):
         one = StreamSettings(
-            temperature=heat, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, choice=draw
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, choice=draw
         )
         where = torch.tensor([seed]), torch.tensor([draw]), torch.tensor([0])
         allowed = []
@@ -191,12 +195,12 @@ EDITS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("edits", EDITS, ids=str)
-@pytest.mark.parametrize("heat", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_edits_equal_the_reference_token_after_token(
-    isa: str, edits: dict[str, Any], heat: float
+    isa: str, edits: dict[str, Any], temperature: float
 ) -> None:
     vocab, prompt = 100, (9, 8, 9, 50, 99)
-    one = StreamSettings(**{"temperature": heat, **edits}, prompt_ids=prompt, seed=77)
+    one = StreamSettings(**{"temperature": temperature, **edits}, prompt_ids=prompt, seed=77)
     ops = native(isa)
     fast, slow = ops.stream(one, vocab), reference.stream(one, vocab)
     generated: list[int] = []
@@ -281,14 +285,14 @@ def test_all_targets_and_thread_counts_give_the_same_bits() -> None:
     st.sampled_from([0.0, 1.0]),
 )
 def test_masked_picks_equal_the_reference(
-    isa: str, seed: int, vocab: int, share: float, options: dict[str, Any], heat: float
+    isa: str, seed: int, vocab: int, share: float, options: dict[str, Any], temperature: float
 ) -> None:
     """Of three rows the last has no mask; masks have more bits than there are tokens."""
     logits = some_logits(seed, 3, vocab)
     rng = np.random.default_rng(seed)
     allowed = rng.random((2, (vocab + 31) // 32 * 32)) < share
     masks = [*np.packbits(allowed, axis=1, bitorder="little").view(np.uint32), None]
-    chosen = [StreamSettings(temperature=heat, seed=seed + i, **options) for i in range(3)]
+    chosen = [StreamSettings(temperature=temperature, seed=seed + i, **options) for i in range(3)]
     answers = []
     for ops in (reference, native(isa)):
         streams = [ops.stream(one, vocab) for one in chosen]
@@ -298,7 +302,7 @@ def test_masked_picks_equal_the_reference(
     assert found[2] == sample(native(isa), logits, chosen[2:], rows=[2])[0]
     for token, bits in zip(found[:2], allowed[:, :vocab], strict=True):
         assert bits[token] if bits.any() else token == -1
-        if bits.any() and not heat and not options:
+        if bits.any() and not temperature and not options:
             row = logits[found.index(token)].numpy()
             assert row[token] == row[bits].max()
 

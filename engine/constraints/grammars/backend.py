@@ -71,7 +71,7 @@ class GrammarBackend:
     def has_room(self, source: str, tenant: bytes) -> bool:
         """Whether `compile` may be called: it adds nothing to the queue, or not too much."""
         return self._found(source) is not None or (
-            self._threads.num_waiting() < MAX_QUEUED
+            self._threads.num_waiting < MAX_QUEUED
             and self._threads.num_of_tenant(tenant) < MAX_QUEUED_OF_TENANT
         )
 

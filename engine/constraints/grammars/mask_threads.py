@@ -47,8 +47,8 @@ class MaskThreads:
         left = max(0, self._quick.num_urgent - self._num_new)
         new = -(-self._num_new // TASKS_PER_THREAD)
         self._num_new = 0
-        self._quick.start(left + new + self._quick.num_waiting())
-        self._slow.start(self._slow.num_waiting())
+        self._quick.start(left + new + self._quick.num_waiting)
+        self._slow.start(self._slow.num_waiting)
 
     def close(self) -> None:
         self._quick.close()

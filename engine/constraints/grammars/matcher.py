@@ -1,7 +1,7 @@
 """The grammar of one choice: a matcher accepts its ids, and the next bitmask is computed ahead.
 
-The engine's thread calls everything but `_compute`. While that runs, on a mask thread, it owns the
-matcher and what it says of it, and the engine's thread calls only `is_ready`, `is_behind`,
+The engine's thread calls everything but `run`. While that is under way, on a mask thread, it owns
+the matcher and what is known of it, and the engine's thread calls only `is_ready`, `is_behind`,
 `is_awaited` and `wait`.
 """
 
@@ -43,11 +43,18 @@ class StepBudget:
     """What the tokens of one step, of all choices, may take of the engine's thread."""
 
     def __init__(self) -> None:
-        self.used_s = 0.0
+        self._used_s = 0.0
 
     @property
     def is_spent(self) -> bool:
-        return self.used_s > MAX_STEP_S
+        return self._used_s > MAX_STEP_S
+
+    def spend(self, seconds: float) -> None:
+        self._used_s += seconds
+
+    def renew(self) -> None:
+        """Another step begins."""
+        self._used_s = 0.0
 
 
 class GrammarMatcher:
@@ -81,7 +88,9 @@ class GrammarMatcher:
         self._is_slow = False  # whether the last mask took long
         self._num_slow_tokens = 0  # of the last ones, in a row
         self._backoff = 0  # next masks that no step waits for, since one came too late
-        self._task: _MaskTask | None = None  # the last one
+        self._task = _MaskTask(self, is_slow=False, is_late=True)  # the last one
+        self._done = Event()  # whether it is done; only then is there another
+        self._done.set()
         self._task_accepts = False  # whether it has ids to accept
         self.failure: GrammarError | None = None
         self.is_terminated = False  # nothing may follow
@@ -103,7 +112,7 @@ class GrammarMatcher:
                 self._compute_later([token])
                 return
             try:
-                self._budget.used_s += self._accept(token)
+                self._accept(token, self._budget)
                 self.is_terminated = self._matcher.is_stopped()
             except BaseException as error:  # a panic is no Exception
                 self._fail(error)
@@ -119,7 +128,7 @@ class GrammarMatcher:
     @property
     def is_ready(self) -> bool:
         """Whether the next mask is there."""
-        return self._task is None or self._task.done.is_set()
+        return self._done.is_set()
 
     @property
     def is_behind(self) -> bool:
@@ -129,19 +138,16 @@ class GrammarMatcher:
     @property
     def is_awaited(self) -> bool:
         """Whether the next mask should be there when the forward pass is over."""
-        return self._task is None or not self._task.is_late or self._task.done.is_set()
+        return self.is_ready or not self._task.is_late
 
     def wait(self, until_s: float) -> bool:
         """Waits for the mask; False if it is not there by then: `on_late` tells when it is."""
-        task = self._task
-        if task is None or task.done.is_set():
+        if self._done.is_set() or self._done.wait(max(0.0, until_s - time.perf_counter())):
             return True
-        if task.done.wait(max(0.0, until_s - time.perf_counter())):
-            return True
-        task.is_late = True
-        if task.has_begun:  # otherwise others have kept it from its turn
+        self._task.is_late = True
+        if self._task.has_begun:  # otherwise others have kept it from its turn
             self._backoff = LATE_BACKOFF
-        return task.done.is_set()
+        return self._done.is_set()
 
     def _compute_later(self, ids: list[int]) -> None:
         """A mask thread is to accept ids and then to compute the mask; no step waits for it."""
@@ -157,11 +163,19 @@ class GrammarMatcher:
         self._begin_task(self._is_slow, is_late=self._is_slow or self._backoff > 0)
 
     def _begin_task(self, is_slow: bool, is_late: bool) -> None:
-        self._task = _MaskTask(self._compute, self._on_late, is_slow, is_late)
+        self._task = _MaskTask(self, is_slow, is_late)
+        self._done.clear()
         self._threads.add(self._task, self._tenant, awaited=not is_late)
 
-    def _compute(self) -> None:
+    def run(self, task: "_MaskTask") -> None:
         """Accepts ids that are left and computes the next mask; on a mask thread."""
+        self._compute()
+        self._done.set()
+        # Another task may have begun by now: `task` is this one's, and nothing else is touched.
+        if task.is_late:
+            self._on_late()
+
+    def _compute(self) -> None:
         try:
             if self._matcher is None:
                 self._matcher = self._compiled.matcher()
@@ -204,42 +218,32 @@ class GrammarMatcher:
         raise_error(self._matcher)
         self.is_terminated = self._matcher.is_stopped()
 
-    def _accept(self, token: int) -> float:
-        """The seconds that it took. Raises GrammarError."""
+    def _accept(self, token: int, budget: StepBudget | None = None) -> None:
+        """`budget`: whose time it takes, also if it fails. Raises GrammarError."""
         started = time.thread_time()
         matches = self._matcher.consume_token(token)
         took = time.thread_time() - started
+        if budget is not None:
+            budget.spend(took)
         raise_error(self._matcher)
         if not matches:
             raise GrammarError(NO_MATCH)
         self._num_slow_tokens = self._num_slow_tokens + 1 if took > SLOW_TOKEN_S else 0
         if took > MAX_TOKEN_S or self._num_slow_tokens > MAX_SLOW_TOKENS:
             raise GrammarError(TOO_LONG)
-        return took
 
 
 class _MaskTask:
-    """Computes one mask. Each has an event of its own, so that the end of one can be no other's."""
+    """One mask that is to be computed."""
 
-    __slots__ = ("_compute", "_on_late", "done", "has_begun", "is_late", "is_slow")
+    __slots__ = ("_matcher", "has_begun", "is_late", "is_slow")
 
-    def __init__(
-        self,
-        compute: Callable[[], None],
-        on_late: Callable[[], None],
-        is_slow: bool,
-        is_late: bool,
-    ) -> None:
-        self._compute = compute
-        self._on_late = on_late
+    def __init__(self, matcher: GrammarMatcher, is_slow: bool, is_late: bool) -> None:
+        self._matcher = matcher
         self.is_slow = is_slow
         self.is_late = is_late  # no step waits for it (any more); the engine's thread sets it
         self.has_begun = False
-        self.done = Event()
 
     def run(self) -> None:
         self.has_begun = True
-        self._compute()
-        self.done.set()
-        if self.is_late:
-            self._on_late()
+        self._matcher.run(self)

@@ -31,6 +31,7 @@ class FairThreadPool(Generic[T]):
         self._lock = threading.Lock()
         self._urgent: deque[T] = deque()
         self._queues: dict[bytes, deque[T]] = {}  # the next tenant first; none is empty
+        self._num_waiting = 0  # tasks in all of them
         self._num_running = 0  # threads that were begun and still look for tasks
 
     @property
@@ -38,10 +39,10 @@ class FairThreadPool(Generic[T]):
         """Urgent tasks that wait."""
         return len(self._urgent)
 
+    @property
     def num_waiting(self) -> int:
         """Other tasks that wait, of all tenants."""
-        with self._lock:
-            return sum(map(len, self._queues.values()))
+        return self._num_waiting
 
     def num_of_tenant(self, tenant: bytes) -> int:
         """How many of them are this tenant's."""
@@ -52,16 +53,18 @@ class FairThreadPool(Generic[T]):
         """The task waits for the tenant's turn."""
         with self._lock:
             self._queues.setdefault(tenant, deque()).append(task)
+            self._num_waiting += 1
 
     def add_urgent(self, task: T) -> None:
         """The task comes before all that are not urgent."""
-        with self._lock:
-            self._urgent.append(task)
+        self._urgent.append(task)  # is atomic, and cheap for each row of a step
 
     def start(self, count: int) -> None:
         """Begins so many threads, as far as there are any that do not run yet."""
+        if not count:
+            return
         with self._lock:
-            count = max(0, min(count, self._num_threads - self._num_running))
+            count = min(count, self._num_threads - self._num_running)
             self._num_running += count
         for _ in range(count):
             self._executor.submit(self._work)
@@ -72,6 +75,7 @@ class FairThreadPool(Generic[T]):
             for tenant, queue in self._queues.items():
                 if task in queue:
                     queue.remove(task)
+                    self._num_waiting -= 1
                     if not queue:
                         del self._queues[tenant]
                     return True
@@ -83,6 +87,7 @@ class FairThreadPool(Generic[T]):
             left = [*self._urgent, *(task for queue in self._queues.values() for task in queue)]
             self._urgent.clear()
             self._queues.clear()
+            self._num_waiting = 0
         self._executor.shutdown(wait=False, cancel_futures=True)
         return left
 
@@ -103,6 +108,7 @@ class FairThreadPool(Generic[T]):
             tenant = next(iter(self._queues))
             queue = self._queues.pop(tenant)
             task = queue.popleft()
+            self._num_waiting -= 1
             if queue:
                 self._queues[tenant] = queue  # behind the others
             return task

@@ -65,28 +65,31 @@ def test_preempted_and_resumed_beyond_the_budget(
 class SlowTokens:
     """A matcher that takes a while for each token, and counts those of the engine's thread."""
 
-    def __init__(self, real: Any, counted: Counter[str]) -> None:
+    def __init__(self, real: Any, counted: Counter[str], token_s: float) -> None:
         self._real = real
         self._counted = counted
+        self._token_s = token_s
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
     def consume_token(self, token: int) -> bool:
         self._counted[threading.current_thread().name] += 1
-        until = time.thread_time() + matcher.SLOW_TOKEN_S * 0.8
+        until = time.thread_time() + self._token_s
         while time.thread_time() < until:
             pass
         return bool(self._real.consume_token(token))
 
 
+@pytest.mark.parametrize("token_s", [0.8 * matcher.SLOW_TOKEN_S, 1.1 * matcher.MAX_TOKEN_S])
 def test_many_slow_choices_take_little_of_any_step(
-    engine_of: Maker, monkeypatch: pytest.MonkeyPatch
+    engine_of: Maker, monkeypatch: pytest.MonkeyPatch, token_s: float
 ) -> None:
+    """Whether or not they take so long that they fail."""
     counted: Counter[str] = Counter()
     make = CompiledGrammar.matcher
     monkeypatch.setattr(
-        CompiledGrammar, "matcher", lambda grammar: SlowTokens(make(grammar), counted)
+        CompiledGrammar, "matcher", lambda grammar: SlowTokens(make(grammar), counted, token_s)
     )
     runner, own = Runner(engine_of()), threading.current_thread().name
     runner.engine.submit(asked("n", 1, n=N))
@@ -95,6 +98,6 @@ def test_many_slow_choices_take_little_of_any_step(
         before = counted[own]
         runner.step()
         most = max(most, counted[own] - before)
-    assert 0 < most <= 1 + matcher.MAX_STEP_S / (matcher.SLOW_TOKEN_S * 0.8)
+    assert 0 < most <= 1 + matcher.MAX_STEP_S / token_s
     assert counted.total() > most
     assert_at_rest(runner.engine)
