@@ -39,6 +39,8 @@ from pdserve.kernels.streams import SamplingOps
 
 log = logging.getLogger(__name__)
 
+MAX_REFUSED = 4096  # reservations that keep their order of arrival; as many wait at most
+
 
 @dataclass(slots=True)
 class Pending:
@@ -99,7 +101,7 @@ class Engine:
         self._meter = StepMeter(token_s)
         self._events: list[Event] = []  # of the next step
         self._arrivals = 0
-        self._refused = ("", 0)  # key and order of arrival of the reservation last refused
+        self._refused: dict[str, int] = {}  # key to order of arrival, of refused reservations
 
     @property
     def has_work(self) -> bool:
@@ -235,10 +237,11 @@ class Engine:
     def reserve(self, request: Request, sender: bytes = b"") -> Reservation | None:
         """Reserves blocks for the prefix that a prefill worker will send; None if they are short.
 
-        The caller asks again before every step for the first reservation that was refused, and for
-        no other before it. Between it and the queue the order of arrival holds, and within a tenant
-        that of priority before it: it is refused while a queued request that precedes it lacks
-        blocks, and while it is refused none that it precedes gets any.
+        The caller asks again before every step for the first of those that were refused; each keeps
+        the order of arrival that it had when it was first asked for. Between it and the queue the
+        order of arrival holds, and within a tenant that of priority before it: it is refused while
+        a queued request that precedes it lacks blocks, and while it is refused none that it
+        precedes gets any.
         Raises like submit, but max_waiting does not apply.
 
         `sender`: digest of the KV identity that computes it, if it is not ours. Its blocks then
@@ -246,8 +249,7 @@ class Engine:
         """
         if request.prefill_only or request.needs_whole_prompt:
             raise InvalidRequest("its output needs the prompt to be computed here", "prompt")
-        key, order = self._refused
-        job = self._new_job(request, order if key == request.key else None, sender)
+        job = self._new_job(request, self._refused.get(request.key), sender)
         if not job.unfinished:
             raise InvalidRequest("every choice has ended", "choices")
         waits = self._scheduler.must_wait(job)
@@ -255,9 +257,12 @@ class Engine:
         while made is None and not waits and self._scheduler.evict(self._events):
             made = self.jobs.reserve(job)
         if made is None:
-            self._refused = (job.key, job.order)
+            self._refused[job.key] = job.order
+            if len(self._refused) > MAX_REFUSED:  # the oldest have ended without asking again
+                del self._refused[next(iter(self._refused))]
             self._scheduler.hold_up(job)
             return None
+        self._refused.pop(job.key, None)
         reservation, copies = made
         self.kv.copy(copies)
         self._constrain(job)

@@ -120,6 +120,7 @@ CONVERSATION: Values = {
     "add_special_tokens": [False],
     "chat_template_kwargs": [{}],
     "reasoning_effort": ["low", "none"],
+    "verbosity": ["low"],
     "tools": [[TOOL]],
 }
 OF_CHAT: Values = {

@@ -114,7 +114,8 @@ class Sampler:
         picks = [Pick(token) if token >= 0 else NOT_FINITE for token in tokens]
         for i, (constraints, choice) in constrained.items():
             if tokens[i] < 0 and self._is_finite(logits[outputs[i] : outputs[i] + 1]):
-                picks[i] = Pick(-1, error=NO_TOKEN, param=constraints.param(choice))
+                param = constraints.param(choice)
+                picks[i] = Pick(-1, error=NO_TOKEN, param=param, no_token=True)
         for i, params in scored:
             if tokens[i] >= 0:
                 row_logits = logits[outputs[i] : outputs[i] + 1]

@@ -51,6 +51,7 @@ class Pick(NamedTuple):
     logprob: TokenLogprob | None = None
     error: str = ""
     param: str = ""  # the request's field at fault; the error is fit for a client then
+    no_token: bool = False  # the error: what binds this choice leaves it no token
 
 
 class Outcome(NamedTuple):

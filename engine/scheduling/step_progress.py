@@ -100,7 +100,7 @@ class StepProgress:
         wrong = [pick for pick in outcome.picks if pick.error]
         for pick in wrong:
             # Of several choices, one that its constraints leave no token ends alone.
-            if not pick.param or len(wrong) == job.request.params.n:
+            if not pick.no_token or not pick.param or len(wrong) == job.request.params.n:
                 # Its KV may be what is wrong: requests that would share it must not fail as well.
                 if not pick.param:
                     self._jobs.forget(job)

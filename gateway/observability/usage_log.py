@@ -29,7 +29,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.observability.meter import RequestUsage
 from pdserve.gateway.storage.database import Base, Database, in_own_task
-from pdserve.gateway.storage.text import without_nul
+from pdserve.gateway.storage.text import may_be_id, without_nul
 from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger("pdserve.gateway.usage")
@@ -148,6 +148,8 @@ class UsageLog:
     async def was_used(self, tenant: str, model: str) -> bool:
         """Whether the tenant has had answers of the model in the last day, as far as they are
         written."""
+        if not may_be_id(model, len(model)):
+            return False
         since = int(self._clock()) - DAY_S
         wanted = select(UsageRow.model).where(
             UsageRow.tenant == tenant, UsageRow.start >= since, UsageRow.model == model

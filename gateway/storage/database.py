@@ -15,6 +15,7 @@ import stat
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
+    AsyncExitStack,
     asynccontextmanager,
     contextmanager,
     nullcontext,
@@ -95,7 +96,7 @@ class Database:
         self._reading: async_sessionmaker[AsyncSession] = async_sessionmaker(
             self._engine.execution_options(reads_only=True), expire_on_commit=False
         )
-        self._open: set[asyncio.Task[Any]] = set()  # that have a transaction
+        self._open: set[asyncio.Task[Any]] = set()  # that have one, or wait for a turn
         self._turns: AbstractAsyncContextManager[Any] = nullcontext()
         # SQLite would let writers sleep and try again, the latest as likely as the first.
         self._write_turns: AbstractAsyncContextManager[Any] = (
@@ -150,38 +151,62 @@ class Database:
 
     async def close(self) -> None:
         """Transactions that run may end before."""
-        if self._open:
-            await asyncio.wait(tuple(self._open), timeout=CLOSE_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                while self._open:
+                    await asyncio.wait(tuple(self._open))
         await self._engine.dispose()
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[AsyncSession]:
         """A transaction that writes. Raises ServiceError UNAVAILABLE if the database cannot be
         used, IntegrityError for a row that is there already."""
-        async with self._turns, self._write_turns, self._transaction(self._writing) as session:
+        async with (
+            self._own_turn(),
+            self._write_turn(),
+            self._transaction(self._writing) as session,
+        ):
             yield session
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
         """A transaction that only reads: it sees one state, and waits for no writer. Raises
         ServiceError UNAVAILABLE."""
-        async with self._turns, self._transaction(self._reading) as session:
+        async with self._own_turn(), self._transaction(self._reading) as session:
             yield session
 
     @asynccontextmanager
-    async def _transaction(
-        self, sessions: async_sessionmaker[AsyncSession]
-    ) -> AsyncIterator[AsyncSession]:
+    async def _own_turn(self) -> AsyncIterator[None]:
+        """Of a share: until one of its transactions may begin. `close` waits for it, too."""
         task = asyncio.current_task()
         if task is None or task not in _own_tasks:
             raise RuntimeError("a transaction must be in_own_task")
         self._open.add(task)
         try:
-            with _service_errors():
-                async with sessions.begin() as session:
-                    yield session
+            async with self._turns:
+                yield
         finally:
             self._open.discard(task)
+
+    @asynccontextmanager
+    async def _write_turn(self) -> AsyncIterator[None]:
+        """Until this process has no other writer. Raises ServiceError UNAVAILABLE."""
+        async with AsyncExitStack() as turn:
+            with _service_errors():
+                try:
+                    async with asyncio.timeout(BUSY_S):
+                        await turn.enter_async_context(self._write_turns)
+                except TimeoutError:
+                    raise OSError(f"others have been writing for {BUSY_S} s") from None
+            yield
+
+    @asynccontextmanager
+    async def _transaction(
+        self, sessions: async_sessionmaker[AsyncSession]
+    ) -> AsyncIterator[AsyncSession]:
+        with _service_errors():
+            async with sessions.begin() as session:
+                yield session
 
 
 @contextmanager

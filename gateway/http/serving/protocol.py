@@ -5,9 +5,12 @@ dropped, and answers for clients that end their sending side.
 """
 
 import asyncio
+import fcntl
 import logging
 import re
 import socket
+import sys
+import termios
 from http import HTTPStatus
 from typing import Any
 
@@ -28,6 +31,7 @@ _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 LOOK_S = 0.1  # between looks whether a client that has ended its sending side is still there
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSED = 7  # TCP_CLOSE of Linux, in the first byte of tcp_info
+_BYTES_ACKED = 120  # where it lies there
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -60,7 +64,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     _look: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
-    _unread_bytes = 0  # of the transport, when `_stall` began
+    _progress = 0  # when `_stall` began
 
     def __init__(self, *args: Any, dialect: Dialect, stall_s: float, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -134,8 +138,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        if not self.flow.write_paused:  # what follows will be told apart from what is unread
-            self._stop_stall()
+        if not self.flow.write_paused and self._acked() is None:
+            self._stop_stall()  # what the next answer adds could not be told from what is unread
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -202,9 +206,28 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_stall(self) -> None:
         self._stop_stall()
-        self._unread_bytes = self.transport.get_write_buffer_size()
-        if self._unread_bytes:
+        if self._has_unread():
+            self._progress = self._taken()
             self._stall = self.loop.call_later(self._stall_s, self._look_for_progress)
+
+    def _has_unread(self) -> bool:
+        """Whether the client has not taken all that was written. A transport of TLS knows only
+        what is in its own layer: what is further down is looked for where the system has it."""
+        if self.transport.get_write_buffer_size():
+            return True
+        if self.transport.get_extra_info("ssl_object") is None:
+            return False
+        return _unsent(self.transport.get_extra_info("socket")) > 0
+
+    def _taken(self) -> int:
+        """Grows when the client takes something."""
+        acked = self._acked()
+        return -self.transport.get_write_buffer_size() if acked is None else acked
+
+    def _acked(self) -> int | None:
+        """Bytes that the client's system has acknowledged; None: not a TCP connection."""
+        sock = self.transport.get_extra_info("socket")
+        return None if sock is None or sock.family == socket.AF_UNIX else _acknowledged(sock)
 
     def _stop_stall(self) -> None:
         if self._stall is not None:
@@ -212,8 +235,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stall = None
 
     def _look_for_progress(self) -> None:
-        """Nothing is written meanwhile: what is unread only gets less."""
-        if self.transport.get_write_buffer_size() < self._unread_bytes:
+        self._stall = None
+        if not self._has_unread() or self._taken() > self._progress:
             self._start_stall()
         else:
             log.warning("a client took no byte of its answer for %g s", self._stall_s)
@@ -231,6 +254,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _too_slow(self) -> None:
         self._timer = None
         self.transport.close()
+        self._start_stall()  # it closes when all is taken
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for bytes that are no HTTP."""
@@ -245,6 +269,22 @@ class BoundedProtocol(HttpToolsProtocol):
         head += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))
         self.transport.close()
+        self._start_stall()
+
+
+def _acknowledged(sock: socket.socket) -> int:
+    """tcpi_bytes_acked of Linux's struct tcp_info."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)
+    return int.from_bytes(info[_BYTES_ACKED:], sys.byteorder)
+
+
+def _unsent(sock: socket.socket) -> int:
+    """Bytes that the peer's system has not acknowledged; 0 of a socket that is closed."""
+    try:
+        size = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return 0
+    return int.from_bytes(size, sys.byteorder)
 
 
 def _is_reset(sock: socket.socket) -> bool:

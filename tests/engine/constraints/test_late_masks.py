@@ -85,12 +85,13 @@ def test_late_masks_delay_nobody_else(engine_of: Maker, monkeypatch: pytest.Monk
     assert order[:last].count("free") > 2 * order.count("bound")
 
 
+@pytest.mark.parametrize("n", [1, 2])
 def test_a_mask_that_takes_far_too_long_fails_the_request(
-    engine_of: Maker, monkeypatch: pytest.MonkeyPatch
+    engine_of: Maker, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
     monkeypatch.setattr(matcher, "MAX_MASK_S", 0.0)
     runner = Runner(engine_of())
-    (failed,) = of(runner.run(ask("r", range(5), grammar=PATTERN)), RequestFailed)
+    (failed,) = of(runner.run(ask("r", range(5), n=n, grammar=PATTERN)), RequestFailed)
     assert (failed.param, failed.message) == ("grammar", "the grammar takes too long")
     assert_at_rest(runner.engine)
 
@@ -107,7 +108,8 @@ def test_tokens_that_take_far_too_long_fail_the_request(
     states = (ChoiceState(tuple(tokens(runner.run(asked))["r", 0][:10])),)
     monkeypatch.setattr(matcher, name, number)
     resumed = ask("r", range(5), grammar=of_regex("[a-z]{30}"), max_tokens=30, choices=states)
-    for request in (asked, resumed):
+    two = ask("two", range(5), grammar=of_regex("[a-z]{30}"), max_tokens=30, n=2)
+    for request in (asked, resumed, two):
         (failed,) = of(runner.run(request), RequestFailed)
         assert (failed.param, failed.message) == ("grammar", "the grammar takes too long")
     assert_at_rest(runner.engine)

@@ -4,9 +4,9 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from engine_kit import ask, fake_engine
+from engine_kit import ask, fake_engine, of
 
-from pdserve.engine.api.request import Request
+from pdserve.engine.api.request import NewTokens, Request
 from pdserve.engine.handoff.claims import ClaimQueue
 
 
@@ -43,3 +43,19 @@ def test_a_tenants_claims_are_in_order_of_priority_in_its_own_places() -> None:
             own = [c for c in claims if c.request.tenant == tenant]
             expected = sorted(own, key=lambda c: c.request.priority)
             assert [c for c in found if c.request.tenant == tenant] == expected
+
+
+def test_a_claim_that_others_of_a_tenant_pass_keeps_its_order_of_arrival() -> None:
+    engine = fake_engine(num_blocks=8, chunk_size=32)
+    first, second = (ask(key, [1] * 8) for key in ("first", "second"))
+    engine.submit(ask("running", [2] * 27, max_tokens=4))
+    engine.step()
+    assert engine.reserve(first) is None
+    engine.submit(ask("later", [3] * 8, max_tokens=4))
+    assert engine.reserve(second) is None  # of one that comes before it in its tenant's places
+    while engine.has_work and (made := engine.reserve(first)) is None:
+        step = engine.step()
+        assert step is not None
+        assert not of(step.events, NewTokens, "later"), "it came after the claim"
+    assert made is not None
+    engine.release(made)

@@ -108,7 +108,7 @@ class Bench:
 
     def pick(self) -> Pick:
         if self.rng.random() < 0.02:
-            return Pick(-1, error="no token", param="grammar")
+            return Pick(-1, error="no token", param="grammar", no_token=True)
         return Pick(self.rng.randrange(VOCAB))
 
     def hear(self, events: list[Event]) -> None:

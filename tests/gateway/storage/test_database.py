@@ -15,9 +15,11 @@ from pdserve.gateway.batches.files import FileLimits, Files
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.observability.meter import RequestUsage
 from pdserve.gateway.observability.usage_log import UsageLog
+from pdserve.gateway.storage import database as database_module
 from pdserve.gateway.storage.database import Database, in_own_task
 from pdserve.gateway.storage.response_store import KeptResponse
 from pdserve.gateway.storage.responses import DatabaseResponses
+from pdserve.services.host.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
 
@@ -235,3 +237,28 @@ async def test_writers_come_in_their_order(database):
     held.go.set()
     await asyncio.gather(*writing)
     assert held.open == list(range(6))
+
+
+async def test_writers_that_wait_all_fail_in_one_bound(database, monkeypatch):
+    monkeypatch.setattr(database_module, "BUSY_S", 0.5)
+    held = Held()
+    first = asyncio.create_task(held.change(database, 0))
+    await eventually(lambda: held.open == [0])
+    began = asyncio.get_running_loop().time()
+    waiting = [held.change(database, number) for number in range(1, 9)]
+    failed = await asyncio.gather(*waiting, return_exceptions=True)
+    assert asyncio.get_running_loop().time() - began < 8 * 0.5
+    assert all(isinstance(error, ServiceError) for error in failed)
+    held.go.set()
+    await first
+    assert held.open == [0]
+
+
+async def test_those_that_wait_for_their_turn_end_before_the_database_closes(database):
+    held = Held()
+    writing = [asyncio.create_task(held.change(database, number)) for number in range(10)]
+    await eventually(lambda: held.open == [0])
+    asyncio.get_running_loop().call_later(0.1, held.go.set)
+    await database.close()
+    assert held.open == list(range(10))
+    await asyncio.gather(*writing)
