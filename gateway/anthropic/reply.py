@@ -11,7 +11,7 @@ from pdserve.gateway.anthropic.output import Event, MessageContent
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import Usage
-from pdserve.gateway.content.requests import ChatCompletionRequest
+from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.service import Service
 
 

@@ -11,7 +11,6 @@ from pydantic_core import from_json, to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import PreparedCompletion, Usage
-from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError
 from pdserve.gateway.openai.errors import error_object
@@ -19,6 +18,7 @@ from pdserve.gateway.openai.responses.items import MAX_ITEMS, Item, conversation
 from pdserve.gateway.openai.responses.output import Event, ResponseOutput
 from pdserve.gateway.openai.responses.schema import ResponsesBody
 from pdserve.gateway.openai.responses.tools import parse_tools, tool_use
+from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore

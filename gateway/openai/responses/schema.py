@@ -7,8 +7,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 
 from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, parse_body
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
-from pdserve.gateway.sampling import RequestedSampling, bounded, refuse
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.structure import Structure
+from pdserve.gateway.sampling import bounded, refuse
 from pdserve.gateway.text.messages import EFFORTS
 
 LOGPROBS = "message.output_text.logprobs"
