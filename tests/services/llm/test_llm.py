@@ -327,10 +327,11 @@ def test_a_structure_that_cannot_be_is_said(llm: LLM) -> None:
 
 
 def test_bad_words_and_allowed_ids(llm: LLM) -> None:
-    (plain,) = llm.generate("hello", replace(GREEDY, allowed_token_ids=(97, 98, 99)))
-    assert {*plain.outputs[0].token_ids} <= {97, 98, 99, *llm.card.eos_ids}
+    ids = llm.tokenizer.encode("abc", add_special_tokens=False, parse_special=False)
+    few = replace(GREEDY, allowed_token_ids=ids)
+    (plain,) = llm.generate("hello", few)
+    assert {*plain.outputs[0].token_ids} <= {*ids, *llm.card.eos_ids}
     word = plain.text[:2]
-    few = replace(GREEDY, allowed_token_ids=(97, 98, 99), bad_words=[word])
-    (other,) = llm.generate("hello", few)
+    (other,) = llm.generate("hello", replace(few, bad_words=[word]))
     assert other.text
     assert word not in other.text
