@@ -118,11 +118,12 @@ class PromptMaker:
         """The token ids of a prompt. Raises TextError, TypeError."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=True, parse_special=True)
-        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            check_ids(prompt, "prompt")
-            return list(prompt)
-        kind = type(prompt).__name__
-        raise TypeError(f"a prompt must be a text or a list of token ids, not {kind}")
+        ids: Any = prompt
+        if isinstance(ids, bytes) or not isinstance(ids, Sequence):
+            kind = type(ids).__name__
+            raise TypeError(f"a prompt must be a text or a list of token ids, not {kind}")
+        check_ids(ids, "prompt")
+        return list(ids)
 
     def _rendered(self, asked: ChatInput) -> tuple[TemplateInput, Rendered]:
         if not isinstance(asked.messages, Sequence) or not all(
@@ -259,13 +260,14 @@ def _check_parser(option: str, name: str, known: Sequence[str]) -> None:
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is a list of one: a text, or a list whose items are token ids. Raises TypeError
-    for what is neither."""
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        return [prompts]  # type: ignore[list-item]
-    if prompts and not isinstance(prompts[0], str | Sequence):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    """One prompt is a list of one: a text, or a list whose items are token ids. What is no prompt
+    stays what it is."""
+    given: Any = prompts
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        return [given]
+    if given and not isinstance(given[0], str | Sequence):
+        return [given]
+    return list(given)
 
 
 def per_prompt(

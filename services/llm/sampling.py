@@ -113,8 +113,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():
-            value: Any = getattr(self, name)
-            kind = Integral if name in _WHOLE else Real
+            value = getattr(self, name)
+            kind: type[Any] = Integral if name in _WHOLE else Real
             if value is None and name in _MAY_BE_NONE:
                 continue
             if not isinstance(value, kind) or isinstance(value, bool):
@@ -127,7 +127,12 @@ class SamplingParams:
                 raise _refused(name, "has an empty text")
         for name in _IDS:
             check_ids(getattr(self, name), name)
+        if not isinstance(self.logit_bias, Mapping):
+            raise _refused("logit_bias", f"must be a dict by token id, not {self.logit_bias!r:.60}")
         check_ids(list(self.logit_bias), "logit_bias")
+        for bias in self.logit_bias.values():
+            if not isinstance(bias, Real) or isinstance(bias, bool):
+                raise _refused("logit_bias", f"has {bias!r:.60}, which is no number")
         its = self.structured_outputs
         if its is not None and not isinstance(its, StructuredOutputsParams):
             kind_name = type(its).__name__

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llm_kit import engine_threads, is_idle, model_of, stats
 from tiny_embedder import Oracle, write_embedder
 from tiny_models import write_tiny
 
@@ -146,7 +146,7 @@ def test_a_stop_string_ends_a_later_prompt_while_an_earlier_one_runs(llm: LLM) -
     lengths = [len(one.outputs[0].token_ids) for one in found]
     assert lengths[0] == 300
     assert lengths[1] < 12
-    assert not llm._model._inboxes
+    assert is_idle(llm)
 
 
 def test_chat_and_stream_give_the_same_answer(llm: LLM) -> None:
@@ -175,13 +175,10 @@ def test_a_closed_stream_frees_its_blocks(llm: LLM) -> None:
         "x", SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     )
     next(iter(stream))
-    busy = llm._model._thread.post(lambda engine: engine.stats()).result()
-    assert busy.running == 1
+    assert stats(llm).running == 1
     stream.close()
-    free = llm._model._thread.post(lambda engine: engine.stats()).result()
-    assert free.running == 0
-    assert free.blocks.free + free.blocks.cached == free.blocks.total
-    assert not llm._model._inboxes
+    assert stats(llm).running == 0
+    assert is_idle(llm)
 
 
 def test_what_is_wrong_is_said(llm: LLM) -> None:
@@ -203,7 +200,7 @@ def test_what_is_wrong_is_said(llm: LLM) -> None:
         with pytest.raises(kind, match=text) as caught:
             call()
         assert getattr(caught.value, "param", None) == param
-    assert not llm._model._inboxes
+    assert is_idle(llm)
     assert llm.generate("still there", GREEDY)[0].text
     assert llm.generate([]) == []
 
@@ -226,10 +223,10 @@ def test_options_are_checked() -> None:
 
 
 def test_parsers_are_checked(folder: Path) -> None:
-    threads = threading.active_count()
+    before = engine_threads()
     with pytest.raises(ValueError, match="tool_parser: 'hermse' is none of auto, none, "):
         LLM(str(folder), tool_parser="hermse", **OPTIONS)
-    assert threading.active_count() == threads
+    assert engine_threads() == before
 
 
 def test_defaults_come_from_the_model(folder: Path, tmp_path: Path) -> None:
@@ -239,12 +236,14 @@ def test_defaults_come_from_the_model(folder: Path, tmp_path: Path) -> None:
     with LLM(str(tmp_path), **OPTIONS) as made:
         defaults = made.default_sampling_params()
         assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.25, 7, 1.0)
-        made_params = made._model.prompts.text("x", SamplingParams(top_p=0.5)).request.params
+        made_params = model_of(made).prompts.text("x", SamplingParams(top_p=0.5)).request.params
         assert (made_params.temperature, made_params.top_k, made_params.top_p) == (0.25, 7, 0.5)
 
 
 def test_close_ends_what_runs_and_may_be_repeated(folder: Path) -> None:
+    before = engine_threads()
     llm = LLM(str(folder), **OPTIONS)
+    assert engine_threads() == before + 1
     stream = llm.generate_stream(
         "x", SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     )
@@ -255,7 +254,7 @@ def test_close_ends_what_runs_and_may_be_repeated(folder: Path) -> None:
         list(stream)
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("x")
-    assert not llm._model._thread._thread.is_alive()
+    assert engine_threads() == before
 
 
 def test_a_script_that_forgets_close_still_ends(folder: Path) -> None:
