@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Unpack
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import Finished, Request, RequestFailed
+from pdserve.engine.api.request import Request
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.gateway.content.answer_format import AUTO, ParserChoice
 from pdserve.gateway.text.tokenizer import Tokenizer
@@ -21,14 +21,11 @@ from pdserve.services.llm.generation import (
     Generation,
     PreparedRequest,
     RequestEvent,
-    SubmitRefused,
 )
 from pdserve.services.llm.model import Deliveries, InProcessModel, config_of, put
 from pdserve.services.llm.outputs import Conversation, OutputDelta, RequestOutput
 from pdserve.services.llm.prompts import Prompt, as_list
 from pdserve.services.llm.sampling import SamplingParams
-
-_LAST = (Finished, RequestFailed, SubmitRefused)  # events of a request
 
 
 class AsyncEngine:
@@ -63,9 +60,13 @@ class AsyncEngine:
             with suppress(RuntimeError):  # the loop has ended, and nobody waits
                 loop.call_soon_threadsafe(put, deliveries)
 
+        def left() -> None:
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._room.release)
+
         if self._loaded is None:
             self._loaded = await asyncio.to_thread(
-                InProcessModel, self._config, self._parsers, deliver
+                InProcessModel, self._config, self._parsers, deliver, left
             )
 
     async def close(self) -> None:
@@ -188,39 +189,18 @@ class AsyncEngine:
     ) -> AsyncGenerator[OutputDelta, None]:
         """Runs a request, once there is room for it."""
         await self._room.acquire()
-        inbox = _RequestInbox(self._room)
+        inbox: asyncio.Queue[RequestEvent] = asyncio.Queue()
         try:
             key = self._model.submit(request, inbox)
         except BaseException:
-            inbox.leave()
+            self._room.release()
             raise
         try:
             while not collected.done:
-                delta = collected.take(await inbox.events.get())
+                delta = collected.take(await inbox.get())
                 if stopped := collected.take_stopped():
                     self._model.abort(key, stopped)
                 if delta is not None:
                     yield delta
         finally:
             self._model.abort(key)
-            inbox.leave()
-
-
-class _RequestInbox:
-    """The events of one request, which makes room for another with its last one, whether or not
-    somebody reads them."""
-
-    def __init__(self, room: asyncio.Semaphore) -> None:
-        self.events: asyncio.Queue[RequestEvent] = asyncio.Queue()
-        self._room = room
-        self._left = False
-
-    def put_nowait(self, item: RequestEvent, /) -> None:
-        self.events.put_nowait(item)
-        if isinstance(item, _LAST):
-            self.leave()
-
-    def leave(self) -> None:
-        if not self._left:
-            self._left = True
-            self._room.release()

@@ -5,6 +5,7 @@ Methods may be called from several threads; their requests share the batch.
 
 import queue
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
@@ -49,7 +50,9 @@ class LLM:
         Raises TypeError for an unknown option, ValueError for a bad value, CheckpointError.
         """
         config = config_of(model, options, "LLM")
-        self._model = InProcessModel(config, ParserChoice(tool_parser, reasoning_parser), put)
+        self._room = threading.Semaphore(config.max_waiting)
+        parsers = ParserChoice(tool_parser, reasoning_parser)
+        self._model = InProcessModel(config, parsers, put, self._room.release)
 
     @property
     def card(self) -> CardData:
@@ -192,29 +195,33 @@ class LLM:
         running: dict[str, tuple[int, Generation | Embedding]] = {}
         results: list[Any] = [None] * len(runs)
         view = progress_on(sys.stderr) if progress else None
+        full = False
         try:
             while waiting or running:
-                while waiting and len(running) < self._model.most:
+                # Whoever has requests takes their events while there is no room for more.
+                while waiting and not full and self._room.acquire(blocking=not running):
                     index = waiting.popleft()
                     request, collector = runs[index]
-                    running[self._model.submit(request, inbox)] = index, collector()
+                    running[self._submit(request, inbox)] = index, collector()
                 event = inbox.get()
+                if event.key not in running:  # it had ended when all was closed
+                    continue
                 index, collected = running[event.key]
                 try:
                     collected.take(event)
-                except QueueFull:  # others have filled it
-                    self._model.abort(event.key)
+                except QueueFull:  # of grammars to compile: again when one has ended
+                    full = True
                     del running[event.key]
+                    waiting.append(index)
                     if not running:
                         raise
-                    waiting.appendleft(index)
                     continue
                 if stopped := collected.take_stopped():
                     self._model.abort(event.key, stopped)
                 if collected.done:
                     results[index] = collected.result()
-                    self._model.abort(event.key)
                     del running[event.key]
+                    full = False
                     if view is not None:
                         ended = len(runs) - len(waiting) - len(running)
                         view.update("prompts", ended / len(runs))
@@ -228,7 +235,8 @@ class LLM:
     def _stream(self, prepared: PreparedRequest) -> Generator[OutputDelta, None, None]:
         generation = Generation(prepared, self.tokenizer)
         inbox: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        key = self._model.submit(prepared.request, inbox)
+        self._room.acquire()
+        key = self._submit(prepared.request, inbox)
         try:
             while not generation.done:
                 delta = generation.take(inbox.get())
@@ -238,3 +246,11 @@ class LLM:
                     yield delta
         finally:
             self._model.abort(key)
+
+    def _submit(self, request: Request, inbox: "queue.SimpleQueue[RequestEvent]") -> str:
+        """Submits a request that there is room for. Raises RuntimeError once closed."""
+        try:
+            return self._model.submit(request, inbox)
+        except BaseException:
+            self._room.release()
+            raise

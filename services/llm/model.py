@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any, Protocol
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.request import Event, Request, RequestFailed, Step
+from pdserve.engine.api.request import Event, Finished, Request, RequestFailed, Step
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.engine.thread import EngineThread
@@ -44,17 +44,23 @@ class InProcessModel:
     """A loaded model that runs requests. Its methods may be called from several threads."""
 
     def __init__(
-        self, config: EngineConfig, parsers: ParserChoice, deliver: Callable[[Deliveries], None]
+        self,
+        config: EngineConfig,
+        parsers: ParserChoice,
+        deliver: Callable[[Deliveries], None],
+        left: Callable[[], None],
     ) -> None:
-        """`deliver` is called on the engine thread, and must not block. Raises CheckpointError."""
+        """`deliver` is called on the engine thread, `left` once for each submitted request that has
+        ended or was aborted, on any thread; neither may block. Raises CheckpointError, and
+        ValueError for a parser that there is not."""
         engine, self.card = build_engine(config)
         try:
             self.prompts = PromptMaker(self.card, parsers)
         except BaseException:
             engine.close()
             raise
-        self.most = config.max_waiting  # requests that may be submitted and not have ended
         self._deliver = deliver
+        self._left = left
         self._keys = itertools.count()
         self._inboxes: dict[str, Inbox] = {}
         self._closed = threading.Event()
@@ -80,14 +86,23 @@ class InProcessModel:
         try:
             engine.submit(request)
         except Exception as error:
-            if inbox := self._inboxes.get(request.key):
-                self._deliver([(inbox, SubmitRefused(request.key, error))])
+            self._end([SubmitRefused(request.key, error)])
 
     def abort(self, key: str, choices: Sequence[int] = ()) -> None:
         """End choices of a request, or forget all of it if none is named."""
-        if not choices:
-            self._inboxes.pop(key, None)
-        self._thread.post(lambda engine: engine.abort(key, choices))
+        if choices or self._forget(key) is not None:
+            self._thread.post(lambda engine: engine.abort(key, choices))
+
+    def _forget(self, key: str) -> Inbox | None:
+        """Where its events went, for one caller only."""
+        inbox = self._inboxes.pop(key, None)
+        if inbox is not None:
+            self._left()
+        return inbox
+
+    def _end(self, events: Sequence[RequestEvent]) -> None:
+        """Delivers last events."""
+        self._deliver([(inbox, e) for e in events if (inbox := self._forget(e.key)) is not None])
 
     def close(self) -> None:
         """End the engine; what still runs is given up. May be called again."""
@@ -97,9 +112,7 @@ class InProcessModel:
             self._fail_all()
 
     def _fail_all(self) -> None:
-        self._deliver(
-            [(inbox, RequestFailed(key, CLOSED)) for key, inbox in list(self._inboxes.items())]
-        )
+        self._end([RequestFailed(key, CLOSED) for key in list(self._inboxes)])
 
     def _close_at_exit(self) -> None:
         while not self._closed.wait(EXIT_POLL_S):
@@ -107,9 +120,12 @@ class InProcessModel:
                 self.close()
 
     def _on_step(self, step: Step) -> None:
-        found: list[tuple[Inbox, Event]] = [
-            (inbox, event) for event in step.events if (inbox := self._inboxes.get(event.key))
-        ]
+        found: list[tuple[Inbox, Event]] = []
+        for event in step.events:
+            ends = isinstance(event, Finished | RequestFailed)
+            inbox = self._forget(event.key) if ends else self._inboxes.get(event.key)
+            if inbox is not None:
+                found.append((inbox, event))
         if found:
             self._deliver(found)
 

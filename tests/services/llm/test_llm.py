@@ -279,6 +279,17 @@ def test_several_threads_share_the_batch(llm: LLM) -> None:
     assert found == [llm.generate(prompt, GREEDY)[0].text for prompt in prompts]
 
 
+def test_streams_that_nobody_reads_leave_room(llm: LLM) -> None:
+    """As many as may be queued are begun and left; their requests end all the same."""
+    streams = [llm.generate_stream(f"{n}", GREEDY) for n in range(4)]
+    for stream in streams:
+        next(stream)
+    assert llm.generate("more", GREEDY)[0].text
+    for stream in streams:
+        stream.close()
+    assert is_idle(llm)
+
+
 def test_progress_is_shown(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate([f"{n}" for n in range(8)], GREEDY, progress=True)
     shown = capsys.readouterr().err.splitlines()
@@ -304,6 +315,14 @@ def test_structured_outputs(llm: LLM, form: dict[str, Any], pattern: str) -> Non
     assert first.outputs == again.outputs
     assert all(re.fullmatch(pattern, output.text) for output in first.outputs)
     assert {output.finish_reason for output in first.outputs} == {"stop"}
+
+
+def test_more_grammars_than_may_wait_are_compiled_in_turn(folder: Path) -> None:
+    params = [replace(bound_by(regex=f"{n:03}"), max_tokens=9) for n in range(80)]
+    with LLM(str(folder), kv_tokens=4096, chunk_size=64, max_running=8) as llm:
+        found = llm.generate([f"prompt {n}" for n in range(80)], params)
+        assert [one.text for one in found] == [f"{n:03}" for n in range(80)]
+        assert is_idle(llm)
 
 
 def test_a_structure_that_cannot_be_is_said(llm: LLM) -> None:
