@@ -39,7 +39,7 @@ HEADERS = {
 }
 
 
-class _File(NamedTuple):
+class _Asset(NamedTuple):
     kind: str
     etag: str
     packed: bytes  # with gzip
@@ -51,9 +51,9 @@ def add_pages(app: FastAPI, root_path: str) -> list[str]:
     assets = files("pdserve.gateway.web") / "assets"
     known = {_name(file): file for file in assets.iterdir() if file.is_file()}
     known |= {_name(f): f for f in (assets / "vendored").iterdir() if f.name.endswith(".gz")}
-    read: dict[str, _File] = {}
+    read: dict[str, _Asset] = {}
 
-    def file(name: str) -> _File:
+    def file(name: str) -> _Asset:
         """Each is read once, when it is first asked for."""
         if name not in read:
             read[name] = _read(name, known[name], base)
@@ -71,7 +71,7 @@ def add_pages(app: FastAPI, root_path: str) -> list[str]:
     return [*PAGES, *(f"{FILES}{name}" for name in sorted(known.keys() - set(PAGES.values())))]
 
 
-def _page(file: Callable[[str], _File], name: str) -> Callable[[Request], Response]:
+def _page(file: Callable[[str], _Asset], name: str) -> Callable[[Request], Response]:
     def page(request: Request) -> Response:
         return _answer(request, file(name))
 
@@ -82,16 +82,16 @@ def _name(file: Traversable) -> str:
     return file.name.removesuffix(".gz")
 
 
-def _read(name: str, file: Traversable, base: bytes) -> _File:
+def _read(name: str, file: Traversable, base: bytes) -> _Asset:
     content = file.read_bytes()
     packed = content
     if not file.name.endswith(".gz"):
         packed = gzip.compress(content.replace(BASE, base), mtime=0)
     etag = f'W/"{hashlib.sha256(packed).hexdigest()[:16]}"'
-    return _File(KINDS[f".{name.rpartition('.')[2]}"], etag, packed)
+    return _Asset(KINDS[f".{name.rpartition('.')[2]}"], etag, packed)
 
 
-def _answer(request: Request, file: _File) -> Response:
+def _answer(request: Request, file: _Asset) -> Response:
     headers = {**HEADERS, "etag": file.etag}
     if request.headers.get("if-none-match") == file.etag:
         return Response(status_code=304, headers=headers)

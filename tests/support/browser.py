@@ -61,6 +61,7 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
         self.resize(*DESKTOP)
         return self
 
@@ -114,9 +115,15 @@ class Browser:
     # --- what a person does
 
     def open(self, url: str) -> None:
-        """Loads a page, and waits until its scripts have begun."""
+        """Loads a page, and what it names."""
         self.call("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.wait("document.readyState === 'complete'")
+
+    def reload(self) -> None:
+        """Loads the page again."""
+        self.run("window.isOld = true")
+        self.call("Page.reload")
+        self.wait("!window.isOld && document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
         """The value of an expression, or of a promise. Raises PageError."""

@@ -22,20 +22,32 @@ print("hello")
 ```
 """
 HOSTILE = """<script>window.hacked = 1</script>
+
 <img src=x onerror="window.hacked = 2">
+
 <a href="javascript:window.hacked=3" id="current">raw link</a>
+
 [markdown link](javascript:window.hacked=4) [data](data:text/html,<script>window.hacked=5</script>)
-![picture](https://tracker.invalid/p.png "t")
-![x](x" onerror="window.hacked=6)
+
+![picture](https://tracker.invalid/p.png "t") ![x](x" onerror="window.hacked=6)
+
 <svg onload="window.hacked=7"><use href="data:image/svg+xml,x"/></svg>
+
 <iframe srcdoc="<script>parent.hacked=8</script>"></iframe>
+
 <form action="https://evil.invalid"><input name="a"><button>send</button></form>
-<style>body { display: none }</style><math><mtext><style><img src onerror=window.hacked=9></style>
-<details open ontoggle="window.hacked=10"></details>
-```"><img src=x onerror=window.hacked=11>
+
+<style>body { display: none }</style>
+
+<details open ontoggle="window.hacked=9"></details>
+
+```"><img src=x onerror=window.hacked=10>
 code
 ```
+
 <p style="position:fixed">the end</p>
+
+<math><mtext><style><img src onerror=window.hacked=11></style>
 """
 
 
@@ -62,9 +74,11 @@ class ChatModel(FakeRouter):
             "long": "word " * 1500,
         }.get(last, f"{role} said {last}")
         yield placed(start)
-        ids = [*self.encode(text), self.eos]
+        whole = [*self.encode(text), self.eos]
+        ids = whole[: start.params.max_tokens or None]
         for position, token in enumerate(ids):
-            finish = pb.STOP if token == self.eos else pb.FINISH_REASON_UNSPECIFIED
+            ended = pb.STOP if token == self.eos else pb.LENGTH
+            finish = ended if position + 1 == len(ids) else pb.FINISH_REASON_UNSPECIFIED
             yield tokens(start, [token], position, 0, finish)
             await asyncio.sleep(0.005 if last == "long" else 0)
         yield finished(start, cached_tokens=1)

@@ -71,6 +71,7 @@ export class MessageView {
       copyButton("Copy the answer", () => this.message.content),
       iconButton("again", "Answer again", () => this.actions.regenerate()),
       this.facts);
+    this.element.setAttribute("aria-busy", false);
     this.element.append(this.fold, this.text, this.waiting, this.cards, this.error, this.buttons);
     this.draw();
   }
@@ -159,7 +160,7 @@ function facts({ model, usage, first_s: first, total_s: total, finish }) {
   const tokens = usage?.completion_tokens;
   const said = [model];
   if (tokens) said.push(`${tokens} token${tokens === 1 ? "" : "s"}`);
-  if (tokens > 1 && total > first) said.push(`${((tokens - 1) / (total - first)).toFixed(0)}/s`);
+  if (tokens > 1 && total - first > 0.05) said.push(`${((tokens - 1) / (total - first)).toFixed(0)}/s`);
   if (first !== undefined) said.push(`first after ${first.toFixed(2)} s`);
   if (finish === "length") said.push("cut at its longest length");
   if (finish === "stopped") said.push("stopped");

@@ -32,8 +32,14 @@ class Shown:
     url: str
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as browser:
+        yield browser
+
+
 @pytest.fixture
-def shown() -> Iterator[Shown]:
+def shown(browser: Browser) -> Iterator[Shown]:
     """The page, of two workers."""
     routers: list[ChatModel] = []
 
@@ -45,11 +51,15 @@ def shown() -> Iterator[Shown]:
         routers[0].view.workers.extend(both)
         return routers[0]
 
-    with served_gateway(make) as url, Browser() as page:
+    page = browser
+    with served_gateway(make) as url:
+        page.resize(*DESKTOP)
+        page.prefer("light")
         page.open(f"{url}/fleet")
         page.wait("document.querySelectorAll('.worker').length === 2")
         yield Shown(page, routers[0], url)
-        assert [line for line in page.console if "503" not in line] == []
+        page.open("about:blank")
+        assert page.console == []
 
 
 def ask(url: str, text: str) -> None:
@@ -67,7 +77,7 @@ def test_workers_are_shown_and_one_that_is_lost_goes(shown: Shown) -> None:
     )
     assert shares == [30, 10, 20]
     view.workers[1].state = "suspect"
-    page.wait("document.querySelector('[data-state=suspect]')")
+    page.wait("document.querySelector('[data-state=suspect]') !== null")
     del view.workers[1]
     page.wait("document.querySelectorAll('.worker[data-state=gone]').length === 1")
     assert "is gone" in page.run("document.querySelector('#status').textContent")
@@ -80,7 +90,8 @@ def test_requests_are_shown_where_they_are_and_then_as_phases(shown: Shown) -> N
     assert "No request of yours has ended yet" in page.text()
     body = {"model": "tiny", "messages": [{"role": "user", "content": "long"}], "stream": True}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # which is open until it is forgotten
+        next(lines)
         page.wait("document.querySelector('#open .phase')?.innerText === 'decode'")
         assert "d:1" in page.text("#open")
     page.wait("document.querySelector('#ended .failed')?.innerText === 'cancelled'")
@@ -111,8 +122,9 @@ def test_a_router_that_is_gone_is_told(shown: Shown) -> None:
     shown.page.wait("document.querySelector('#notice').hidden")
 
 
-def test_it_asks_for_a_key() -> None:
-    with served_gateway(ChatModel, api_keys=("right",)) as url, Browser() as page:
+def test_it_asks_for_a_key(browser: Browser) -> None:
+    page = browser
+    with served_gateway(ChatModel, api_keys=("right",)) as url:
         page.open(f"{url}/fleet")
         page.wait("document.querySelector('#key-dialog').open")
         page.fill("#asked-key", "right")
