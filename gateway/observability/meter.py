@@ -27,7 +27,7 @@ class RequestUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestProgress:
+class MeteredRequest:
     """How far one request is, or how it ended; times in seconds since it arrived.
 
     `phase` is "preparing" (its text becomes tokens), "placing" (no worker has it yet), "prefill",
@@ -155,7 +155,7 @@ class Meter:
             line = f"{self._token_counts()} finish={outcome} {self._phase_times()} {total}"
         log.info("%s", line, extra={"request": self._caller.request_id})
 
-    def state(self) -> RequestProgress:
+    def state(self) -> MeteredRequest:
         """How far it is now."""
         end = self._clock() if self._ended is None else self._ended
         phase = "decode"
@@ -165,7 +165,7 @@ class Meter:
             phase = "preparing"
         elif self._first is None:
             phase = "prefill" if self._decode else "placing"
-        return RequestProgress(
+        return MeteredRequest(
             request_id=self._caller.shown_id,
             tenant=self._caller.tenant.id,
             model=self._model,

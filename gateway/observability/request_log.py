@@ -5,7 +5,7 @@ Ownership: the Service alone adds and ends requests; whoever reads gets copies.
 
 from collections import deque
 
-from pdserve.gateway.observability.meter import Meter, RequestProgress
+from pdserve.gateway.observability.meter import Meter, MeteredRequest
 
 MAX_ENDED = 200
 
@@ -15,7 +15,7 @@ class RequestLog:
 
     def __init__(self) -> None:
         self._open: dict[int, Meter] = {}  # in the order of arrival
-        self._ended: deque[RequestProgress] = deque(maxlen=MAX_ENDED)
+        self._ended: deque[MeteredRequest] = deque(maxlen=MAX_ENDED)
 
     def began(self, meter: Meter) -> None:
         """A request was admitted."""
@@ -26,11 +26,11 @@ class RequestLog:
         if self._open.pop(id(meter), None) is not None:
             self._ended.append(meter.state())
 
-    def open_of(self, tenant: bytes) -> list[RequestProgress]:
+    def open_of(self, tenant: bytes) -> list[MeteredRequest]:
         """The open requests of one tenant, oldest first."""
         states = (meter.state() for meter in self._open.values())
         return [state for state in states if state.tenant == tenant]
 
-    def ended_of(self, tenant: bytes) -> list[RequestProgress]:
+    def ended_of(self, tenant: bytes) -> list[MeteredRequest]:
         """Those of the last MAX_ENDED that were the tenant's, latest first."""
         return [state for state in reversed(self._ended) if state.tenant == tenant]

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 
 from pdserve.gateway.http.docs.document import AnswerModel, described
 from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.observability.meter import RequestProgress
+from pdserve.gateway.observability.meter import MeteredRequest
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.service import Service
 from pdserve.protos.fleet_pb2 import Role
@@ -182,7 +182,7 @@ def _worker(view: WorkerView) -> FleetWorker:
     )
 
 
-def _request(state: RequestProgress, now: float) -> FleetRequest:
+def _request(state: MeteredRequest, now: float) -> FleetRequest:
     phases = state.phases
     arrived_s = now - state.arrived
     return FleetRequest(

@@ -105,7 +105,16 @@ def test_a_route_wants_what_the_table_says(fleet: Fleet, route: str, who: str) -
 
 
 def test_what_is_not_in_the_table_is_not_there(fleet: Fleet) -> None:
-    for path in ("/web", "/web/x", "/redoc", "/docs/x", "/v1", "/v1/images", "//metrics", "/..%2fmetrics"):
+    for path in (
+        "/web",
+        "/web/x",
+        "/redoc",
+        "/docs/x",
+        "/v1",
+        "/v1/images",
+        "//metrics",
+        "/..%2fmetrics",
+    ):
         assert httpx.get(fleet.url + path).status_code == 401
         assert httpx.get(fleet.url + path, headers=KEY).status_code == 404
 

@@ -124,6 +124,7 @@ function view(message, place) {
 function showState() {
   const isGoing = going !== null;
   byId("welcome").hidden = current.messages.length > 0;
+  if (!isGoing && document.activeElement === byId("stop")) field.focus(); // it is about to go
   byId("stop").hidden = !isGoing;
   byId("send").hidden = isGoing;
   document.title = `${current.title || "Chat"} · pdserve`;
@@ -138,6 +139,7 @@ scroll.addEventListener("scroll", () => {
   followsEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
   byId("to-end").hidden = followsEnd;
 });
+new ResizeObserver(toEnd).observe(scroll);
 byId("to-end").onclick = () => {
   followsEnd = true;
   toEnd();
@@ -311,10 +313,7 @@ byId("form").addEventListener("submit", (event) => {
   grow();
   send(text);
 });
-byId("stop").onclick = async () => {
-  await stop();
-  field.focus();
-};
+byId("stop").onclick = stop;
 addEventListener("keydown", (event) => {
   if (event.key === "Escape" && going && !document.querySelector("dialog[open]")) stop();
 });
