@@ -105,7 +105,7 @@ COMMANDS = {
         Command(
             "chat",
             "talk to a server in the terminal",
-            "pdserve.services.cli.chat:run",
+            "pdserve.services.cli.chat.command:run",
             (("chat", CLI + "ChatSettings", ()),),
         ),
         Command(

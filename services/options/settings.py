@@ -48,6 +48,7 @@ class ChatSettings(ClientSettings):
         -1.0, "0: greedy; below 0: the model's default", min=-1, max=MAX_TEMPERATURE
     )
     max_tokens: int = option(0, "longest answer in tokens; 0: what the context leaves", min=0)
+    history: bool = option(True, "keep what is typed, for the arrow keys of later conversations")
 
 
 @dataclass(frozen=True)
