@@ -109,6 +109,16 @@ COMMANDS = {
             (("chat", CLI + "ChatSettings", ()),),
         ),
         Command(
+            "complete",
+            "answer a JSONL file of requests; what was cut off goes on",
+            "pdserve.services.cli.complete.command:run",
+            (("batch", CLI + "CompleteSettings", ()),),
+            (
+                Positional("in", 'a request a line: OpenAI batch lines, or "prompt" or "messages"'),
+                Positional("out", "a result a line; lines that have one are not asked again"),
+            ),
+        ),
+        Command(
             "models",
             "list the models of a running server",
             "pdserve.services.cli.models:run",

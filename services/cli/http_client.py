@@ -123,7 +123,8 @@ class ApiClient:
             connection.request(method, self._parts.path.rstrip("/") + path, data, self._headers)
             answer = connection.getresponse()
             if answer.status >= 300:
-                raise _refusal(self._body(answer), answer)
+                told = f"{answer.status} {answer.reason}"
+                raise error_of(self._body(answer), answer.status, told)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise ApiError(f"no server answers at {self.url} ({error})") from None
@@ -162,12 +163,12 @@ def client_of(settings: ClientSettings, timeout_s: float = 600.0) -> ApiClient:
     return ApiClient(settings.url, key, timeout_s)
 
 
-def _refusal(body: bytes, answer: http.client.HTTPResponse) -> ApiError:
-    """Of an answer that is no 2xx: its OpenAI error object, or the status."""
+def error_of(body: bytes, status: int, otherwise: str) -> ApiError:
+    """Of an answer that is no 2xx: its OpenAI error object, or what is said `otherwise`."""
     try:
-        return _error(json.loads(body)["error"], answer.status)
+        return _error(json.loads(body)["error"], status)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return ApiError(f"{answer.status} {answer.reason}", answer.status)
+        return ApiError(otherwise, status)
 
 
 def _error(told: dict[str, Any], status: int) -> ApiError:

@@ -52,6 +52,19 @@ class ChatSettings(ClientSettings):
 
 
 @dataclass(frozen=True)
+class CompleteSettings(ClientSettings):
+    """A file of requests."""
+
+    model: str = option("", "model of lines that name none; empty: the first of the server")
+    concurrency: int = option(16, "lines that are asked at once", min=1, max=4096)
+    temperature: float = option(
+        -1.0, "of lines that have none; below 0: the model's default", min=-1, max=MAX_TEMPERATURE
+    )
+    max_tokens: int = option(0, "of lines that have none; 0: what the context leaves", min=0)
+    timeout_s: float = option(600.0, "seconds to wait for an answer", min=0.1)
+
+
+@dataclass(frozen=True)
 class CertsSettings:
     """Certificates that are made."""
 
