@@ -63,6 +63,7 @@ class _Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._num_bytes = 0
         self._retry_after_s = 0.0
+        self._ends_with_connection = False
         self.heard = False
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -81,9 +82,15 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._fail(f"this is no HTTP server: {error}")
 
+    def on_message_begin(self) -> None:
+        self._ends_with_connection = True
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"retry-after" and value.isdigit():
+        lower = name.lower()
+        if lower == b"retry-after" and value.isdigit():
             self._retry_after_s = float(value)
+        elif lower in (b"content-length", b"transfer-encoding"):
+            self._ends_with_connection = False
 
     def on_body(self, piece: bytes) -> None:
         if self._on_body and self._parser.get_status_code() < 300:
@@ -95,7 +102,7 @@ class _Connection(asyncio.Protocol):
         self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
-        self.usable = self._parser.should_keep_alive()
+        self.usable = self.usable and self._parser.should_keep_alive()
         if self._done and not self._done.done():
             status = self._parser.get_status_code()
             self._done.set_result(Response(status, b"".join(self._pieces), self._retry_after_s))
@@ -104,6 +111,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.usable = False
+        if self._done and error is None and self.heard and self._ends_with_connection:
+            self.on_message_complete()
         self._fail(f"the connection broke: {error}" if error else "the answer broke off")
 
     def _fail(self, message: str) -> None:

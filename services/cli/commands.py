@@ -119,6 +119,18 @@ COMMANDS = {
             ),
         ),
         Command(
+            "bench",
+            "put a load on a running server and measure it",
+            "pdserve.services.cli.bench.command:run",
+            (("load", CLI + "BenchSettings", ()),),
+        ),
+        Command(
+            "top",
+            "watch the workers of a running server",
+            "pdserve.services.cli.top.command:run",
+            (("view", CLI + "TopSettings", ()),),
+        ),
+        Command(
             "models",
             "list the models of a running server",
             "pdserve.services.cli.models:run",

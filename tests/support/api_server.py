@@ -63,6 +63,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send(404, {"error": {"message": "the model 'unknown' does not exist"}})
         elif self.server.reply:
             self.send(*self.server.reply(body))
+        elif self.path == "/tokenize":
+            self.send(404, "plain")
         else:
             self.stream()
 
