@@ -20,6 +20,32 @@ ROWS, COLUMNS = 40, 100
 WHERE_IS_THE_CURSOR, IT_IS_HERE = b"\x1b[6n", b"\x1b[40;1R"  # in the last row
 
 
+CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\r|\n|([^\x1b\r\n]+)")
+
+
+def on_screen(written: str) -> list[str]:
+    """The lines that a terminal without end shows after this; it knows what rich uses."""
+    lines, row, column = [""], 0, 0
+    for found in CONTROL.finditer(written):
+        number, command, text = found.groups()
+        if text:
+            lines[row] = lines[row].ljust(column)
+            lines[row] = lines[row][:column] + text + lines[row][column + len(text) :]
+            column += len(text)
+        elif found[0] == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif found[0] == "\r":
+            column = 0
+        elif command == "A":
+            row = max(0, row - int(number or 1))
+        elif command == "K":
+            lines[row] = "" if number == "2" else lines[row][:column]
+        else:
+            assert command in "mhl", found[0]
+    return [line.rstrip() for line in lines]
+
+
 class Terminal:
     """The person's side: types, and waits for words to appear."""
 

@@ -7,6 +7,8 @@ from pdserve.services.cli.chat.conversation import AnswerView
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.live import Live
+    from rich.segment import Segment
 
 FRAME_S = 0.08  # between two pictures of an answer that comes
 
@@ -42,10 +44,9 @@ class MarkdownView:
         """Raises ImportError without rich."""
         from markdown_it import MarkdownIt
         from rich.console import Console
-        from rich.live import Live
 
         self._console = Console(file=out, highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._live: Live | None = None  # while something is drawn that is not printed for good
         self._parse = MarkdownIt().enable("strikethrough").enable("table").parse
         self._shows_reasoning = shows_reasoning
         self._thought_at: float | None = None  # since when it thinks
@@ -74,7 +75,7 @@ class MarkdownView:
     def end(self, note: str = "") -> None:
         if self._thought_at is not None:
             self._fold()
-        self._live.stop()
+        self._erase()
         if self._text.strip():
             self._print(self._text)
         if note:
@@ -82,16 +83,25 @@ class MarkdownView:
         self._console.file.flush()
 
     def _draw(self, picture: "RenderableType") -> None:
-        if not self._live.is_started:
+        from rich.live import Live
+
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
         self._live.update(picture, refresh=True)
         self._drawn_at = time.monotonic()
+
+    def _erase(self) -> None:
+        """Takes away what is drawn. A Live that is started again would erase what came between."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def _fold(self) -> None:
         """One line stands for what it thought."""
         assert self._thought_at is not None
         seconds, self._thought_at = time.monotonic() - self._thought_at, None
-        self._live.stop()
+        self._erase()
         if self._shows_reasoning:
             self._console.print("\n")
         else:
@@ -107,36 +117,41 @@ class MarkdownView:
         if len(starts) < 2:
             return
         lines = self._text.splitlines(keepends=True)
-        self._live.stop()
+        self._erase()
         self._print("".join(lines[: starts[-1]]))
         self._text = "".join(lines[starts[-1] :])
 
     def _print(self, text: str) -> None:
         if self._printed:
             self._console.print()
-        self._console.print(_markdown(text))
+        self._console.print(self._picture(self._rows(text)), end="")
         self._printed = True
 
     def _tail(self) -> "RenderableType":
         """The last lines of the block, as many as the screen has room for."""
         from rich.console import Group
+
+        picture = self._picture(self._rows(self._text)[-max(1, self._console.height - 3) :])
+        return Group("", picture) if self._printed else picture
+
+    def _rows(self, text: str) -> list[list["Segment"]]:
+        """Its lines, without the empty ones that some blocks begin with."""
+        from rich.markdown import Markdown
+
+        rows = self._console.render_lines(Markdown(text.rstrip()), pad=False)
+        while rows and not any(s.text.strip() or (s.style and s.style.bgcolor) for s in rows[0]):
+            del rows[0]
+        return rows
+
+    def _picture(self, rows: list[list["Segment"]]) -> "RenderableType":
         from rich.segment import Segment, Segments
 
-        rows = self._console.render_lines(_markdown(self._text), pad=False)
-        shown = rows[-max(1, self._console.height - 3) :]
-        lines: list[RenderableType] = [Segments([*row, Segment.line()]) for row in shown]
-        return Group("", *lines) if self._printed else Group(*lines)
+        return Segments([part for row in rows for part in (*row, Segment.line())])
 
     def _dim(self, text: str) -> "RenderableType":
         from rich.text import Text
 
         return Text(text, style="dim")
-
-
-def _markdown(text: str) -> "RenderableType":
-    from rich.markdown import Markdown
-
-    return Markdown(text.rstrip())
 
 
 def view_on(out: TextIO, shows_reasoning: bool) -> AnswerView:

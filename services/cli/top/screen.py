@@ -1,6 +1,6 @@
 """The lines of `pdserve top`. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pdserve.services.cli.top.fleet import Look, Rates, WorkerFigures
 
@@ -14,19 +14,26 @@ LEFT = ("role", "address", "state", "KV in use", "model")  # aligned so
 
 def screen(url: str, now: Look, rates: Rates | None) -> list[str]:
     """What is shown; without rates (there was no look before) they are dashes."""
+    models = {worker.model for worker in now.workers.values()}
     running = sum(worker.running for worker in now.workers.values())
     waiting = sum(worker.waiting for worker in now.workers.values())
     here = ", ".join(f"{count} {state}" for state, count in now.requests.items()) or "none"
     lines = [
-        f"{url}: {len(now.workers)} workers, {running} running, {waiting} waiting; "
+        f"{url}: {len(now.workers)} workers{_of(models)}, {running} running, {waiting} waiting; "
         f"in the gateway: {here}",
-        f"{_speeds(rates)}; {now.failures:.0f} failed so far",
+        f"{_speeds(rates)}; {now.failures:.0f} failed or stopped so far",
         "",
     ]
     if not now.workers:
         return [*lines, "no worker has joined"]
     order = sorted(now.workers.values(), key=lambda w: (w.model, w.role, w.address))
-    return lines + table([HEAD, *(_row(worker, rates) for worker in order)])
+    rows = [HEAD, *(_row(worker, rates) for worker in order)]
+    return lines + table([row[:-1] for row in rows] if len(models) == 1 else rows)
+
+
+def _of(models: Collection[str]) -> str:
+    """One model for all is no column."""
+    return f" of {next(iter(models))}" if len(models) == 1 else ""
 
 
 def _row(worker: WorkerFigures, rates: Rates | None) -> tuple[str, ...]:
@@ -56,7 +63,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [
         "  ".join(
             cell.ljust(width) if name in LEFT else cell.rjust(width)
-            for name, cell, width in zip(HEAD, row, widths, strict=True)
+            for name, cell, width in zip(HEAD, row, widths, strict=False)
         ).rstrip()
         for row in rows
     ]

@@ -1,12 +1,12 @@
 """A conversation against a small HTTP server: history, commands, errors and what is drawn."""
 
 import io
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from api_server import CONTEXT_FULL, ApiServer, api_server, ends, says
+from terminal import on_screen
 
 from pdserve.services.cli.chat.conversation import Conversation
 from pdserve.services.cli.chat.talk import COMMANDS, Talk
@@ -170,7 +170,7 @@ def test_chat_reads_from_a_pipe(
 
 
 def drawn(pieces: list[str], thinks: str = "") -> str:
-    """What is written to the terminal, without its colours and moves."""
+    """What is on the screen in the end."""
     out = Terminal()
     view = MarkdownView(out, shows_reasoning=False)
     if thinks:
@@ -178,18 +178,48 @@ def drawn(pieces: list[str], thinks: str = "") -> str:
     for piece in pieces:
         view.write(piece)
     view.end()
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    return "\n".join(on_screen(out.getvalue()))
 
 
-def test_markdown_is_drawn() -> None:
-    text = (
-        "# Title\n\nSome **bold** words.\n\n- one\n- two\n\n```python\nx = 1\n```\n\n1. a\n2. b\n"
-    )
-    shown = drawn([text[n : n + 3] for n in range(0, len(text), 3)])
-    assert "**" not in shown
-    assert "```" not in shown
-    for part in ("Title", "bold", "• one", "x", " 1 ", "2 "):
-        assert part in shown
+MARKDOWN = """# Title
+
+Some **bold** words, and so many more of them that they do not fit into one line of a terminal.
+Then another sentence.
+
+- one
+- two
+
+```python
+x = 1
+
+y = 2
+```
+
+1. a
+2. b
+
+The end.
+"""
+
+
+def test_markdown_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it comes, and however often it is drawn: every block is there once, in order."""
+    monkeypatch.setattr("pdserve.services.cli.chat.view.FRAME_S", 0.0)
+    shown = drawn([MARKDOWN[n : n + 3] for n in range(0, len(MARKDOWN), 3)])
+    assert shown.rstrip() == drawn([MARKDOWN]).rstrip()
+    rows = [row.strip() for row in shown.splitlines() if row.strip()]
+    assert rows == [
+        "Title",
+        "Some bold words, and so many more of them that they do not fit into one line of",
+        "a terminal. Then another sentence.",
+        "• one",
+        "• two",
+        "x = 1",
+        "y = 2",
+        "1 a",
+        "2 b",
+        "The end.",
+    ]
 
 
 def test_thoughts_are_one_line() -> None:

@@ -72,11 +72,14 @@ def test_rates() -> None:
 def test_the_screen() -> None:
     now = look(metrics())
     lines = screen("url", now, rates(now, now, 1.0))
-    assert lines[0] == "url: 2 workers, 3 running, 2 waiting; in the gateway: 4 open"
+    assert lines[0] == "url: 2 workers of tiny, 3 running, 2 waiting; in the gateway: 4 open"
     (row,) = (line for line in lines if line.startswith("decode"))
     assert row.split()[:5] == ["decode", "h:1", "live", "3", "0"]
     assert "███░░░░░░░░░  25%" in row
     assert "50%" in row
+    assert "model" not in lines[3]
+    now.workers["h:2"].model = "other"
+    assert screen("url", now, None)[3].endswith("model")
     assert "no worker has joined" in screen("url", look(""), None)
 
 
