@@ -87,7 +87,9 @@ class BenchSettings(ClientSettings):
     temperature: float = option(
         0.0, "0: greedy; below 0: the model's default", min=-1, max=MAX_TEMPERATURE
     )
-    seed: int = option(0, "of the prompts and their times", min=0)
+    seed: int = option(
+        0, "of the prompts and their times; 0: drawn, so that no prompt is cached", min=0
+    )
     slo: str = option(
         "", "bounds that make a request good, as ttft=500ms,itl=50ms (also tpot, e2e): goodput"
     )

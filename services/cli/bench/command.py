@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -59,6 +60,8 @@ class Bench:
     """One run; `samples` grow as requests end."""
 
     def __init__(self, chosen: BenchSettings, view: ProgressView) -> None:
+        # A prompt that the server has seen before would be in its prefix cache.
+        self._seed = chosen.seed or random.randrange(1, 1 << 31)
         self._chosen = chosen
         self._view = view
         self.samples: list[Sample] = []
@@ -82,7 +85,7 @@ class Bench:
             model = chosen.model or await first_model(api)
             total = chosen.requests + chosen.warmup
             self._view.update("making prompts", 0.0)
-            prompts, exact = await make_prompts(api, model, total, chosen.input_tokens, chosen.seed)
+            prompts, exact = await make_prompts(api, model, total, chosen.input_tokens, self._seed)
             self._view.update("making prompts", 1.0)
             self._describe(api, model, exact)
             bodies = (self._body(model, prompt) for prompt in prompts)
@@ -102,7 +105,7 @@ class Bench:
 
         self._view.update("requests", 0.0)
         if chosen.rate:
-            await open_loop(api, path, bodies, chosen.rate, chosen.seed, on_sample)
+            await open_loop(api, path, bodies, chosen.rate, self._seed, on_sample)
         else:
             await closed_loop(api, path, bodies, chosen.concurrency, on_sample)
 
@@ -126,7 +129,7 @@ class Bench:
             "input_tokens": chosen.input_tokens,
             "input_is_exact": exact,
             "output_tokens_asked": chosen.output_tokens,
-            "seed": chosen.seed,
+            "seed": self._seed,
         }
 
     def _body(self, model: str, prompt: str) -> bytes:

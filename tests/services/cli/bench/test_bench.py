@@ -54,6 +54,18 @@ def test_a_closed_loop(
     assert "9 of 9 requests" in out
 
 
+def test_a_seed_makes_the_same_prompts_again(server: ApiServer, tmp_path: Path) -> None:
+    """And without one no prompt is that of an earlier run, which the server may have cached."""
+    asked = []
+    for words in (["--seed", "5"], ["--seed", "5"], [], []):
+        server.asked.clear()
+        _, figures = bench(server, tmp_path, "--requests", "2", *words)
+        asked.append([body["prompt"] for body in server.asked if "max_tokens" in body])
+        assert figures["seed"] == 5 or not words
+    assert asked[0] == asked[1]
+    assert not set(asked[2]) & {*asked[1], *asked[3]}
+
+
 def test_an_open_loop_of_chats(
     server: ApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
