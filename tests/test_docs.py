@@ -23,10 +23,11 @@ FOLDERS = [p for p in ROOT.iterdir() if p.is_dir() and p.name[0] != "." and p.na
 EVERYTHING = "\n".join(TEXTS.values())
 MAKEFILE = (ROOT / "Makefile").read_text()
 OPTIONS: dict[str, Option] = {
-    option.flag: option
+    flag: option
     for command in COMMANDS.values()
     for section in command.sections()
     for option in section.options
+    for flag in (option.flag, *([f"--no-{option.flag[2:]}"] if option.kind is bool else []))
 }
 # Flags of pdserve that are no option, then those of docker.
 OTHER_FLAGS = {"--help", "--config", "--build"}

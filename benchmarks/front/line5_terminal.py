@@ -2,7 +2,8 @@
 open loop; and `pdserve complete` goes on after Ctrl-C without a line lost or twice.
 
 Both measure one `pdserve up` in turn, with prompts of the same length that neither has asked
-before. guidellm is installed into build/guidellm the first time.
+before. The loads are light, since a client that is busy takes cores from the server beside it.
+guidellm is installed into build/guidellm the first time.
 """
 
 import argparse
@@ -34,13 +35,14 @@ MODEL = "SmolLM2-135M-Instruct"
 UP = ("--prefill", "0", "--threads", "1")  # the clients get a core of their own
 INPUT, OUTPUT = 128, 48
 REQUESTS = 60
-LOADS = {"closed": {"concurrency": 4}, "open": {"rate": 2.0}}
+LOADS = {"one": {"concurrency": 1}, "closed": {"concurrency": 2}, "open": {"rate": 2.0}}
 ROUNDS = 6
 MOST_APART = 0.05
 LINES = 200
 STOPS = (0.2, 0.5, 0.8)  # shares of the lines that have a result at Ctrl-C
 PDSERVE = (sys.executable, "-P", "-m", "pdserve.services.cli.main")
 LIMIT_S = 1200.0
+OTHERS = 1_000_000  # beyond the seeds of our own prompts
 
 
 def guidellm() -> Path:
@@ -87,12 +89,13 @@ def theirs(url: str, load: Mapping[str, float], folder: Path, seed: int) -> dict
         "request_format=/v1/completions,validate_backend=false",
         "--profile", profile,
         "--constraint", f"kind=max_requests,count={REQUESTS}",
-        "--data", f"kind=json_file,path={prompts_file(url, folder, seed)}",
+        "--data", f"kind=json_file,path={prompts_file(url, folder, seed + OTHERS)}",
         "--seed", f"kind=static,value={seed}",
         "--output", f"kind=json,path={out}",
         "--disable-console",
     ]  # fmt: skip
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    # One process draws one series of arrivals, which is that of `pdserve bench` with this seed.
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
     subprocess.run(words, check=True, stdout=sys.stderr, env=env, timeout=LIMIT_S)
     (found,) = json.loads(out.read_text())["benchmarks"]
     out.unlink()
@@ -112,7 +115,16 @@ def theirs(url: str, load: Mapping[str, float], folder: Path, seed: int) -> dict
 def ours(url: str, load: Mapping[str, float], folder: Path, seed: int) -> dict[str, float]:
     """What `pdserve bench` measures."""
     out = folder / "ours.json"
-    words = [*PDSERVE, "bench", "--url", url, "--requests", str(REQUESTS), "--seed", str(seed)]
+    words = [
+        *PDSERVE,
+        "bench",
+        "--url",
+        url,
+        "--requests",
+        str(REQUESTS),
+        "--random-seed",
+        str(seed),
+    ]
     words += ["--input-tokens", str(INPUT), "--output-tokens", str(OUTPUT), "--json", str(out)]
     words += ["--warmup", "0"]
     for name, value in load.items():
@@ -135,8 +147,8 @@ def agreement(url: str, folder: Path, rounds: int) -> dict[str, Any]:
         runs: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
         for number in range(rounds):
             order = [("ours", ours), ("theirs", theirs)]
+            seed += 1
             for who, measure_it in order if number % 2 else reversed(order):
-                seed += 1
                 runs[who].append(measure_it(url, load, folder, seed))
         result[name] = compared(runs["ours"], runs["theirs"])
     return result

@@ -54,6 +54,7 @@ class Bars:
             transient=True,
         )
         self._tasks: dict[str, Any] = {}
+        self._lock = threading.Lock()  # rich lets a line come in between while it stops
         self._bars.start()
 
     def update(self, name: str, fraction: float) -> None:
@@ -62,11 +63,13 @@ class Bars:
         self._bars.update(self._tasks[name], completed=min(1.0, fraction))
 
     def close(self) -> None:
-        self._bars.stop()
+        with self._lock:
+            self._bars.stop()
 
     def print(self, line: str) -> None:
         """Above the bars; any thread may."""
-        self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        with self._lock:
+            self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def progress_on(out: TextIO) -> ProgressView:

@@ -4,6 +4,7 @@ All start together: the router's address is chosen before, and it keeps it over 
 it is left when `run` returns.
 """
 
+import os
 import secrets
 import socket
 import sys
@@ -54,6 +55,7 @@ FIRST_PORT = 10_000  # of those that are chosen here
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Start everything, serve until a signal, stop everything; the exit code."""
     raise_open_files()  # the children inherit it
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else a fork beside gRPC prints a line
     try:
         with progress_below_log() as view:
             system = System(settings, progress=view)

@@ -56,7 +56,7 @@ class CompleteSettings(ClientSettings):
     """A file of requests."""
 
     model: str = option("", "model of lines that name none; empty: the first of the server")
-    concurrency: int = option(16, "lines that are asked at once", min=1, max=4096)
+    concurrency: int = option(16, "lines that are asked at once", min=1, max=65536)
     temperature: float = option(
         -1.0, "of lines that have none; below 0: the model's default", min=-1, max=MAX_TEMPERATURE
     )
@@ -87,7 +87,7 @@ class BenchSettings(ClientSettings):
     temperature: float = option(
         0.0, "0: greedy; below 0: the model's default", min=-1, max=MAX_TEMPERATURE
     )
-    seed: int = option(
+    random_seed: int = option(
         0, "of the prompts and their times; 0: drawn, so that no prompt is cached", min=0
     )
     slo: str = option(

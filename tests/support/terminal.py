@@ -60,6 +60,11 @@ class Terminal:
         """All that was written so far, without colours and moves."""
         return ESCAPES.sub("", self._written.decode(errors="replace"))
 
+    @property
+    def screen(self) -> list[str]:
+        """The lines that are left on a screen without end."""
+        return on_screen(self._written.decode(errors="replace"))
+
     def type(self, text: str) -> None:
         os.write(self._descriptor, text.encode())
 

@@ -61,7 +61,7 @@ class Bench:
 
     def __init__(self, chosen: BenchSettings, view: ProgressView) -> None:
         # A prompt that the server has seen before would be in its prefix cache.
-        self._seed = chosen.seed or random.randrange(1, 1 << 31)
+        self._seed = chosen.random_seed or random.randrange(1, 1 << 31)
         self._chosen = chosen
         self._view = view
         self.samples: list[Sample] = []

@@ -14,8 +14,8 @@ from typing import Any
 
 from pdserve.services.cli.async_client import AsyncApi
 from pdserve.services.cli.complete.lines import (
-    LineError,
-    LineRequest,
+    BadLine,
+    InputLine,
     answer_line,
     error_line,
     line_id,
@@ -59,7 +59,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     except ApiError as error:
         say(f"pdserve complete: {error}{advice(error)}")
         say("the same command goes on once it answers")
-    except (OSError, ResultError, LineError) as error:
+    except (OSError, ResultError, BadLine) as error:
         say(f"pdserve complete: {error}")
     finally:
         view.close()
@@ -67,32 +67,32 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def check_source(source: Path, target: Path) -> None:
-    """Raises LineError, OSError before anything is written."""
+    """Raises BadLine, OSError before anything is written."""
     with source.open("rb"):
         if target.exists() and target.samefile(source):
-            raise LineError(f"{target} is the input itself")
+            raise BadLine(f"{target} is the input itself")
 
 
 def count(source: Path, done: set[str], target: Path) -> int:
-    """How many lines there are. Raises LineError if two have one id, or a result has no line."""
+    """How many lines there are. Raises BadLine if two have one id, or a result has no line."""
     seen: dict[str, int] = {}
     for number, custom_id, _ in lines_of(source):
         if custom_id in seen:
-            raise LineError(f"{source}: lines {seen[custom_id]} and {number} have id {custom_id!r}")
+            raise BadLine(f"{source}: lines {seen[custom_id]} and {number} have id {custom_id!r}")
         seen[custom_id] = number
     if strange := next((one for one in done if one not in seen), None):
-        raise LineError(f"{target} has a result of {strange!r}, which {source} does not ask for")
+        raise BadLine(f"{target} has a result of {strange!r}, which {source} does not ask for")
     return len(seen)
 
 
-def lines_of(source: Path) -> Iterator[tuple[int, str, Mapping[str, Any] | LineError]]:
+def lines_of(source: Path) -> Iterator[tuple[int, str, Mapping[str, Any] | BadLine]]:
     """(number, id, the line or what is wrong with it)."""
     with source.open("rb") as file:
         for number, data in numbered(file):
             try:
                 line = parse_line(data)
                 yield number, line_id(line, number), line
-            except LineError as error:
+            except BadLine as error:
                 yield number, f"line-{number}", error
 
 
@@ -149,10 +149,10 @@ class Run:
                 if custom_id in self._results.done:
                     continue
                 try:
-                    if isinstance(line, LineError):
+                    if isinstance(line, BadLine):
                         raise line
                     result = await self._ask(request_of(line, custom_id, defaults))
-                except LineError as error:
+                except BadLine as error:
                     result = error_line(custom_id, "invalid_line", str(error))
                 self._results.add(result)
                 self._show()
@@ -175,7 +175,7 @@ class Run:
             defaults["temperature"] = chosen.temperature
         return defaults
 
-    async def _ask(self, request: LineRequest) -> dict[str, Any]:
+    async def _ask(self, request: InputLine) -> dict[str, Any]:
         """The result of a line. Raises ApiError if the server does not decide on it."""
         for pause_s in (*PAUSES_S, None):
             try:

@@ -14,12 +14,12 @@ URLS = (PLAIN, CHAT, "/v1/embeddings", "/v1/responses")
 IDS = ("custom_id", "id")
 
 
-class LineError(Exception):
+class BadLine(Exception):
     """A line asks for nothing that can be asked; says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class LineRequest:
+class InputLine:
     """What a line asks for, and the id under which its result is found."""
 
     custom_id: str
@@ -36,30 +36,30 @@ def line_id(line: Mapping[str, Any], number: int) -> str:
 
 
 def parse_line(data: bytes) -> Mapping[str, Any]:
-    """Raises LineError."""
+    """Raises BadLine."""
     try:
         line = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise LineError(f"the line is not JSON: {error}") from None
+        raise BadLine(f"the line is not JSON: {error}") from None
     if not isinstance(line, dict):
-        raise LineError("the line is not a JSON object")
+        raise BadLine("the line is not a JSON object")
     return line
 
 
-def request_of(line: Mapping[str, Any], custom_id: str, defaults: Mapping[str, Any]) -> LineRequest:
-    """`defaults` are fields of bodies that do not have them. Raises LineError."""
+def request_of(line: Mapping[str, Any], custom_id: str, defaults: Mapping[str, Any]) -> InputLine:
+    """`defaults` are fields of bodies that do not have them. Raises BadLine."""
     if "body" in line:
         body, url = line["body"], line.get("url", CHAT)
         if not isinstance(body, dict):
-            raise LineError("body must be an object")
+            raise BadLine("body must be an object")
         if url not in URLS:
-            raise LineError(f"url must be one of {', '.join(URLS)}, not {str(url)[:80]!r}")
+            raise BadLine(f"url must be one of {', '.join(URLS)}, not {str(url)[:80]!r}")
     elif "messages" in line or "prompt" in line:
         body = {name: value for name, value in line.items() if name not in IDS}
         url = CHAT if "messages" in line else PLAIN
     else:
-        raise LineError('the line has neither "body" nor "messages" nor "prompt"')
-    return LineRequest(custom_id, url, {**defaults, **body, "stream": False})
+        raise BadLine('the line has neither "body" nor "messages" nor "prompt"')
+    return InputLine(custom_id, url, {**defaults, **body, "stream": False})
 
 
 def numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:

@@ -1,7 +1,6 @@
 """Bars in a pseudo terminal while children write there, too; lines where there is no terminal."""
 
 import io
-import re
 import sys
 
 from terminal import in_terminal
@@ -30,7 +29,7 @@ def test_lines_of_children_stay_whole_above_the_bars() -> None:
     with in_terminal([sys.executable, "-c", PROGRAM]) as terminal:
         terminal.wait_for("at the end")
         assert terminal.end() == 0
-    rows = [row.rpartition("\r")[2].strip() for row in re.split("\r?\n", terminal.text)]
+    rows = terminal.screen
     for number in range(20):
         assert rows.count(f"line {number} of the [child]") == 2
     assert rows.count("ours") == 1

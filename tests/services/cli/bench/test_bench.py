@@ -57,7 +57,7 @@ def test_a_closed_loop(
 def test_a_seed_makes_the_same_prompts_again(server: ApiServer, tmp_path: Path) -> None:
     """And without one no prompt is that of an earlier run, which the server may have cached."""
     asked = []
-    for words in (["--seed", "5"], ["--seed", "5"], [], []):
+    for words in (["--random-seed", "5"], ["--random-seed", "5"], [], []):
         server.asked.clear()
         _, figures = bench(server, tmp_path, "--requests", "2", *words)
         asked.append([body["prompt"] for body in server.asked if "max_tokens" in body])
