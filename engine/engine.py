@@ -39,7 +39,7 @@ from pdserve.kernels.streams import SamplingOps
 
 log = logging.getLogger(__name__)
 
-MAX_REFUSED = 4096  # reservations that keep their order of arrival; as many wait at most
+MAX_REFUSED = 4096  # refused reservations that keep their order of arrival
 
 
 @dataclass(slots=True)

@@ -195,7 +195,7 @@ class Completions:
         return kept, replace(total, completion_tokens=completion_tokens)
 
     async def _collect_rounds(
-        self, completion: PreparedCompletion, scores: Callable[[], S], held: "HeldLogprobs"
+        self, completion: PreparedCompletion, scores: Callable[[], S], held: HeldLogprobs
     ) -> tuple[list[CompletionResult[S]], Usage]:
         answer, usage = CompletionResult(0, scores()), Usage(0, 0, 0)
         async with aclosing(self.stream(completion)) as items:

@@ -226,7 +226,8 @@ class Service:
     def _offered(
         self, asked: ChatCompletionRequest, model: ServedModel, caller: Caller
     ) -> tuple[ChatCompletionRequest, Rounds | None]:
-        """As `ServerTools.offer` has it, where the model can call tools."""
+        """Adds the tools of MCP servers where the model can call tools, and what carries out their
+        calls; None: there are none."""
         # A line of a batch may be asked again: what its calls have done would be, too.
         if self._server_tools is None or caller.background or not self.may_call_tools(model.text):
             return asked, None

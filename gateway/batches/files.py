@@ -138,7 +138,7 @@ class Files:
         async with self._db.changing() as session:
             touched = {row.id: row.touched_us for row in await session.execute(uploads)}
             now = asyncio.get_running_loop().time()
-            await remove_files(session, sorted(self._uploads.look(touched, STOPPED_S, now)))
+            await remove_files(session, sorted(self._uploads.unchanged(touched, STOPPED_S, now)))
 
     @in_own_task
     async def find(self, tenant: str, file_id: str) -> StoredFile | None:

@@ -26,5 +26,5 @@ class LeaseWatch:
     def free(self, leases: Sequence[BatchLease], now: float) -> list[BatchLease]:
         """Of all leases that there are those which nobody holds, in their order; `now` in seconds
         of a clock that never goes back."""
-        dead = self._beats.look({lease.batch_id: lease for lease in leases}, LEASE_S, now)
+        dead = self._beats.unchanged({lease.batch_id: lease for lease in leases}, LEASE_S, now)
         return [lease for lease in leases if not lease.owner or lease.batch_id in dead]

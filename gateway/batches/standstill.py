@@ -12,7 +12,7 @@ class Standstill:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Hashable, float]] = {}
 
-    def look(self, values: Mapping[str, Hashable], for_s: float, now: float) -> set[str]:
+    def unchanged(self, values: Mapping[str, Hashable], for_s: float, now: float) -> set[str]:
         """The names of those that have not changed for so long; `values` are all that there are,
         `now` is in seconds of a clock that never goes back."""
         before, self._seen = self._seen, {}

@@ -40,7 +40,7 @@ def tag_source(tag: Mapping[str, Any], structure: Structure) -> str:
 
 
 def other_form(structure: Structure) -> Structure | None:
-    """What a text may match that has none of the tags."""
+    """What a text matches instead of the tags; None: it must have them."""
     other = structure.value.get("or") if structure.kind == "structural_tag" else None
     return None if other is None else Structure(**other)
 

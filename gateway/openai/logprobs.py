@@ -1,6 +1,7 @@
 """Log-probabilities as OpenAI's API writes them, and those of a prompt as vLLM does."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,29 +56,31 @@ def _name(entry: LogprobEntry, as_ids: bool) -> str:
     return f"token_id:{entry.id}" if as_ids else entry.text
 
 
-class LogprobsText:
-    """The text of a choice's log-probabilities, which grows with its tokens: as objects they would
-    take several times as much."""
+class LogprobsText(ABC):
+    """The JSON text of a choice's log-probabilities, which grows with its tokens: as objects they
+    would take several times as much memory."""
 
     def __init__(self, as_ids: bool) -> None:
         self._as_ids = as_ids
 
     async def add(self, tokens: Sequence[ScoredToken]) -> None:
-        """Others have the loop between a few of many."""
+        """Adds the next tokens; gives way to other tasks between a few of many."""
         for at in range(0, len(tokens), AT_ONCE):
             self._write(tokens[at : at + AT_ONCE])
             if len(tokens) > AT_ONCE:
                 await asyncio.sleep(0)
 
+    @abstractmethod
     def _write(self, tokens: Sequence[ScoredToken]) -> None:
-        raise NotImplementedError
+        """Adds a few tokens."""
 
+    @abstractmethod
     def pieces(self) -> JsonPieces:
-        raise NotImplementedError
+        """The text so far."""
 
 
 class ChatLogprobsText(LogprobsText):
-    """As `of_chat` has them."""
+    """The `logprobs` of a chat's choice."""
 
     def __init__(self, as_ids: bool) -> None:
         super().__init__(as_ids)
@@ -91,7 +94,7 @@ class ChatLogprobsText(LogprobsText):
 
 
 class CompletionLogprobsText(LogprobsText):
-    """As `of_completion` has them."""
+    """The `logprobs` of a completion's choice."""
 
     def __init__(self, as_ids: bool) -> None:
         super().__init__(as_ids)

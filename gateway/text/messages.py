@@ -44,8 +44,8 @@ class TemplateInput:
             )
 
 
-def told(effort: str | None, verbosity: str | None) -> dict[str, Any]:
-    """What a template is told, where it may be: how much to think, and how much to say."""
+def suggested_variables(effort: str | None, verbosity: str | None) -> dict[str, Any]:
+    """Variables of a template: how much to think, and how much to say."""
     suggested: dict[str, Any] = {}
     if effort is not None:
         suggested["reasoning_effort"] = effort

@@ -132,7 +132,7 @@ class GrammarMatcher:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the matcher has not accepted all ids yet, so that they may be complete."""
+        """Whether ids are still to be accepted; only then is known if the answer is complete."""
         return self._task_accepts and not self.is_ready
 
     @property

@@ -200,7 +200,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._watch_the_rest()
 
     def _watch_the_rest(self) -> None:
-        """Of an answer that no other one follows yet."""
+        """Watches whether the client takes the end of an answer that is complete."""
         if self.cycle is not None and self.cycle.response_complete:
             self._start_stall()
 

@@ -12,7 +12,13 @@ from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
 from pdserve.gateway.sampling import RequestedSampling, client_errors, refuse
-from pdserve.gateway.text.messages import EFFORTS, ROLES, VERBOSITIES, TemplateInput, told
+from pdserve.gateway.text.messages import (
+    EFFORTS,
+    ROLES,
+    VERBOSITIES,
+    TemplateInput,
+    suggested_variables,
+)
 from pdserve.gateway.tool_use import ToolUse
 
 MAX_MESSAGES = 4096
@@ -110,7 +116,7 @@ class ConversationBody(Body):
                 add_generation_prompt=not continues if opens is None else opens,
                 continue_final_message=continues,
                 variables=self.chat_template_kwargs or {},
-                suggested=told(self.reasoning_effort, self.verbosity),
+                suggested=suggested_variables(self.reasoning_effort, self.verbosity),
             )
 
 

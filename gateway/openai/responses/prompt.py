@@ -23,7 +23,7 @@ PARSED_RATIO = 3  # bytes that a kept response takes while it is used, to those 
 
 
 class ResponsePrompt:
-    """Make it after the body is checked."""
+    """Turns the body of a request, once it is checked, into what the model is asked."""
 
     def __init__(
         self, body: InputTokensBody, caller: Caller, bodies: BodyReader, store: ResponseStore | None

@@ -16,7 +16,7 @@ from pdserve.gateway.http.validation import (
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.sampling import RequestedSampling, bounded, refuse
 from pdserve.gateway.structure import Structure
-from pdserve.gateway.text.messages import EFFORTS, VERBOSITIES, told
+from pdserve.gateway.text.messages import EFFORTS, VERBOSITIES, suggested_variables
 
 LOGPROBS = "message.output_text.logprobs"
 # The others are of hosted tools, of images, or of reasoning, which is never encrypted here.
@@ -75,8 +75,8 @@ class InputTokensBody(StrictModel):
         return self.reasoning.effort if self.reasoning else None
 
     def template_variables(self) -> dict[str, Any]:
-        """What a template is told where it may be."""
-        return told(self.effort, self.text.verbosity if self.text else None)
+        """Variables of a template."""
+        return suggested_variables(self.effort, self.text.verbosity if self.text else None)
 
     def structure(self) -> Structure | None:
         """Raises ServiceError for a schema that is missing."""
@@ -138,7 +138,8 @@ def parse_responses(body: Mapping[str, Any]) -> ResponsesBody:
 
 
 def parse_input_tokens(body: Mapping[str, Any]) -> InputTokensBody:
-    """Likewise. Fields that change no prompt are ignored."""
+    """Checks a body of /v1/responses/input_tokens; fields that change no prompt are ignored. Raises
+    ServiceError INVALID_ARGUMENT that names the field."""
     more = ResponsesBody.model_fields.keys()
     refused = {name: values for name, values in REFUSED.items() if name not in more}
     ignored = IGNORED | more

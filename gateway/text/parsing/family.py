@@ -68,7 +68,7 @@ class ToolFamily:
 
     @property
     def has_tags(self) -> bool:
-        """Whether the beginning of a call tells it from JSON."""
+        """Whether a call begins with a tag, which no answer in JSON begins with."""
         return self.form.trigger in self.openers
 
 

@@ -63,9 +63,8 @@ class CallStream:
         self._openers = tuple(family.openers)
         self._calls_first = calls_first
         self._plain = False  # the whole answer is text
-        self._bare = (
-            "" if calls_first else family.bare
-        )  # characters that may begin a block where the answer begins
+        # Characters that may begin a call without a tag, at the answer's beginning only.
+        self._bare = "" if calls_first else family.bare
         self._pending = ""
         self._space = ""
         self._fence = 0  # backticks of the one that is open
