@@ -15,6 +15,7 @@ MOST_POKES = 78
 # Loops that pause and yet wait for nothing, with what they do instead.
 PACED = {
     "gateway/http/test_connections.py": "a slow reader",
+    "gateway/http/test_unread_over_tls.py": "a slow reader",
     "gateway/text/test_tokenizer.py": "counts its turns while another thread works",
     "support/fake_router.py": "sends its tokens at a pace",
     "support/odd_worker.py": "a worker whose engine hangs",

@@ -18,7 +18,7 @@ QUEUE_S = 3.0
 GROWTH_BYTES = 100 << 20  # that no process may grow by: its code, warm, and a bounded queue
 OPTIONS = (
     "--weights", "float32", "--block-size", "32", "--kv-tokens", "1024", "--max-running", "2",
-    "--max-waiting", "4", "--max-queued", "20", "--max-unanswered", "100",
+    "--max-waiting", "4", "--max-queued", "20", "--max-unanswered", "48",
     "--queue-timeout-s", str(QUEUE_S), "--remote-prefill-threshold", "64",
 )  # fmt: skip
 

@@ -12,6 +12,8 @@ from eventually import LIMIT_S, eventually
 from fake_decoder import FakeDecoder, fake_spec
 from worker_kit import Pair, SessionClient, build_with, engine_maker, worker_pair
 
+from pdserve.engine.engine import Engine
+from pdserve.engine.thread import EngineThread
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import PrefillStub
@@ -94,11 +96,23 @@ def test_a_prompt_that_breaks_the_bounds_fails_alone(with_pair: Callable[..., No
     with_pair(test)
 
 
+async def held_up(thread: EngineThread) -> threading.Event:
+    """The engine thread waits for the event; what is posted meanwhile is done in its next turn."""
+    waits, release = threading.Event(), threading.Event()
+
+    def wait(_: Engine) -> None:
+        waits.set()
+        release.wait(LIMIT_S)
+
+    thread.post(wait)
+    await eventually(waits.is_set)
+    return release
+
+
 def test_busy_when_its_queue_is_full(with_pair: Callable[..., None]) -> None:
     async def test(pair: Pair) -> None:
         part: Any = pair.prefill_worker.runtime
-        release = threading.Event()
-        part.thread.post(lambda _: release.wait(LIMIT_S))
+        release = await held_up(part.thread)
         attempts = [os.urandom(16) for _ in range(4)]
         for attempt in attempts:
             pair.start_prefill(attempt, prompt(20), ticket(pair))
@@ -122,8 +136,7 @@ def test_a_lower_priority_value_is_computed_first(with_pair: Callable[..., None]
             attempt = pair.admit([(i + value) % 60 for i in range(80)])
             admitted[attempt] = (await pair.decode.wait("admitted", attempt)).ticket
             values[attempt] = value
-        release = threading.Event()
-        part.thread.post(lambda _: release.wait(LIMIT_S))
+        release = await held_up(part.thread)
         for attempt, value in values.items():
             ids = [(i + value) % 60 for i in range(79)]
             pair.start_prefill(attempt, ids, admitted[attempt], priority=value)
