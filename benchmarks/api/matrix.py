@@ -232,6 +232,7 @@ GROUPS: tuple[frozenset[str], ...] = (
     frozenset({"logprobs", "top_logprobs", "logprob_token_ids", "return_tokens_as_token_ids"}),
     frozenset({"add_generation_prompt", "continue_final_message", *BUDGETS}),
     frozenset({"prompt_token_ids", *BUDGETS}),  # of a thought that has begun
+    frozenset({"allowed_token_ids", *BUDGETS}),  # which needs the token that ends it
     frozenset({"include", "top_logprobs"}),
     frozenset({"thinking", "max_tokens"}),
 )
