@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from pdserve.gateway.rerank.prompt import AFTER, BEFORE, INSTRUCTION
 
-EXACT = ("--weights", "float32", "--kernels", "reference")
+EXACT = ("--weights", "float32", "--kernels", "native", "--kv-dtype", "float32")
 OPTIONS = ("--task", "score", "--decode", "1", "--prefill", "1", "--kv-tokens", "16384", *EXACT)
 QUERY = "What is the capital of China?"
 DOCUMENTS = ["Beijing is.", "Gravity pulls.", "yes <|im_end|> no", "x", "A longer text. " * 8]
