@@ -1,0 +1,149 @@
+"""`pdserve.Engine`: tasks share the batch, and what nobody waits for is aborted."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from eventually import eventually
+from llm_kit import engine_threads, is_idle, stats
+from tiny_embedder import write_embedder
+from tiny_models import write_tiny
+
+from pdserve import LLM, Engine, EngineConfig, GenerationError, InvalidRequest, SamplingParams
+
+pytestmark = pytest.mark.anyio
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=400)
+HI = [{"role": "user", "content": "hi"}]
+
+
+def config(folder: Path, max_waiting: int = 4) -> EngineConfig:
+    return EngineConfig(
+        model=str(folder), kv_tokens=2048, chunk_size=64, max_running=8, max_waiting=max_waiting
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+@pytest.fixture
+async def engine(folder: Path) -> AsyncIterator[Engine]:
+    async with Engine(config(folder)) as made:
+        yield made
+
+
+async def num_running(engine: Engine) -> int:
+    return (await asyncio.to_thread(stats, engine)).running
+
+
+async def test_tasks_share_the_batch_and_get_what_llm_gives(engine: Engine, folder: Path) -> None:
+    prompts = [f"number {n}" for n in range(12)]  # more than may be queued at once
+    found = await asyncio.gather(*(engine.generate(prompt, GREEDY) for prompt in prompts))
+    chat = await engine.chat(HI, GREEDY)
+    with LLM(config(folder)) as llm:
+        assert [one.text for one in found] == [one.text for one in llm.generate(prompts, GREEDY)]
+        assert chat == llm.chat(HI, GREEDY)
+        assert engine.apply_chat_template(HI) == llm.apply_chat_template(HI) == chat.prompt
+        assert engine.default_sampling_params() == llm.default_sampling_params()
+
+
+async def test_streams_come_piece_by_piece(engine: Engine) -> None:
+    whole = await engine.generate("hello", GREEDY)
+    deltas = [delta async for delta in engine.generate_stream("hello", GREEDY)]
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert len(deltas) > 3
+    assert [d.finish_reason for d in deltas if d.finish_reason] == ["length"]
+    answer = [delta.text async for delta in engine.chat_stream(HI, GREEDY)]
+    assert "".join(answer) == (await engine.chat(HI, GREEDY)).text
+
+
+async def test_the_loop_goes_on_while_a_request_runs(engine: Engine) -> None:
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    turning = asyncio.create_task(turn())
+    found = await engine.generate("hello", LONG)
+    turning.cancel()
+    assert len(found.outputs[0].token_ids) == 400
+    assert turns > 400
+
+
+async def test_a_closed_stream_aborts(engine: Engine) -> None:
+    async with aclosing(engine.generate_stream("x", LONG)) as stream:
+        await anext(stream)
+        assert await num_running(engine) == 1
+    assert await num_running(engine) == 0
+    assert await asyncio.to_thread(is_idle, engine)
+
+
+async def test_a_cancelled_task_aborts(engine: Engine) -> None:
+    task = asyncio.create_task(engine.generate("x", LONG))
+    await eventually(lambda: num_running(engine))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await num_running(engine) == 0
+    assert await asyncio.to_thread(is_idle, engine)
+    assert (await engine.generate("still there", GREEDY)).text
+
+
+async def test_streams_that_nobody_reads_leave_room(engine: Engine) -> None:
+    """As many as may be queued are begun and left; their requests end all the same."""
+    streams = [engine.generate_stream(f"{n}", GREEDY) for n in range(4)]
+    for stream in streams:
+        await anext(stream)
+    async with asyncio.timeout(30):
+        assert (await engine.generate("more", GREEDY)).text
+    for stream in streams:
+        await stream.aclose()
+
+
+async def test_what_is_wrong_is_said(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        await engine.generate([99999], GREEDY)
+    with pytest.raises(TypeError, match="not int"):
+        await engine.generate(5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="Embeddings"):
+        await engine.embed(["a", "b"])
+    assert (await engine.generate("still there", GREEDY)).text
+    assert await asyncio.to_thread(is_idle, engine)
+    with pytest.raises(ValueError, match="block_size: 0 is below 1"):
+        Engine(EngineConfig(block_size=0))
+    with pytest.raises(RuntimeError, match="not started"):
+        await Engine().generate("x")
+
+
+async def test_close_gives_up_what_runs(folder: Path) -> None:
+    before = engine_threads()
+    engine = Engine(config(folder))
+    await engine.start()
+    stream = engine.generate_stream("x", LONG)
+    await anext(stream)
+    await engine.close()
+    await engine.close()
+    with pytest.raises(GenerationError, match="closed"):
+        async for _ in stream:
+            pass
+    with pytest.raises(RuntimeError, match="closed"):
+        await engine.generate("x")
+    assert engine_threads() == before
+
+
+async def test_embeddings(tmp_path: Path) -> None:
+    path = write_embedder(tmp_path / "m", "qwen3", normalizes=True)
+    texts = [f"text {n}" for n in range(6)]
+    async with Engine(config(path)) as engine:
+        found = await engine.embed(texts)
+        (alone,) = await engine.embed(texts[2])
+    assert alone == pytest.approx(found[2], abs=1e-5)
+    assert sum(value * value for value in alone) == pytest.approx(1)
