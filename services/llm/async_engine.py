@@ -49,25 +49,29 @@ class AsyncEngine:
         for a bad value."""
         self._config = config_of(config, {}, "Engine")
         self._parsers = ParserChoice(tool_parser, reasoning_parser)
-        self._room = asyncio.Semaphore(self._config.max_waiting)
+        self._starting = asyncio.Lock()
         self._loaded: InProcessModel | None = None
 
     async def start(self) -> None:
-        """Loads the model; `async with` does it. Raises CheckpointError."""
+        """Loads the model; `async with` does it. What is loaded when this is cancelled is closed.
+        Raises CheckpointError."""
+        async with self._starting:
+            if self._loaded is None:
+                loading = asyncio.ensure_future(self._load())
+                try:
+                    self._loaded = await asyncio.shield(loading)
+                except asyncio.CancelledError:
+                    loading.add_done_callback(_close_loaded)
+                    raise
+
+    async def _load(self) -> InProcessModel:
         loop = asyncio.get_running_loop()
 
         def deliver(deliveries: Deliveries) -> None:
             with suppress(RuntimeError):  # the loop has ended, and nobody waits
                 loop.call_soon_threadsafe(put, deliveries)
 
-        def left() -> None:
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._room.release)
-
-        if self._loaded is None:
-            self._loaded = await asyncio.to_thread(
-                InProcessModel, self._config, self._parsers, deliver, left
-            )
+        return await asyncio.to_thread(InProcessModel, self._config, self._parsers, deliver)
 
     async def close(self) -> None:
         """End the engine; what still runs is given up. May be called again."""
@@ -101,19 +105,20 @@ class AsyncEngine:
         return self._model.prompts.default_params()
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> RequestOutput:
-        """The continuation of a prompt (a text, or token ids).
+        """The continuation of a prompt (a text, or token ids). What waits with a lower `priority`
+        comes first.
 
         Raises InvalidRequest, ContextLengthExceeded, GenerationError.
         """
-        return await self._whole(await self._text(prompt, sampling_params))
+        return await self._whole(await self._text(prompt, sampling_params, priority))
 
     async def generate_stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGenerator[OutputDelta, None]:
         """The continuation of a prompt as it comes. Raises as `generate`."""
-        prepared = await self._text(prompt, sampling_params)
+        prepared = await self._text(prompt, sampling_params, priority)
         async with aclosing(self._deltas(prepared.request, self._generation(prepared))) as deltas:
             async for delta in deltas:
                 yield delta
@@ -122,21 +127,25 @@ class AsyncEngine:
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput:
         """The answer to a conversation; everything as for `LLM.chat`."""
         asked = chat_input(messages, **options)
-        return await self._whole(await self._chat(asked, sampling_params))
+        return await self._whole(await self._chat(asked, sampling_params, priority))
 
     async def chat_stream(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[OutputDelta, None]:
         """The answer to a conversation as it comes; a call of a tool comes whole."""
         asked = chat_input(messages, **options)
-        prepared = await self._chat(asked, sampling_params)
+        prepared = await self._chat(asked, sampling_params, priority)
         async with aclosing(self._deltas(prepared.request, self._generation(prepared))) as deltas:
             async for delta in deltas:
                 yield delta
@@ -159,11 +168,15 @@ class AsyncEngine:
             raise RuntimeError("this Engine is not started; use `async with`, or start()")
         return self._loaded
 
-    async def _text(self, prompt: Prompt, params: SamplingParams | None) -> PreparedRequest:
-        return await asyncio.to_thread(self._model.prompts.text, prompt, params)
+    async def _text(
+        self, prompt: Prompt, params: SamplingParams | None, priority: int
+    ) -> PreparedRequest:
+        return await asyncio.to_thread(self._model.prompts.text, prompt, params, priority)
 
-    async def _chat(self, asked: ChatInput, params: SamplingParams | None) -> PreparedRequest:
-        return await asyncio.to_thread(self._model.prompts.chat, asked, params)
+    async def _chat(
+        self, asked: ChatInput, params: SamplingParams | None, priority: int
+    ) -> PreparedRequest:
+        return await asyncio.to_thread(self._model.prompts.chat, asked, params, priority)
 
     def _generation(self, prepared: PreparedRequest) -> Generation:
         return Generation(prepared, self.tokenizer)
@@ -187,14 +200,9 @@ class AsyncEngine:
     async def _deltas(
         self, request: Request, collected: Generation | Embedding
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Runs a request, once there is room for it."""
-        await self._room.acquire()
+        """Runs a request."""
         inbox: asyncio.Queue[RequestEvent] = asyncio.Queue()
-        try:
-            key = self._model.submit(request, inbox)
-        except BaseException:
-            self._room.release()
-            raise
+        key = self._model.submit(request, inbox)
         try:
             while not collected.done:
                 delta = collected.take(await inbox.get())
@@ -204,3 +212,8 @@ class AsyncEngine:
                     yield delta
         finally:
             self._model.abort(key)
+
+
+def _close_loaded(loading: "asyncio.Future[InProcessModel]") -> None:
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().close()

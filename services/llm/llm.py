@@ -5,14 +5,11 @@ Methods may be called from several threads; their requests share the batch.
 
 import queue
 import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, Unpack, overload
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.api.errors import QueueFull
 from pdserve.engine.api.request import Request
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.gateway.content.answer_format import AUTO, ParserChoice
@@ -26,7 +23,8 @@ from pdserve.services.llm.sampling import SamplingParams
 from pdserve.services.local.progress import progress_on
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-Run = tuple[Request, Callable[[], "Generation | Embedding"]]
+Priority = int | Sequence[int]
+Run = tuple[Request, Generation | Embedding]
 
 
 class LLM:
@@ -50,9 +48,7 @@ class LLM:
         Raises TypeError for an unknown option, ValueError for a bad value, CheckpointError.
         """
         config = config_of(model, options, "LLM")
-        self._room = threading.Semaphore(config.max_waiting)
-        parsers = ParserChoice(tool_parser, reasoning_parser)
-        self._model = InProcessModel(config, parsers, put, self._room.release)
+        self._model = InProcessModel(config, ParserChoice(tool_parser, reasoning_parser), put)
 
     @property
     def card(self) -> CardData:
@@ -73,25 +69,29 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
+        priority: Priority = 0,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue each prompt (a text, or token ids); results are in order.
 
-        `sampling_params`: of all prompts, or one for each. `progress` shows on stderr how far the
-        prompts are. Raises InvalidRequest, ContextLengthExceeded, GenerationError.
+        `sampling_params`, `priority`: of all prompts, or one for each; what waits with a lower
+        priority comes first. `progress` shows on stderr how far the prompts are. Raises
+        InvalidRequest, ContextLengthExceeded, GenerationError.
         """
         given = as_list(prompts)
-        prepared = map(self._model.prompts.text, given, per_prompt(sampling_params, len(given)))
+        params = per_prompt("sampling_params", sampling_params, len(given))
+        priorities = per_prompt("priority", priority, len(given))
+        prepared = map(self._model.prompts.text, given, params, priorities)
         return self._generate(list(prepared), progress)
 
     def generate_stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generator[OutputDelta, None, None]:
         """The continuation of a prompt as it comes. Closing the iterator aborts the request.
 
         Raises as `generate`: what the engine refuses, at the first step.
         """
-        return self._stream(self._model.prompts.text(prompt, sampling_params))
+        return self._stream(self._model.prompts.text(prompt, sampling_params, priority))
 
     @overload
     def chat(
@@ -99,6 +99,7 @@ class LLM:
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
         *,
+        priority: int = 0,
         progress: bool = False,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput: ...
@@ -108,6 +109,7 @@ class LLM:
         messages: Sequence[Conversation],
         sampling_params: Params = None,
         *,
+        priority: Priority = 0,
         progress: bool = False,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]: ...
@@ -116,6 +118,7 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: Params = None,
         *,
+        priority: Priority = 0,
         progress: bool = False,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput | list[RequestOutput]:
@@ -127,20 +130,24 @@ class LLM:
         """
         several, single = conversations(messages)
         asked = [chat_input(one, **options) for one in several]
-        params = per_prompt(sampling_params, len(asked))
-        found = self._generate(list(map(self._model.prompts.chat, asked, params)), progress)
+        params = per_prompt("sampling_params", sampling_params, len(asked))
+        priorities = per_prompt("priority", priority, len(asked))
+        prepared = map(self._model.prompts.chat, asked, params, priorities)
+        found = self._generate(list(prepared), progress)
         return found[0] if single else found
 
     def chat_stream(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
         **options: Unpack[ChatOptions],
     ) -> Generator[OutputDelta, None, None]:
         """The answer to a conversation as it comes; a call of a tool comes whole. Otherwise as
         `chat` and `generate_stream`."""
         asked = chat_input(messages, **options)
-        return self._stream(self._model.prompts.chat(asked, sampling_params))
+        return self._stream(self._model.prompts.chat(asked, sampling_params, priority))
 
     def apply_chat_template(
         self,
@@ -157,7 +164,7 @@ class LLM:
         normalizes. Raises as `generate`; InvalidRequest from a model that generates."""
         normalizes = self.card.normalizes
         runs: list[Run] = [
-            (self._model.prompts.embedding(prompt), lambda: Embedding(normalizes=normalizes))
+            (self._model.prompts.embedding(prompt), Embedding(normalizes=normalizes))
             for prompt in as_list(prompts)
         ]
         found: list[list[float]] = self._run(runs, progress)
@@ -179,11 +186,7 @@ class LLM:
         self.close()
 
     def _generate(self, prepared: list[PreparedRequest], progress: bool) -> list[RequestOutput]:
-        vocabulary = self.tokenizer
-        runs: list[Run] = [
-            (one.request, lambda one=one: Generation(one, vocabulary))  # type: ignore[misc]
-            for one in prepared
-        ]
+        runs: list[Run] = [(one.request, Generation(one, self.tokenizer)) for one in prepared]
         found: list[RequestOutput] = self._run(runs, progress)
         return found
 
@@ -191,41 +194,24 @@ class LLM:
         """The results of all, in order. Events are taken as they come, so that a stop string ends
         its request at once."""
         inbox: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        waiting = deque(range(len(runs)))
-        running: dict[str, tuple[int, Generation | Embedding]] = {}
-        results: list[Any] = [None] * len(runs)
+        running: dict[str, Generation | Embedding] = {}
         view = progress_on(sys.stderr) if progress else None
-        full = False
         try:
-            while waiting or running:
-                # Whoever has requests takes their events while there is no room for more.
-                while waiting and not full and self._room.acquire(blocking=not running):
-                    index = waiting.popleft()
-                    request, collector = runs[index]
-                    running[self._submit(request, inbox)] = index, collector()
+            for request, collected in runs:
+                running[self._model.submit(request, inbox)] = collected
+            while running:
                 event = inbox.get()
                 if event.key not in running:  # it had ended when all was closed
                     continue
-                index, collected = running[event.key]
-                try:
-                    collected.take(event)
-                except QueueFull:  # of grammars to compile: again when one has ended
-                    full = True
-                    del running[event.key]
-                    waiting.append(index)
-                    if not running:
-                        raise
-                    continue
+                collected = running[event.key]
+                collected.take(event)
                 if stopped := collected.take_stopped():
                     self._model.abort(event.key, stopped)
                 if collected.done:
-                    results[index] = collected.result()
                     del running[event.key]
-                    full = False
                     if view is not None:
-                        ended = len(runs) - len(waiting) - len(running)
-                        view.update("prompts", ended / len(runs))
-            return results
+                        view.update("prompts", (len(runs) - len(running)) / len(runs))
+            return [collected.result() for _, collected in runs]
         finally:
             if view is not None:
                 view.close()
@@ -235,8 +221,7 @@ class LLM:
     def _stream(self, prepared: PreparedRequest) -> Generator[OutputDelta, None, None]:
         generation = Generation(prepared, self.tokenizer)
         inbox: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        self._room.acquire()
-        key = self._submit(prepared.request, inbox)
+        key = self._model.submit(prepared.request, inbox)
         try:
             while not generation.done:
                 delta = generation.take(inbox.get())
@@ -246,11 +231,3 @@ class LLM:
                     yield delta
         finally:
             self._model.abort(key)
-
-    def _submit(self, request: Request, inbox: "queue.SimpleQueue[RequestEvent]") -> str:
-        """Submits a request that there is room for. Raises RuntimeError once closed."""
-        try:
-            return self._model.submit(request, inbox)
-        except BaseException:
-            self._room.release()
-            raise

@@ -1,7 +1,8 @@
 """A model in this process: its engine on a thread of its own, and where the events of each request
 go. LLM and AsyncEngine are its two faces.
 
-It owns the engine thread; `close`, or the end of the main thread, ends it.
+It owns the engine thread; `close`, or the end of the main thread, ends it. Requests that the engine
+has no room for wait here, for as long as it takes.
 """
 
 import itertools
@@ -9,9 +10,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api.errors import QueueFull
 from pdserve.engine.api.request import Event, Finished, Request, RequestFailed, Step
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
@@ -48,11 +51,10 @@ class InProcessModel:
         config: EngineConfig,
         parsers: ParserChoice,
         deliver: Callable[[Deliveries], None],
-        left: Callable[[], None],
     ) -> None:
-        """`deliver` is called on the engine thread, `left` once for each submitted request that has
-        ended or was aborted, on any thread; neither may block. Raises CheckpointError, and
-        ValueError for a parser that there is not."""
+        """`deliver` is called on the engine thread, once it is closed on the thread that did so,
+        and must not block. Raises CheckpointError, and ValueError for a parser that there is
+        not."""
         engine, self.card = build_engine(config)
         try:
             self.prompts = PromptMaker(self.card, parsers)
@@ -60,11 +62,14 @@ class InProcessModel:
             engine.close()
             raise
         self._deliver = deliver
-        self._left = left
-        self._keys = itertools.count()
-        self._inboxes: dict[str, Inbox] = {}
+        self._numbers = itertools.count()
+        self._inboxes: dict[str, Inbox] = {}  # of those that have not ended
+        # Of the engine thread: what waits for room, by priority and arrival. Those with a grammar
+        # wait apart: too many to compile hold up no others.
+        self._waiting: dict[bool, list[tuple[int, int, Request]]] = {False: [], True: []}
         self._closed = threading.Event()
         self._thread = EngineThread(engine, self._on_step)
+        self._thread.add_poll(lambda: self._admit(engine))
         self._thread.start()
         # Python waits for the engine thread before it ends; nobody may have called close.
         threading.Thread(target=self._close_at_exit, daemon=True, name="llm-exit").start()
@@ -74,19 +79,30 @@ class InProcessModel:
         it comes as its event. Raises RuntimeError once closed."""
         if self._closed.is_set():
             raise RuntimeError(CLOSED)
-        key = f"llm-{next(self._keys)}"
+        number = next(self._numbers)
+        key = f"llm-{number}"
         self._inboxes[key] = inbox
-        named = replace(request, key=key)
-        self._thread.post(lambda engine: self._submit(engine, named))
+        waiting = self._waiting[request.params.grammar is not None]
+        entry = request.priority, number, replace(request, key=key)
+        self._thread.post(lambda _: heappush(waiting, entry))
         if self._closed.is_set():  # in the meantime, and perhaps before the inbox was there
             self._fail_all()
         return key
 
-    def _submit(self, engine: Engine, request: Request) -> None:
-        try:
-            engine.submit(request)
-        except Exception as error:
-            self._end([SubmitRefused(request.key, error)])
+    def _admit(self, engine: Engine) -> bool:
+        """Hands over what the engine has room for, before each of its steps."""
+        for waiting in self._waiting.values():
+            while waiting and len(engine.jobs.waiting) < engine.limits.max_waiting:
+                request = waiting[0][-1]
+                try:
+                    if request.key in self._inboxes:  # otherwise it was aborted
+                        engine.submit(request)
+                except QueueFull:  # of grammars to compile
+                    break
+                except Exception as error:
+                    self._end([SubmitRefused(request.key, error)])
+                heappop(waiting)
+        return False
 
     def abort(self, key: str, choices: Sequence[int] = ()) -> None:
         """End choices of a request, or forget all of it if none is named."""
@@ -95,10 +111,7 @@ class InProcessModel:
 
     def _forget(self, key: str) -> Inbox | None:
         """Where its events went, for one caller only."""
-        inbox = self._inboxes.pop(key, None)
-        if inbox is not None:
-            self._left()
-        return inbox
+        return self._inboxes.pop(key, None)
 
     def _end(self, events: Sequence[RequestEvent]) -> None:
         """Delivers last events."""

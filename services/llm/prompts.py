@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdserve.engine.api.errors import InvalidRequest
 from pdserve.engine.api.request import Grammar, Request, ThinkingBudget
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from pdserve.gateway.grammars.compiler import GrammarCompiler
 
 Prompt = str | Sequence[int]
+T = TypeVar("T")
 POOLS = EngineParams()  # of a request that generates nothing
 
 
@@ -78,17 +80,19 @@ class PromptMaker:
         """What the model recommends; the engine's own values where it says nothing."""
         return SamplingParams(**self._recommended(SamplingParams()))
 
-    def text(self, prompt: Prompt, params: SamplingParams | None) -> PreparedRequest:
+    def text(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> PreparedRequest:
         """Raises InvalidRequest, and TypeError for what is no prompt."""
         _check_params(params)
         chosen = params or SamplingParams()
         with invalid_requests():
             sampling = thinking_bound(chosen.requested(), self._families[1])
             ids = self.encode(prompt)
-            request = self._request(ids, chosen, sampling, continues=True)
+            request = self._request(ids, chosen, sampling, priority, continues=True)
         return PreparedRequest(request, prompt if isinstance(prompt, str) else None, sampling)
 
-    def chat(self, asked: ChatInput, params: SamplingParams | None) -> PreparedRequest:
+    def chat(
+        self, asked: ChatInput, params: SamplingParams | None, priority: int
+    ) -> PreparedRequest:
         """Raises InvalidRequest, and TypeError for what is no conversation."""
         _check_params(params)
         chosen = params or SamplingParams()
@@ -97,11 +101,18 @@ class PromptMaker:
             ids = self.tokenizer.encode_rendered(rendered)
             continues = asked.continue_final_message
             end = final_text(conversation) if continues else prompt_end(self.tokenizer, ids)
-            form = answer_format(self._families, asked.use, end, continues=continues, inline=False)
+            form = answer_format(
+                self._families,
+                asked.use,
+                end,
+                continues=continues,
+                inline=False,
+                structured=chosen.structured_outputs is not None,
+            )
             sampling = shaped(
                 chosen.requested(), self._families, asked.use, end, continues=continues
             )
-            request = self._request(ids, chosen, sampling, continues=continues)
+            request = self._request(ids, chosen, sampling, priority, continues=continues)
         return PreparedRequest(request, rendered.text, sampling, form, continues)
 
     def embedding(self, prompt: Prompt) -> Request:
@@ -157,9 +168,13 @@ class PromptMaker:
         ids: Sequence[int],
         params: SamplingParams,
         sampling: RequestedSampling,
+        priority: int,
         *,
         continues: bool,
     ) -> Request:
+        if not isinstance(priority, Integral) or isinstance(priority, bool):
+            text = f"priority must be a whole number, not {priority!r:.60}"
+            raise InvalidRequest(text, "priority")
         bound = self._constraints(sampling)
         bound = bound.of_prompt(ids, self.tokenizer, continues=continues)
         grammar = Grammar(bound.grammar, bound.grammar_after) if bound.grammar else None
@@ -187,7 +202,7 @@ class PromptMaker:
             logprob_token_ids=tuple(params.logprob_token_ids),
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed % 2**64
-        return Request("", tuple(ids), engine_params, seed)
+        return Request("", tuple(ids), engine_params, seed, priority=priority)
 
     def _recommended(self, params: SamplingParams) -> dict[str, Any]:
         """The parameters that a model may recommend: the user's, else the model's, else the
@@ -270,12 +285,10 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(given)
 
 
-def per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> Sequence[SamplingParams | None]:
-    """One for each prompt. Raises ValueError for another number."""
-    if not isinstance(params, list | tuple):
-        return [params] * count  # type: ignore[list-item]
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling_params for {count} prompts")
-    return params
+def per_prompt(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
+    """One value of the argument `name` for each prompt. Raises ValueError for another number."""
+    if not isinstance(given, list | tuple):
+        return [given] * count  # type: ignore[list-item]
+    if len(given) != count:
+        raise ValueError(f"{len(given)} {name} for {count} prompts")
+    return given

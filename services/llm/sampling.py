@@ -72,7 +72,7 @@ class StructuredOutputsParams:
             if not value:
                 raise _refused(param, "must not be empty")
         elif name == "structural_tag":
-            _check_tags(value, param)
+            value = _tagged(value, param)
         elif not isinstance(value, str):
             raise _refused(param, f"must be a text, not {type(value).__name__}")
         return Structure(_KINDS[name], value, param, whitespace=not self.disable_any_whitespace)
@@ -190,14 +190,21 @@ def _schema(value: Mapping[str, Any] | str, param: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _check_tags(value: Any, param: str) -> None:
-    if not isinstance(value, Mapping) or not {"structures", "triggers"} <= value.keys():
-        raise _refused(param, "must have structures and triggers")
-    for tag in value["structures"]:
-        if not isinstance(tag, Mapping) or not {"begin", "schema", "end"} <= tag.keys():
-            raise _refused(f"{param}.structures", "must each have begin, schema and end")
-    if not value["structures"] or not all(_texts(value["triggers"], f"{param}.triggers")):
+def _tagged(value: Any, param: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or value.keys() != {"structures", "triggers"}:
+        raise _refused(param, "must have structures and triggers, and nothing else")
+    within, tags = f"{param}.structures", value["structures"]
+    if not isinstance(tags, list | tuple) or not all(
+        isinstance(tag, Mapping) and tag.keys() == {"begin", "schema", "end"} for tag in tags
+    ):
+        raise _refused(within, "must be a list; each has begin, schema and end, and nothing else")
+    if not all(isinstance(text, str) for tag in tags for text in (tag["begin"], tag["end"])):
+        raise _refused(within, "must each have a begin and an end that are texts")
+    triggers = _texts(value["triggers"], f"{param}.triggers")
+    if not tags or not triggers or not all(triggers):
         raise _refused(param, "must have structures and triggers that are not empty")
+    written = [{**tag, "schema": _schema(tag["schema"], f"{within}.schema")} for tag in tags]
+    return {"structures": written, "triggers": list(triggers)}
 
 
 def _refused(param: str, message: str) -> InvalidRequest:

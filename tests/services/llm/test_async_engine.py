@@ -5,14 +5,25 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from eventually import eventually
-from llm_kit import engine_threads, is_idle, stats
+from llm_kit import engine_threads, is_idle, model_of, stats
 from tiny_embedder import write_embedder
 from tiny_models import write_tiny
 
-from pdserve import LLM, Engine, EngineConfig, GenerationError, InvalidRequest, SamplingParams
+from pdserve import (
+    LLM,
+    Engine,
+    EngineConfig,
+    GenerationError,
+    InvalidRequest,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from pdserve.services.llm import async_engine
+from pdserve.services.llm.model import InProcessModel
 
 pytestmark = pytest.mark.anyio
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -121,6 +132,61 @@ async def test_what_is_wrong_is_said(engine: Engine) -> None:
         Engine(EngineConfig(block_size=0))
     with pytest.raises(RuntimeError, match="not started"):
         await Engine().generate("x")
+
+
+async def test_more_grammars_than_may_wait_are_compiled_in_turn(engine: Engine) -> None:
+    async def number(n: int) -> str:
+        form = StructuredOutputsParams(regex=f"{n:03}")
+        params = SamplingParams(max_tokens=9, structured_outputs=form)
+        return (await engine.generate(f"prompt {n}", params)).text
+
+    assert await asyncio.gather(*map(number, range(80))) == [f"{n:03}" for n in range(80)]
+    assert await asyncio.to_thread(is_idle, engine)
+
+
+@pytest.mark.parametrize(("max_waiting", "order"), [(4, [1, 2, 3]), (1, [3, 1, 2])])
+async def test_what_waits_comes_by_priority(
+    folder: Path, max_waiting: int, order: list[int]
+) -> None:
+    """In the engine's queue, and before it where the first has taken its only place."""
+    ended = []
+
+    async def run(priority: int) -> None:
+        await engine.generate("x", GREEDY, priority=priority)
+        ended.append(priority)
+
+    async with Engine(replace(config(folder, max_waiting), max_running=1)) as engine:
+        stream = engine.generate_stream("x", LONG)
+        await anext(stream)
+        tasks = []
+        for priority in (3, 2, 1):
+            tasks.append(asyncio.create_task(run(priority)))
+            num_submitted = 1 + len(tasks)
+            await eventually(lambda n=num_submitted: len(model_of(engine)._inboxes) == n)
+            await asyncio.to_thread(stats, engine)
+        await stream.aclose()
+        await asyncio.gather(*tasks)
+    assert ended == order
+
+
+async def test_what_a_cancelled_start_loads_is_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = engine_threads()
+    made = []
+
+    def load(*args: Any) -> InProcessModel:
+        made.append(InProcessModel(*args))
+        return made[0]
+
+    monkeypatch.setattr(async_engine, "InProcessModel", load)
+    starting = asyncio.create_task(Engine(config(folder)).start())
+    await asyncio.sleep(0.001)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert made == []
+    await eventually(lambda: made and engine_threads() == before)
 
 
 async def test_close_gives_up_what_runs(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Chats of the Python API: tools and their calls, thoughts, several conversations, messages."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -83,9 +84,23 @@ def test_uncalled_tools_are_shown_and_leave_the_answer_to_a_structure(llm: LLM) 
         GREEDY, ignore_eos=False, structured_outputs=StructuredOutputsParams(regex="ab")
     )
     assert llm.chat(HI, bound, tools=[WEATHER], tool_choice="none").text == "ab"
-    with pytest.raises(InvalidRequest, match="tools that may be called") as refused:
-        llm.chat(HI, bound, tools=[WEATHER])
+    with pytest.raises(InvalidRequest, match="the form that tool_choice asks for") as refused:
+        llm.chat(HI, bound, tools=[WEATHER], tool_choice="required")
     assert refused.value.param == "structured_outputs.regex"
+
+
+def test_beside_tools_an_answer_has_its_structure_or_calls(llm: LLM) -> None:
+    form = StructuredOutputsParams(regex="[a-z]{2}")
+    bound = replace(CALL, n=8, temperature=3.0, structured_outputs=form)
+    found = llm.chat(HI, bound, tools=[WEATHER]).outputs
+    called = [bool(one.tool_calls) for one in found]
+    assert any(called)
+    assert not all(called)
+    for one in found:
+        if one.tool_calls:
+            assert (one.text, one.finish_reason) == ("", "tool_calls")
+        else:
+            assert re.fullmatch("[a-z]{2}", one.text)
 
 
 def test_wrong_tools_are_said(llm: LLM) -> None:

@@ -194,6 +194,9 @@ def test_what_is_wrong_is_said(llm: LLM) -> None:
         (TypeError, "list of messages", None, lambda: llm.chat("hello")),  # type: ignore[call-overload]
         (TypeError, "pdserve.SamplingParams", None, lambda: llm.generate("a", {"n": 1})),  # type: ignore[arg-type]
         (ValueError, "1 sampling_params for 2", None, lambda: llm.generate(["a", "b"], [GREEDY])),
+        (ValueError, "1 priority for 2", None, lambda: llm.generate(["a", "b"], priority=[1])),
+        (InvalidRequest, "whole number", "priority", lambda: llm.generate("a", priority="high")),  # type: ignore[arg-type]
+        (TypeError, "not dict", None, lambda: llm.generate({"prompt_token_ids": [1]})),  # type: ignore[arg-type]
         (TypeError, "'tool'", None, lambda: llm.chat(HI, tool=[])),  # type: ignore[call-overload]
     ]
     for kind, text, param, call in wrong:
@@ -236,7 +239,7 @@ def test_defaults_come_from_the_model(folder: Path, tmp_path: Path) -> None:
     with LLM(str(tmp_path), **OPTIONS) as made:
         defaults = made.default_sampling_params()
         assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.25, 7, 1.0)
-        made_params = model_of(made).prompts.text("x", SamplingParams(top_p=0.5)).request.params
+        made_params = model_of(made).prompts.text("x", SamplingParams(top_p=0.5), 0).request.params
         assert (made_params.temperature, made_params.top_k, made_params.top_p) == (0.25, 7, 0.5)
 
 
@@ -326,6 +329,7 @@ def test_more_grammars_than_may_wait_are_compiled_in_turn(folder: Path) -> None:
 
 
 def test_a_structure_that_cannot_be_is_said(llm: LLM) -> None:
+    tag = {"begin": "a", "schema": {"enum": [1]}, "end": "b"}
     for form, text, param in [
         ({"regex": "("}, "invalid regular expression", "structured_outputs.regex"),
         ({"json": {"unevaluatedItems": 1}}, "unevaluatedItems", "structured_outputs.json"),
@@ -333,6 +337,14 @@ def test_a_structure_that_cannot_be_is_said(llm: LLM) -> None:
         ({"choice": []}, "must not be empty", "structured_outputs.choice"),
         ({"structural_tag": {"structures": [{}], "triggers": ["a"]}}, "begin, schema and end",
          "structured_outputs.structural_tag.structures"),
+        ({"structural_tag": {"structures": [{**tag, "begin": 1}], "triggers": ["a"]}}, "are texts",
+         "structured_outputs.structural_tag.structures"),
+        ({"structural_tag": {"structures": [tag], "triggers": ["a"], "or": {}}}, "nothing else",
+         "structured_outputs.structural_tag"),
+        ({"structural_tag": {"structures": 1, "triggers": ["a"]}}, "must be a list",
+         "structured_outputs.structural_tag.structures"),
+        ({"structural_tag": {"structures": [tag], "triggers": []}}, "not empty",
+         "structured_outputs.structural_tag"),
         ({}, "needs one of", "structured_outputs"),
         ({"regex": "a", "choice": ["a"]}, "not regex and choice", "structured_outputs"),
     ]:  # fmt: skip

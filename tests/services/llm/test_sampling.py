@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pdserve import InvalidRequest, SamplingParams
+from pdserve import InvalidRequest, SamplingParams, StructuredOutputsParams
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,16 @@ def test_a_wrong_value_is_named(name: str, value: Any, why: str) -> None:
 def test_an_unknown_name_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1)  # type: ignore[call-arg]
+
+
+def test_a_structural_tag_is_taken_with_its_schema_as_text_or_dict() -> None:
+    for schema in ({"enum": [1]}, '{"enum": [1]}'):
+        tags = {"begin": "<n>", "schema": schema, "end": "</n>"}
+        asked = StructuredOutputsParams(structural_tag={"structures": (tags,), "triggers": "<n"})
+        assert asked.structure().value == {
+            "structures": [{"begin": "<n>", "schema": {"enum": [1]}, "end": "</n>"}],
+            "triggers": ["<n"],
+        }
 
 
 def test_right_values_are_taken() -> None:
