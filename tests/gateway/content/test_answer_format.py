@@ -281,7 +281,7 @@ def test_a_structure_without_room_for_calls_is_refused_beside_tools(kind: Any) -
     value = {"structures": [], "triggers": []} if kind == "structural_tag" else None
     asked = RequestedSampling(structure=Structure(kind, value, "response_format"))
     family = HERMES if kind == "structural_tag" else tool_family("llama3_json")
-    with pytest.raises(ServiceError, match="tools that may be called") as error:
+    with pytest.raises(TextError, match="tools that may be called") as error:
         shaped(asked, (family, THINK), ToolUse([WEATHER]), "", continues=False)
     assert error.value.param == "response_format"
     for tools, use in ((HERMES, ToolUse([WEATHER], "none")), (None, ToolUse([WEATHER]))):
@@ -296,7 +296,7 @@ def test_a_structure_binds_the_final_message_of_harmony_alone() -> None:
     assert (found.structure.kind, found.structure.lead) == ("json_object", "<|message|>")
     assert found.structure_after == "<|channel|>final"
     for use in (ToolUse([STRICT]), ToolUse([WEATHER], "required")):
-        with pytest.raises(ServiceError, match="the form that") as error:
+        with pytest.raises(TextError, match="the form that") as error:
             shaped(asked, families, use, "<|start|>assistant", continues=False)
         assert error.value.param == "response_format"
 
