@@ -1,6 +1,7 @@
 """`pdserve.Engine`: tasks share the batch, and what nobody waits for is aborted."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -173,19 +174,22 @@ async def test_what_a_cancelled_start_loads_is_closed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = engine_threads()
+    begun, cancelled = threading.Event(), threading.Event()
     made = []
 
     def load(*args: Any) -> InProcessModel:
+        begun.set()
+        assert cancelled.wait(30)
         made.append(InProcessModel(*args))
         return made[0]
 
     monkeypatch.setattr(async_engine, "InProcessModel", load)
     starting = asyncio.create_task(Engine(config(folder)).start())
-    await asyncio.sleep(0.001)
+    await eventually(begun.is_set)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert made == []
+    cancelled.set()
     await eventually(lambda: made and engine_threads() == before)
 
 
