@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pdserve.gateway.sampling import RequestedSampling
+from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.text.choice_text import ChoiceText
 from pdserve.gateway.text.parsing.family import ContentParser
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart

@@ -16,9 +16,10 @@ from pdserve.gateway.choice import Choice, Delta, ScoredToken, score_prompt
 from pdserve.gateway.content.answer_format import AnswerFormat
 from pdserve.gateway.limits import AdmittedRequest
 from pdserve.gateway.observability.meter import Meter
+from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.router_client.merge import merge
 from pdserve.gateway.router_client.upstream import Upstream
-from pdserve.gateway.sampling import RequestedSampling, check_logprobs
+from pdserve.gateway.sampling import check_logprobs
 from pdserve.gateway.text.parts import ContentPart, TextPart
 from pdserve.protos.common_pb2 import (
     CANCELLED,

@@ -10,12 +10,13 @@ import grpc
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import Usage
-from pdserve.gateway.content.requests import ChatCompletionRequest, TextCompletionRequest
-from pdserve.gateway.sampling import RequestedSampling, refuse
+from pdserve.gateway.requests.completions import ChatCompletionRequest, TextCompletionRequest
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.tool_use import ToolUse
+from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.parts import text_of
-from pdserve.gateway.tool_use import ToolUse
 from pdserve.protos.common_pb2 import UNAUTHENTICATED
 from pdserve.protos.text_pb2 import ChatRequest, CompleteRequest, TextChunk, TextOptions, TextUsage
 from pdserve.protos.text_pb2_grpc import TextServicer as TextBase

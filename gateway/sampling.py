@@ -5,9 +5,9 @@ words. The bounds are those of engine/api/sampling_bounds.py.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 from pdserve.engine.api.sampling_bounds import (
@@ -18,7 +18,7 @@ from pdserve.engine.api.sampling_bounds import (
     THINKING_BUDGET,
     Range,
 )
-from pdserve.gateway.structure import Structure, oversize
+from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.protos.common_pb2 import (
@@ -30,61 +30,6 @@ from pdserve.protos.common_pb2 import (
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 
 MAX_LOGPROBS = 1 << 20  # of an answer that is held until it is complete: some 70 MB of it
-
-
-@dataclass(frozen=True, slots=True)
-class RequestedSampling:
-    """Sampling as the client wrote it; None takes the model's default.
-
-    Fields that have bounds are named as in engine/api/sampling_bounds.py, but for `best_of`.
-    """
-
-    temperature: float | None = None
-    top_k: int | None = None  # 0 and -1: all
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    max_tokens: int | None = None  # None: what is left of the context
-    max_tokens_field: str = "max_tokens"
-    logprobs: int | None = None
-    logprobs_field: str = "logprobs"
-    prompt_logprobs: int | None = None
-    n: int = 1
-    best_of: int | None = None  # None: n
-    seed: int | None = None
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    allowed_token_ids: tuple[int, ...] = ()  # and the eos ids; empty: all
-    bad_words: tuple[str, ...] = ()
-    logprob_token_ids: tuple[int, ...] = ()  # whose log-probabilities are told, too
-    structure: Structure | None = None
-    structure_after: str = ""  # the structure binds what follows it; empty: all of the answer
-    thinking_budget: int | None = None  # tokens of thinking; None: no bound
-    thinking_budget_field: str = "thinking_token_budget"
-    # None: the model's own. The first one empty: an answer begins within.
-    thinking_tags: tuple[str, str] | None = None
-
-    def written_as(self, param: str) -> str:
-        """A parameter of the engine as the client calls its field."""
-        structure = self.structure.param if self.structure else param
-        return {
-            "max_tokens": self.max_tokens_field,
-            "logprobs": self.logprobs_field,
-            "grammar": structure,
-            "thinking": self.thinking_budget_field,
-        }.get(param, param)
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether text_processes/constraints.py has to prepare what binds the answer."""
-        return bool(self.structure or self.bad_words or self.thinking_budget is not None)
 
 
 def refuse(param: str, message: str) -> ServiceError:
@@ -146,16 +91,6 @@ def check_logprobs(requested: RequestedSampling, num_tokens: int, instead: str) 
         text = f"{num_tokens} tokens with {each} log-probabilities each, at most {MAX_LOGPROBS}"
         text = f"{text} in one answer; ask for {instead}fewer tokens, choices or log-probabilities"
         raise refuse(r.max_tokens_field, f"{r.max_tokens_field}: {text}")
-
-
-def check_structure(requested: RequestedSampling, structure: Structure) -> None:
-    """The answer ends where its structure does, so nothing else may say where it must not. Raises
-    ServiceError."""
-    for name in ("min_tokens", "ignore_eos"):
-        if getattr(requested, name):
-            raise refuse(name, f"{name} cannot be combined with {structure.param}")
-    if why := oversize(structure):
-        raise refuse(structure.param, f"{structure.param} is too large: {why}")
 
 
 def _check_range(param: str, value: float | None, allowed: Range) -> None:

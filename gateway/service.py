@@ -22,15 +22,16 @@ from pdserve.gateway.content.answer_format import (
     thinking_bound,
 )
 from pdserve.gateway.content.model_texts import ModelTexts, check_ids, check_room, kept_ids
-from pdserve.gateway.content.requests import ChatCompletionRequest, TextCompletionRequest
 from pdserve.gateway.limits import AdmissionLimits, AdmittedRequest
 from pdserve.gateway.observability.meter import CountUsage, Meter, uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
+from pdserve.gateway.requests.completions import ChatCompletionRequest, TextCompletionRequest
+from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.router_client.upstream import Upstream
-from pdserve.gateway.sampling import RequestedSampling, check, client_errors, refuse, resolve
-from pdserve.gateway.text.messages import content_text
-from pdserve.gateway.text_processes.constraints import constraints_of
+from pdserve.gateway.sampling import check, client_errors, refuse, resolve
+from pdserve.gateway.text.messages import final_text
+from pdserve.gateway.text_processes.constraints import bind, prepared
 from pdserve.gateway.text_processes.pool import LoadedText, TextPool
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.rate_limits import RateLimits
@@ -110,7 +111,8 @@ class Service:
                 else:
                     prompts = await self._prompts(asked, model, owner)
                     _, reasoning = self._families(model)
-                    sampling = thinking_bound(sampling, reasoning)
+                    with client_errors():
+                        sampling = thinking_bound(sampling, reasoning)
                 await self._bind(prompts, sampling, model, owner, asked.continues)
                 num_tokens = sum(len(prompt.ids) for prompt in prompts)
                 await self.rates.count_tokens(owner, num_tokens)
@@ -246,9 +248,9 @@ class Service:
             return
         await self.rates.check_text(owner)
         with client_errors():
-            constraints = await constraints_of(sampling, model.text, owner)
+            constraints = await prepared(sampling, model.text, owner)
         for prompt in prompts:
-            constraints.bind(prompt.params, prompt.ids, model.text.vocabulary, continues=continues)
+            bind(constraints, prompt.params, prompt.ids, model.text.vocabulary, continues=continues)
 
     async def _chat_prompt(
         self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes
@@ -288,9 +290,7 @@ class Service:
         families = self._families(model)
         end = prompt_end(model.text.vocabulary, ids)
         if asked.continues:
-            conversation = asked.conversation
-            content = conversation.messages[-1].get("content")
-            end = "" if content is None else content_text(content, conversation.messages_field)
+            end = final_text(asked.conversation)
         form = answer_format(
             families,
             asked.tool_use,
@@ -299,7 +299,10 @@ class Service:
             inline=not asked.separate_reasoning,
             structured=asked.sampling.structure is not None,
         )
-        sampling = shaped(asked.sampling, families, asked.tool_use, end, continues=asked.continues)
+        with client_errors():
+            sampling = shaped(
+                asked.sampling, families, asked.tool_use, end, continues=asked.continues
+            )
         return sampling, form
 
     async def _prompts(

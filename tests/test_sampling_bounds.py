@@ -15,7 +15,7 @@ from pdserve.engine.api.errors import InvalidRequest
 from pdserve.engine.api.request import Request, SamplingParams
 from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_CHOICES, MAX_ENTRIES
 from pdserve.engine.scheduling.limits import EngineLimits
-from pdserve.gateway.sampling import RequestedSampling
+from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.kernels._native import Stream
 from pdserve.kernels.streams import StreamSettings

@@ -1,19 +1,71 @@
-"""pdserve: a disaggregated LLM server.
+"""pdserve: a disaggregated LLM server, and its engine as a Python API (docs/python.md).
 
-The Python API is lazy: importing this package imports neither torch nor grpc.
+The names are imported when they are first used: this module imports nothing.
 """
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as typing has it, which takes a while to import
 if TYPE_CHECKING:
+    from pdserve.engine.api.config import EngineConfig as EngineConfig
+    from pdserve.engine.api.errors import ContextLengthExceeded as ContextLengthExceeded
+    from pdserve.engine.api.errors import InvalidRequest as InvalidRequest
+    from pdserve.engine.checkpoints.source import CheckpointError as CheckpointError
+    from pdserve.services.llm.async_engine import AsyncEngine as Engine
     from pdserve.services.llm.llm import LLM as LLM
+    from pdserve.services.llm.outputs import CompletionOutput as CompletionOutput
+    from pdserve.services.llm.outputs import GenerationError as GenerationError
+    from pdserve.services.llm.outputs import Logprob as Logprob
+    from pdserve.services.llm.outputs import Message as Message
+    from pdserve.services.llm.outputs import OutputDelta as OutputDelta
+    from pdserve.services.llm.outputs import RequestOutput as RequestOutput
+    from pdserve.services.llm.outputs import ToolCall as ToolCall
+    from pdserve.services.llm.sampling import SamplingParams as SamplingParams
+    from pdserve.services.llm.sampling import StructuredOutputsParams as StructuredOutputsParams
 
-__all__ = ["LLM"]
+_MODULES = {  # where each name is; Engine is AsyncEngine there
+    "CheckpointError": "engine.checkpoints.source",
+    "CompletionOutput": "services.llm.outputs",
+    "ContextLengthExceeded": "engine.api.errors",
+    "Engine": "services.llm.async_engine",
+    "EngineConfig": "engine.api.config",
+    "GenerationError": "services.llm.outputs",
+    "InvalidRequest": "engine.api.errors",
+    "LLM": "services.llm.llm",
+    "Logprob": "services.llm.outputs",
+    "Message": "services.llm.outputs",
+    "OutputDelta": "services.llm.outputs",
+    "RequestOutput": "services.llm.outputs",
+    "SamplingParams": "services.llm.sampling",
+    "StructuredOutputsParams": "services.llm.sampling",
+    "ToolCall": "services.llm.outputs",
+}
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "CompletionOutput",
+    "ContextLengthExceeded",
+    "Engine",
+    "EngineConfig",
+    "GenerationError",
+    "InvalidRequest",
+    "Logprob",
+    "Message",
+    "OutputDelta",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "ToolCall",
+]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from pdserve.services.llm.llm import LLM
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'pdserve' has no attribute {name!r}")
+    from importlib import import_module
 
-        return LLM
-    raise AttributeError(f"module 'pdserve' has no attribute {name!r}")
+    module = import_module(f"pdserve.{_MODULES[name]}")
+    found = globals()[name] = getattr(module, "AsyncEngine" if name == "Engine" else name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

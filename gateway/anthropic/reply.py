@@ -10,8 +10,8 @@ from pdserve.gateway.anthropic.output import Event, MessageContent
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import Usage
-from pdserve.gateway.content.requests import ChatCompletionRequest
-from pdserve.gateway.sampling import RequestedSampling
+from pdserve.gateway.requests.completions import ChatCompletionRequest
+from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.service import Service
 
 

@@ -18,10 +18,11 @@ from pdserve.gateway.http.validation import (
     first_error,
     parse_body,
 )
-from pdserve.gateway.sampling import RequestedSampling, bounded, refuse
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.structure import Structure
+from pdserve.gateway.requests.tool_use import Tool, ToolUse
+from pdserve.gateway.sampling import bounded, refuse
 from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.tool_use import Tool, ToolUse
 from pdserve.services.host.errors import quoted
 
 MAX_MESSAGES = 4096

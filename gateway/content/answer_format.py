@@ -11,8 +11,10 @@ from typing import Any
 
 from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_VALUES
 from pdserve.gateway.grammars.schemas import without_annotations
-from pdserve.gateway.sampling import RequestedSampling, refuse
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.structure import Structure
+from pdserve.gateway.requests.tool_use import ToolUse
+from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.parsing.answer import AnswerParser, InlineThoughts
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
@@ -24,7 +26,6 @@ from pdserve.gateway.text.parsing.stream import CallStream
 from pdserve.gateway.text.reasoning import reasoning_family
 from pdserve.gateway.text.tools import GENERIC, tool_family
 from pdserve.gateway.text.vocabulary import Vocabulary
-from pdserve.gateway.tool_use import ToolUse
 
 AUTO = "auto"
 PROMPT_END_TOKENS = 16  # in which a template may open or close a thought
@@ -149,7 +150,7 @@ def shaped(
 ) -> RequestedSampling:
     """The sampling with the tags of the model's thoughts, the structure that the tools ask for, and
     what an answer has before its structure; `prompt_end` and `continues` as for `answer_format`.
-    Raises ServiceError for two structures, and for one that leaves no room for calls that the model
+    Raises TextError for two structures, and for one that leaves no room for calls that the model
     may make."""
     tools, reasoning = families
     sampling = thinking_bound(sampling, reasoning)
@@ -171,14 +172,14 @@ def shaped(
 def thinking_bound(
     sampling: RequestedSampling, reasoning: ReasoningFamily | None
 ) -> RequestedSampling:
-    """The sampling with the tags of the model's thoughts if these are bounded. Raises ServiceError
+    """The sampling with the tags of the model's thoughts if these are bounded. Raises TextError
     if there are none to bound."""
     if sampling.thinking_budget is None or sampling.thinking_tags is not None:
         return sampling
     if reasoning is None:
         param = sampling.thinking_budget_field
-        text = f"{param}: this gateway does not read thoughts of this model (--reasoning-parser)"
-        raise refuse(param, text)
+        text = f"{param}: thoughts of this model are not read here (--reasoning-parser)"
+        raise TextError(text, param)
     return replace(sampling, thinking_tags=reasoning.written or (reasoning.begin, reasoning.end))
 
 
@@ -186,7 +187,7 @@ def _beside_calls(
     asked: Structure, held: Structure | None, families: Families, use: ToolUse | None
 ) -> Structure:
     """A client's structure with room for the calls that the model may make, which `held` holds to a
-    form. Raises ServiceError if there is none."""
+    form. Raises TextError if there is none."""
     tools, reasoning = families
     if use is None or not _may_call(use) or tools is None:
         return asked
@@ -198,20 +199,20 @@ def _beside_calls(
         return asked  # it binds one message, and calls are others
     if held is not None:
         text = f"{asked.param} cannot be combined with the form that {held.param} asks for"
-        raise refuse(asked.param, text)
+        raise TextError(text, asked.param)
     text = f"{asked.param} cannot be combined with tools that may be called"
-    raise refuse(asked.param, f'{text}; tool_choice "none" leaves them uncalled')
+    raise TextError(f'{text}; tool_choice "none" leaves them uncalled', asked.param)
 
 
 def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
     """What holds an answer to the calls that are asked for; None if the model may write what it
-    likes. Raises ServiceError for a model whose calls have no form."""
+    likes. Raises TextError for a model whose calls have no form."""
     required = use.choice == "required"
     if not _may_call(use) or not (required or use.only or any(t.strict for t in use.tools)):
         return None
     param = "tool_choice" if required or use.only else "tools"
     if family is None:
-        raise refuse(param, f"{param}: this gateway does not read calls of tools (--tool-parser)")
+        raise TextError(f"{param}: calls of tools are not read here (--tool-parser)", param)
     return Structure("structural_tag", _tags(family, use), param)
 
 

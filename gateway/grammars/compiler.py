@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
 from pdserve.gateway.grammars.schemas import where
 from pdserve.gateway.grammars.sources import other_form, source, tag_source
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from pdserve.gateway.grammars.schemas import guided
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError
 
 Split = Callable[[str], Sequence[str | int]]  # a text at its special tokens

@@ -9,11 +9,11 @@ from typing import Any
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.completion import Usage
-from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import ChatBody
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
+from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.service import Service
 from pdserve.gateway.text.parts import (
     ContentPart,

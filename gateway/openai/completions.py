@@ -8,11 +8,11 @@ from typing import Any
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import PreparedCompletion, Usage
-from pdserve.gateway.content.requests import TextCompletionRequest
 from pdserve.gateway.http.json_text import AT_ONCE, JsonPieces, array_json, object_json
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import CompletionBody
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
+from pdserve.gateway.requests.completions import TextCompletionRequest
 from pdserve.gateway.service import Service
 from pdserve.gateway.text.parts import ContentPart, text_of
 

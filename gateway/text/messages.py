@@ -154,3 +154,9 @@ def content_text(content: object, param: str) -> str:
             raise TextError("text must be a string", f"{param}[{index}].text")
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def final_text(conversation: TemplateInput) -> str:
+    """The text of the last message, with which an answer goes on. Raises TextError."""
+    content = conversation.messages[-1].get("content")
+    return "" if content is None else content_text(content, conversation.messages_field)

@@ -17,7 +17,7 @@ from dataclasses import asdict, fields
 from typing import Any, NamedTuple, TypeVar
 
 from pdserve.engine.api.sampling_bounds import MAX_GRAMMAR_BYTES
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.messages import TemplateInput

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.messages import TemplateInput

@@ -1,148 +1,247 @@
-"""One request of the in-process LLM: engine events in, text out; no threads, no clock.
+"""One request of the Python API: engine events in, outputs out; no threads, no clock.
 
-Invariant: a choice gives nothing after the delta that carries its finish reason.
+Invariant: an output gives nothing after the delta that carries its finish reason.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from pdserve.engine.api.errors import InvalidRequest
+from pdserve.engine.api.errors import EngineError, InvalidRequest
 from pdserve.engine.api.request import (
     Event,
     Finished,
     FinishReason,
     NewTokens,
+    Pooled,
     PromptScored,
+    Request,
     RequestFailed,
     TokenLogprob,
 )
-from pdserve.gateway.text.choice_text import ChoiceText
+from pdserve.gateway.content.answer_format import AnswerFormat
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.text.choice_text import ChoiceText, TextUpdate
+from pdserve.gateway.text.parsing.family import ContentParser
+from pdserve.gateway.text.parts import ContentPart, TextPart, calls_of, reasoning_of, text_of
 from pdserve.gateway.text.stop import StopMatcher
-from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.gateway.text.vocabulary import Vocabulary
+from pdserve.services.llm.outputs import (
+    CompletionOutput,
+    GenerationError,
+    Logprob,
+    Logprobs,
+    OutputDelta,
+    RequestOutput,
+    ToolCall,
+)
 
 _FINISH: dict[FinishReason | None, str] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
-class GenerationError(Exception):
-    """The engine gave a request up."""
+@dataclass(frozen=True, slots=True)
+class SubmitRefused:
+    """The engine does not take a request; its only event."""
+
+    key: str
+    error: Exception
+
+
+RequestEvent = Event | SubmitRefused
 
 
 @dataclass(frozen=True, slots=True)
-class TextDelta:
-    """New text of one choice; `finish_reason` ("stop" or "length") comes with its last."""
+class PreparedRequest:
+    """A prompt with all that its answer needs, ready for the engine."""
 
-    choice: int
-    text: str
-    finish_reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One finished choice. `token_ids` end with the token that ended it."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    logprobs: tuple[TokenLogprob, ...] = ()  # empty, or one per token
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The answer to one prompt, with `params.n` completions."""
-
-    prompt_ids: tuple[int, ...]
-    completions: tuple[Completion, ...]
-    cached_tokens: int  # prompt tokens whose KV was there already
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of prompt_ids[1:], if asked for
-
-    @property
-    def text(self) -> str:
-        """The first completion's text."""
-        return self.completions[0].text
+    request: Request
+    prompt: str | None  # as text, if it was given so
+    sampling: RequestedSampling
+    format: AnswerFormat = field(default_factory=AnswerFormat)
+    continues: bool = True  # the answer goes on with the prompt's text
 
 
 @dataclass(slots=True)
-class _Choice:
+class _Output:
     text: ChoiceText
-    texts: list[str] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    parser: ContentParser | None
+    deltas: list[OutputDelta] = field(default_factory=list)
+    withheld: OutputDelta | None = None  # tokens whose text is yet to come
     finish: str | None = None
+    calls: bool = False
 
 
 class Generation:
     """Collects the events of one request until `done`."""
 
-    def __init__(
-        self,
-        prompt_ids: Sequence[int],
-        num_choices: int,
-        tokenizer: Tokenizer,
-        stop: Sequence[str],
-        min_tokens: int,
-        *,
-        stop_ids: Collection[int],
-        continues: bool,
-    ) -> None:
-        self.prompt_ids = tuple(prompt_ids)
+    def __init__(self, prepared: PreparedRequest, vocabulary: Vocabulary) -> None:
         self.done = False
-        self._choices = [
-            _Choice(
-                ChoiceText(
-                    tokenizer.incremental(continues=continues),
-                    StopMatcher(stop, min_tokens=min_tokens),
-                    stop_ids=stop_ids,
-                )
-            )
-            for _ in range(num_choices)
-        ]
+        self._prepared = prepared
+        self._vocabulary = vocabulary
+        self._outputs = [self._output() for _ in range(prepared.sampling.n)]
         self._prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._cached_tokens = 0
         self._stopped: list[int] = []
 
-    def take(self, event: Event) -> TextDelta | None:
-        """New text, if the event brings any. Raises GenerationError, and InvalidRequest for a
-        parameter that cannot be followed."""
+    def _output(self) -> _Output:
+        sampling, its = self._prepared.sampling, self._prepared.format
+        detokenizer = self._vocabulary.incremental(
+            skip_special_tokens=sampling.skip_special_tokens,
+            keep=its.special,
+            continues=self._prepared.continues,
+        )
+        stops = StopMatcher(
+            sampling.stop, include_stop_str=sampling.include_stop, min_tokens=sampling.min_tokens
+        )
+        stop_ids = {*self._vocabulary.card.eos_ids, *sampling.stop_token_ids}
+        text = ChoiceText(detokenizer, stops, stop_ids=stop_ids, include_stop=sampling.include_stop)
+        return _Output(text, its.parser())
+
+    def take(self, event: RequestEvent) -> OutputDelta | None:
+        """What is new, if the event brings any. Raises GenerationError, and what the engine refuses
+        the request with."""
         match event:
-            case NewTokens() if self._choices[event.choice].finish is None:
+            case NewTokens() if self._outputs[event.choice].finish is None:
                 return self._tokens(event)
             case PromptScored():
                 self._prompt_logprobs = event.logprobs
             case Finished():
                 self._cached_tokens = event.cached_tokens
                 self.done = True
-            case RequestFailed():
+            case RequestFailed() | SubmitRefused():
                 self.done = True
-                if event.param:
-                    raise InvalidRequest(event.message, event.param)
-                raise GenerationError(event.message)
+                raise failure(event, self._prepared.sampling)
         return None
 
-    def _tokens(self, event: NewTokens) -> TextDelta:
-        choice = self._choices[event.choice]
-        update = choice.text.push(event.ids, _FINISH.get(event.finish))
+    def _tokens(self, event: NewTokens) -> OutputDelta | None:
+        output = self._outputs[event.choice]
+        update = output.text.push(event.ids, _FINISH.get(event.finish))
         count = len(update.offsets)
-        choice.ids += event.ids[:count]
-        choice.logprobs += event.logprobs[:count]
-        choice.texts.append(update.text)
-        choice.finish = update.finish
         if update.finish is not None and event.finish is None:
             self._stopped.append(event.choice)
-        return TextDelta(event.choice, update.text, update.finish)
+        content = _parsed(output, update)
+        calls = tuple(ToolCall(p.id, p.name, p.arguments) for p in calls_of(content))
+        output.calls |= bool(calls)
+        output.finish = update.finish
+        if update.finish == "stop" and output.calls:
+            output.finish = "tool_calls"
+        ids = event.ids[:count]
+        scores = zip(ids, event.logprobs, strict=False)
+        delta = OutputDelta(
+            event.choice,
+            text_of(content),
+            reasoning_of(content),
+            calls,
+            ids,
+            tuple(self._scored(token, score) for token, score in scores),
+            output.finish,
+            self._stop_reason(update, ids),
+        )
+        if output.withheld is not None:
+            delta = replace(
+                delta,
+                token_ids=output.withheld.token_ids + delta.token_ids,
+                logprobs=output.withheld.logprobs + delta.logprobs,
+            )
+        if not (content or output.finish):
+            output.withheld = delta
+            return None
+        output.withheld = None
+        output.deltas.append(delta)
+        return delta
+
+    def _stop_reason(self, update: TextUpdate, ids: Sequence[int]) -> str | int | None:
+        if update.stop is not None or update.finish != "stop" or not ids:
+            return update.stop
+        return ids[-1] if ids[-1] in self._prepared.sampling.stop_token_ids else None
+
+    def _scored(self, token: int, score: TokenLogprob) -> Logprobs:
+        found = {token: score.logprob, **dict(score.top)}
+        return {i: Logprob(value, self._vocabulary.token_text(i)) for i, value in found.items()}
 
     def take_stopped(self) -> tuple[int, ...]:
-        """Choices that a stop string has ended since the last call; the engine has to be told."""
+        """Outputs that a stop string has ended since the last call; the engine has to be told."""
         stopped, self._stopped = tuple(self._stopped), []
         return stopped
 
-    def result(self) -> Result:
+    def result(self) -> RequestOutput:
         """What was generated; call it once `done`."""
-        return Result(
-            self.prompt_ids,
-            tuple(
-                Completion("".join(c.texts), tuple(c.ids), c.finish or "stop", tuple(c.logprobs))
-                for c in self._choices
-            ),
-            self._cached_tokens,
-            self._prompt_logprobs,
+        ids = self._prepared.request.prompt_ids
+        scores = None
+        if self._prepared.request.params.prompt_logprobs is not None:
+            scored = zip(ids[1:], self._prompt_logprobs, strict=False)
+            scores = (None, *(self._scored(token, score) for token, score in scored))
+        outputs = tuple(self._joined(i, output) for i, output in enumerate(self._outputs))
+        return RequestOutput(self._prepared.prompt, ids, outputs, self._cached_tokens, scores)
+
+    def _joined(self, index: int, output: _Output) -> CompletionOutput:
+        deltas = output.deltas
+        ids = tuple(token for delta in deltas for token in delta.token_ids)
+        logprobs = None
+        if self._prepared.sampling.logprobs is not None:
+            logprobs = tuple(one for delta in deltas for one in delta.logprobs)
+        return CompletionOutput(
+            index,
+            "".join(delta.text for delta in deltas),
+            ids,
+            output.finish or "stop",
+            deltas[-1].stop_reason if deltas else None,
+            "".join(delta.reasoning for delta in deltas),
+            tuple(call for delta in deltas for call in delta.tool_calls),
+            logprobs,
+            None
+            if logprobs is None
+            else math.fsum(one[i].logprob for one, i in zip(logprobs, ids, strict=True)),
         )
+
+
+def _parsed(output: _Output, update: TextUpdate) -> list[ContentPart]:
+    if output.parser is None:
+        return [TextPart(update.text)] if update.text else []
+    content = output.parser.push(update.text) if update.text else []
+    if update.finish is not None:
+        content = [*content, *output.parser.finish(cut=update.finish == "length")]
+    return content
+
+
+def failure(
+    event: RequestFailed | SubmitRefused, sampling: RequestedSampling | None = None
+) -> Exception:
+    """What is raised for it; a field is named as the user has written it."""
+    if isinstance(event, RequestFailed):
+        if not event.param:
+            return GenerationError(event.message)
+        error: Exception = InvalidRequest(event.message, event.param)
+    else:
+        error = event.error
+    if isinstance(error, EngineError) and sampling is not None:
+        error.param = sampling.written_as(error.param)
+    return error
+
+
+class Embedding:
+    """Collects the events of a request that pools until `done`."""
+
+    def __init__(self, *, normalizes: bool) -> None:
+        self.done = False
+        self._normalizes = normalizes
+        self._values: Sequence[float] = ()
+
+    def take(self, event: RequestEvent) -> None:
+        """Raises GenerationError, and what the engine refuses the request with."""
+        match event:
+            case Pooled():
+                self._values = event.values
+            case Finished():
+                self.done = True
+            case RequestFailed() | SubmitRefused():
+                self.done = True
+                raise failure(event)
+
+    def take_stopped(self) -> tuple[int, ...]:
+        return ()
+
+    def result(self) -> list[float]:
+        """The vector, of length 1 if the model normalizes."""
+        length = math.hypot(*self._values) if self._normalizes else 1.0
+        return [value / length for value in self._values] if length else list(self._values)

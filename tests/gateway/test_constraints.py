@@ -12,9 +12,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.engine.api.sampling_bounds import MAX_SEQUENCE_IDS
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.content.requests import TextCompletionRequest
-from pdserve.gateway.sampling import RequestedSampling
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.completions import TextCompletionRequest
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.structure import Structure
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2
 from pdserve.services.host.errors import ServiceError

@@ -12,7 +12,7 @@ from hostile_structures import HOSTILE
 from http_errors import CHAT, HI, PLAIN, check
 from text_pools import Pool, workers
 
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.vocabulary import TextCard

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from eventually import LIMIT_S, eventually
 
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text_processes.host import MessageStream
 from pdserve.gateway.text_processes.pool import TextProcesses

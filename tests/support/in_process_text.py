@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import UnsupportedTokenizer
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.vocabulary import TextCard

@@ -11,7 +11,9 @@ from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
-from pdserve.gateway.sampling import RequestedSampling, client_errors, refuse
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.tool_use import ToolUse
+from pdserve.gateway.sampling import client_errors, refuse
 from pdserve.gateway.text.messages import (
     EFFORTS,
     ROLES,
@@ -19,7 +21,6 @@ from pdserve.gateway.text.messages import (
     TemplateInput,
     suggested_variables,
 )
-from pdserve.gateway.tool_use import ToolUse
 
 MAX_MESSAGES = 4096
 MAX_TOOL_CALLS = 128  # of one message

@@ -12,8 +12,8 @@ from pydantic_core import from_json
 
 from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_CHARS
 from pdserve.gateway.openai.bodies.body import Body
+from pdserve.gateway.requests.structure import Kind, Structure
 from pdserve.gateway.sampling import refuse
-from pdserve.gateway.structure import Kind, Structure
 
 MAX_NAME = 64  # characters of a schema's name
 MAX_TAGS = 256

@@ -7,8 +7,8 @@ from pydantic import Field
 
 from pdserve.gateway.http.validation import MAX_TOOLS, ArgumentSchema, ToolDescription
 from pdserve.gateway.openai.bodies.body import Body
+from pdserve.gateway.requests.tool_use import Tool, ToolUse
 from pdserve.gateway.sampling import refuse
-from pdserve.gateway.tool_use import Tool, ToolUse
 from pdserve.services.host.errors import quoted
 
 

@@ -6,13 +6,14 @@ from typing import Any
 from pydantic_core import from_json
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import CodedError
 from pdserve.gateway.openai.responses.items import MAX_ITEMS, Item, conversation, parse_input
 from pdserve.gateway.openai.responses.schema import InputTokensBody
 from pdserve.gateway.openai.responses.tools import parse_tools, tool_use
-from pdserve.gateway.sampling import RequestedSampling, refuse
+from pdserve.gateway.requests.completions import ChatCompletionRequest
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import ResponseStore
 from pdserve.gateway.text.messages import TemplateInput

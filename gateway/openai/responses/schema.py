@@ -14,8 +14,9 @@ from pdserve.gateway.http.validation import (
     parse_body,
 )
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
-from pdserve.gateway.sampling import RequestedSampling, bounded, refuse
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.structure import Structure
+from pdserve.gateway.sampling import bounded, refuse
 from pdserve.gateway.text.messages import EFFORTS, VERBOSITIES, suggested_variables
 
 LOGPROBS = "message.output_text.logprobs"

@@ -13,8 +13,8 @@ from pdserve.gateway.http.validation import (
     ToolName,
     first_error,
 )
+from pdserve.gateway.requests.tool_use import Tool, ToolUse
 from pdserve.gateway.sampling import refuse
-from pdserve.gateway.tool_use import Tool, ToolUse
 from pdserve.services.host.errors import quoted
 
 CHOICES = ("none", "auto", "required")

@@ -10,7 +10,7 @@ from http_errors import JSON, LARGE, nested
 from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody, parse_messages
 from pdserve.gateway.limits import AdmissionLimits
-from pdserve.gateway.tool_use import ToolUse
+from pdserve.gateway.requests.tool_use import ToolUse
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/messages"

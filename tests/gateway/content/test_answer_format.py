@@ -20,14 +20,15 @@ from pdserve.gateway.content.answer_format import (
     shaped,
     tool_structure,
 )
-from pdserve.gateway.content.requests import ChatCompletionRequest
-from pdserve.gateway.sampling import RequestedSampling
-from pdserve.gateway.structure import Structure, oversize
+from pdserve.gateway.requests.completions import ChatCompletionRequest
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.structure import Structure, oversize
+from pdserve.gateway.requests.tool_use import Tool, ToolUse
+from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.parts import calls_of, text_of
 from pdserve.gateway.text.reasoning import reasoning_family
 from pdserve.gateway.text.tools import tool_family, tool_parser_names
-from pdserve.gateway.tool_use import Tool, ToolUse
 from pdserve.services.host.errors import ServiceError
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -137,7 +138,7 @@ def test_allowed_tools_leave_the_others_out() -> None:
 
 
 def test_without_a_parser_nothing_can_be_required() -> None:
-    with pytest.raises(ServiceError) as error:
+    with pytest.raises(TextError) as error:
         tool_structure(None, ToolUse([WEATHER], "required"))
     assert error.value.param == "tool_choice"
 
@@ -237,14 +238,14 @@ def test_a_bound_of_thoughts_has_the_tags_that_the_model_writes() -> None:
     assert tags("think") == ("<think>", "</think>")
     assert tags("mistral") == ("[THINK]", "[/THINK]")
     assert tags("gpt_oss") == ("<|channel|>analysis<|message|>", "<|end|>")
-    with pytest.raises(ServiceError) as error:
+    with pytest.raises(TextError) as error:
         tags("none")
     assert error.value.param == "reasoning_budget"
 
 
 def test_two_structures_are_refused() -> None:
     asked = RequestedSampling(structure=Structure("json_object", None, "response_format"))
-    with pytest.raises(ServiceError) as error:
+    with pytest.raises(TextError) as error:
         shaped(asked, (HERMES, THINK), ToolUse([WEATHER], "required"), "", continues=False)
     assert error.value.param == "response_format"
 
@@ -280,7 +281,7 @@ def test_a_structure_without_room_for_calls_is_refused_beside_tools(kind: Any) -
     value = {"structures": [], "triggers": []} if kind == "structural_tag" else None
     asked = RequestedSampling(structure=Structure(kind, value, "response_format"))
     family = HERMES if kind == "structural_tag" else tool_family("llama3_json")
-    with pytest.raises(ServiceError, match="tools that may be called") as error:
+    with pytest.raises(TextError, match="tools that may be called") as error:
         shaped(asked, (family, THINK), ToolUse([WEATHER]), "", continues=False)
     assert error.value.param == "response_format"
     for tools, use in ((HERMES, ToolUse([WEATHER], "none")), (None, ToolUse([WEATHER]))):
@@ -295,7 +296,7 @@ def test_a_structure_binds_the_final_message_of_harmony_alone() -> None:
     assert (found.structure.kind, found.structure.lead) == ("json_object", "<|message|>")
     assert found.structure_after == "<|channel|>final"
     for use in (ToolUse([STRICT]), ToolUse([WEATHER], "required")):
-        with pytest.raises(ServiceError, match="the form that") as error:
+        with pytest.raises(TextError, match="the form that") as error:
             shaped(asked, families, use, "<|start|>assistant", continues=False)
         assert error.value.param == "response_format"
 

@@ -8,7 +8,7 @@ import pytest
 from grammar_walks import Walk, compiler, tokenizer
 
 from pdserve.engine.api.sampling_bounds import MAX_GRAMMAR_BYTES
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError
 
 ONE = {

@@ -10,7 +10,7 @@ import pytest
 from grammar_walks import Walk, compiler
 from random_schemas import random_schema
 
-from pdserve.gateway.structure import Structure
+from pdserve.gateway.requests.structure import Structure
 
 NUM_SCHEMAS = 40
 WALKS = 2  # of each

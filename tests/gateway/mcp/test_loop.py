@@ -26,7 +26,6 @@ from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import PreparedCompletion
 from pdserve.gateway.content.answer_format import ParserChoice
-from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
@@ -41,9 +40,10 @@ from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.bodies.schema import ChatBody
 from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.dialect import OpenAiDialect
-from pdserve.gateway.sampling import RequestedSampling
+from pdserve.gateway.requests.completions import ChatCompletionRequest
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.service import Service
-from pdserve.gateway.structure import Structure
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.protos.text_pb2 import ChatMessage, ChatRequest
 from pdserve.protos.text_pb2_grpc import TextStub, add_TextServicer_to_server

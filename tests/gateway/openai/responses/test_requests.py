@@ -13,8 +13,8 @@ from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.openai.responses.items import MAX_ITEMS
 from pdserve.gateway.openai.responses.schema import ResponsesBody
 from pdserve.gateway.openai.responses.tools import tool_use
+from pdserve.gateway.requests.tool_use import ToolUse
 from pdserve.gateway.text.parts import TextPart
-from pdserve.gateway.tool_use import ToolUse
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio

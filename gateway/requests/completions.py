@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.gateway.sampling import RequestedSampling
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.tool_use import ToolUse
 from pdserve.gateway.text.messages import TemplateInput
-from pdserve.gateway.tool_use import ToolUse
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,136 @@
+"""What binds an answer beside its sampling, in token ids: from the texts that a client wrote; pure.
+
+Whoever has the model's tokenizer encodes `texts_of` a request, and compiles its structure.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pdserve.engine.api.sampling_bounds import MAX_SEQUENCE_IDS
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.structure import Structure, oversize
+from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text.vocabulary import Vocabulary
+
+NEAR_END = 4096  # ids at the end of a prompt, where it is looked up whether thinking is under way
+LAST = 2 * MAX_SEQUENCE_IDS  # ids at its end, in which a template may begin or end the thinking
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """Of all choices and prompts of one request; empty ones bind nothing."""
+
+    bad_words: tuple[Ids, ...] = ()
+    grammar: str = ""  # its source
+    grammar_after: Ids = ()  # it binds what follows these; empty: all
+    grammar_after_text: str = ""  # the same as text
+    thinking_budget: int | None = None
+    thinking_start: Ids = ()
+    thinking_end: Ids = ()
+
+    def of_prompt(
+        self, prompt: Sequence[int], vocabulary: Vocabulary, *, continues: bool
+    ) -> "Constraints":
+        """Those of one prompt's answer; `continues`: the answer goes on with its text.
+
+        A prompt may have begun the answer's thinking already, or ended it: then nothing in the
+        answer says where it begins or ends.
+        """
+        after, start = self.grammar_after, self.thinking_start
+        closing = self.grammar_after_text.rstrip()
+        if closing and _end(prompt, vocabulary).endswith(closing):
+            after = ()
+        begin = vocabulary.decode(start, skip_special_tokens=False).strip()
+        if (begin and _end(prompt, vocabulary).endswith(begin)) or (
+            continues and _last(prompt, start) > _last(prompt, self.thinking_end)
+        ):
+            start = ()
+        return replace(self, grammar_after=after, thinking_start=start)
+
+
+def texts_of(requested: RequestedSampling) -> list[str]:
+    """The texts whose token ids `constraints_of` needs."""
+    r = requested
+    words = [written for word in r.bad_words for written in _as_written(word)]
+    after = [r.structure_after] if r.structure is not None and r.structure_after else []
+    tags = r.thinking_tags or () if r.thinking_budget is not None else ()
+    return list(dict.fromkeys((*words, *after, *tags)))
+
+
+def check_structure(requested: RequestedSampling, structure: Structure) -> None:
+    """The answer ends where its structure does, so nothing else may say where it must not. Raises
+    TextError that names the field."""
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(requested, name):
+            raise TextError(f"{name} cannot be combined with {structure.param}", name)
+    if why := oversize(structure):
+        raise TextError(f"{structure.param} is too large: {why}", structure.param)
+
+
+def constraints_of(
+    requested: RequestedSampling,
+    ids: Mapping[str, Sequence[int]],
+    grammar: str,
+    vocabulary: Vocabulary,
+) -> Constraints:
+    """`ids`: of `texts_of` the request, each as it goes on with another text; `grammar`: the source
+    of its structure. Raises TextError that names the field."""
+    r = requested
+    words = [tuple(ids[written]) for word in r.bad_words for written in _as_written(word)]
+    if any(len(word) > MAX_SEQUENCE_IDS for word in words):
+        raise TextError(f"a bad word may have {MAX_SEQUENCE_IDS} tokens at most", "bad_words")
+    after: Ids = ()
+    if r.structure is not None and r.structure_after:
+        after = _checked(r.structure_after, ids, vocabulary, r.structure.param)
+    start: Ids = ()
+    end: Ids = ()
+    if r.thinking_budget is not None and r.thinking_tags is not None:
+        first, last = r.thinking_tags
+        if ids[first]:
+            start = _checked(first, ids, vocabulary, r.thinking_budget_field)
+        end = _checked(last, ids, vocabulary, r.thinking_budget_field)
+    return Constraints(
+        bad_words=tuple(dict.fromkeys(words)),
+        grammar=grammar,
+        grammar_after=after,
+        grammar_after_text=r.structure_after if after else "",
+        thinking_budget=r.thinking_budget,
+        thinking_start=start,
+        thinking_end=end,
+    )
+
+
+def _as_written(word: str) -> tuple[str, str]:
+    """A bad word within a text: after a space, and after what is none."""
+    bare = word.lstrip()
+    return bare, f" {bare}"
+
+
+def _checked(tag: str, ids: Mapping[str, Sequence[int]], vocabulary: Vocabulary, param: str) -> Ids:
+    """The ids of a tag of a model's thinking. Raises TextError if the model cannot write it."""
+    found = tuple(ids[tag])
+    if len(found) > MAX_SEQUENCE_IDS:
+        raise TextError(f"{param}: {tag[:MAX_SEQUENCE_IDS]!r} has too many tokens", param)
+    if not found or vocabulary.decode(found, skip_special_tokens=False).strip() != tag.strip():
+        raise TextError(f"{param}: the model cannot write {tag!r}", param)
+    return found
+
+
+def _end(prompt: Sequence[int], vocabulary: Vocabulary) -> str:
+    """What a prompt ends with, but for spaces."""
+    return vocabulary.decode(prompt[-LAST:], skip_special_tokens=False).rstrip()
+
+
+def _last(prompt: Sequence[int], part: Sequence[int]) -> int:
+    """Where a sequence occurs last near a prompt's end; -1 if it does not, or is empty."""
+    if not part:
+        return -1
+    data, wanted = array("I", prompt[-NEAR_END:]).tobytes(), array("I", part).tobytes()
+    size = array("I").itemsize
+    at = data.rfind(wanted)
+    while at > 0 and at % size:
+        at = data.rfind(wanted, 0, at + len(wanted) - 1)
+    return at // size if at >= 0 else -1

@@ -1,0 +1,219 @@
+"""`pdserve.Engine`: the Python API for asyncio. Requests of all tasks share the batch.
+
+The class is AsyncEngine here, since the engine proper, engine/engine.py, is what steps the model
+for it, as for LLM and for the workers of a server.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from types import TracebackType
+from typing import Unpack
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api.request import Request
+from pdserve.engine.checkpoints.card import CardData
+from pdserve.gateway.content.answer_format import AUTO, ParserChoice
+from pdserve.gateway.text.tokenizer import Tokenizer
+from pdserve.services.llm.chat import ChatInput, ChatOptions, chat_input
+from pdserve.services.llm.generation import (
+    Embedding,
+    Generation,
+    PreparedRequest,
+    RequestEvent,
+)
+from pdserve.services.llm.model import Deliveries, InProcessModel, config_of, put
+from pdserve.services.llm.outputs import Conversation, OutputDelta, RequestOutput
+from pdserve.services.llm.prompts import Prompt, as_list
+from pdserve.services.llm.sampling import SamplingParams
+
+
+class AsyncEngine:
+    """A model to generate with from asyncio, exported as `pdserve.Engine`.
+
+    >>> async with Engine(EngineConfig(kv_tokens=8192)) as engine:
+    ...     print((await engine.chat([{"role": "user", "content": "Hello!"}])).text)
+
+    It belongs to the event loop in which it was started. A cancelled task, or a stream that is
+    closed, ends its request.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | str = "",
+        *,
+        tool_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+    ) -> None:
+        """Loads nothing yet. `config`: a model alone, or all options. Raises TypeError, ValueError
+        for a bad value."""
+        self._config = config_of(config, {}, "Engine")
+        self._parsers = ParserChoice(tool_parser, reasoning_parser)
+        self._starting = asyncio.Lock()
+        self._loaded: InProcessModel | None = None
+
+    async def start(self) -> None:
+        """Loads the model; `async with` does it. What is loaded when this is cancelled is closed.
+        Raises CheckpointError."""
+        async with self._starting:
+            if self._loaded is None:
+                loading = asyncio.ensure_future(self._load())
+                try:
+                    self._loaded = await asyncio.shield(loading)
+                except asyncio.CancelledError:
+                    loading.add_done_callback(_close_loaded)
+                    raise
+
+    async def _load(self) -> InProcessModel:
+        loop = asyncio.get_running_loop()
+
+        def deliver(deliveries: Deliveries) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+                loop.call_soon_threadsafe(put, deliveries)
+
+        return await asyncio.to_thread(InProcessModel, self._config, self._parsers, deliver)
+
+    async def close(self) -> None:
+        """End the engine; what still runs is given up. May be called again."""
+        if self._loaded is not None:
+            await asyncio.to_thread(self._loaded.close)
+
+    async def __aenter__(self) -> "AsyncEngine":
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def card(self) -> CardData:
+        """What is known of the model: its name, context_len, vocab_size, ..."""
+        return self._model.card
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text to token ids and back."""
+        return self._model.prompts.tokenizer
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What sampling takes where nothing is said: the model's own recommendation."""
+        return self._model.prompts.default_params()
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> RequestOutput:
+        """The continuation of a prompt (a text, or token ids). What waits with a lower `priority`
+        comes first.
+
+        Raises InvalidRequest, ContextLengthExceeded, GenerationError.
+        """
+        return await self._whole(await self._text(prompt, sampling_params, priority))
+
+    async def generate_stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """The continuation of a prompt as it comes. Raises as `generate`."""
+        prepared = await self._text(prompt, sampling_params, priority)
+        async with aclosing(self._deltas(prepared.request, self._generation(prepared))) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        **options: Unpack[ChatOptions],
+    ) -> RequestOutput:
+        """The answer to a conversation; everything as for `LLM.chat`."""
+        asked = chat_input(messages, **options)
+        return await self._whole(await self._chat(asked, sampling_params, priority))
+
+    async def chat_stream(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """The answer to a conversation as it comes; a call of a tool comes whole."""
+        asked = chat_input(messages, **options)
+        prepared = await self._chat(asked, sampling_params, priority)
+        async with aclosing(self._deltas(prepared.request, self._generation(prepared))) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    def apply_chat_template(
+        self,
+        messages: Conversation,
+        **options: Unpack[ChatOptions],
+    ) -> str:
+        """The prompt that `chat` makes of a conversation. Raises InvalidRequest."""
+        return self._model.prompts.rendered(chat_input(messages, **options))
+
+    async def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
+        """The embedding of each prompt, as `LLM.embed` gives it."""
+        return list(await asyncio.gather(*map(self._embedding, as_list(prompts))))
+
+    @property
+    def _model(self) -> InProcessModel:
+        if self._loaded is None:
+            raise RuntimeError("this Engine is not started; use `async with`, or start()")
+        return self._loaded
+
+    async def _text(
+        self, prompt: Prompt, params: SamplingParams | None, priority: int
+    ) -> PreparedRequest:
+        return await asyncio.to_thread(self._model.prompts.text, prompt, params, priority)
+
+    async def _chat(
+        self, asked: ChatInput, params: SamplingParams | None, priority: int
+    ) -> PreparedRequest:
+        return await asyncio.to_thread(self._model.prompts.chat, asked, params, priority)
+
+    def _generation(self, prepared: PreparedRequest) -> Generation:
+        return Generation(prepared, self.tokenizer)
+
+    async def _whole(self, prepared: PreparedRequest) -> RequestOutput:
+        generation = self._generation(prepared)
+        await self._to_the_end(prepared.request, generation)
+        return generation.result()
+
+    async def _embedding(self, prompt: Prompt) -> list[float]:
+        request = await asyncio.to_thread(self._model.prompts.embedding, prompt)
+        pooled = Embedding(normalizes=self.card.normalizes)
+        await self._to_the_end(request, pooled)
+        return pooled.result()
+
+    async def _to_the_end(self, request: Request, collected: Generation | Embedding) -> None:
+        async with aclosing(self._deltas(request, collected)) as deltas:
+            async for _ in deltas:
+                pass
+
+    async def _deltas(
+        self, request: Request, collected: Generation | Embedding
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Runs a request."""
+        inbox: asyncio.Queue[RequestEvent] = asyncio.Queue()
+        key = self._model.submit(request, inbox)
+        try:
+            while not collected.done:
+                delta = collected.take(await inbox.get())
+                if stopped := collected.take_stopped():
+                    self._model.abort(key, stopped)
+                if delta is not None:
+                    yield delta
+        finally:
+            self._model.abort(key)
+
+
+def _close_loaded(loading: "asyncio.Future[InProcessModel]") -> None:
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().close()

@@ -1,0 +1,109 @@
+"""A chat as the Python API is asked for it: messages, options, tools in OpenAI's form. Pure."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from pdserve.engine.api.errors import InvalidRequest
+from pdserve.gateway.requests.tool_use import Tool, ToolUse
+from pdserve.services.llm.outputs import Conversation
+
+ToolChoice = str | Mapping[str, Any]  # auto, none, required, or {"function": {"name": ...}}
+_NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
+
+
+class ChatOptions(TypedDict, total=False):
+    """What the methods for chats take by name."""
+
+    tools: Sequence[Mapping[str, Any]]  # functions that the model may call
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool  # several calls in one answer
+    add_generation_prompt: bool  # opens the assistant's turn
+    continue_final_message: bool  # the answer goes on with the last message
+    chat_template_kwargs: Mapping[str, Any] | None  # variables of the model's template
+
+
+@dataclass(frozen=True, slots=True)
+class ChatInput:
+    """A conversation and how it is answered."""
+
+    messages: Conversation
+    use: ToolUse | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: Mapping[str, Any]
+
+
+def chat_input(
+    messages: Conversation,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    tool_choice: ToolChoice = "auto",
+    parallel_tool_calls: bool = True,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> ChatInput:
+    """From ChatOptions; the assistant's turn is opened unless the last message goes on. Raises
+    InvalidRequest."""
+    opens = add_generation_prompt
+    return ChatInput(
+        messages,
+        tool_use(tools, tool_choice, parallel=parallel_tool_calls),
+        not continue_final_message if opens is None else opens,
+        continue_final_message,
+        chat_template_kwargs or {},
+    )
+
+
+def conversations(
+    messages: Conversation | Sequence[Conversation],
+) -> tuple[Sequence[Conversation], bool]:
+    """The conversations, and whether it is a single one."""
+    if isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping):
+        return messages, False  # type: ignore[return-value]
+    return [messages], True  # type: ignore[list-item]
+
+
+def tool_use(
+    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, *, parallel: bool
+) -> ToolUse | None:
+    """What they ask for; None without tools. Raises InvalidRequest."""
+    found = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    names = [tool.name for tool in found]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise _refused(f"tools[{index}]", f"two tools have the name {name!r}")
+    if not found:
+        if choice not in ("auto", "none"):
+            raise _refused("tool_choice", "tool_choice needs tools")
+        return None
+    match choice:
+        case "auto" | "none" | "required":
+            return ToolUse(found, choice, parallel=parallel)
+        case {"function": {"name": str(name)}}:
+            if name not in names:
+                raise _refused("tool_choice", f"tool_choice: no tool has the name {name!r:.80}")
+            return ToolUse(found, "required", (name,), parallel=False)
+    what = 'auto, none, required, or {"type": "function", "function": {"name": ...}}'
+    raise _refused("tool_choice", f"tool_choice must be {what}, not {choice!r:.80}")
+
+
+def _tool(given: Any, param: str) -> Tool:
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or given.get("type", "function") != "function":
+        form = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+        raise _refused(param, f"{param} must have the form {form}")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        what = "1 to 64 letters, digits, _ or -"
+        raise _refused(param, f"{param}.function.name must have {what}, not {name!r:.80}")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise _refused(param, f"{param}.function.parameters must be a JSON schema")
+    description = function.get("description") or ""
+    return Tool(name, str(description), parameters, bool(function.get("strict")))
+
+
+def _refused(param: str, message: str) -> InvalidRequest:
+    return InvalidRequest(message, param)

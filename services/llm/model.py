@@ -1,0 +1,172 @@
+"""A model in this process: its engine on a thread of its own, and where the events of each request
+go. LLM and AsyncEngine are its two faces.
+
+It owns the engine thread; `close`, or the end of the main thread, ends it. Requests that the engine
+has no room for wait here, for as long as it takes.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from heapq import heappop, heappush
+from typing import Any, Protocol
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.api.errors import QueueFull
+from pdserve.engine.api.request import Event, Finished, Request, RequestFailed, Step
+from pdserve.engine.build import build_engine
+from pdserve.engine.engine import Engine
+from pdserve.engine.thread import EngineThread
+from pdserve.gateway.content.answer_format import ParserChoice
+from pdserve.services.llm.generation import RequestEvent, SubmitRefused
+from pdserve.services.llm.prompts import PromptMaker
+from pdserve.services.options.options import OptionError, options_of
+
+EXIT_POLL_S = 0.5  # so late an unclosed model notices that the main thread has ended
+CLOSED = "it is closed"
+
+
+class Inbox(Protocol):
+    """Where the events of one or more requests go."""
+
+    def put_nowait(self, item: RequestEvent, /) -> None: ...
+
+
+Deliveries = Sequence[tuple[Inbox, RequestEvent]]
+
+
+def put(deliveries: Deliveries) -> None:
+    """Hands events over on the calling thread."""
+    for inbox, event in deliveries:
+        inbox.put_nowait(event)
+
+
+class InProcessModel:
+    """A loaded model that runs requests. Its methods may be called from several threads."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        parsers: ParserChoice,
+        deliver: Callable[[Deliveries], None],
+    ) -> None:
+        """`deliver` is called on the engine thread, once it is closed on the thread that did so,
+        and must not block. Raises CheckpointError, and ValueError for a parser that there is
+        not."""
+        engine, self.card = build_engine(config)
+        try:
+            self.prompts = PromptMaker(self.card, parsers)
+        except BaseException:
+            engine.close()
+            raise
+        self._deliver = deliver
+        self._numbers = itertools.count()
+        self._inboxes: dict[str, Inbox] = {}  # of those that have not ended
+        # Of the engine thread: what waits for room, by priority and arrival. Those with a grammar
+        # wait apart: too many to compile hold up no others.
+        self._waiting: dict[bool, list[tuple[int, int, Request]]] = {False: [], True: []}
+        self._closed = threading.Event()
+        self._thread = EngineThread(engine, self._on_step)
+        self._thread.add_poll(lambda: self._admit(engine))
+        self._thread.start()
+        # Python waits for the engine thread before it ends; nobody may have called close.
+        threading.Thread(target=self._close_at_exit, daemon=True, name="llm-exit").start()
+
+    def submit(self, request: Request, inbox: Inbox) -> str:
+        """Queues a request without waiting, under a key of its own, which is returned; what refuses
+        it comes as its event. Raises RuntimeError once closed."""
+        if self._closed.is_set():
+            raise RuntimeError(CLOSED)
+        number = next(self._numbers)
+        key = f"llm-{number}"
+        self._inboxes[key] = inbox
+        waiting = self._waiting[request.params.grammar is not None]
+        entry = request.priority, number, replace(request, key=key)
+        self._thread.post(lambda _: heappush(waiting, entry))
+        if self._closed.is_set():  # in the meantime, and perhaps before the inbox was there
+            self._fail_all()
+        return key
+
+    def _admit(self, engine: Engine) -> bool:
+        """Hands over what the engine has room for, before each of its steps."""
+        for waiting in self._waiting.values():
+            while waiting and len(engine.jobs.waiting) < engine.limits.max_waiting:
+                request = waiting[0][-1]
+                try:
+                    if request.key in self._inboxes:  # otherwise it was aborted
+                        engine.submit(request)
+                except QueueFull:  # of grammars to compile
+                    break
+                except Exception as error:
+                    self._end([SubmitRefused(request.key, error)])
+                heappop(waiting)
+        return False
+
+    def abort(self, key: str, choices: Sequence[int] = ()) -> None:
+        """End choices of a request, or forget all of it if none is named."""
+        if choices or self._forget(key) is not None:
+            self._thread.post(lambda engine: engine.abort(key, choices))
+
+    def _forget(self, key: str) -> Inbox | None:
+        """Where its events went, for one caller only."""
+        return self._inboxes.pop(key, None)
+
+    def _end(self, events: Sequence[RequestEvent]) -> None:
+        """Delivers last events."""
+        self._deliver([(inbox, e) for e in events if (inbox := self._forget(e.key)) is not None])
+
+    def close(self) -> None:
+        """End the engine; what still runs is given up. May be called again."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._thread.close()
+            self._fail_all()
+
+    def _fail_all(self) -> None:
+        self._end([RequestFailed(key, CLOSED) for key in list(self._inboxes)])
+
+    def _close_at_exit(self) -> None:
+        while not self._closed.wait(EXIT_POLL_S):
+            if not threading.main_thread().is_alive():
+                self.close()
+
+    def _on_step(self, step: Step) -> None:
+        found: list[tuple[Inbox, Event]] = []
+        for event in step.events:
+            ends = isinstance(event, Finished | RequestFailed)
+            inbox = self._forget(event.key) if ends else self._inboxes.get(event.key)
+            if inbox is not None:
+                found.append((inbox, event))
+        if found:
+            self._deliver(found)
+
+
+def config_of(model: str | EngineConfig, options: dict[str, Any], owner: str) -> EngineConfig:
+    """The checked options of an engine. Raises TypeError for an unknown one, ValueError for a bad
+    value; both name it."""
+    if isinstance(model, EngineConfig):
+        if options:
+            raise TypeError(f"{owner}: give an EngineConfig or {', '.join(options)}, not both")
+        config = model
+    elif isinstance(model, str):
+        known = [own.name for own in fields(EngineConfig)]
+        for name in options:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise TypeError(f"{owner} has no option {name!r}{hint}")
+        config = EngineConfig(model=model, **options)
+    else:
+        kind = type(model).__name__
+        raise TypeError(f"{owner}: model must be a path, an id or an EngineConfig, not {kind}")
+    for option in options_of(EngineConfig):
+        try:
+            option.accept(getattr(config, option.field), option.flag)
+        except OptionError as error:
+            why = str(error).removeprefix(f"{option.flag}: ")
+            raise ValueError(f"{option.field}: {why}") from None
+    if type(config.threads) is not int or config.threads < 0:
+        raise ValueError(f"threads: {config.threads!r} is no number of threads")
+    return config

@@ -1,0 +1,294 @@
+"""From a user's prompts, messages and parameters to requests of the engine; threads may share it.
+
+The gateway does the same in services of their own; the parts are the same. A model's template and
+a structure run in this process, without the limits that the gateway's text processes have.
+"""
+
+import hashlib
+import json
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pdserve.engine.api.errors import InvalidRequest
+from pdserve.engine.api.request import Grammar, Request, ThinkingBudget
+from pdserve.engine.api.request import SamplingParams as EngineParams
+from pdserve.engine.checkpoints.card import CardData
+from pdserve.gateway.content.answer_format import (
+    ParserChoice,
+    answer_format,
+    prompt_end,
+    shaped,
+    thinking_bound,
+)
+from pdserve.gateway.content.constraints import (
+    Constraints,
+    check_structure,
+    constraints_of,
+    texts_of,
+)
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.structure import Structure
+from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text.generation import GenerationDefaults
+from pdserve.gateway.text.messages import TemplateInput, final_text
+from pdserve.gateway.text.reasoning import reasoning_family_of, reasoning_parser_names
+from pdserve.gateway.text.templates.chat_template import ChatTemplate
+from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
+from pdserve.gateway.text.tools import tool_family_of, tool_parser_names
+from pdserve.gateway.text.vocabulary import TextCard
+from pdserve.gateway.text_processes.structure_cache import StructureCache
+from pdserve.services.llm.chat import ChatInput
+from pdserve.services.llm.generation import PreparedRequest
+from pdserve.services.llm.sampling import SamplingParams, check_ids
+
+if TYPE_CHECKING:
+    from pdserve.gateway.grammars.compiler import GrammarCompiler
+
+Prompt = str | Sequence[int]
+T = TypeVar("T")
+POOLS = EngineParams()  # of a request that generates nothing
+
+
+class PromptMaker:
+    """Makes the requests of one model."""
+
+    def __init__(self, card: CardData, parsers: ParserChoice) -> None:
+        """Raises ValueError for a parser that there is not."""
+        _check_parser("tool_parser", parsers.tools, tool_parser_names())
+        _check_parser("reasoning_parser", parsers.reasoning, reasoning_parser_names())
+        text_card = TextCard(card.vocab_size, card.eos_ids, card.bos_id, card.adds_bos)
+        self.tokenizer = Tokenizer(card.tokenizer_json, text_card)
+        self._template = ChatTemplate(card.chat_template, self.tokenizer)
+        self._shows_tools = self._template.shows_tools
+        self._parsers = parsers
+        self._families = parsers.families(
+            tool_family_of(card.chat_template) if self._shows_tools else "",
+            reasoning_family_of(card.chat_template) if card.chat_template else "",
+        )
+        self._defaults = GenerationDefaults.from_json(json.dumps(card.generation_config))
+        self._lock = threading.Lock()  # of what follows
+        self._compiler: GrammarCompiler | None = None
+        self._compiled = StructureCache()
+
+    def default_params(self) -> SamplingParams:
+        """What the model recommends; the engine's own values where it says nothing."""
+        return SamplingParams(**self._recommended(SamplingParams()))
+
+    def text(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> PreparedRequest:
+        """Raises InvalidRequest, and TypeError for what is no prompt."""
+        _check_params(params)
+        chosen = params or SamplingParams()
+        with invalid_requests():
+            sampling = thinking_bound(chosen.requested(), self._families[1])
+            ids = self.encode(prompt)
+            request = self._request(ids, chosen, sampling, priority, continues=True)
+        return PreparedRequest(request, prompt if isinstance(prompt, str) else None, sampling)
+
+    def chat(
+        self, asked: ChatInput, params: SamplingParams | None, priority: int
+    ) -> PreparedRequest:
+        """Raises InvalidRequest, and TypeError for what is no conversation."""
+        _check_params(params)
+        chosen = params or SamplingParams()
+        with invalid_requests():
+            conversation, rendered = self._rendered(asked)
+            ids = self.tokenizer.encode_rendered(rendered)
+            continues = asked.continue_final_message
+            end = final_text(conversation) if continues else prompt_end(self.tokenizer, ids)
+            form = answer_format(
+                self._families,
+                asked.use,
+                end,
+                continues=continues,
+                inline=False,
+                structured=chosen.structured_outputs is not None,
+            )
+            sampling = shaped(
+                chosen.requested(), self._families, asked.use, end, continues=continues
+            )
+            request = self._request(ids, chosen, sampling, priority, continues=continues)
+        return PreparedRequest(request, rendered.text, sampling, form, continues)
+
+    def embedding(self, prompt: Prompt) -> Request:
+        """Raises InvalidRequest, and TypeError for what is no prompt."""
+        with invalid_requests():
+            return Request("", tuple(self.encode(prompt)), POOLS, 0, pool=True)
+
+    def rendered(self, asked: ChatInput) -> str:
+        """The prompt of a conversation as text. Raises as `chat`."""
+        with invalid_requests():
+            return self._rendered(asked)[1].text
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt. Raises TextError, TypeError."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=True, parse_special=True)
+        ids: Any = prompt
+        if isinstance(ids, bytes) or not isinstance(ids, Sequence):
+            kind = type(ids).__name__
+            raise TypeError(f"a prompt must be a text or a list of token ids, not {kind}")
+        check_ids(ids, "prompt")
+        return list(ids)
+
+    def _rendered(self, asked: ChatInput) -> tuple[TemplateInput, Rendered]:
+        if not isinstance(asked.messages, Sequence) or not all(
+            isinstance(message, Mapping) for message in asked.messages
+        ):
+            raise TypeError('a conversation must be a list of messages, {"role", "content"}')
+        tools, plain_family = None, ""
+        if asked.use is not None:
+            tools = [tool.as_template() for tool in asked.use.tools]
+        if not self._shows_tools:
+            family, _ = self._parsers.families("", "")
+            if family is None and tools:
+                raise TextError(
+                    "the model's chat template has no place for tools, and calls of tools are "
+                    "not read here (tool_parser)",
+                    "tools",
+                )
+            plain_family = family.name if family is not None else ""
+        conversation = TemplateInput(
+            asked.messages,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+            variables=asked.variables,
+            tools=tools,
+            tool_parser=plain_family,
+        )
+        return conversation, self._template.render(conversation)
+
+    def _request(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        sampling: RequestedSampling,
+        priority: int,
+        *,
+        continues: bool,
+    ) -> Request:
+        if not isinstance(priority, Integral) or isinstance(priority, bool):
+            text = f"priority must be a whole number, not {priority!r:.60}"
+            raise InvalidRequest(text, "priority")
+        bound = self._constraints(sampling)
+        bound = bound.of_prompt(ids, self.tokenizer, continues=continues)
+        grammar = Grammar(bound.grammar, bound.grammar_after) if bound.grammar else None
+        thinking = None
+        if bound.thinking_budget is not None:
+            thinking = ThinkingBudget(
+                bound.thinking_budget, bound.thinking_end, bound.thinking_start
+            )
+        engine_params = EngineParams(
+            **self._recommended(params),
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=dict(params.logit_bias),
+            stop_token_ids=tuple(params.stop_token_ids),
+            ignore_eos=params.ignore_eos,
+            min_tokens=params.min_tokens,
+            max_tokens=params.max_tokens,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            n=params.n,
+            allowed_token_ids=tuple(params.allowed_token_ids),
+            bad_words=bound.bad_words,
+            grammar=grammar,
+            thinking=thinking,
+            logprob_token_ids=tuple(params.logprob_token_ids),
+        )
+        seed = secrets.randbits(63) if params.seed is None else params.seed % 2**64
+        return Request("", tuple(ids), engine_params, seed, priority=priority)
+
+    def _recommended(self, params: SamplingParams) -> dict[str, Any]:
+        """The parameters that a model may recommend: the user's, else the model's, else the
+        engine's."""
+        found = {}
+        for name in (own.name for own in fields(self._defaults)):
+            own, its = getattr(params, name), getattr(self._defaults, name)
+            value = its if own is None else own
+            found[name] = getattr(POOLS, name) if value is None else value
+        found["top_k"] = max(0, found["top_k"])
+        return found
+
+    def _constraints(self, sampling: RequestedSampling) -> Constraints:
+        if not sampling.is_constrained:
+            return Constraints()
+        grammar = ""
+        if sampling.structure is not None:
+            check_structure(sampling, sampling.structure)
+            grammar = self._grammar(sampling.structure)
+        ids = {text: self.tokenizer.encode_within(text) for text in texts_of(sampling)}
+        return constraints_of(sampling, ids, grammar, self.tokenizer)
+
+    def _grammar(self, structure: Structure) -> str:
+        """Its source; what was compiled before is kept. Raises TextError."""
+        key = hashlib.sha256(structure.encoded()).digest()
+        with self._lock:
+            found = self._compiled.get(key, time.monotonic())
+            if found is None:
+                try:
+                    found = self._grammars(structure).compile(structure)
+                except TextError as error:
+                    found = error
+                self._compiled.put(key, found)
+        if isinstance(found, TextError):
+            raise found
+        return found
+
+    def _grammars(self, structure: Structure) -> "GrammarCompiler":
+        if self._compiler is None:
+            from pdserve.gateway.grammars.compiler import GrammarCompiler  # takes a while
+
+            try:
+                self._compiler = GrammarCompiler(self.tokenizer)
+            except ValueError as error:
+                text = f"this model takes no structure: {error}"
+                raise TextError(text, structure.param) from None
+        return self._compiler
+
+
+@contextmanager
+def invalid_requests() -> Iterator[None]:
+    """What is wrong with a text, as one error with what the engine refuses."""
+    try:
+        yield
+    except TextError as error:
+        raise InvalidRequest(str(error), error.param) from None
+
+
+def _check_params(params: object) -> None:
+    if params is not None and not isinstance(params, SamplingParams):
+        kind = type(params)
+        name = f"{kind.__module__}.{kind.__name__}"
+        raise TypeError(f"sampling_params must be pdserve.SamplingParams, not {name}")
+
+
+def _check_parser(option: str, name: str, known: Sequence[str]) -> None:
+    names = ("auto", "none", *known)
+    if name not in names:
+        raise ValueError(f"{option}: {name!r} is none of {', '.join(names)}")
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a list of one: a text, or a list whose items are token ids. What is no prompt
+    stays what it is."""
+    given: Any = prompts
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        return [given]
+    if given and not isinstance(given[0], str | Sequence):
+        return [given]
+    return list(given)
+
+
+def per_prompt(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
+    """One value of the argument `name` for each prompt. Raises ValueError for another number."""
+    if not isinstance(given, list | tuple):
+        return [given] * count  # type: ignore[list-item]
+    if len(given) != count:
+        raise ValueError(f"{len(given)} {name} for {count} prompts")
+    return given

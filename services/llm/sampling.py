@@ -1,0 +1,211 @@
+"""The sampling parameters of the Python API: what a user writes, in vLLM's names.
+
+The class of the same name in engine/api/request.py is what the engine gets of it: ids for texts, a
+compiled grammar, no None.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any
+
+from pdserve.engine.api.errors import InvalidRequest
+from pdserve.engine.api.sampling_bounds import BOUNDS, THINKING_BUDGET, Range
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.structure import Kind, Structure
+
+_KINDS: dict[str, Kind] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "json_object": "json_object",
+    "structural_tag": "structural_tag",
+}
+_WHOLE = ("n", "top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "seed",
+          "thinking_token_budget")  # fmt: skip
+_RANGES: dict[str, Range] = {
+    **{name: bounds.engine for name, bounds in BOUNDS.items() if name != "logit_bias"},
+    "top_k": BOUNDS["top_k"].api,
+    "seed": Range(-(2**63), 2**64 - 1),  # negative ones count modulo 2**64
+    "thinking_token_budget": THINKING_BUDGET,
+}
+_TEXTS = ("stop", "bad_words")
+_IDS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the text of an answer has to match: one of these.
+
+    `json`: a JSON schema, as a dict or as text. `grammar`: Lark or GBNF. `structural_tag`: free
+    text with tags, {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    structural_tag: Mapping[str, Any] | None = None
+    disable_any_whitespace: bool = False  # between the tokens of JSON
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest."""
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            what = " and ".join(given) or "none"
+            raise _refused("structured_outputs", f"needs one of {', '.join(_KINDS)}, not {what}")
+        self.structure()
+
+    def structure(self) -> Structure:
+        """As grammars are made of it. Raises InvalidRequest."""
+        (name,) = (name for name in _KINDS if getattr(self, name) not in (None, False))
+        param, value = f"structured_outputs.{name}", getattr(self, name)
+        if name == "json":
+            value = _schema(value, param)
+        elif name == "json_object":
+            value = None
+        elif name == "choice":
+            value = list(_texts(value, param))
+            if not value:
+                raise _refused(param, "must not be empty")
+        elif name == "structural_tag":
+            value = _tagged(value, param)
+        elif not isinstance(value, str):
+            raise _refused(param, f"must be a text, not {type(value).__name__}")
+        return Structure(_KINDS[name], value, param, whitespace=not self.disable_any_whitespace)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How an answer is sampled, and where it ends. None takes what the model recommends
+    (generation_config.json), else the value behind it.
+
+    Raises InvalidRequest, whose `param` names the field, for a value out of its bounds.
+    """
+
+    n: int = 1  # answers to each prompt
+    temperature: float | None = None  # 1.0; 0 is greedy
+    top_p: float | None = None  # 1.0
+    top_k: int | None = None  # 0, which like -1 stands for all
+    min_p: float | None = None  # 0.0
+    repetition_penalty: float | None = None  # 1.0; over prompt and answer
+    presence_penalty: float = 0.0  # over the answer
+    frequency_penalty: float = 0.0  # over the answer
+    max_tokens: int | None = None  # None: what is left of the context
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()  # texts that end an answer, and are no part of it
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None  # None: another one each time
+    logprobs: int | None = None  # of each token, and of so many of the likeliest
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] = ()  # with logprobs: of these as well
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()  # and those that end the answer; empty: all
+    bad_words: Sequence[str] = ()  # texts that no answer has
+    structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None  # of a model that thinks in a chat
+
+    def __post_init__(self) -> None:
+        for name, allowed in _RANGES.items():
+            value = getattr(self, name)
+            kind: type[Any] = Integral if name in _WHOLE else Real
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            if not isinstance(value, kind) or isinstance(value, bool):
+                noun = "a whole number" if kind is Integral else "a number"
+                raise _refused(name, f"must be {noun}, not {value!r:.60}")
+            if not allowed.has(value):
+                raise _refused(name, f"must be {allowed}, not {str(value)[:40]}")
+        for name in _TEXTS:
+            if not all(_texts(getattr(self, name), name)):
+                raise _refused(name, "has an empty text")
+        for name in _IDS:
+            check_ids(getattr(self, name), name)
+        if not isinstance(self.logit_bias, Mapping):
+            raise _refused("logit_bias", f"must be a dict by token id, not {self.logit_bias!r:.60}")
+        check_ids(list(self.logit_bias), "logit_bias")
+        for bias in self.logit_bias.values():
+            if not isinstance(bias, Real) or isinstance(bias, bool):
+                raise _refused("logit_bias", f"has {bias!r:.60}, which is no number")
+        its = self.structured_outputs
+        if its is not None and not isinstance(its, StructuredOutputsParams):
+            kind_name = type(its).__name__
+            raise _refused(
+                "structured_outputs", f"must be StructuredOutputsParams, not {kind_name}"
+            )
+
+    def requested(self) -> RequestedSampling:
+        """As the gateway's modules take it."""
+        return RequestedSampling(
+            stop=_texts(self.stop, "stop"),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            logprobs=self.logprobs,
+            n=self.n,
+            include_stop=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            bad_words=_texts(self.bad_words, "bad_words"),
+            structure=self.structured_outputs.structure() if self.structured_outputs else None,
+            thinking_budget=self.thinking_token_budget,
+        )
+
+
+_MAY_BE_NONE = frozenset(own.name for own in fields(SamplingParams) if own.default is None)
+
+
+def check_ids(ids: Sequence[int], param: str) -> None:
+    """Raises InvalidRequest for what is no sequence of token ids; the engine knows how many there
+    are."""
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise _refused(param, f"must be a list of token ids, not {ids!r:.60}")
+    for token in ids:
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            raise _refused(param, f"has {token!r:.60}, which is no token id")
+
+
+def _texts(value: str | Sequence[str], param: str) -> tuple[str, ...]:
+    """One text is a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Sequence) or not all(isinstance(text, str) for text in value):
+        raise _refused(param, f"must be a text or a list of texts, not {value!r:.60}")
+    return tuple(value)
+
+
+def _schema(value: Mapping[str, Any] | str, param: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise _refused(param, f"is not valid JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise _refused(param, f"must be a JSON schema, not {value!r:.60}")
+    return dict(value)
+
+
+def _tagged(value: Any, param: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or value.keys() != {"structures", "triggers"}:
+        raise _refused(param, "must have structures and triggers, and nothing else")
+    within, tags = f"{param}.structures", value["structures"]
+    if not isinstance(tags, list | tuple) or not all(
+        isinstance(tag, Mapping) and tag.keys() == {"begin", "schema", "end"} for tag in tags
+    ):
+        raise _refused(within, "must be a list; each has begin, schema and end, and nothing else")
+    if not all(isinstance(text, str) for tag in tags for text in (tag["begin"], tag["end"])):
+        raise _refused(within, "must each have a begin and an end that are texts")
+    triggers = _texts(value["triggers"], f"{param}.triggers")
+    if not tags or not triggers or not all(triggers):
+        raise _refused(param, "must have structures and triggers that are not empty")
+    written = [{**tag, "schema": _schema(tag["schema"], f"{within}.schema")} for tag in tags]
+    return {"structures": written, "triggers": list(triggers)}
+
+
+def _refused(param: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} {message}", param)

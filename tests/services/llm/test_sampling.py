@@ -1,0 +1,64 @@
+"""Sampling parameters say what is wrong with them when they are made."""
+
+from typing import Any
+
+import pytest
+
+from pdserve import InvalidRequest, SamplingParams, StructuredOutputsParams
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("temperature", -1, "must be from 0 to 100, not -1"),
+        ("temperature", "hot", "must be a number, not 'hot'"),
+        ("temperature", float("nan"), "must be from 0 to 100, not nan"),
+        ("temperature", True, "must be a number, not True"),
+        ("top_p", 0, "must be above 0 and at most 1, not 0"),
+        ("top_k", -2, "must be from -1 to"),
+        ("n", 0, "must be at least 1, not 0"),
+        ("n", None, "must be a whole number, not None"),
+        ("n", 1.5, "must be a whole number, not 1.5"),
+        ("max_tokens", 0, "must be at least 1, not 0"),
+        ("min_tokens", -1, "must be at least 0, not -1"),
+        ("logprobs", 21, "must be from 0 to 20, not 21"),
+        ("seed", 2**64, "must be from"),
+        ("thinking_token_budget", -1, "must be from 0"),
+        ("stop", ["a", ""], "has an empty text"),
+        ("stop", [1], "must be a text or a list of texts"),
+        ("bad_words", 5, "must be a text or a list of texts, not 5"),
+        ("stop_token_ids", "ab", "must be a list of token ids"),
+        ("allowed_token_ids", [1, 2.5], "has 2.5, which is no token id"),
+        ("logit_bias", [1], "must be a dict by token id"),
+        ("logit_bias", {"a": 1.0}, "has 'a', which is no token id"),
+        ("logit_bias", {1: "a"}, "has 'a', which is no number"),
+        ("structured_outputs", {"regex": "a"}, "must be StructuredOutputsParams, not dict"),
+    ],
+)
+def test_a_wrong_value_is_named(name: str, value: Any, why: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        SamplingParams(**{name: value})
+    assert str(refused.value).startswith(f"{name} {why}")
+    assert refused.value.param == name
+
+
+def test_an_unknown_name_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+
+
+def test_a_structural_tag_is_taken_with_its_schema_as_text_or_dict() -> None:
+    for schema in ({"enum": [1]}, '{"enum": [1]}'):
+        tags = {"begin": "<n>", "schema": schema, "end": "</n>"}
+        asked = StructuredOutputsParams(structural_tag={"structures": (tags,), "triggers": "<n"})
+        assert asked.structure().value == {
+            "structures": [{"begin": "<n>", "schema": {"enum": [1]}, "end": "</n>"}],
+            "triggers": ["<n"],
+        }
+
+
+def test_right_values_are_taken() -> None:
+    SamplingParams(top_k=-1, seed=-5, stop="a", logit_bias={3: -1}, max_tokens=1, temperature=2)
+    SamplingParams(
+        seed=2**64 - 1, temperature=None, top_p=None, logprobs=None, logprob_token_ids=[1]
+    )
