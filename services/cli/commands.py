@@ -105,8 +105,30 @@ COMMANDS = {
         Command(
             "chat",
             "talk to a server in the terminal",
-            "pdserve.services.cli.chat:run",
+            "pdserve.services.cli.chat.command:run",
             (("chat", CLI + "ChatSettings", ()),),
+        ),
+        Command(
+            "complete",
+            "answer a JSONL file of requests; what was cut off goes on",
+            "pdserve.services.cli.complete.command:run",
+            (("batch", CLI + "CompleteSettings", ()),),
+            (
+                Positional("in", 'a request a line: OpenAI batch lines, or "prompt" or "messages"'),
+                Positional("out", "a result a line; lines that have one are not asked again"),
+            ),
+        ),
+        Command(
+            "bench",
+            "put a load on a running server and measure it",
+            "pdserve.services.cli.bench.command:run",
+            (("load", CLI + "BenchSettings", ()),),
+        ),
+        Command(
+            "top",
+            "watch the workers of a running server",
+            "pdserve.services.cli.top.command:run",
+            (("view", CLI + "TopSettings", ()),),
         ),
         Command(
             "models",

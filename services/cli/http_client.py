@@ -8,16 +8,34 @@ from collections.abc import Generator
 from typing import Any
 from urllib.parse import urlsplit
 
+from pdserve.services.options.settings import ClientSettings
+
 MAX_ANSWER_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 20
+BROKEN = "broken"  # the code of an answer that did not end
 
 
 class ApiError(Exception):
-    """The server cannot be reached, or answered with an error; `status` 0 if it did not answer."""
+    """The server cannot be reached, or answered with an error; `status` 0 if it did not answer,
+    `code` as the APIs name the error."""
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    def __init__(self, message: str, status: int = 0, code: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
+
+
+def advice(error: ApiError) -> str:
+    """What the person can do about it, as a line of its own; empty if nothing is known."""
+    if error.status == 0 and error.code != BROKEN:
+        told = "Start a server with `pdserve up` in another terminal, or name one with --url."
+    elif error.status == 401:
+        told = "Give the server's key with --api-key (or PDSERVE_API_KEY)."
+    elif error.code == "context_length_exceeded":
+        told = "/reset forgets the conversation; so does a new `pdserve chat`."
+    else:
+        return ""
+    return f"\n{told}"
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -45,7 +63,7 @@ class ApiClient:
         else:
             parts = urlsplit(url if "//" in url else "http://" + url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ApiError(f"{url!r} is not the URL of a server")
+            raise ApiError(f"{url!r} is not the URL of a server: --url", 400)
         self.url = url.rstrip("/")
         self._parts = parts
         self._timeout_s = timeout_s
@@ -88,11 +106,11 @@ class ApiClient:
                     return
                 event = self._json(data)
                 if "error" in event:
-                    raise ApiError(str(event["error"].get("message", "")), answer.status)
+                    raise _error(event["error"], answer.status)
                 yield event
-            raise ApiError("the answer broke off")
+            raise ApiError("the answer broke off", code=BROKEN)
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"the connection to {self.url} broke: {error}") from None
+            raise ApiError(f"the connection to {self.url} broke: {error}", code=BROKEN) from None
         finally:
             connection.close()
 
@@ -105,7 +123,8 @@ class ApiClient:
             connection.request(method, self._parts.path.rstrip("/") + path, data, self._headers)
             answer = connection.getresponse()
             if answer.status >= 300:
-                raise ApiError(_message(self._body(answer), answer), answer.status)
+                told = f"{answer.status} {answer.reason}"
+                raise error_of(self._body(answer), answer.status, told)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise ApiError(f"no server answers at {self.url} ({error})") from None
@@ -126,7 +145,7 @@ class ApiClient:
         try:
             body = answer.read(MAX_ANSWER_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"the connection to {self.url} broke: {error}") from None
+            raise ApiError(f"the connection to {self.url} broke: {error}", code=BROKEN) from None
         if len(body) > MAX_ANSWER_BYTES:
             raise ApiError("the answer is too large")
         return body
@@ -138,9 +157,19 @@ class ApiClient:
             raise ApiError(f"{self.url} did not answer with JSON: is it pdserve?") from None
 
 
-def _message(body: bytes, answer: http.client.HTTPResponse) -> str:
-    """The message of an OpenAI error object, or the status."""
+def client_of(settings: ClientSettings, timeout_s: float = 600.0) -> ApiClient:
+    """A client of the server that the options name. Raises ApiError for a malformed URL."""
+    key = settings.api_key[0] if settings.api_key else ""
+    return ApiClient(settings.url, key, timeout_s)
+
+
+def error_of(body: bytes, status: int, otherwise: str) -> ApiError:
+    """Of an answer that is no 2xx: its OpenAI error object, or what is said `otherwise`."""
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{answer.status} {answer.reason}"
+        return _error(json.loads(body)["error"], status)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ApiError(otherwise, status)
+
+
+def _error(told: dict[str, Any], status: int) -> ApiError:
+    return ApiError(str(told.get("message", "")), status, str(told.get("code") or ""))

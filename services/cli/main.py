@@ -12,6 +12,7 @@ from typing import Any
 
 from pdserve.services.cli.commands import COMMANDS, Command, known_names
 from pdserve.services.host.process import hide_arguments
+from pdserve.services.options.aliases import translate
 from pdserve.services.options.options import OptionError
 from pdserve.services.options.parser import parse
 from pdserve.services.options.sources import Settings, resolve
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def settle(command: Command, prog: str, words: Sequence[str]) -> tuple[Settings, dict[str, Any]]:
     """The command's options from all sources, and its positionals."""
     sections = command.sections()
+    flags = {option.flag for section in sections for option in section.options}
+    words = translate(command.name, flags, words)
     found = parse(prog, command.summary, sections, command.positionals, words)
     secret = {option.flag for section in sections for option in section.options if option.secret}
     if any(word.partition("=")[0] in secret for word in words):
@@ -82,6 +85,8 @@ def config(words: Sequence[str]) -> int:
 
 def find(name: str) -> Command:
     """The command of that name. Raises OptionError."""
+    if name.startswith("-"):
+        raise OptionError(f"a command comes first, as in `pdserve up {name} ...`")
     if name not in COMMANDS:
         close = get_close_matches(name, [*COMMANDS, "config"], n=1)
         hint = f" (did you mean {close[0]}?)" if close else "; pdserve --help lists them"
