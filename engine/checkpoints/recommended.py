@@ -1,7 +1,7 @@
-"""Sampling that the authors of a model recommend where its files do not say so.
+"""Sampling that the authors of a model recommend where its files do not say so. Pure.
 
-GGUF files have no generation_config.json, and some folders have one without sampling. The values
-are those of the authors' generation_config.json, or of the model card's example (SmolLM2). Pure.
+A row names its source, and has a reason: GGUF files have no generation_config.json, and some
+folders have one without sampling.
 """
 
 import re
@@ -12,13 +12,8 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 # A name of the model matches the first pattern that it contains.
 RECOMMENDED: tuple[tuple[str, dict[str, float]], ...] = (
+    # The example of the model card: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
     (r"SmolLM2-.*Instruct", {"temperature": 0.2, "top_p": 0.9}),
-    (r"Qwen3-.*Instruct", {"temperature": 0.7, "top_p": 0.8, "top_k": 20}),
-    (r"Qwen3-(?!Embedding|Reranker|.*Base)", {"temperature": 0.6, "top_p": 0.95, "top_k": 20}),
-    (r"Qwen2\.5-.*Instruct", {"temperature": 0.7, "top_p": 0.8, "top_k": 20}),
-    (r"DeepSeek-R1-Distill", {"temperature": 0.6, "top_p": 0.95}),
-    (r"Llama-3(\.\d)?-.*Instruct", {"temperature": 0.6, "top_p": 0.9}),
-    (r"gemma-3-.*-it", {"temperature": 1.0, "top_p": 0.95, "top_k": 64}),
 )
 
 

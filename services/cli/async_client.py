@@ -9,11 +9,17 @@ import ssl
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import httptools
 
-from pdserve.services.cli.http_client import BROKEN, MAX_ANSWER_BYTES, ApiError, error_of
+from pdserve.services.cli.http_client import (
+    BROKEN,
+    MAX_ANSWER_BYTES,
+    ApiError,
+    address_of,
+    bearer,
+    error_of,
+)
 from pdserve.services.options.settings import ClientSettings
 
 OnBody = Callable[[bytes, float], None]
@@ -131,30 +137,26 @@ class AsyncApi:
 
     def __init__(self, settings: ClientSettings, timeout_s: float = 600.0) -> None:
         """Raises ApiError for a URL that is neither http(s)://host[:port] nor unix:PATH."""
-        kind, _, path = settings.url.partition(":")
-        self._unix_path = path.removeprefix("//") if kind == "unix" else ""
-        url = "http://localhost" if self._unix_path else settings.url
-        parts = urlsplit(url if "//" in url else "http://" + url)
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise ApiError(f"{settings.url!r} is not the URL of a server: --url", 400)
         self.url = settings.url.rstrip("/")
-        self._host = parts.hostname
-        self._port = port or (443 if parts.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._prefix = parts.path.rstrip("/")
+        self._address = at = address_of(settings.url)
+        self._tls = ssl.create_default_context() if at.is_secure else None
         self._timeout_s = timeout_s
         key = settings.api_key[0] if settings.api_key else ""
-        auth = f"Authorization: Bearer {key}\r\n" if key else ""
-        self._head = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n{auth}"
+        auth = f"Authorization: {bearer(key)}\r\n" if key else ""
+        host = f"[{at.host}]" if ":" in at.host else at.host
+        self._head = f"Host: {host}:{at.port}\r\nContent-Type: application/json\r\n{auth}"
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Response:
         """Raises ApiError if no answer comes."""
         return await self._ask("GET", path, b"", None)
+
+    async def first_model(self) -> str:
+        """The name of the model that the server lists first. Raises ApiError."""
+        models = (await self.get("/v1/models")).check().json.get("data") or []
+        if not models:
+            raise ApiError(f"{self.url} serves no model yet", 503)
+        return str(models[0]["id"])
 
     async def post(
         self, path: str, body: dict[str, Any] | bytes, on_body: OnBody | None = None
@@ -164,7 +166,7 @@ class AsyncApi:
         return await self._ask("POST", path, data, on_body)
 
     async def _ask(self, method: str, path: str, data: bytes, on_body: OnBody | None) -> Response:
-        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}"
+        head = f"{method} {self._address.prefix}{path} HTTP/1.1\r\n{self._head}"
         request = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -185,14 +187,12 @@ class AsyncApi:
         return answer
 
     async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
+        loop, at = asyncio.get_running_loop(), self._address
         try:
-            if self._unix_path:
-                _, made = await loop.create_unix_connection(_Connection, self._unix_path)
+            if at.unix_path:
+                _, made = await loop.create_unix_connection(_Connection, at.unix_path)
             else:
-                _, made = await loop.create_connection(
-                    _Connection, self._host, self._port, ssl=self._tls
-                )
+                _, made = await loop.create_connection(_Connection, at.host, at.port, ssl=self._tls)
         except OSError as error:
             raise ApiError(f"no server answers at {self.url} ({error})") from None
         return made

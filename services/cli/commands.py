@@ -12,6 +12,8 @@ from pdserve.services.options.sources import Settings
 # (title, "module:Class", fields that are no options of this command)
 SectionSpec = tuple[str, str, tuple[str, ...]]
 
+STOPPED = 130  # the exit code of a command that Ctrl-C has ended
+
 GATEWAY = "pdserve.gateway.settings:GatewaySettings"
 ROUTER = "pdserve.services.router.settings:RouterSettings"
 PREFILL = "pdserve.services.prefill.settings:PrefillSettings"

@@ -5,6 +5,7 @@ import http.client
 import json
 import socket
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,6 +39,42 @@ def advice(error: ApiError) -> str:
     return f"\n{told}"
 
 
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a server listens: a host and a port, or a Unix socket; paths are below `prefix`."""
+
+    host: str
+    port: int
+    is_secure: bool
+    prefix: str
+    unix_path: str
+
+
+def address_of(url: str) -> ServerAddress:
+    """Raises ApiError for a URL that is neither http(s)://host[:port] nor unix:PATH."""
+    kind, _, path = url.partition(":")
+    unix_path = path.removeprefix("//") if kind == "unix" else ""
+    text = "http://localhost" if unix_path else url
+    try:
+        parts = urlsplit(text if "//" in text else "http://" + text)
+        host, port = parts.hostname or "", parts.port  # ValueError: the port is no number
+        host.encode("idna")  # UnicodeError: no name of a host
+    except ValueError:
+        host = ""
+    if not host or parts.scheme not in ("http", "https"):
+        raise ApiError(f"{url!r} is not the URL of a server: --url", 400)
+    is_secure = parts.scheme == "https"
+    default = 443 if is_secure else 80
+    return ServerAddress(host, port or default, is_secure, parts.path.rstrip("/"), unix_path)
+
+
+def bearer(key: str) -> str:
+    """The Authorization header of a key. Raises ApiError for what no header can carry."""
+    if not (key.isascii() and key.isprintable()):
+        raise ApiError("the key has characters that no key has: --api-key", 400)
+    return f"Bearer {key}"
+
+
 class _UnixConnection(http.client.HTTPConnection):
     """HTTP over a Unix socket."""
 
@@ -56,20 +93,12 @@ class ApiClient:
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
         """Raises ApiError for a URL that is neither http(s)://host[:port] nor unix:PATH."""
-        kind, _, path = url.partition(":")
-        self._unix_path = path.removeprefix("//") if kind == "unix" else ""
-        if self._unix_path:
-            parts = urlsplit("http://localhost")
-        else:
-            parts = urlsplit(url if "//" in url else "http://" + url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ApiError(f"{url!r} is not the URL of a server: --url", 400)
         self.url = url.rstrip("/")
-        self._parts = parts
+        self._address = address_of(url)
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json"}
         if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self._headers["Authorization"] = bearer(api_key)
 
     def get(self, path: str) -> bytes:
         """The body of a 2xx answer. Raises ApiError."""
@@ -120,7 +149,7 @@ class ApiClient:
         connection = self._connection()
         try:
             data = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._parts.path.rstrip("/") + path, data, self._headers)
+            connection.request(method, self._address.prefix + path, data, self._headers)
             answer = connection.getresponse()
             if answer.status >= 300:
                 told = f"{answer.status} {answer.reason}"
@@ -134,12 +163,11 @@ class ApiClient:
         return connection, answer
 
     def _connection(self) -> http.client.HTTPConnection:
-        if self._unix_path:
-            return _UnixConnection(self._unix_path, self._timeout_s)
-        secure = self._parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        assert self._parts.hostname
-        return kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
+        at = self._address
+        if at.unix_path:
+            return _UnixConnection(at.unix_path, self._timeout_s)
+        kind = http.client.HTTPSConnection if at.is_secure else http.client.HTTPConnection
+        return kind(at.host, at.port, timeout=self._timeout_s)
 
     def _body(self, answer: http.client.HTTPResponse) -> bytes:
         try:

@@ -1,6 +1,6 @@
 """The entry point of `pdserve`: finds the command, resolves its options, runs it.
 
-Exit codes: 0 done, 1 the command failed, 2 the command line is wrong.
+Exit codes: 0 done, 1 the command failed, 2 the command line is wrong, 130 Ctrl-C ended it.
 """
 
 import os
@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pdserve.services.cli.commands import COMMANDS, Command, known_names
+from pdserve.services.cli.commands import COMMANDS, STOPPED, Command, known_names
 from pdserve.services.host.process import hide_arguments
 from pdserve.services.options.aliases import translate
 from pdserve.services.options.options import OptionError
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog = f"pdserve {words[0]}" if words and words[0] in (*COMMANDS, "config") else "pdserve"
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return STOPPED
     except BrokenPipeError:
         # The reader of our output has gone (`| head`): no more can be said, nor flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -114,7 +114,8 @@ def check_flags(prog: str, words: Sequence[str], flags: Collection[str]) -> None
         name = word.partition("=")[0]
         if word == "--":
             return
-        if not word.startswith("-") or not word.lstrip("-")[:1].isalpha() or name in flags:
+        looks_so = word.startswith("-") and word.lstrip("-")[:1].isalpha() and " " not in name
+        if not looks_so or name in flags:
             continue
         close = get_close_matches("--" + name.lstrip("-"), flags, n=1)
         hint = f" (did you mean {close[0]}?)" if close else f"; `{prog} --help` lists the options"

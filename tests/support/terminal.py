@@ -108,13 +108,11 @@ def in_terminal(command: Sequence[str], env: dict[str, str] | None = None) -> It
     mine, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     process = subprocess.Popen(
-        command,
+        ["setsid", "--ctty", *command],
         stdin=its,
         stdout=its,
         stderr=its,
-        start_new_session=True,
         env={**os.environ, "TERM": "xterm-256color", **(env or {})},
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(its)
     try:

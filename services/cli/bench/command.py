@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.services.cli.async_client import AsyncApi
-from pdserve.services.cli.bench.load import closed_loop, one, open_loop
+from pdserve.services.cli.bench.load import closed_loop, open_loop, send_request
 from pdserve.services.cli.bench.measure import Sample, parse_slo, summarize
 from pdserve.services.cli.bench.prompts import make_prompts
 from pdserve.services.cli.bench.report import plot, table
+from pdserve.services.cli.commands import STOPPED
 from pdserve.services.cli.http_client import ApiError, advice
 from pdserve.services.local.progress import ProgressView, progress_on
 from pdserve.services.options.options import OptionError
@@ -22,7 +23,6 @@ from pdserve.services.options.settings import BenchSettings
 from pdserve.services.options.sources import Settings
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-STOPPED = 130  # the exit code of what Ctrl-C has ended
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
@@ -37,7 +37,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     view = progress_on(sys.stderr)
     bench = Bench(chosen, view)
     try:
-        stopped = asyncio.run(bench.all())
+        stopped = asyncio.run(bench.run())
     except ApiError as error:
         view.close()
         print(f"pdserve bench: {error}{advice(error)}", file=sys.stderr)
@@ -68,7 +68,7 @@ class Bench:
         self.load: dict[str, Any] = {}
         self.title = ""
 
-    async def all(self) -> bool:
+    async def run(self) -> bool:
         """Whether Ctrl-C has stopped it. Raises ApiError if it cannot begin."""
         work = asyncio.ensure_future(self._work())
         loop = asyncio.get_running_loop()
@@ -82,7 +82,7 @@ class Bench:
         chosen = self._chosen
         api = AsyncApi(chosen)
         try:
-            model = chosen.model or await first_model(api)
+            model = chosen.model or await api.first_model()
             total = chosen.requests + chosen.warmup
             self._view.update("making prompts", 0.0)
             prompts, exact = await make_prompts(api, model, total, chosen.input_tokens, self._seed)
@@ -97,7 +97,7 @@ class Bench:
         """Those that warm up are not counted."""
         chosen = self._chosen
         for _, body in zip(range(chosen.warmup), bodies, strict=False):
-            await one(api, path, body, _ignore)
+            await send_request(api, path, body, _ignore)
 
         def on_sample(sample: Sample) -> None:
             self.samples.append(sample)
@@ -149,14 +149,6 @@ class Bench:
         if chosen.ignore_eos:
             body["ignore_eos"] = True
         return json.dumps(body).encode()
-
-
-async def first_model(api: AsyncApi) -> str:
-    """Raises ApiError."""
-    models = (await api.get("/v1/models")).check().json.get("data") or []
-    if not models:
-        raise ApiError(f"{api.url} serves no model yet", 503)
-    return str(models[0]["id"])
 
 
 def _ignore(sample: Sample) -> None:

@@ -25,7 +25,7 @@ async def open_loop(
     async with asyncio.TaskGroup() as group:
         for body in bodies:
             await asyncio.sleep(due - time.perf_counter())
-            group.create_task(one(api, path, body, on_sample))
+            group.create_task(send_request(api, path, body, on_sample))
             due += rng.expovariate(rate)
 
 
@@ -36,14 +36,14 @@ async def closed_loop(
 
     async def client() -> None:
         for body in bodies:
-            await one(api, path, body, on_sample)
+            await send_request(api, path, body, on_sample)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
             group.create_task(client())
 
 
-async def one(api: AsyncApi, path: str, body: bytes, on_sample: OnSample) -> None:
+async def send_request(api: AsyncApi, path: str, body: bytes, on_sample: OnSample) -> None:
     """One streamed request; what goes wrong is in its sample."""
     events = _Events()
     started = time.perf_counter()

@@ -78,7 +78,7 @@ def parse_slo(text: str) -> dict[str, float]:
     return bounds
 
 
-def keeps(sample: Sample, slo: Mapping[str, float]) -> bool:
+def meets_slo(sample: Sample, slo: Mapping[str, float]) -> bool:
     """Whether the request kept every bound; `itl` is that of 99 % of its gaps."""
     if sample.error:
         return False
@@ -121,7 +121,7 @@ def summarize(samples: Sequence[Sample], slo: Mapping[str, float]) -> dict[str, 
         "e2e_ms": spread([sample.e2e_s for sample in good]),
     }
     if slo:
-        kept = sum(keeps(sample, slo) for sample in samples)
+        kept = sum(meets_slo(sample, slo) for sample in samples)
         figures["slo_ms"] = {name: bound * 1000 for name, bound in slo.items()}
         figures["slo_attainment"] = kept / len(samples) if samples else 0.0
         figures["goodput_requests_per_s"] = kept * per_s

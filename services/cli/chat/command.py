@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from pdserve.services.cli.chat.conversation import Conversation, first_model
 from pdserve.services.cli.chat.prompt import history_file, piped_lines, typed_lines
-from pdserve.services.cli.chat.talk import COMMANDS, Talk
+from pdserve.services.cli.chat.repl import COMMANDS, Repl
 from pdserve.services.cli.chat.view import view_on
 from pdserve.services.cli.http_client import ApiError, advice, client_of
 from pdserve.services.options.settings import ChatSettings
@@ -26,4 +26,4 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
         lines = typed_lines(history_file() if chat.history else None, COMMANDS)
     else:
         lines = piped_lines()
-    return Talk(conversation, lambda shows: view_on(sys.stdout, shows), sys.stdout).run(lines)
+    return Repl(conversation, lambda shows: view_on(sys.stdout, shows), sys.stdout).run(lines)

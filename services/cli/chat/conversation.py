@@ -95,7 +95,8 @@ class Conversation:
                 parts.append(text)
                 view.write(text)
             if choice.get("finish_reason") == "length":
-                note = f"[cut after {self.max_tokens} tokens: --max-tokens]"
+                cut_by = f"after {self.max_tokens} tokens: --max-tokens" if self.max_tokens else ""
+                note = f"[cut {cut_by or 'by the server, which allows no more tokens'}]"
         usage = event.get("usage") or {}
         used, new = usage.get("total_tokens", 0), usage.get("completion_tokens", 0)
         if used and used >= self.context_len > 0 and new != self.max_tokens:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
 FRAME_S = 0.08  # between two pictures of an answer that comes
+# An answer has no say over a terminal's cursor, title or colours.
+CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class PlainView:
@@ -19,6 +21,7 @@ class PlainView:
     def __init__(self, out: TextIO, shows_reasoning: bool) -> None:
         self._out = out
         self._shows_reasoning = shows_reasoning
+        self._left_out = CONTROLS if out.isatty() else {}
         self._at_start = True
 
     def think(self, text: str) -> None:
@@ -27,7 +30,7 @@ class PlainView:
 
     def write(self, text: str) -> None:
         self._at_start = False
-        print(text, end="", file=self._out, flush=True)
+        print(text.translate(self._left_out), end="", file=self._out, flush=True)
 
     def end(self, note: str = "") -> None:
         if note:
@@ -58,14 +61,15 @@ class MarkdownView:
         if self._thought_at is None:
             self._thought_at = time.monotonic()
         if self._shows_reasoning:
-            self._console.print(text, end="", style="dim", markup=False, soft_wrap=True)
+            shown = text.translate(CONTROLS)
+            self._console.print(shown, end="", style="dim", markup=False, soft_wrap=True)
         else:
             self._draw(self._dim(f"thinking ... {time.monotonic() - self._thought_at:.0f} s"))
 
     def write(self, text: str) -> None:
         if self._thought_at is not None:
             self._fold()
-        self._text += text
+        self._text += text.translate(CONTROLS)
         now = time.monotonic()
         if now - self._drawn_at < FRAME_S:
             return

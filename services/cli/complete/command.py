@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.services.cli.async_client import AsyncApi
+from pdserve.services.cli.commands import STOPPED
 from pdserve.services.cli.complete.lines import (
     BadLine,
     InputLine,
@@ -31,7 +32,6 @@ from pdserve.services.options.sources import Settings
 
 AGAIN = (408, 429, 502, 503, 504)  # the server is busy or away: no line's result
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before a line is asked again
-STOPPED = 130  # the exit code of what Ctrl-C has ended
 
 
 class Stopped(Exception):
@@ -48,7 +48,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
         with ResultFile(target) as results:
             total = count(source, results.done, target)
             try:
-                asyncio.run(Run(chosen, results, view, target.name, total).all(source))
+                asyncio.run(BatchRun(chosen, results, view, target.name, total).run(source))
             finally:
                 view.close()
                 say(f"{target}: {len(results.done)} of {total} lines, {results.num_failed} failed")
@@ -96,7 +96,7 @@ def lines_of(source: Path) -> Iterator[tuple[int, str, Mapping[str, Any] | BadLi
                 yield number, f"line-{number}", error
 
 
-class Run:
+class BatchRun:
     """Asks what has no result yet, `concurrency` lines at once."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Run:
         self._name = name
         self._total = total
 
-    async def all(self, source: Path) -> None:
+    async def run(self, source: Path) -> None:
         """Raises ApiError, OSError, Stopped; no line is asked after that."""
         loop = asyncio.get_running_loop()
         work = asyncio.ensure_future(self._work(source))
@@ -164,11 +164,7 @@ class Run:
     async def _defaults(self) -> dict[str, Any]:
         """Fields of bodies that do not have them. Raises ApiError."""
         chosen = self._chosen
-        model = chosen.model
-        if not model:
-            listed = (await self._api.get("/v1/models")).check().json.get("data") or []
-            model = str(listed[0]["id"]) if listed else ""
-        defaults: dict[str, Any] = {"model": model} if model else {}
+        defaults: dict[str, Any] = {"model": chosen.model or await self._api.first_model()}
         if chosen.max_tokens:
             defaults["max_tokens"] = chosen.max_tokens
         if chosen.temperature >= 0:

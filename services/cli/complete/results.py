@@ -88,11 +88,10 @@ class ResultFile:
     def _note(self, line: bytes, number: int) -> None:
         try:
             result = json.loads(line)
-            custom_id = result["custom_id"]
-            is_result = "response" in result and "error" in result
+            custom_id, response, _ = (result[name] for name in ("custom_id", "response", "error"))
         except (ValueError, KeyError, TypeError):
-            is_result, custom_id = False, ""
-        if not is_result:
+            custom_id = response = None
+        if not isinstance(custom_id, str) or not isinstance(response, dict | None):
             raise ResultError(f"{self._path}: line {number} is no result; name a new file")
         if custom_id in self.done:
             raise ResultError(f"{self._path}: line {number} has the id {custom_id!r} again")

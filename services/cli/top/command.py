@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from pdserve.services.cli.http_client import ApiClient, ApiError, advice, client_of
-from pdserve.services.cli.top.fleet import Look, look, rates
+from pdserve.services.cli.top.fleet import Snapshot, parse_snapshot, rates
 from pdserve.services.cli.top.screen import screen
 from pdserve.services.options.settings import TopSettings
 from pdserve.services.options.sources import Settings
@@ -27,7 +27,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     chosen = settings.build(TopSettings)
     try:
         client = client_of(chosen, timeout_s=WAIT_S)
-        first = take_look(client)
+        first = fetch_snapshot(client)
     except ApiError as error:
         print(f"pdserve top: {error}{advice(error)}", file=sys.stderr)
         return 1
@@ -39,27 +39,27 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     return 0
 
 
-def take_look(client: ApiClient) -> Look:
+def fetch_snapshot(client: ApiClient) -> Snapshot:
     """Raises ApiError."""
     try:
-        return look(client.get("/metrics").decode())
+        return parse_snapshot(client.get("/metrics").decode())
     except (ValueError, KeyError) as error:
         raise ApiError(f"{client.url}/metrics is not pdserve's: {error}", 502) from None
 
 
-def watch(client: ApiClient, before: Look, interval_s: float) -> None:
+def watch(client: ApiClient, before: Snapshot, interval_s: float) -> None:
     """Draws until a key ends it. A server that is away for a while is waited for."""
-    looked_at = time.monotonic()
+    taken_at = time.monotonic()
     draw([*screen(client.url, before, None), "", "q ends"])
     while not key_within(interval_s):
         try:
-            now = take_look(client)
+            now = fetch_snapshot(client)
         except ApiError as error:
             draw([f"{client.url}: {error}", "", "it is asked again; q ends"])
             continue
         at = time.monotonic()
-        draw([*screen(client.url, now, rates(before, now, at - looked_at)), "", "q ends"])
-        before, looked_at = now, at
+        draw([*screen(client.url, now, rates(before, now, at - taken_at)), "", "q ends"])
+        before, taken_at = now, at
 
 
 def key_within(seconds: float) -> bool:

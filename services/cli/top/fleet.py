@@ -1,4 +1,4 @@
-"""The fleet as the gateway's /metrics has it, and what has changed between two looks. Pure."""
+"""The fleet as the gateway's /metrics has it, and what has changed between two snapshots. Pure."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ BLOCK_STATES = ("used", "reserved", "cached", "free", "total")
 
 
 @dataclass(slots=True)
-class WorkerFigures:
+class WorkerStats:
     """One worker; counters run from its start."""
 
     role: str = ""
@@ -27,10 +27,10 @@ class WorkerFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What one look at /metrics has found; counters run from the gateway's start."""
+class Snapshot:
+    """What /metrics said at one time; counters run from the gateway's start."""
 
-    workers: Mapping[str, WorkerFigures]
+    workers: Mapping[str, WorkerStats]
     requests: Mapping[str, int]  # in the gateway, by state
     output_tokens: float
     prompt_tokens: float
@@ -40,7 +40,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Per second between two looks."""
+    """Per second between two snapshots."""
 
     output_tokens: float = 0.0
     prompt_tokens: float = 0.0
@@ -48,7 +48,7 @@ class Rates:
     transfer_bytes: Mapping[str, float] = field(default_factory=dict)  # by worker
 
 
-_WORKER_FIGURES = {
+_WORKER_GAUGES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "kv_usage",
@@ -57,9 +57,9 @@ _WORKER_FIGURES = {
 }
 
 
-def look(text: str) -> Look:
+def parse_snapshot(text: str) -> Snapshot:
     """Raises ValueError for what is no text of metrics."""
-    workers: defaultdict[str, WorkerFigures] = defaultdict(WorkerFigures)
+    workers: defaultdict[str, WorkerStats] = defaultdict(WorkerStats)
     requests: dict[str, int] = {}
     sums: defaultdict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
@@ -71,7 +71,7 @@ def look(text: str) -> Look:
                 _note(workers[labels["worker"]], name, labels, value)
             else:
                 sums[name] += value
-    return Look(
+    return Snapshot(
         dict(workers),
         requests,
         # A token of an answer is its first one, or comes after another.
@@ -83,11 +83,11 @@ def look(text: str) -> Look:
     )
 
 
-def _note(worker: WorkerFigures, name: str, labels: Mapping[str, str], value: float) -> None:
+def _note(worker: WorkerStats, name: str, labels: Mapping[str, str], value: float) -> None:
     worker.address = labels["worker"]
-    if name in _WORKER_FIGURES:
-        kind = type(getattr(worker, _WORKER_FIGURES[name]))
-        setattr(worker, _WORKER_FIGURES[name], kind(value))
+    if name in _WORKER_GAUGES:
+        kind = type(getattr(worker, _WORKER_GAUGES[name]))
+        setattr(worker, _WORKER_GAUGES[name], kind(value))
     elif name == "pdserve_worker_silent_seconds":
         worker.role, worker.model = labels["role"], labels["model_name"]
         worker.state = labels["state"]
@@ -97,7 +97,7 @@ def _note(worker: WorkerFigures, name: str, labels: Mapping[str, str], value: fl
         worker.transfer_bytes += value
 
 
-def rates(before: Look, now: Look, seconds: float) -> Rates:
+def rates(before: Snapshot, now: Snapshot, seconds: float) -> Rates:
     """What a restarted process has counted anew is no rate below 0."""
 
     def per_s(old: float, new: float) -> float:

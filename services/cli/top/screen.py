@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from pdserve.services.cli.top.fleet import Look, Rates, WorkerFigures
+from pdserve.services.cli.top.fleet import Rates, Snapshot, WorkerStats
 
 BAR = 12  # columns
 HEAD = (
@@ -12,8 +12,8 @@ HEAD = (
 LEFT = ("role", "address", "state", "KV in use", "model")  # aligned so
 
 
-def screen(url: str, now: Look, rates: Rates | None) -> list[str]:
-    """What is shown; without rates (there was no look before) they are dashes."""
+def screen(url: str, now: Snapshot, rates: Rates | None) -> list[str]:
+    """What is shown; without rates (there was no snapshot before) they are dashes."""
     models = {worker.model for worker in now.workers.values()}
     running = sum(worker.running for worker in now.workers.values())
     waiting = sum(worker.waiting for worker in now.workers.values())
@@ -36,7 +36,7 @@ def _of(models: Collection[str]) -> str:
     return f" of {next(iter(models))}" if len(models) == 1 else ""
 
 
-def _row(worker: WorkerFigures, rates: Rates | None) -> tuple[str, ...]:
+def _row(worker: WorkerStats, rates: Rates | None) -> tuple[str, ...]:
     filled = round(min(1.0, worker.kv_usage) * BAR)
     hits = f"{worker.prefix_hits / worker.prefix_queries:.0%}" if worker.prefix_queries else "-"
     moved = rates.transfer_bytes.get(worker.address) if rates else None

@@ -16,10 +16,7 @@ from pdserve.gateway.text.generation import GenerationDefaults
         ("SmolLM2-135M-Instruct", {"temperature": 0.2, "top_p": 0.9}),
         ("HuggingFaceTB/SmolLM2-1.7B-Instruct", {"temperature": 0.2, "top_p": 0.9}),
         ("SmolLM2-135M", {}),
-        ("Qwen3-0.6B", {"temperature": 0.6, "top_p": 0.95, "top_k": 20}),
-        ("Qwen3-4B-Instruct-2507", {"temperature": 0.7, "top_p": 0.8, "top_k": 20}),
-        ("Qwen3-4B-Base", {}),
-        ("Qwen3-Embedding-0.6B", {}),
+        ("smollm2-360m-instruct-q8_0", {"temperature": 0.2, "top_p": 0.9}),
         ("Tiny-Llama", {}),
     ],
 )

@@ -89,6 +89,8 @@ def test_a_mistyped_word_gets_a_suggestion(
     assert "Traceback" not in err
 
 
-def test_a_negative_number_is_no_flag() -> None:
-    settings, _ = settle(COMMANDS["chat"], "pdserve chat", ["--temperature", "-1"])
-    assert settings.values["temperature"].value == -1.0
+def test_a_value_may_begin_as_a_flag_does() -> None:
+    words = ["--temperature", "-1", "--system", "-be brief", "--model=--x"]
+    settings, _ = settle(COMMANDS["chat"], "pdserve chat", words)
+    values = {name: settings.values[name].value for name in ("temperature", "system", "model")}
+    assert values == {"temperature": -1.0, "system": "-be brief", "model": "--x"}

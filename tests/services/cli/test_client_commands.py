@@ -8,6 +8,7 @@ import pytest
 from api_server import ApiServer, api_server
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from pdserve.services.cli.commands import STOPPED
 from pdserve.services.cli.http_client import ApiClient, ApiError
 from pdserve.services.cli.main import main
 
@@ -59,9 +60,29 @@ def test_errors_of_the_client(server: ApiServer) -> None:
     server.events = ["not json"]
     with pytest.raises(ApiError, match="JSON"):
         list(client.stream("/v1/chat/completions", {}))
-    for url in ("ftp://x", "http://", ""):
-        with pytest.raises(ApiError, match="URL"):
-            ApiClient(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "http://", "", "http://h:99999", "http://h:x", "http://a..b", "http://[::"]
+)
+def test_what_is_no_url_of_a_server(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("chat", "models", "bench", "top"):
+        assert main([command, "--url", url]) == 1
+        assert f"{url!r} is not the URL of a server: --url" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["chat", "bench"])
+def test_a_key_that_no_header_can_carry(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--api-key", "clé\nX: 1"]) == 1
+    assert "--api-key" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(client: ApiClient, path: str) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ApiClient, "get", interrupted)
+    assert main(["chat"]) == STOPPED
 
 
 def test_health_over_http(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.services.cli.bench.measure import Sample, keeps, parse_slo, percentile, summarize
+from pdserve.services.cli.bench.measure import Sample, meets_slo, parse_slo, percentile, summarize
 from pdserve.services.cli.bench.report import bar, histogram, plot, table
 
 
@@ -53,9 +53,9 @@ def test_a_bound_is_kept_or_not() -> None:
         ("tpot=0.2s", True),
         ("e2e=1s", True),
     ):
-        assert keeps(one, parse_slo(slo)) is kept
-    assert keeps(one, parse_slo("ttft=1s,e2e=0.4s")) is False
-    assert keeps(sample(0.0, error="x"), {}) is False
+        assert meets_slo(one, parse_slo(slo)) is kept
+    assert meets_slo(one, parse_slo("ttft=1s,e2e=0.4s")) is False
+    assert meets_slo(sample(0.0, error="x"), {}) is False
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft=x", "speed=1", "itl=-1", "itl=5m"])

@@ -9,7 +9,7 @@ from api_server import CONTEXT_FULL, ApiServer, api_server, ends, says
 from terminal import on_screen
 
 from pdserve.services.cli.chat.conversation import Conversation
-from pdserve.services.cli.chat.talk import COMMANDS, Talk
+from pdserve.services.cli.chat.repl import COMMANDS, Repl
 from pdserve.services.cli.chat.view import MarkdownView, PlainView
 from pdserve.services.cli.http_client import ApiClient
 from pdserve.services.cli.main import main
@@ -25,17 +25,17 @@ def server() -> Iterator[ApiServer]:
         yield made
 
 
-class Terminal(io.StringIO):
+class TerminalText(io.StringIO):
     """Text that a person would see."""
 
     def isatty(self) -> bool:
         return True
 
 
-def talking(server: ApiServer, **settings: Any) -> tuple[Talk, Conversation, io.StringIO]:
+def talking(server: ApiServer, **settings: Any) -> tuple[Repl, Conversation, io.StringIO]:
     out = io.StringIO()
     chat = Conversation(ApiClient(server.url), TINY, ChatSettings(**settings))
-    return Talk(chat, lambda shows: PlainView(out, shows), out), chat, out
+    return Repl(chat, lambda shows: PlainView(out, shows), out), chat, out
 
 
 def test_a_conversation_keeps_its_history(server: ApiServer) -> None:
@@ -136,6 +136,9 @@ def test_an_answer_that_max_tokens_cuts_says_so(server: ApiServer) -> None:
     server.events = [*says("a b c"), *ends("length", total_tokens=9, completion_tokens=3)]
     talk.run(["hi"])
     assert "[cut after 3 tokens: --max-tokens]" in out.getvalue()
+    talk, _, out = talking(server)
+    talk.run(["hi"])
+    assert "[cut by the server, which allows no more tokens]" in out.getvalue()
 
 
 def test_chat_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +174,7 @@ def test_chat_reads_from_a_pipe(
 
 def drawn(pieces: list[str], thinks: str = "") -> str:
     """What is on the screen in the end."""
-    out = Terminal()
+    out = TerminalText()
     view = MarkdownView(out, shows_reasoning=False)
     if thinks:
         view.think(thinks)
@@ -220,6 +223,14 @@ def test_markdown_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         "2 b",
         "The end.",
     ]
+
+
+def test_an_answer_has_no_say_over_the_terminal() -> None:
+    nasty = "a\x1b]0;title\x07b\x9b2Jc\r\td\n"
+    assert drawn([nasty]).split() == ["a]0;titleb2Jc", "d"]
+    for out, wanted in ((TerminalText(), "a]0;titleb2Jc\td\n"), (io.StringIO(), nasty)):
+        PlainView(out, shows_reasoning=False).write(nasty)
+        assert out.getvalue() == wanted
 
 
 def test_thoughts_are_one_line() -> None:

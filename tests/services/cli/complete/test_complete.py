@@ -14,7 +14,7 @@ import pytest
 from api_server import ApiServer, api_server
 from eventually import wait_until
 
-from pdserve.services.cli.complete.command import STOPPED
+from pdserve.services.cli.commands import STOPPED
 from pdserve.services.cli.main import main
 
 PROMPT = {"prompt": "hi"}
@@ -129,6 +129,8 @@ def test_a_server_that_goes_leaves_lines_to_ask(
         ([PROMPT], "a text", "its last line is no result"),
         ([PROMPT], '{"custom_id": "z", "response": null, "error": {}}\n', "does not ask for"),
         ([PROMPT], '{"custom_id": "line-1", "body": {}}\n', "line 1 is no result"),
+        ([PROMPT], '{"custom_id": [1], "response": {}, "error": null}\n', "line 1 is no result"),
+        ([PROMPT], '{"custom_id": "line-1", "response": "x", "error": 1}\n', "is no result"),
     ],
 )
 def test_files_that_do_not_belong_together_are_kept(

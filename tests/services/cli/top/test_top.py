@@ -13,7 +13,7 @@ from pdserve.protos import common_pb2 as common
 from pdserve.protos import fleet_pb2 as fleet
 from pdserve.protos import router_pb2 as router
 from pdserve.services.cli.main import main
-from pdserve.services.cli.top.fleet import look, rates
+from pdserve.services.cli.top.fleet import parse_snapshot, rates
 from pdserve.services.cli.top.screen import screen
 
 
@@ -50,8 +50,8 @@ def server() -> Iterator[ApiServer]:
         yield made
 
 
-def test_a_look() -> None:
-    found = look(metrics(tokens=9))
+def test_a_snapshot() -> None:
+    found = parse_snapshot(metrics(tokens=9))
     decode = found.workers["h:1"]
     assert (decode.role, decode.model, decode.state) == ("decode", "tiny", "live")
     assert (decode.running, decode.kv_usage, decode.blocks["free"]) == (3, 0.25, 40)
@@ -62,7 +62,7 @@ def test_a_look() -> None:
 
 
 def test_rates() -> None:
-    before, now = look(metrics()), look(metrics(tokens=30, moved=6_000_000))
+    before, now = parse_snapshot(metrics()), parse_snapshot(metrics(tokens=30, moved=6_000_000))
     found = rates(before, now, 2.0)
     assert found.output_tokens == 15
     assert found.transfer_bytes == {"h:1": 3e6, "h:2": 3e6}
@@ -70,7 +70,7 @@ def test_rates() -> None:
 
 
 def test_the_screen() -> None:
-    now = look(metrics())
+    now = parse_snapshot(metrics())
     lines = screen("url", now, rates(now, now, 1.0))
     assert lines[0] == "url: 2 workers of tiny, 3 running, 2 waiting; in the gateway: 4 open"
     (row,) = (line for line in lines if line.startswith("decode"))
@@ -80,7 +80,7 @@ def test_the_screen() -> None:
     assert "model" not in lines[3]
     now.workers["h:2"].model = "other"
     assert screen("url", now, None)[3].endswith("model")
-    assert "no worker has joined" in screen("url", look(""), None)
+    assert "no worker has joined" in screen("url", parse_snapshot(""), None)
 
 
 def test_once(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a person types is a question or a command; this answers the one and obeys the other."""
+"""The loop of a conversation: a line is a question, which is answered, or a /command."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -23,8 +23,8 @@ KEYS = (
 )
 
 
-class Talk:
-    """Carries out one line after the other."""
+class Repl:
+    """Reads lines, and answers each or runs it as a command."""
 
     def __init__(
         self, conversation: Conversation, make_view: Callable[[bool], AnswerView], out: TextIO
@@ -36,7 +36,7 @@ class Talk:
         self._shows_reasoning = False
 
     def run(self, lines: Iterable[str]) -> int:
-        """Answers or obeys each line; the exit code says whether the last answer came."""
+        """Takes each line; the exit code says whether the last answer came."""
         code = 0
         for line in lines:
             word, _, rest = line.strip().partition(" ")
@@ -45,7 +45,7 @@ class Talk:
             if word in ("/exit", "/quit"):
                 break
             if word.startswith("/") and word != "/retry":
-                print(self._obey(word, rest.strip()), file=self._out, flush=True)
+                print(self._run_command(word, rest.strip()), file=self._out, flush=True)
             else:
                 code = self._answer(line if word != "/retry" else None)
         return code
@@ -62,17 +62,17 @@ class Talk:
             return 1
         return 0
 
-    def _obey(self, word: str, rest: str) -> str:
-        """What to tell the person."""
-        talk = self._conversation
+    def _run_command(self, word: str, rest: str) -> str:
+        """Runs it and returns what to tell the person."""
+        conversation = self._conversation
         if word == "/help":
             rows = [f"  {name:14}{text}" for name, text in COMMANDS.items()]
-            return "\n".join([*rows, KEYS, f"In force: {talk.sampling}."])
+            return "\n".join([*rows, KEYS, f"In force: {conversation.sampling}."])
         if word == "/reset":
-            talk.messages.clear()
+            conversation.messages.clear()
             return "the conversation is forgotten"
         if word == "/system":
-            talk.system = rest
+            conversation.system = rest
             return "the system message is set" if rest else "there is no system message now"
         if word == "/temperature":
             return self._set_temperature(rest)
@@ -80,7 +80,7 @@ class Talk:
             if rest in ("on", "off"):
                 self._shows_reasoning = rest == "on"
                 return f"reasoning is {'shown as it comes' if rest == 'on' else 'folded'}"
-            return talk.reasoning.strip() or "the last answer came without reasoning"
+            return conversation.reasoning.strip() or "the last answer came without reasoning"
         return f"{word} is unknown; /help lists the commands"
 
     def _set_temperature(self, text: str) -> str:
