@@ -22,12 +22,17 @@ BARE = ("--fp8-kvcache", "--pd-server", "--pd-client")
 ALIASES = (*WITH_VALUE, *BARE)
 
 
+def aliases_of(flags: Collection[str]) -> Collection[str]:
+    """The aliases that a command with these flags understands: one that loads a model has all."""
+    return ALIASES if {"--model", "--kv-dtype"} <= set(flags) else ()
+
+
 def translate(command: str, flags: Collection[str], words: Sequence[str]) -> list[str]:
     """The words with the aliases replaced by flags of the command, which has `flags`.
 
     Raises OptionError for an alias whose meaning pdserve lacks, naming what is nearest.
     """
-    if "--model" not in flags or "--kv-dtype" not in flags:
+    if not aliases_of(flags):
         return list(words)
     read = list(_read(words))
     given = {name: value for name, value in read if name in ALIASES}

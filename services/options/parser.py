@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from pdserve.services.options.aliases import aliases_of
 from pdserve.services.options.options import Option, OptionError
 
 
@@ -117,7 +118,8 @@ def check_flags(prog: str, words: Sequence[str], flags: Collection[str]) -> None
         looks_so = word.startswith("-") and word.lstrip("-")[:1].isalpha() and " " not in name
         if not looks_so or name in flags:
             continue
-        close = get_close_matches("--" + name.lstrip("-"), flags, n=1)
+        known = [*flags, *aliases_of(flags)]
+        close = get_close_matches("--" + name.lstrip("-"), known, n=1)
         hint = f" (did you mean {close[0]}?)" if close else f"; `{prog} --help` lists the options"
         raise OptionError(f"option {name} is unknown{hint}")
 

@@ -48,7 +48,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
         with ResultFile(target) as results:
             total = count(source, results.done, target)
             try:
-                asyncio.run(BatchRun(chosen, results, view, target.name, total).run(source))
+                asyncio.run(FileRun(chosen, results, view, target.name, total).run(source))
             finally:
                 view.close()
                 say(f"{target}: {len(results.done)} of {total} lines, {results.num_failed} failed")
@@ -96,7 +96,7 @@ def lines_of(source: Path) -> Iterator[tuple[int, str, Mapping[str, Any] | BadLi
                 yield number, f"line-{number}", error
 
 
-class BatchRun:
+class FileRun:
     """Asks what has no result yet, `concurrency` lines at once."""
 
     def __init__(

@@ -19,7 +19,7 @@ def screen(url: str, now: Snapshot, rates: Rates | None) -> list[str]:
     waiting = sum(worker.waiting for worker in now.workers.values())
     here = ", ".join(f"{count} {state}" for state, count in now.requests.items()) or "none"
     lines = [
-        f"{url}: {len(now.workers)} workers{_of(models)}, {running} running, {waiting} waiting; "
+        f"{url}: {_workers(len(now.workers))}{_of(models)}, {running} running, {waiting} waiting; "
         f"in the gateway: {here}",
         f"{_speeds(rates)}; {now.failures:.0f} failed or stopped so far",
         "",
@@ -29,6 +29,10 @@ def screen(url: str, now: Snapshot, rates: Rates | None) -> list[str]:
     order = sorted(now.workers.values(), key=lambda w: (w.model, w.role, w.address))
     rows = [HEAD, *(_row(worker, rates) for worker in order)]
     return lines + table([row[:-1] for row in rows] if len(models) == 1 else rows)
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
 
 
 def _of(models: Collection[str]) -> str:

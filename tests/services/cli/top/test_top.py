@@ -80,6 +80,8 @@ def test_the_screen() -> None:
     assert "model" not in lines[3]
     now.workers["h:2"].model = "other"
     assert screen("url", now, None)[3].endswith("model")
+    del now.workers["h:2"]
+    assert screen("url", now, None)[0].startswith("url: 1 worker of tiny, 3 running")
     assert "no worker has joined" in screen("url", parse_snapshot(""), None)
 
 
