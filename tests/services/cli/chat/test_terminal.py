@@ -12,6 +12,12 @@ from terminal import Terminal, in_terminal
 
 MODEL = {"id": "tiny", "max_model_len": 100, "default_sampling_params": {"temperature": 0.2}}
 PROMPT = ">"  # a key that comes before is not for it
+WITHOUT_THE_EXTRA = """
+import sys
+sys.modules.update(rich=None, prompt_toolkit=None)
+from pdserve.services.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
 UP, ALT_ENTER, CTRL_C, CTRL_D = "\x1b[A", "\x1b\r", "\x03", "\x04"
 
 
@@ -70,6 +76,20 @@ def test_a_question_of_several_lines(server: ApiServer) -> None:
         terminal.enter("three")
         terminal.wait_for("Paris.")
     assert asked(server) == ["one\ntwo\nthree"]
+
+
+def test_without_the_extra_lines_are_plain(server: ApiServer, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_THE_EXTRA, "chat", "--url", server.url]
+    for lines in (["one\\", "two"], [UP]):  # the second time its history is there
+        with in_terminal(command, {"XDG_DATA_HOME": str(tmp_path)}) as terminal:
+            terminal.wait_for(PROMPT)
+            for line in lines:
+                terminal.enter(line)
+            terminal.wait_for("It is **Paris**.")
+            terminal.wait_for(PROMPT)
+            terminal.type(CTRL_D)
+            assert terminal.end() == 0
+    assert asked(server, 2) == ["one\ntwo", "two"]
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: ApiServer) -> None:
