@@ -16,6 +16,7 @@ from pdserve.engine.checkpoints.gguf.checkpoint import GgufCheckpoint
 from pdserve.engine.checkpoints.gguf.mapping import GgufMapping
 from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
 from pdserve.engine.checkpoints.label import quantization_label
+from pdserve.engine.checkpoints.recommended import with_recommended
 from pdserve.engine.checkpoints.resolve import Resolved, resolve
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, TextFiles
 from pdserve.engine.checkpoints.weight_loader import WeightLoader, check_names
@@ -186,7 +187,7 @@ def _card(
         quantization=quantization_label(layouts.values()),
         created=int(max(stat.st_mtime for stat in stats)),
         weights_bytes=sum(stat.st_size for stat in stats),
-        generation_config=text.generation_config,
+        generation_config=with_recommended(text.generation_config, found.name),
         config_digest=configuration_digest(model, task.kind),
         pooling=task.kind,
         normalizes=task.pooling is not None and task.pooling.normalizes,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.services.cli.commands import COMMANDS
+from pdserve.services.options.aliases import ALIASES
 from pdserve.services.options.options import Option
 
 ROOT = Path(__file__).parents[1]
@@ -22,10 +23,11 @@ FOLDERS = [p for p in ROOT.iterdir() if p.is_dir() and p.name[0] != "." and p.na
 EVERYTHING = "\n".join(TEXTS.values())
 MAKEFILE = (ROOT / "Makefile").read_text()
 OPTIONS: dict[str, Option] = {
-    option.flag: option
+    flag: option
     for command in COMMANDS.values()
     for section in command.sections()
     for option in section.options
+    for flag in (option.flag, *([f"--no-{option.flag[2:]}"] if option.kind is bool else []))
 }
 # Flags of pdserve that are no option, then those of docker.
 OTHER_FLAGS = {"--help", "--config", "--build"}
@@ -125,9 +127,9 @@ def test_commands_exist() -> None:
 
 
 def test_flags_exist() -> None:
-    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", EVERYTHING))
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", EVERYTHING))
     assert len(flags) > 5
-    assert flags - set(OPTIONS) <= OTHER_FLAGS | SCRIPT_FLAGS
+    assert flags - set(OPTIONS) - set(ALIASES) <= OTHER_FLAGS | SCRIPT_FLAGS
 
 
 def test_variables_exist() -> None:

@@ -219,7 +219,7 @@ class EmbeddingList(AnswerModel):
 
 
 class ModelObject(AnswerModel):
-    """A model that is served. A capability is null while it is not known yet."""
+    """A model that is served. Capabilities and default sampling are null until they are known."""
 
     id: str
     object: Literal["model"]
@@ -227,6 +227,7 @@ class ModelObject(AnswerModel):
     owned_by: str
     max_model_len: int
     capabilities: dict[str, bool | None]
+    default_sampling_params: dict[str, float] | None
     architecture: str
     quantization: str
     weights_bytes: int

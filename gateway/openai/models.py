@@ -1,5 +1,6 @@
 """/v1/models: the models of the fleet as OpenAI lists them, with further fields of their cards."""
 
+from dataclasses import asdict
 from typing import Any
 
 from pdserve.gateway.service import Service
@@ -22,6 +23,14 @@ def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
     }
 
 
+def default_sampling(service: Service, card: ModelCard) -> dict[str, float] | None:
+    """What the model recommends, for requests that say nothing; None before its files are read."""
+    text = service.catalog.loaded(card)
+    if text is None:
+        return None
+    return {name: value for name, value in asdict(text.defaults).items() if value is not None}
+
+
 def model_object(service: Service, card: ModelCard) -> dict[str, Any]:
     return {
         "id": card.name,
@@ -30,6 +39,7 @@ def model_object(service: Service, card: ModelCard) -> dict[str, Any]:
         "owned_by": "pdserve",
         "max_model_len": card.context_len,
         "capabilities": capabilities(service, card),
+        "default_sampling_params": default_sampling(service, card),
         "architecture": card.architecture,
         "quantization": card.kv_identity.quantization,
         "weights_bytes": card.weights_bytes,

@@ -12,6 +12,8 @@ from pdserve.services.options.sources import Settings
 # (title, "module:Class", fields that are no options of this command)
 SectionSpec = tuple[str, str, tuple[str, ...]]
 
+STOPPED = 130  # the exit code of a command that Ctrl-C has ended
+
 GATEWAY = "pdserve.gateway.settings:GatewaySettings"
 ROUTER = "pdserve.services.router.settings:RouterSettings"
 PREFILL = "pdserve.services.prefill.settings:PrefillSettings"
@@ -105,8 +107,30 @@ COMMANDS = {
         Command(
             "chat",
             "talk to a server in the terminal",
-            "pdserve.services.cli.chat:run",
+            "pdserve.services.cli.chat.command:run",
             (("chat", CLI + "ChatSettings", ()),),
+        ),
+        Command(
+            "complete",
+            "answer a JSONL file of requests; what was cut off goes on",
+            "pdserve.services.cli.complete.command:run",
+            (("batch", CLI + "CompleteSettings", ()),),
+            (
+                Positional("in", 'a request a line: OpenAI batch lines, or "prompt" or "messages"'),
+                Positional("out", "a result a line; lines that have one are not asked again"),
+            ),
+        ),
+        Command(
+            "bench",
+            "put a load on a running server and measure it",
+            "pdserve.services.cli.bench.command:run",
+            (("load", CLI + "BenchSettings", ()),),
+        ),
+        Command(
+            "top",
+            "watch the workers of a running server",
+            "pdserve.services.cli.top.command:run",
+            (("view", CLI + "TopSettings", ()),),
         ),
         Command(
             "models",

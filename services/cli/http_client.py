@@ -5,19 +5,74 @@ import http.client
 import json
 import socket
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from pdserve.services.options.settings import ClientSettings
+
 MAX_ANSWER_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 20
+BROKEN = "broken"  # the code of an answer that did not end
 
 
 class ApiError(Exception):
-    """The server cannot be reached, or answered with an error; `status` 0 if it did not answer."""
+    """The server cannot be reached, or answered with an error; `status` 0 if it did not answer,
+    `code` as the APIs name the error."""
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    def __init__(self, message: str, status: int = 0, code: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
+
+
+def advice(error: ApiError) -> str:
+    """What the person can do about it, as a line of its own; empty if nothing is known."""
+    if error.status == 0 and error.code != BROKEN:
+        told = "Start a server with `pdserve up` in another terminal, or name one with --url."
+    elif error.status == 401:
+        told = "Give the server's key with --api-key (or PDSERVE_API_KEY)."
+    elif error.code == "context_length_exceeded":
+        told = "/reset forgets the conversation; so does a new `pdserve chat`."
+    else:
+        return ""
+    return f"\n{told}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a server listens: a host and a port, or a Unix socket; paths are below `prefix`."""
+
+    host: str
+    port: int
+    is_secure: bool
+    prefix: str
+    unix_path: str
+
+
+def address_of(url: str) -> ServerAddress:
+    """Raises ApiError for a URL that is neither http(s)://host[:port] nor unix:PATH."""
+    kind, _, path = url.partition(":")
+    unix_path = path.removeprefix("//") if kind == "unix" else ""
+    text = "http://localhost" if unix_path else url
+    try:
+        parts = urlsplit(text if "//" in text else "http://" + text)
+        host, port = parts.hostname or "", parts.port  # ValueError: the port is no number
+        host.encode("idna")  # UnicodeError: no name of a host
+    except ValueError:
+        host = ""
+    if not host or parts.scheme not in ("http", "https"):
+        raise ApiError(f"{url!r} is not the URL of a server: --url", 400)
+    is_secure = parts.scheme == "https"
+    default = 443 if is_secure else 80
+    return ServerAddress(host, port or default, is_secure, parts.path.rstrip("/"), unix_path)
+
+
+def bearer(key: str) -> str:
+    """The Authorization header of a key. Raises ApiError for what no header can carry."""
+    if not (key.isascii() and key.isprintable()):
+        raise ApiError("the key has characters that no key has: --api-key", 400)
+    return f"Bearer {key}"
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -38,20 +93,12 @@ class ApiClient:
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
         """Raises ApiError for a URL that is neither http(s)://host[:port] nor unix:PATH."""
-        kind, _, path = url.partition(":")
-        self._unix_path = path.removeprefix("//") if kind == "unix" else ""
-        if self._unix_path:
-            parts = urlsplit("http://localhost")
-        else:
-            parts = urlsplit(url if "//" in url else "http://" + url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ApiError(f"{url!r} is not the URL of a server")
         self.url = url.rstrip("/")
-        self._parts = parts
+        self._address = address_of(url)
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json"}
         if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self._headers["Authorization"] = bearer(api_key)
 
     def get(self, path: str) -> bytes:
         """The body of a 2xx answer. Raises ApiError."""
@@ -88,11 +135,11 @@ class ApiClient:
                     return
                 event = self._json(data)
                 if "error" in event:
-                    raise ApiError(str(event["error"].get("message", "")), answer.status)
+                    raise _error(event["error"], answer.status)
                 yield event
-            raise ApiError("the answer broke off")
+            raise ApiError("the answer broke off", code=BROKEN)
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"the connection to {self.url} broke: {error}") from None
+            raise ApiError(f"the connection to {self.url} broke: {error}", code=BROKEN) from None
         finally:
             connection.close()
 
@@ -102,10 +149,11 @@ class ApiClient:
         connection = self._connection()
         try:
             data = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._parts.path.rstrip("/") + path, data, self._headers)
+            connection.request(method, self._address.prefix + path, data, self._headers)
             answer = connection.getresponse()
             if answer.status >= 300:
-                raise ApiError(_message(self._body(answer), answer), answer.status)
+                told = f"{answer.status} {answer.reason}"
+                raise error_of(self._body(answer), answer.status, told)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise ApiError(f"no server answers at {self.url} ({error})") from None
@@ -115,18 +163,17 @@ class ApiClient:
         return connection, answer
 
     def _connection(self) -> http.client.HTTPConnection:
-        if self._unix_path:
-            return _UnixConnection(self._unix_path, self._timeout_s)
-        secure = self._parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        assert self._parts.hostname
-        return kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
+        at = self._address
+        if at.unix_path:
+            return _UnixConnection(at.unix_path, self._timeout_s)
+        kind = http.client.HTTPSConnection if at.is_secure else http.client.HTTPConnection
+        return kind(at.host, at.port, timeout=self._timeout_s)
 
     def _body(self, answer: http.client.HTTPResponse) -> bytes:
         try:
             body = answer.read(MAX_ANSWER_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
-            raise ApiError(f"the connection to {self.url} broke: {error}") from None
+            raise ApiError(f"the connection to {self.url} broke: {error}", code=BROKEN) from None
         if len(body) > MAX_ANSWER_BYTES:
             raise ApiError("the answer is too large")
         return body
@@ -138,9 +185,19 @@ class ApiClient:
             raise ApiError(f"{self.url} did not answer with JSON: is it pdserve?") from None
 
 
-def _message(body: bytes, answer: http.client.HTTPResponse) -> str:
-    """The message of an OpenAI error object, or the status."""
+def client_of(settings: ClientSettings, timeout_s: float = 600.0) -> ApiClient:
+    """A client of the server that the options name. Raises ApiError for a malformed URL."""
+    key = settings.api_key[0] if settings.api_key else ""
+    return ApiClient(settings.url, key, timeout_s)
+
+
+def error_of(body: bytes, status: int, otherwise: str) -> ApiError:
+    """Of an answer that is no 2xx: its OpenAI error object, or what is said `otherwise`."""
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{answer.status} {answer.reason}"
+        return _error(json.loads(body)["error"], status)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ApiError(otherwise, status)
+
+
+def _error(told: dict[str, Any], status: int) -> ApiError:
+    return ApiError(str(told.get("message", "")), status, str(told.get("code") or ""))

@@ -1,6 +1,6 @@
 """The entry point of `pdserve`: finds the command, resolves its options, runs it.
 
-Exit codes: 0 done, 1 the command failed, 2 the command line is wrong.
+Exit codes: 0 done, 1 the command failed, 2 the command line is wrong, 130 Ctrl-C ended it.
 """
 
 import os
@@ -10,8 +10,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pdserve.services.cli.commands import COMMANDS, Command, known_names
+from pdserve.services.cli.commands import COMMANDS, STOPPED, Command, known_names
 from pdserve.services.host.process import hide_arguments
+from pdserve.services.options.aliases import translate
 from pdserve.services.options.options import OptionError
 from pdserve.services.options.parser import parse
 from pdserve.services.options.sources import Settings, resolve
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog = f"pdserve {words[0]}" if words and words[0] in (*COMMANDS, "config") else "pdserve"
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return STOPPED
     except BrokenPipeError:
         # The reader of our output has gone (`| head`): no more can be said, nor flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -47,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def settle(command: Command, prog: str, words: Sequence[str]) -> tuple[Settings, dict[str, Any]]:
     """The command's options from all sources, and its positionals."""
     sections = command.sections()
+    flags = {option.flag for section in sections for option in section.options}
+    words = translate(command.name, flags, words)
     found = parse(prog, command.summary, sections, command.positionals, words)
     secret = {option.flag for section in sections for option in section.options if option.secret}
     if any(word.partition("=")[0] in secret for word in words):
@@ -82,6 +87,8 @@ def config(words: Sequence[str]) -> int:
 
 def find(name: str) -> Command:
     """The command of that name. Raises OptionError."""
+    if name.startswith("-"):
+        raise OptionError(f"a command comes first, as in `pdserve up {name} ...`")
     if name not in COMMANDS:
         close = get_close_matches(name, [*COMMANDS, "config"], n=1)
         hint = f" (did you mean {close[0]}?)" if close else "; pdserve --help lists them"

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdserve.services.cli.http_client import ApiClient, ApiError
+from pdserve.services.cli.http_client import ApiError, advice, client_of
 from pdserve.services.options.settings import ClientSettings
 from pdserve.services.options.sources import Settings
 
@@ -21,12 +21,11 @@ SHORT = 12  # hex digits of an identity
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Prints a table; returns 1 if no server answers."""
-    client = settings.build(ClientSettings)
     try:
-        api = ApiClient(client.url, client.api_key[0] if client.api_key else "", timeout_s=10.0)
+        api = client_of(settings.build(ClientSettings), timeout_s=10.0)
         models = api.get_json("/v1/models")["data"]
     except ApiError as error:
-        print(f"pdserve models: {error}; `pdserve up` starts a server", file=sys.stderr)
+        print(f"pdserve models: {error}{advice(error)}", file=sys.stderr)
         return 1
     print(table(models), end="")
     return 0

@@ -74,7 +74,7 @@ class GrpcHost:
         try:
             return self._access.listen(self.server, bind)
         except RuntimeError as error:
-            raise _cannot_listen(bind, error) from error
+            raise _cannot_listen(bind) from error
 
     def listen_for_clients(self, bind: str, tls: TlsFiles | None) -> int:
         """A port for callers from outside, who show no certificate; otherwise like `listen`."""
@@ -83,7 +83,7 @@ class GrpcHost:
                 return self.server.add_insecure_port(bind)
             return self.server.add_secure_port(bind, tls.server_credentials())
         except RuntimeError as error:
-            raise _cannot_listen(bind, error) from error
+            raise _cannot_listen(bind) from error
 
     def listen_for_probes(self, bind: str, port: int) -> None:
         """A port on the host of `bind` (host:port) where health checks need no certificate, and
@@ -97,7 +97,7 @@ class GrpcHost:
         try:
             self._probes.add_insecure_port(address)
         except RuntimeError as error:
-            raise _cannot_listen(address, error) from error
+            raise _cannot_listen(address) from error
 
     async def start(self) -> None:
         """Take calls."""
@@ -127,5 +127,6 @@ class GrpcHost:
             log.warning("gRPC has not stopped after %g s", grace_s + STOP_S)
 
 
-def _cannot_listen(bind: str, error: RuntimeError) -> OSError:
-    return OSError(f"cannot listen on {bind}: {error}")
+def _cannot_listen(bind: str) -> OSError:
+    """gRPC does not tell which of the two it is."""
+    return OSError(f"cannot listen on {bind}: the port is taken, or no address of this machine")

@@ -1,8 +1,16 @@
 """How far something is: bars on a terminal, plain lines elsewhere."""
 
-from typing import Any, Protocol, TextIO
+import fcntl
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO, Protocol, TextIO
 
 STEP = 0.25  # plain lines are this far apart
+PIPE_BYTES = 1 << 20  # of lines that this process has not read yet, e.g. while it is stopped
+LAST_LINES_S = 1.0  # for what children have written before they ended
 
 
 class ProgressView(Protocol):
@@ -46,6 +54,7 @@ class Bars:
             transient=True,
         )
         self._tasks: dict[str, Any] = {}
+        self._lock = threading.Lock()  # rich lets a line come in between while it stops
         self._bars.start()
 
     def update(self, name: str, fraction: float) -> None:
@@ -54,7 +63,13 @@ class Bars:
         self._bars.update(self._tasks[name], completed=min(1.0, fraction))
 
     def close(self) -> None:
-        self._bars.stop()
+        with self._lock:
+            self._bars.stop()
+
+    def print(self, line: str) -> None:
+        """Above the bars; any thread may."""
+        with self._lock:
+            self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def progress_on(out: TextIO) -> ProgressView:
@@ -65,3 +80,49 @@ def progress_on(out: TextIO) -> ProgressView:
         except ImportError:
             return Lines(out)
     return Lines(out)
+
+
+@contextmanager
+def progress_below_log() -> Iterator[ProgressView]:
+    """Yields a view on standard error. If it draws bars, all that this process and the children
+    that it starts write to standard error is printed above them, line by line."""
+    if not sys.stderr.isatty():
+        yield Lines(sys.stderr)
+        return
+    with os.fdopen(os.dup(2), "w") as terminal:
+        view = progress_on(terminal)
+        try:
+            if isinstance(view, Bars):
+                with _lines_to(view.print):
+                    yield view
+            else:
+                yield view
+        finally:
+            view.close()
+
+
+@contextmanager
+def _lines_to(take: Callable[[str], None]) -> Iterator[None]:
+    """Hands `take`, on a thread, each line that is written to standard error meanwhile."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    reader, writer = os.pipe()
+    with suppress(OSError):  # more than this user may have
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    os.dup2(writer, 2)
+    os.close(writer)
+    thread = threading.Thread(target=_read, args=(os.fdopen(reader, "rb"), take), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(before, 2)
+        os.close(before)
+        thread.join(LAST_LINES_S)  # it ends when every writer has
+
+
+def _read(file: BinaryIO, take: Callable[[str], None]) -> None:
+    with file:
+        for line in file:
+            take(line.decode(errors="replace").rstrip("\n"))

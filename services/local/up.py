@@ -4,6 +4,7 @@ All start together: the router's address is chosen before, and it keeps it over 
 it is left when `run` returns.
 """
 
+import os
 import secrets
 import socket
 import sys
@@ -26,7 +27,7 @@ from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share, allot, machine_cores
 from pdserve.services.local.data_folder import data_dir
 from pdserve.services.local.kept_database import kept_database
-from pdserve.services.local.progress import progress_on
+from pdserve.services.local.progress import Lines, ProgressView, progress_below_log
 from pdserve.services.local.run_folder import run_dir
 from pdserve.services.local.supervisor import Child, StartError, Supervisor
 from pdserve.services.options.options import OptionError
@@ -54,15 +55,17 @@ FIRST_PORT = 10_000  # of those that are chosen here
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Start everything, serve until a signal, stop everything; the exit code."""
     raise_open_files()  # the children inherit it
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else a fork beside gRPC prints a line
     try:
-        system = System(settings)
-        with (
-            run_dir() as folder,
-            Supervisor(
-                system.on_event, PRELOAD, lambda: system.serving, system.reloading()
-            ) as supervisor,
-        ):
-            return system.serve(supervisor, folder)
+        with progress_below_log() as view:
+            system = System(settings, progress=view)
+            with (
+                run_dir() as folder,
+                Supervisor(
+                    system.on_event, PRELOAD, lambda: system.serving, system.reloading()
+                ) as supervisor,
+            ):
+                return system.serve(supervisor, folder)
     except (StartError, OSError) as error:
         print(f"pdserve up: {error}", file=sys.stderr)
         return 1
@@ -71,7 +74,12 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 class System:
     """A System owns the processes of one `up` and tells the person who started it how they fare."""
 
-    def __init__(self, settings: Settings, entries: Mapping[str, str] = ENTRIES) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        entries: Mapping[str, str] = ENTRIES,
+        progress: ProgressView | None = None,
+    ) -> None:
         """Raises OptionError for contradictions, OSError for a port that is taken."""
         self._settings = settings
         self._entries = entries
@@ -83,7 +91,7 @@ class System:
         self._trust = self._make_trust()
         self._drain_s = self._gateway.drain_s
         self._router_address, self._client_bind = self._router_addresses()
-        self._progress = progress_on(sys.stderr)
+        self._progress = progress or Lines(sys.stderr)
         self.serving = False  # the gateway has said that a model can be asked
         self._stopping = False
         self._started_at = time.monotonic()

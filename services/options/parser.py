@@ -2,10 +2,12 @@
 values stay text, so that flags, environment and YAML share one set of checks."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from pdserve.services.options.aliases import aliases_of
 from pdserve.services.options.options import Option, OptionError
 
 
@@ -29,6 +31,10 @@ class Positional:
 
 
 class _Parser(argparse.ArgumentParser):
+    @property
+    def flags(self) -> Collection[str]:
+        return self._option_string_actions.keys()
+
     def error(self, message: str) -> NoReturn:
         raise OptionError(message)
 
@@ -91,12 +97,31 @@ def parse(
             if option.name not in seen:
                 seen.add(option.name)
                 _add(group, option)
+    check_flags(prog, words, parser.flags)
     found = vars(parser.parse_args(list(words)))
     return Words(
         flags={name: found[name] for name in seen if name in found},
         positionals={p.name: found[p.name] for p in positionals if found[p.name] is not None},
         config=found.get("config"),
     )
+
+
+def check_flags(prog: str, words: Sequence[str], flags: Collection[str]) -> None:
+    """Raises OptionError for the first word that looks like a flag and is none, with one like it.
+
+    The word after a flag may look so too: argparse says what is wrong with it.
+    """
+    for word in words:
+        name = word.partition("=")[0]
+        if word == "--":
+            return
+        looks_so = word.startswith("-") and word.lstrip("-")[:1].isalpha() and " " not in name
+        if not looks_so or name in flags:
+            continue
+        known = [*flags, *aliases_of(flags)]
+        close = get_close_matches("--" + name.lstrip("-"), known, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else f"; `{prog} --help` lists the options"
+        raise OptionError(f"option {name} is unknown{hint}")
 
 
 def _usage(positional: Positional) -> str:

@@ -48,6 +48,60 @@ class ChatSettings(ClientSettings):
         -1.0, "0: greedy; below 0: the model's default", min=-1, max=MAX_TEMPERATURE
     )
     max_tokens: int = option(0, "longest answer in tokens; 0: what the context leaves", min=0)
+    history: bool = option(True, "keep what is typed, for the arrow keys of later conversations")
+
+
+@dataclass(frozen=True)
+class CompleteSettings(ClientSettings):
+    """A file of requests."""
+
+    model: str = option("", "model of lines that name none; empty: the first of the server")
+    concurrency: int = option(16, "lines that are asked at once", min=1, max=65536)
+    temperature: float = option(
+        -1.0, "of lines that have none; below 0: the model's default", min=-1, max=MAX_TEMPERATURE
+    )
+    max_tokens: int = option(0, "of lines that have none; 0: what the context leaves", min=0)
+    timeout_s: float = option(600.0, "seconds to wait for an answer", min=0.1)
+
+
+@dataclass(frozen=True)
+class BenchSettings(ClientSettings):
+    """A load on a server, and what is told of it."""
+
+    model: str = option("", "model to ask; empty: the first that the server lists")
+    endpoint: str = option(
+        "completions", "what is asked: plain prompts, or chats", choices=("completions", "chat")
+    )
+    rate: float = option(
+        0.0, "requests/s that arrive at random times (Poisson), whatever the server does; 0: none",
+        min=0,
+    )  # fmt: skip
+    concurrency: int = option(
+        8, "without --rate: requests that are always on their way", min=1, max=65536
+    )
+    requests: int = option(100, "requests that are measured", min=1)
+    warmup: int = option(1, "requests before, which are not measured", min=0)
+    input_tokens: int = option(128, "tokens of a prompt", min=1)
+    output_tokens: int = option(64, "tokens of an answer", min=1)
+    ignore_eos: bool = option(True, "answers do not end early; an extension that vLLM has, too")
+    temperature: float = option(
+        0.0, "0: greedy; below 0: the model's default", min=-1, max=MAX_TEMPERATURE
+    )
+    random_seed: int = option(
+        0, "of the prompts and their times; 0: drawn, so that no prompt is cached", min=0
+    )
+    slo: str = option(
+        "", "bounds that make a request good, as ttft=500ms,itl=50ms (also tpot, e2e): goodput"
+    )
+    json: str = option("", "file for the figures; empty: none")
+
+
+@dataclass(frozen=True)
+class TopSettings(ClientSettings):
+    """A view of the fleet."""
+
+    once: bool = option(False, "print it once and end")
+    interval_s: float = option(1.0, "seconds between two looks", min=0.1, max=3600)
 
 
 @dataclass(frozen=True)

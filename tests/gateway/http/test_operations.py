@@ -67,17 +67,19 @@ async def test_the_version(make_http):
 
 
 COMPLETES = {"completion": True, "embeddings": False, "score": False}
+DEFAULTS = {"temperature": 0.2, "top_p": 0.9}
 NO_CHAT = {"chat": False, "tools": False, "reasoning": False}
 
 
 async def test_models_say_what_can_be_asked_of_them(make_http):
-    chat, text = served("chat")[0], served("text")[0]
+    (chat, blobs), text = served("chat", generation=DEFAULTS), served("text")[0]
     text.ClearField("template_digest")
     thinks, embeds, judges = (served(name)[0] for name in ("thinks", "embeds", "judges"))
     thinks.template_digest = "thinks"
     embeds.pooling = "last"
     judges.score_token_ids.extend((1, 2))
     router = FakeRouter(saying("x"), [chat, text, thinks, embeds, judges])
+    router.blobs |= blobs
     router.blobs["thinks"] = THINKING.encode()
     client = make_http(router)
 
@@ -88,11 +90,14 @@ async def test_models_say_what_can_be_asked_of_them(make_http):
         return {model["id"]: model for model in data}
 
     unknown = {"tools": True, "reasoning": None, "structured_output": True}
-    assert (await listed())["chat"]["capabilities"] == {**COMPLETES, "chat": True, **unknown}
+    chat_model = (await listed())["chat"]
+    assert chat_model["capabilities"] == {**COMPLETES, "chat": True, **unknown}
+    assert chat_model["default_sampling_params"] is None
     for name in ("chat", "thinks"):
         await client.post("/tokenize", json={"model": name, "prompt": "x"})
     await client.post("/tokenize", json={"model": "text", "prompt": "x"})
     models = await listed()
+    assert models["chat"]["default_sampling_params"] == DEFAULTS
     assert {name: model["capabilities"] for name, model in models.items()} == {
         "chat": {
             **COMPLETES, "chat": True, "tools": True, "reasoning": False,

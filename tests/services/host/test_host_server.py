@@ -170,7 +170,7 @@ async def test_reflection_lists_the_services(running: Any) -> None:
 async def test_a_taken_port_is_named(running: Any) -> None:
     _, address, _, _ = running
     second = GrpcHost(ACCESS)
-    with pytest.raises(OSError, match=f"cannot listen on {address}"):
+    with pytest.raises(OSError, match=f"cannot listen on {address}: the port is taken"):
         second.listen(address)
 
 

@@ -1,0 +1,243 @@
+"""Line 5: `pdserve bench` agrees with guidellm on the same load within 5 %, in a closed and in an
+open loop; and `pdserve complete` goes on after Ctrl-C without a line lost or twice.
+
+Both measure one `pdserve up` in turn, with prompts of the same length that neither has asked
+before. The loads are light, since a client that is busy takes cores from the server beside it.
+guidellm is installed into build/guidellm the first time.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from eventually import wait_until
+from fleet import Fleet
+
+from pdserve.services.cli.async_client import AsyncApi
+from pdserve.services.cli.bench.prompts import make_prompts
+from pdserve.services.options.settings import ClientSettings
+
+ROOT = Path(__file__).parents[2]
+GUIDELLM = "guidellm==0.8.1"
+ENVIRONMENT = ROOT / "build/guidellm"
+MODEL = "SmolLM2-135M-Instruct"
+UP = ("--prefill", "0", "--threads", "1")  # the clients get a core of their own
+INPUT, OUTPUT = 128, 48
+REQUESTS = 60
+LOADS = {"one": {"concurrency": 1}, "closed": {"concurrency": 2}, "open": {"rate": 2.0}}
+ROUNDS = 6
+MOST_APART = 0.05
+LINES = 200
+STOPS = (0.2, 0.5, 0.8)  # shares of the lines that have a result at Ctrl-C
+PDSERVE = (sys.executable, "-P", "-m", "pdserve.services.cli.main")
+LIMIT_S = 1200.0
+OTHERS = 1_000_000  # beyond the seeds of our own prompts
+
+
+def guidellm() -> Path:
+    """The command, in an environment that also sees what is installed here."""
+    command = ENVIRONMENT / "bin/guidellm"
+    if not command.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        seen = ENVIRONMENT / "lib" / version / "site-packages/seen.pth"
+        seen.write_text(sysconfig.get_path("purelib") + "\n")
+        pip = [str(ENVIRONMENT / "bin/pip"), "install", "-q", GUIDELLM]
+        subprocess.run(pip, check=True, stdout=sys.stderr)
+    return command
+
+
+def prompts_file(url: str, folder: Path, seed: int) -> Path:
+    """Prompts for one run of guidellm."""
+
+    async def make() -> list[str]:
+        api = AsyncApi(ClientSettings(url=url))
+        try:
+            prompts, exact = await make_prompts(api, MODEL, REQUESTS, INPUT, seed)
+            assert exact
+            return prompts
+        finally:
+            api.close()
+
+    path = folder / "prompts.jsonl"
+    lines = [{"prompt": prompt, "output_tokens_count": OUTPUT} for prompt in asyncio.run(make())]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def theirs(url: str, load: Mapping[str, float], folder: Path, seed: int) -> dict[str, float]:
+    """What guidellm measures. Its ITL is what others call TPOT."""
+    out = folder / "guidellm.json"
+    if rate := load.get("rate"):
+        profile = f"kind=poisson,rate={rate:g}"
+    else:
+        profile = f"kind=concurrent,streams={load['concurrency']:g}"
+    words: list[str] = [
+        str(guidellm()), "run",
+        "--backend", f"kind=openai_http,target={url},model={MODEL},http2=false,"
+        "request_format=/v1/completions,validate_backend=false",
+        "--profile", profile,
+        "--constraint", f"kind=max_requests,count={REQUESTS}",
+        "--data", f"kind=json_file,path={prompts_file(url, folder, seed + OTHERS)}",
+        "--seed", f"kind=static,value={seed}",
+        "--output", f"kind=json,path={out}",
+        "--disable-console",
+    ]  # fmt: skip
+    # One process draws one series of arrivals, which is that of `pdserve bench` with this seed.
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
+    subprocess.run(words, check=True, stdout=sys.stderr, env=env, timeout=LIMIT_S)
+    (found,) = json.loads(out.read_text())["benchmarks"]
+    out.unlink()
+    metrics = found["metrics"]
+    assert metrics["request_totals"]["successful"] == REQUESTS
+    requests = found["requests"]["successful"]
+    begin = min(request["request_start_time"] for request in requests)
+    end = max(request["request_end_time"] for request in requests)
+    return {
+        "output_tokens_per_s": sum(r["output_tokens"] for r in requests) / (end - begin),
+        "ttft_ms": metrics["time_to_first_token_ms"]["successful"]["mean"],
+        "tpot_ms": metrics["inter_token_latency_ms"]["successful"]["mean"],
+        "e2e_ms": metrics["request_latency"]["successful"]["mean"] * 1000,
+    }
+
+
+def ours(url: str, load: Mapping[str, float], folder: Path, seed: int) -> dict[str, float]:
+    """What `pdserve bench` measures."""
+    out = folder / "ours.json"
+    words = [
+        *PDSERVE,
+        "bench",
+        "--url",
+        url,
+        "--requests",
+        str(REQUESTS),
+        "--random-seed",
+        str(seed),
+    ]
+    words += ["--input-tokens", str(INPUT), "--output-tokens", str(OUTPUT), "--json", str(out)]
+    words += ["--warmup", "0"]
+    for name, value in load.items():
+        words += [f"--{name}", f"{value:g}"]
+    subprocess.run(words, check=True, stdout=sys.stderr, timeout=LIMIT_S)
+    found = json.loads(out.read_text())
+    assert found["completed"] == REQUESTS
+    assert found["prompt_tokens"] == REQUESTS * INPUT
+    return {
+        "output_tokens_per_s": found["output_tokens_per_s"],
+        **{name: found[name]["mean"] for name in ("ttft_ms", "tpot_ms", "e2e_ms")},
+    }
+
+
+def agreement(url: str, folder: Path, rounds: int) -> dict[str, Any]:
+    """Each load in rounds, who is first in turn; a figure is the median of its rounds."""
+    result = {}
+    seed = 0
+    for name, load in LOADS.items():
+        runs: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
+        for number in range(rounds):
+            order = [("ours", ours), ("theirs", theirs)]
+            seed += 1
+            for who, measure_it in order if number % 2 else reversed(order):
+                runs[who].append(measure_it(url, load, folder, seed))
+        result[name] = compared(runs["ours"], runs["theirs"])
+    return result
+
+
+def compared(
+    mine: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
+    figures = {}
+    for name in mine[0]:
+        a, b = (statistics.median(run[name] for run in runs) for runs in (mine, others))
+        figures[name] = {"ours": round(a, 2), "theirs": round(b, 2), "apart": round(a / b - 1, 4)}
+    return figures
+
+
+def write_lines(path: Path, count: int) -> list[str]:
+    """The input of `complete`, and its ids."""
+    ids = [f"line-{number}-of-{count}" for number in range(count)]
+    lines = [
+        {
+            "custom_id": one,
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": f"Say {one}."}], "max_tokens": 8},
+        }
+        for one in ids
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return ids
+
+
+def resumed(url: str, folder: Path, count: int) -> dict[str, Any]:
+    """Runs `pdserve complete` and stops it by Ctrl-C three times."""
+    source, out = folder / "in.jsonl", folder / "out.jsonl"
+    ids = write_lines(source, count)
+    command = [*PDSERVE, "complete", str(source), str(out), "--url", url, "--concurrency", "8"]
+
+    def results() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+    stops = []
+    for share in STOPS:
+        with subprocess.Popen(command, stdout=sys.stderr, stderr=subprocess.DEVNULL) as process:
+            most = int(count * share)
+            wait_until(lambda most=most: len(results()) >= most, "results", LIMIT_S, pause_s=0.02)
+            process.send_signal(signal.SIGINT)
+        stops.append({"results": len(results()), "exit_code": process.returncode})
+    code = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.DEVNULL).returncode
+    found = results()
+    counted = Counter(result["custom_id"] for result in found)
+    answered = sum((r["response"] or {}).get("status_code") == 200 for r in found)
+    return {
+        "lines": count,
+        "at_ctrl_c": stops,
+        "exit_code": code,
+        "answered": answered,
+        "lost": len(set(ids) - counted.keys()),
+        "twice": sum(times - 1 for times in counted.values()),
+        "ok": sorted(counted.elements()) == sorted(ids)
+        and answered == count
+        and code == 0
+        and all(stop["exit_code"] == 130 and stop["results"] < count for stop in stops),
+    }
+
+
+def measure(rounds: int = ROUNDS, lines: int = LINES) -> dict[str, Any]:
+    guidellm()
+    with TemporaryDirectory() as folder, Fleet(*UP) as fleet:
+        complete = resumed(fleet.url, Path(folder), lines)
+        agreed = agreement(fleet.url, Path(folder), rounds)
+    apart = [figure["apart"] for load in agreed.values() for figure in load.values()]
+    return {
+        "ok": complete["ok"] and all(abs(share) <= MOST_APART for share in apart),
+        "furthest_apart": max(apart, key=abs),
+        "rounds": rounds,
+        "bench": agreed,
+        "complete": complete,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--lines", type=int, default=LINES)
+    chosen = parser.parse_args()
+    figures = measure(chosen.rounds, chosen.lines)
+    print(json.dumps(figures))
+    return not figures["ok"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

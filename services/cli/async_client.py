@@ -1,0 +1,203 @@
+"""Many requests at once to one server: HTTP/1.1 over kept connections, read by httptools.
+
+It costs a request little, so that a benchmark on the server's own machine leaves it its cores.
+"""
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import httptools
+
+from pdserve.services.cli.http_client import (
+    BROKEN,
+    MAX_ANSWER_BYTES,
+    ApiError,
+    address_of,
+    bearer,
+    error_of,
+)
+from pdserve.services.options.settings import ClientSettings
+
+OnBody = Callable[[bytes, float], None]
+"""Takes a piece of a body and when it came (perf_counter)."""
+
+
+class Response(NamedTuple):
+    """An answer of whatever status; `body` is empty if an OnBody took it."""
+
+    status: int
+    body: bytes
+    retry_after_s: float
+
+    @property
+    def json(self) -> Any:
+        """Raises ApiError."""
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            raise ApiError("the answer is no JSON: is this an OpenAI server?", 502) from None
+
+    def check(self) -> "Response":
+        """Itself if it is a 2xx. Raises ApiError."""
+        if self.status >= 300:
+            raise error_of(self.body, self.status, f"status {self.status}")
+        return self
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, with one request at a time."""
+
+    def __init__(self) -> None:
+        self.usable = True  # for another request
+        self.heard = False  # something of the current answer
+        self._transport: asyncio.Transport | None = None
+        self._done: asyncio.Future[Response] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    async def ask(self, request: bytes, on_body: OnBody | None) -> Response:
+        """Raises ApiError if the connection breaks first."""
+        assert self._transport is not None
+        self._parser = httptools.HttpResponseParser(self)
+        self._on_body = on_body
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+        self._retry_after_s = 0.0
+        self._ends_with_connection = False
+        self.heard = False
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            return await self._done
+        finally:
+            if not self._done.done() or self._done.cancelled():
+                self.close()  # what still comes is of no use, and tells the server to stop
+            self._done = None
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = True
+        self._now = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(f"this is no HTTP server: {error}")
+
+    def on_message_begin(self) -> None:
+        self._ends_with_connection = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        lower = name.lower()
+        if lower == b"retry-after" and value.isdigit():
+            self._retry_after_s = float(value)
+        elif lower in (b"content-length", b"transfer-encoding"):
+            self._ends_with_connection = False
+
+    def on_body(self, piece: bytes) -> None:
+        if self._on_body and self._parser.get_status_code() < 300:
+            self._on_body(piece, self._now)
+            return
+        self._num_bytes += len(piece)
+        if self._num_bytes > MAX_ANSWER_BYTES:
+            self._fail("the answer is too large")
+        self._pieces.append(piece)
+
+    def on_message_complete(self) -> None:
+        self.usable = self.usable and self._parser.should_keep_alive()
+        if self._done and not self._done.done():
+            status = self._parser.get_status_code()
+            self._done.set_result(Response(status, b"".join(self._pieces), self._retry_after_s))
+        if not self.usable:
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.usable = False
+        if self._done and error is None and self.heard and self._ends_with_connection:
+            self.on_message_complete()
+        self._fail(f"the connection broke: {error}" if error else "the answer broke off")
+
+    def _fail(self, message: str) -> None:
+        if self._done and not self._done.done():
+            self._done.set_exception(ApiError(message, code=BROKEN))
+        self.close()
+
+    def close(self) -> None:
+        self.usable = False
+        if self._transport:
+            self._transport.close()
+
+
+class AsyncApi:
+    """Calls one server; connections that are idle are used again."""
+
+    def __init__(self, settings: ClientSettings, timeout_s: float = 600.0) -> None:
+        """Raises ApiError for a URL that is neither http(s)://host[:port] nor unix:PATH."""
+        self.url = settings.url.rstrip("/")
+        self._address = at = address_of(settings.url)
+        self._tls = ssl.create_default_context() if at.is_secure else None
+        self._timeout_s = timeout_s
+        key = settings.api_key[0] if settings.api_key else ""
+        auth = f"Authorization: {bearer(key)}\r\n" if key else ""
+        host = f"[{at.host}]" if ":" in at.host else at.host
+        self._head = f"Host: {host}:{at.port}\r\nContent-Type: application/json\r\n{auth}"
+        self._idle: list[_Connection] = []
+
+    async def get(self, path: str) -> Response:
+        """Raises ApiError if no answer comes."""
+        return await self._ask("GET", path, b"", None)
+
+    async def first_model(self) -> str:
+        """The name of the model that the server lists first. Raises ApiError."""
+        models = (await self.get("/v1/models")).check().json.get("data") or []
+        if not models:
+            raise ApiError(f"{self.url} serves no model yet", 503)
+        return str(models[0]["id"])
+
+    async def post(
+        self, path: str, body: dict[str, Any] | bytes, on_body: OnBody | None = None
+    ) -> Response:
+        """Raises ApiError if no answer comes; an error of the server is an answer."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self._ask("POST", path, data, on_body)
+
+    async def _ask(self, method: str, path: str, data: bytes, on_body: OnBody | None) -> Response:
+        head = f"{method} {self._address.prefix}{path} HTTP/1.1\r\n{self._head}"
+        request = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    reused = bool(self._idle)
+                    connection = self._idle.pop() if reused else await self._connect()
+                    try:
+                        answer = await connection.ask(request, on_body)
+                        break
+                    except ApiError:
+                        # The server had closed an idle connection, and has not seen the request.
+                        if not reused or connection.heard:
+                            raise
+        except TimeoutError:
+            raise ApiError(f"no answer in {self._timeout_s:g} s", 408, BROKEN) from None
+        if connection.usable:
+            self._idle.append(connection)
+        return answer
+
+    async def _connect(self) -> _Connection:
+        loop, at = asyncio.get_running_loop(), self._address
+        try:
+            if at.unix_path:
+                _, made = await loop.create_unix_connection(_Connection, at.unix_path)
+            else:
+                _, made = await loop.create_connection(_Connection, at.host, at.port, ssl=self._tls)
+        except OSError as error:
+            raise ApiError(f"no server answers at {self.url} ({error})") from None
+        return made
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()

@@ -1,0 +1,128 @@
+"""What a benchmark has measured: one request's times, and the figures of all. Pure.
+
+The definitions are vLLM's (benchmarks/serving): TTFT is from the request's start to its first text,
+ITL the gap between two texts, TPOT the mean time of a token after the first, E2E the whole request.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PERCENTILES = (50, 90, 95, 99)
+SLO_TIMES = ("ttft", "itl", "tpot", "e2e")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)?")
+_SECONDS = {"ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request, in seconds of one clock. `arrivals` are those of its texts."""
+
+    started: float
+    arrivals: tuple[float, ...]
+    ended: float
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.arrivals[0] - self.started
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended - self.started
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    @property
+    def tpot_s(self) -> float:
+        """0 of a request with one token."""
+        if self.output_tokens < 2:
+            return 0.0
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of sorted values, interpolated as numpy does; 0 if there are none."""
+    if not ordered:
+        return 0.0
+    at = (len(ordered) - 1) * percent / 100
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles in milliseconds."""
+    ordered = sorted(value * 1000 for value in values)
+    figures = {"mean": sum(ordered) / len(ordered) if ordered else 0.0}
+    figures |= {f"p{p}": percentile(ordered, p) for p in PERCENTILES}
+    return figures | {"max": ordered[-1] if ordered else 0.0}
+
+
+def parse_slo(text: str) -> dict[str, float]:
+    """Seconds by name, of "ttft=500ms,itl=50"; milliseconds unless it says s. Raises ValueError."""
+    bounds = {}
+    for part in filter(None, (word.strip() for word in text.split(","))):
+        name, _, value = part.partition("=")
+        found = _DURATION.fullmatch(value.strip())
+        if name not in SLO_TIMES or not found:
+            raise ValueError(
+                f"{part!r} is no bound: write ttft=500ms,itl=50ms (of {', '.join(SLO_TIMES)})"
+            )
+        bounds[name] = float(found[1]) * _SECONDS[found[2] or "ms"]
+    return bounds
+
+
+def meets_slo(sample: Sample, slo: Mapping[str, float]) -> bool:
+    """Whether the request kept every bound; `itl` is that of 99 % of its gaps."""
+    if sample.error:
+        return False
+    times = {
+        "ttft": sample.ttft_s,
+        "itl": percentile(sorted(sample.gaps_s), 99),
+        "tpot": sample.tpot_s,
+        "e2e": sample.e2e_s,
+    }
+    return all(times[name] <= bound for name, bound in slo.items())
+
+
+def summarize(samples: Sequence[Sample], slo: Mapping[str, float]) -> dict[str, Any]:
+    """The figures of a run: counts, rates by its whole duration, and spreads in milliseconds."""
+    good = [sample for sample in samples if not sample.error]
+    wall_s = max((s.ended for s in samples), default=0.0) - min(
+        (s.started for s in samples), default=0.0
+    )
+    per_s = 1 / wall_s if wall_s > 0 else 0.0
+    output = sum(sample.output_tokens for sample in good)
+    prompt = sum(sample.prompt_tokens for sample in good)
+    errors: dict[str, int] = {}
+    for sample in samples:
+        if sample.error:
+            errors[sample.error] = errors.get(sample.error, 0) + 1
+    figures: dict[str, Any] = {
+        "requests": len(samples),
+        "completed": len(good),
+        "errors": errors,
+        "duration_s": wall_s,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "requests_per_s": len(good) * per_s,
+        "output_tokens_per_s": output * per_s,
+        "total_tokens_per_s": (prompt + output) * per_s,
+        "mean_concurrency": sum(sample.e2e_s for sample in good) * per_s,
+        "ttft_ms": spread([sample.ttft_s for sample in good]),
+        "itl_ms": spread([gap for sample in good for gap in sample.gaps_s]),
+        "tpot_ms": spread([sample.tpot_s for sample in good if sample.output_tokens > 1]),
+        "e2e_ms": spread([sample.e2e_s for sample in good]),
+    }
+    if slo:
+        kept = sum(meets_slo(sample, slo) for sample in samples)
+        figures["slo_ms"] = {name: bound * 1000 for name, bound in slo.items()}
+        figures["slo_attainment"] = kept / len(samples) if samples else 0.0
+        figures["goodput_requests_per_s"] = kept * per_s
+    return figures

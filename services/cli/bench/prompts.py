@@ -1,0 +1,61 @@
+"""Prompts of a given length: common words, drawn at random, so that no two share a prefix."""
+
+import random
+from collections.abc import Awaitable, Callable
+
+from pdserve.services.cli.async_client import AsyncApi
+from pdserve.services.cli.http_client import ApiError
+
+# Words that are one token each, after a space, in most vocabularies.
+_TEXT = (
+    "time year people way day man thing woman life child world school state family student group "
+    "country problem hand part place case week company system program question work number night "
+    "point home water room mother area money story fact month lot right study book eye job word "
+    "business issue side kind head house service friend father power hour game line end member law "
+    "car city community name president team minute idea body information back parent face others "
+    "level office door health person art war history party result change morning reason research "
+    "girl guy moment air teacher force education"
+)
+WORDS = tuple(_TEXT.split(" "))
+TRIES = 40
+NO_ROUTE = (404, 405, 501)
+
+CountTokens = Callable[[str], Awaitable[int]]
+
+
+async def make_prompts(
+    api: AsyncApi, model: str, count: int, num_tokens: int, seed: int
+) -> tuple[list[str], bool]:
+    """Prompts, and whether their length is that of the server's tokenizer; a server without
+    /tokenize gets as many words. Raises ApiError."""
+    rng = random.Random(seed)
+
+    async def tokens(text: str) -> int:
+        answer = await api.post("/tokenize", {"model": model, "prompt": text})
+        if answer.status in NO_ROUTE:
+            raise LookupError
+        return int(answer.check().json["count"])
+
+    try:
+        return [await exact(rng, num_tokens, tokens) for _ in range(count)], True
+    except LookupError:
+        return [drawn(rng, num_tokens) for _ in range(count)], False
+
+
+def drawn(rng: random.Random, num_words: int) -> str:
+    return " ".join(rng.choices(WORDS, k=max(1, num_words)))
+
+
+async def exact(rng: random.Random, num_tokens: int, tokens: CountTokens) -> str:
+    """A text of that many tokens. Raises ApiError if none is found."""
+    words = rng.choices(WORDS, k=max(1, num_tokens))
+    for _ in range(TRIES):
+        text = " ".join(words)
+        missing = num_tokens - await tokens(text)
+        if not missing:
+            return text
+        if missing < 0:
+            words = words[: max(1, len(words) + missing)]
+        else:
+            words += rng.choices(WORDS, k=missing)
+    raise ApiError(f"no prompt of {num_tokens} tokens was found: choose more --input-tokens", 400)

@@ -1,0 +1,29 @@
+"""`pdserve chat`: a conversation in the terminal, or the answers to the lines of a pipe."""
+
+import sys
+from collections.abc import Mapping
+
+from pdserve.services.cli.chat.conversation import Conversation, first_model
+from pdserve.services.cli.chat.prompt import history_file, piped_lines, typed_lines
+from pdserve.services.cli.chat.repl import COMMANDS, Repl
+from pdserve.services.cli.chat.view import view_on
+from pdserve.services.cli.http_client import ApiError, advice, client_of
+from pdserve.services.options.settings import ChatSettings
+from pdserve.services.options.sources import Settings
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """Talks until /exit or the end of input; 1 if no server answers."""
+    chat = settings.build(ChatSettings)
+    try:
+        client = client_of(chat)
+        conversation = Conversation(client, first_model(client, chat.model), chat)
+    except ApiError as error:
+        print(f"pdserve chat: {error}{advice(error)}", file=sys.stderr)
+        return 1
+    if sys.stdin.isatty():
+        print(f"{conversation.model} at {client.url}, {conversation.sampling}. /help explains.")
+        lines = typed_lines(history_file() if chat.history else None, COMMANDS)
+    else:
+        lines = piped_lines()
+    return Repl(conversation, lambda shows: view_on(sys.stdout, shows), sys.stdout).run(lines)

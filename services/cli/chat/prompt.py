@@ -1,0 +1,117 @@
+"""What a person types: with prompt_toolkit lines can be edited and go on, without it readline's."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from pdserve.services.local.data_folder import data_dir
+
+SIGN, MORE = "> ", ". "
+HISTORY = "chat_history"
+HINT = "(Ctrl-C once more, Ctrl-D or /exit ends)"
+
+
+def history_file() -> Path | None:
+    """In the user's data folder; None where it cannot be kept."""
+    try:
+        path = data_dir() / HISTORY
+        path.touch(mode=0o600)
+        return path
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return None
+
+
+def typed_lines(history: Path | None, commands: Collection[str]) -> Iterator[str]:
+    """Yields what the person enters; Ctrl-D ends it, and so does Ctrl-C twice."""
+    read = _reader(history, commands)
+    interrupted = False
+    while True:
+        try:
+            text = read()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if interrupted:
+                return
+            interrupted = True
+            print(HINT)
+            continue
+        interrupted = False
+        yield text
+
+
+def piped_lines() -> Iterator[str]:
+    """Yields the lines of standard input."""
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
+            yield input()
+
+
+def _reader(history: Path | None, commands: Collection[str]) -> Callable[[], str]:
+    try:
+        return _toolkit_reader(history, commands)
+    except ImportError:
+        return _readline_reader(history)
+
+
+def _toolkit_reader(history: Path | None, commands: Collection[str]) -> Callable[[], str]:
+    """Raises ImportError without prompt_toolkit."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.char_before_cursor == "\\":
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(
+        SIGN,
+        multiline=True,
+        prompt_continuation=MORE,
+        key_bindings=keys,
+        history=FileHistory(history) if history else InMemoryHistory(),
+        completer=WordCompleter(list(commands), sentence=True),
+        complete_while_typing=False,
+        reserve_space_for_menu=0,
+    )
+    return session.prompt
+
+
+def _readline_reader(history: Path | None) -> Callable[[], str]:
+    with suppress(ImportError):
+        import atexit
+        import readline
+
+        if history:
+            with suppress(OSError):
+                readline.read_history_file(history)
+            atexit.register(_write_history, history)
+
+    def read() -> str:
+        lines = [input(SIGN)]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(input(MORE))
+        return "\n".join(lines)
+
+    return read
+
+
+def _write_history(path: Path) -> None:
+    import readline
+
+    with suppress(OSError):
+        readline.set_history_length(1000)
+        readline.write_history_file(path)

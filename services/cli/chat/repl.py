@@ -1,0 +1,97 @@
+"""The loop of a conversation: a line is a question, which is answered, or a /command."""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import TextIO
+
+from pdserve.services.cli.chat.conversation import AnswerView, Conversation
+from pdserve.services.cli.http_client import ApiError, advice
+from pdserve.services.options.settings import MAX_TEMPERATURE
+
+COMMANDS = {
+    "/help": "list the commands and keys",
+    "/reset": "forget the conversation",
+    "/retry": "ask the last question again",
+    "/system": "TEXT: set the system message; without a text there is none",
+    "/temperature": "X: sample with it (0: greedy); without a number as the model recommends",
+    "/reasoning": "show what it thought before the last answer; on, off: as it comes, or not",
+    "/exit": "end, as does Ctrl-D",
+}
+KEYS = (
+    "Enter sends. Alt-Enter, or a backslash at a line's end and Enter: another line. "
+    "Up and down: earlier lines. Ctrl-C stops an answer."
+)
+
+
+class Repl:
+    """Reads lines, and answers each or runs it as a command."""
+
+    def __init__(
+        self, conversation: Conversation, make_view: Callable[[bool], AnswerView], out: TextIO
+    ) -> None:
+        """`make_view(shows_reasoning)` is called for each answer."""
+        self._conversation = conversation
+        self._make_view = make_view
+        self._out = out
+        self._shows_reasoning = False
+
+    def run(self, lines: Iterable[str]) -> int:
+        """Takes each line; the exit code says whether the last answer came."""
+        code = 0
+        for line in lines:
+            word, _, rest = line.strip().partition(" ")
+            if not word:
+                continue
+            if word in ("/exit", "/quit"):
+                break
+            if word.startswith("/") and word != "/retry":
+                print(self._run_command(word, rest.strip()), file=self._out, flush=True)
+            else:
+                code = self._answer(line if word != "/retry" else None)
+        return code
+
+    def _answer(self, question: str | None) -> int:
+        view = self._make_view(self._shows_reasoning)
+        try:
+            if question is not None:
+                self._conversation.ask(question, view)
+            elif not self._conversation.retry(view):
+                print("there is no question yet", file=self._out)
+        except ApiError as error:
+            print(f"error: {error}{advice(error)}", file=sys.stderr, flush=True)
+            return 1
+        return 0
+
+    def _run_command(self, word: str, rest: str) -> str:
+        """Runs it and returns what to tell the person."""
+        conversation = self._conversation
+        if word == "/help":
+            rows = [f"  {name:14}{text}" for name, text in COMMANDS.items()]
+            return "\n".join([*rows, KEYS, f"In force: {conversation.sampling}."])
+        if word == "/reset":
+            conversation.messages.clear()
+            return "the conversation is forgotten"
+        if word == "/system":
+            conversation.system = rest
+            return "the system message is set" if rest else "there is no system message now"
+        if word == "/temperature":
+            return self._set_temperature(rest)
+        if word == "/reasoning":
+            if rest in ("on", "off"):
+                self._shows_reasoning = rest == "on"
+                return f"reasoning is {'shown as it comes' if rest == 'on' else 'folded'}"
+            return conversation.reasoning.strip() or "the last answer came without reasoning"
+        return f"{word} is unknown; /help lists the commands"
+
+    def _set_temperature(self, text: str) -> str:
+        if not text:
+            self._conversation.temperature = None
+        else:
+            try:
+                value = float(text)
+            except ValueError:
+                return f"{text!r} is no number"
+            if not 0 <= value <= MAX_TEMPERATURE:
+                return f"a temperature is 0 to {MAX_TEMPERATURE:g}"
+            self._conversation.temperature = value
+        return self._conversation.sampling

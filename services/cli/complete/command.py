@@ -1,0 +1,200 @@
+"""`pdserve complete IN OUT`: a file of requests, asked some at once; a result each in the output.
+
+What was cut off goes on where it was: lines with a result are not asked again. Only what the server
+has decided is a result; a server that is busy or away is waited for, and then the run ends.
+"""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pdserve.services.cli.async_client import AsyncApi
+from pdserve.services.cli.commands import STOPPED
+from pdserve.services.cli.complete.lines import (
+    BadLine,
+    InputLine,
+    answer_line,
+    error_line,
+    line_id,
+    numbered,
+    parse_line,
+    request_of,
+)
+from pdserve.services.cli.complete.results import ResultError, ResultFile
+from pdserve.services.cli.http_client import ApiError, advice
+from pdserve.services.local.progress import ProgressView, progress_on
+from pdserve.services.options.settings import CompleteSettings
+from pdserve.services.options.sources import Settings
+
+AGAIN = (408, 429, 502, 503, 504)  # the server is busy or away: no line's result
+PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before a line is asked again
+
+
+class Stopped(Exception):
+    """Ctrl-C, or SIGTERM."""
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """0 if every line has an answer, 1 if one has an error or the run could not go on."""
+    chosen = settings.build(CompleteSettings)
+    source, target = Path(positionals["in"]), Path(positionals["out"])
+    view = progress_on(sys.stderr)
+    try:
+        check_source(source, target)
+        with ResultFile(target) as results:
+            total = count(source, results.done, target)
+            try:
+                asyncio.run(FileRun(chosen, results, view, target.name, total).run(source))
+            finally:
+                view.close()
+                say(f"{target}: {len(results.done)} of {total} lines, {results.num_failed} failed")
+            return 1 if results.num_failed else 0
+    except Stopped:
+        say("stopped; the same command goes on")
+        return STOPPED
+    except ApiError as error:
+        say(f"pdserve complete: {error}{advice(error)}")
+        say("the same command goes on once it answers")
+    except (OSError, ResultError, BadLine) as error:
+        say(f"pdserve complete: {error}")
+    finally:
+        view.close()
+    return 1
+
+
+def check_source(source: Path, target: Path) -> None:
+    """Raises BadLine, OSError before anything is written."""
+    with source.open("rb"):
+        if target.exists() and target.samefile(source):
+            raise BadLine(f"{target} is the input itself")
+
+
+def count(source: Path, done: set[str], target: Path) -> int:
+    """How many lines there are. Raises BadLine if two have one id, or a result has no line."""
+    seen: dict[str, int] = {}
+    for number, custom_id, _ in lines_of(source):
+        if custom_id in seen:
+            raise BadLine(f"{source}: lines {seen[custom_id]} and {number} have id {custom_id!r}")
+        seen[custom_id] = number
+    if strange := next((one for one in done if one not in seen), None):
+        raise BadLine(f"{target} has a result of {strange!r}, which {source} does not ask for")
+    return len(seen)
+
+
+def lines_of(source: Path) -> Iterator[tuple[int, str, Mapping[str, Any] | BadLine]]:
+    """(number, id, the line or what is wrong with it)."""
+    with source.open("rb") as file:
+        for number, data in numbered(file):
+            try:
+                line = parse_line(data)
+                yield number, line_id(line, number), line
+            except BadLine as error:
+                yield number, f"line-{number}", error
+
+
+class FileRun:
+    """Asks what has no result yet, `concurrency` lines at once."""
+
+    def __init__(
+        self,
+        chosen: CompleteSettings,
+        results: ResultFile,
+        view: ProgressView,
+        name: str,
+        total: int,
+    ) -> None:
+        """Raises ApiError for a malformed URL."""
+        self._api = AsyncApi(chosen, chosen.timeout_s)
+        self._chosen = chosen
+        self._results = results
+        self._view = view
+        self._name = name
+        self._total = total
+
+    async def run(self, source: Path) -> None:
+        """Raises ApiError, OSError, Stopped; no line is asked after that."""
+        loop = asyncio.get_running_loop()
+        work = asyncio.ensure_future(self._work(source))
+        stopped = False
+
+        def stop() -> None:
+            nonlocal stopped
+            stopped = True
+            work.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        try:
+            await work
+        except asyncio.CancelledError:
+            if stopped:
+                raise Stopped from None
+            raise
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._api.close()
+
+    async def _work(self, source: Path) -> None:
+        defaults = await self._defaults()
+        waiting = lines_of(source)  # shared: each worker takes the next line
+        self._show()
+
+        async def worker() -> None:
+            for _, custom_id, line in waiting:
+                if custom_id in self._results.done:
+                    continue
+                try:
+                    if isinstance(line, BadLine):
+                        raise line
+                    result = await self._ask(request_of(line, custom_id, defaults))
+                except BadLine as error:
+                    result = error_line(custom_id, "invalid_line", str(error))
+                self._results.add(result)
+                self._show()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._chosen.concurrency):
+                group.create_task(worker())
+
+    async def _defaults(self) -> dict[str, Any]:
+        """Fields of bodies that do not have them. Raises ApiError."""
+        chosen = self._chosen
+        defaults: dict[str, Any] = {"model": chosen.model or await self._api.first_model()}
+        if chosen.max_tokens:
+            defaults["max_tokens"] = chosen.max_tokens
+        if chosen.temperature >= 0:
+            defaults["temperature"] = chosen.temperature
+        return defaults
+
+    async def _ask(self, request: InputLine) -> dict[str, Any]:
+        """The result of a line. Raises ApiError if the server does not decide on it."""
+        for pause_s in (*PAUSES_S, None):
+            try:
+                answer = await self._api.post(request.url, dict(request.body))
+                if answer.status == 401:
+                    answer.check()
+                if answer.status not in AGAIN or pause_s is None:
+                    if answer.status in AGAIN:
+                        answer.check()
+                    with suppress(ApiError):
+                        return answer_line(request.custom_id, answer.status, answer.json)
+                    text = answer.body.decode(errors="replace")
+                    return answer_line(request.custom_id, answer.status, text)
+                pause_s = max(pause_s, answer.retry_after_s)
+            except ApiError as error:
+                if error.status == 401 or pause_s is None:
+                    raise
+            await asyncio.sleep(pause_s)
+        raise AssertionError("the last try has returned or raised")
+
+    def _show(self) -> None:
+        self._view.update(self._name, len(self._results.done) / max(1, self._total))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

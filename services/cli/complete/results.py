@@ -1,0 +1,99 @@
+"""The output of `pdserve complete`, which is also its state: what has a line there is done.
+
+A line is appended with one write, so that a run may end at any time; one that a full disk or a lost
+machine has torn is cut off at the next start. A lock keeps a second run away.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pdserve.services.cli.complete.lines import failed
+
+
+class ResultError(Exception):
+    """The output cannot be gone on with; says why."""
+
+
+class ResultFile:
+    """Owns the file while it is open."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, ResultError if it has lines that are no results."""
+        self._path = path
+        self.done: set[str] = set()
+        self.num_failed = 0
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __enter__(self) -> "ResultFile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._descriptor)
+
+    def add(self, result: Mapping[str, Any]) -> None:
+        """Raises OSError; the file then ends with a whole line all the same."""
+        data = (json.dumps(result, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        end = os.fstat(self._descriptor).st_size
+        try:
+            written = os.write(self._descriptor, data)
+            if written < len(data):  # the disk is full
+                os.write(self._descriptor, data[written:])
+        except OSError:
+            os.ftruncate(self._descriptor, end)
+            raise
+        self.done.add(str(result["custom_id"]))
+        self.num_failed += failed(result)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ResultError(f"{self._path}: another run writes to it") from None
+
+    def _read(self) -> None:
+        """Notes what is done and cuts a torn last line off."""
+        end = 0
+        with open(self._path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                end += len(line)
+                if line.strip():
+                    self._note(line, number)
+            size = file.seek(0, os.SEEK_END)
+            if size > end:
+                file.seek(end)
+                torn = file.read(1)
+                if torn != b"{":
+                    raise ResultError(f"{self._path}: its last line is no result; name a new file")
+        if size > end:
+            os.ftruncate(self._descriptor, end)
+
+    def _note(self, line: bytes, number: int) -> None:
+        try:
+            result = json.loads(line)
+            custom_id, response, _ = (result[name] for name in ("custom_id", "response", "error"))
+        except (ValueError, KeyError, TypeError):
+            custom_id = response = None
+        if not isinstance(custom_id, str) or not isinstance(response, dict | None):
+            raise ResultError(f"{self._path}: line {number} is no result; name a new file")
+        if custom_id in self.done:
+            raise ResultError(f"{self._path}: line {number} has the id {custom_id!r} again")
+        self.done.add(custom_id)
+        self.num_failed += failed(result)

@@ -1,0 +1,95 @@
+"""`pdserve top`: the workers of a running server, looked at again and again; q ends it."""
+
+import os
+import select
+import shutil
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from pdserve.services.cli.http_client import ApiClient, ApiError, advice, client_of
+from pdserve.services.cli.top.fleet import Snapshot, parse_snapshot, rates
+from pdserve.services.cli.top.screen import screen
+from pdserve.services.options.settings import TopSettings
+from pdserve.services.options.sources import Settings
+
+ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another screen, without a cursor
+HOME, CLEAR_LINE, CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
+WAIT_S = 5.0  # for an answer
+ENDS = (b"q", b"Q", b"\x03", b"\x04")  # and Ctrl-C and Ctrl-D
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """0, or 1 if there is no server to look at."""
+    chosen = settings.build(TopSettings)
+    try:
+        client = client_of(chosen, timeout_s=WAIT_S)
+        first = fetch_snapshot(client)
+    except ApiError as error:
+        print(f"pdserve top: {error}{advice(error)}", file=sys.stderr)
+        return 1
+    if chosen.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        print("\n".join(screen(client.url, first, None)))
+        return 0
+    with raw_terminal(), suppress(KeyboardInterrupt):
+        watch(client, first, chosen.interval_s)
+    return 0
+
+
+def fetch_snapshot(client: ApiClient) -> Snapshot:
+    """Raises ApiError."""
+    try:
+        return parse_snapshot(client.get("/metrics").decode())
+    except (ValueError, KeyError) as error:
+        raise ApiError(f"{client.url}/metrics is not pdserve's: {error}", 502) from None
+
+
+def watch(client: ApiClient, before: Snapshot, interval_s: float) -> None:
+    """Draws until a key ends it. A server that is away for a while is waited for."""
+    taken_at = time.monotonic()
+    draw([*screen(client.url, before, None), "", "q ends"])
+    while not key_within(interval_s):
+        try:
+            now = fetch_snapshot(client)
+        except ApiError as error:
+            draw([f"{client.url}: {error}", "", "it is asked again; q ends"])
+            continue
+        at = time.monotonic()
+        draw([*screen(client.url, now, rates(before, now, at - taken_at)), "", "q ends"])
+        before, taken_at = now, at
+
+
+def key_within(seconds: float) -> bool:
+    """Whether a key that ends it was pressed in that time."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left)[0]:
+            key = os.read(sys.stdin.fileno(), 1)
+            if not key or key in ENDS:
+                return True
+    return False
+
+
+def draw(lines: list[str]) -> None:
+    """As much as the terminal has room for."""
+    columns, rows = shutil.get_terminal_size()
+    shown = [line[:columns] + CLEAR_LINE for line in lines[: rows - 1]]
+    sys.stdout.write(HOME + "\r\n".join(shown) + CLEAR_REST)
+    sys.stdout.flush()
+
+
+@contextmanager
+def raw_terminal() -> Iterator[None]:
+    """Keys come one by one and are not shown; the screen before is there again afterwards."""
+    old = termios.tcgetattr(sys.stdin)
+    sys.stdout.write(ENTER)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, old)
+        sys.stdout.write(LEAVE)
+        sys.stdout.flush()

@@ -1,0 +1,41 @@
+"""Sampling that is recommended for models whose files say nothing of it."""
+
+import json
+
+import pytest
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.checkpoints.recommended import RECOMMENDED, SAMPLING, with_recommended
+from pdserve.engine.load import load_model
+from pdserve.gateway.text.generation import GenerationDefaults
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("SmolLM2-135M-Instruct", {"temperature": 0.2, "top_p": 0.9}),
+        ("HuggingFaceTB/SmolLM2-1.7B-Instruct", {"temperature": 0.2, "top_p": 0.9}),
+        ("SmolLM2-135M", {}),
+        ("smollm2-360m-instruct-q8_0", {"temperature": 0.2, "top_p": 0.9}),
+        ("Tiny-Llama", {}),
+    ],
+)
+def test_a_name_has_its_row(name: str, wanted: dict[str, float]) -> None:
+    assert with_recommended({"eos_token_id": 2}, name) == {"eos_token_id": 2, **wanted}
+
+
+def test_the_files_of_a_model_come_first() -> None:
+    own = {"temperature": 0.7, "top_p": None}
+    assert with_recommended(own, "SmolLM2-135M-Instruct") == own
+
+
+def test_every_row_is_sampling_that_a_client_could_ask_for() -> None:
+    for _, sampling in RECOMMENDED:
+        assert set(sampling) <= set(SAMPLING)
+        found = GenerationDefaults.from_json(json.dumps(sampling))
+        assert {name: getattr(found, name) for name in sampling} == sampling
+
+
+def test_the_shipped_model_has_the_sampling_of_its_model_card() -> None:
+    card = load_model(EngineConfig(), lambda doing, fraction: None).card
+    assert (card.generation_config["temperature"], card.generation_config["top_p"]) == (0.2, 0.9)

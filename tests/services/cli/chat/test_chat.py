@@ -1,0 +1,240 @@
+"""A conversation against a small HTTP server: history, commands, errors and what is drawn."""
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from api_server import CONTEXT_FULL, ApiServer, api_server, ends, says
+from terminal import on_screen
+
+from pdserve.services.cli.chat.conversation import Conversation
+from pdserve.services.cli.chat.repl import COMMANDS, Repl
+from pdserve.services.cli.chat.view import MarkdownView, PlainView
+from pdserve.services.cli.http_client import ApiClient
+from pdserve.services.cli.main import main
+from pdserve.services.options.settings import ChatSettings
+
+TINY = {"id": "tiny", "max_model_len": 100, "default_sampling_params": {"temperature": 0.2}}
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    with api_server() as made:
+        made.models = [TINY]
+        yield made
+
+
+class TerminalText(io.StringIO):
+    """Text that a person would see."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def talking(server: ApiServer, **settings: Any) -> tuple[Repl, Conversation, io.StringIO]:
+    out = io.StringIO()
+    chat = Conversation(ApiClient(server.url), TINY, ChatSettings(**settings))
+    return Repl(chat, lambda shows: PlainView(out, shows), out), chat, out
+
+
+def test_a_conversation_keeps_its_history(server: ApiServer) -> None:
+    server.events = [*says("Hel", "lo"), *ends(total_tokens=5)]
+    talk, _, out = talking(server, system="be brief", temperature=0.0, max_tokens=9)
+    assert talk.run(["hi", "", "again"]) == 0
+    assert out.getvalue() == "Hello\nHello\n"
+    first, second = server.asked
+    roles = [m["role"] for m in second["messages"]]
+    assert roles == ["system", "user", "assistant", "user"]
+    assert second["messages"][2]["content"] == "Hello"
+    assert (first["temperature"], first["max_tokens"], first["stream"]) == (0.0, 9, True)
+
+
+def test_commands_of_a_conversation(server: ApiServer) -> None:
+    server.events = [*says("x"), "[DONE]"]
+    talk, _, out = talking(server)
+    lines = ["one", "/system be kind", "/reset", "/dance", "/help", "two", "/exit", "three"]
+    assert talk.run(lines) == 0
+    assert [m["content"] for m in server.asked[-1]["messages"]] == ["be kind", "two"]
+    assert len(server.asked) == 2
+    assert "/dance is unknown" in out.getvalue()
+    assert all(f"  {name}" in out.getvalue() for name in COMMANDS)
+    assert "temperature" not in server.asked[0]
+
+
+def test_the_temperature_can_be_set_and_given_back(server: ApiServer) -> None:
+    server.events = [*says("x"), "[DONE]"]
+    talk, chat, out = talking(server)
+    assert chat.sampling == "temperature 0.2 (recommended for this model)"
+    talk.run(["/temperature 0.5", "one", "/temperature", "two", "/temperature x", "/temperature 9"])
+    assert [body.get("temperature") for body in server.asked] == [0.5, None]
+    assert "temperature 0.5 (yours)" in out.getvalue()
+    assert "'x' is no number" in out.getvalue()
+    assert "a temperature is 0 to 2" in out.getvalue()
+
+
+def test_sampling_of_a_server_that_tells_none() -> None:
+    chat = Conversation(ApiClient("http://x"), {"id": "m"}, ChatSettings())
+    assert chat.sampling == "sampling as the server chooses"
+    model = {"id": "m", "default_sampling_params": {}}
+    chat = Conversation(ApiClient("http://x"), model, ChatSettings())
+    assert chat.sampling.startswith("temperature 1 ")
+
+
+def test_retry_asks_the_last_question_again(server: ApiServer) -> None:
+    server.events = [*says("first"), "[DONE]"]
+    talk, chat, out = talking(server)
+    assert talk.run(["/retry", "hi", "/retry"]) == 0
+    assert out.getvalue() == "there is no question yet\nfirst\nfirst\n"
+    assert [m["content"] for m in server.asked[1]["messages"]] == ["hi"]
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"]
+    server.events = ['{"error": {"message": "gone"}}']
+    assert talk.run(["/retry"]) == 1
+    assert [m["content"] for m in chat.messages] == ["hi", "first"]
+
+
+def test_reasoning_is_folded_until_it_is_asked_for(server: ApiServer) -> None:
+    server.events = [*says("42", thinks="six times seven"), "[DONE]"]
+    talk, chat, out = talking(server)
+    talk.run(["what?"])
+    assert out.getvalue() == "42\n"
+    talk.run(["/reasoning", "/reasoning on", "what?"])
+    shown = out.getvalue()
+    assert shown.startswith("42\nsix times seven\n")
+    assert shown.endswith("six times seven42\n")
+    assert all("six" not in m["content"] for m in chat.messages)
+
+
+def test_a_question_that_fails_is_forgotten(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.events = ['{"error": {"message": "the worker went away"}}']
+    talk, chat, _ = talking(server)
+    assert talk.run(["hi"]) == 1
+    assert "the worker went away" in capsys.readouterr().err
+    assert chat.messages == []
+    server.events = says("half an ans")  # and then the connection ends
+    assert talk.run(["hi"]) == 1
+    assert "broke off" in capsys.readouterr().err
+    assert chat.messages == []
+
+
+def test_the_end_of_the_context_names_reset(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk, _, out = talking(server)
+    server.events = [*says("long"), *ends("length", total_tokens=100, completion_tokens=60)]
+    assert talk.run(["hi"]) == 0
+    assert "the context of 100 tokens is full: /reset" in out.getvalue()
+    server.reply = lambda body: (400, CONTEXT_FULL)
+    assert talk.run(["hi"]) == 1
+    assert "/reset forgets the conversation" in capsys.readouterr().err
+
+
+def test_an_answer_that_max_tokens_cuts_says_so(server: ApiServer) -> None:
+    talk, _, out = talking(server, max_tokens=3)
+    server.events = [*says("a b c"), *ends("length", total_tokens=9, completion_tokens=3)]
+    talk.run(["hi"])
+    assert "[cut after 3 tokens: --max-tokens]" in out.getvalue()
+    talk, _, out = talking(server)
+    talk.run(["hi"])
+    assert "[cut by the server, which allows no more tokens]" in out.getvalue()
+
+
+def test_chat_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:9"]) == 1
+    err = capsys.readouterr().err
+    assert "http://127.0.0.1:9" in err
+    assert "pdserve up" in err
+
+
+def test_a_wrong_key_and_a_wrong_model_are_said(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.key = "right"
+    for words in ([], ["--api-key", "wrong"]):
+        assert main(["chat", "--url", server.url, *words]) == 1
+        err = capsys.readouterr().err
+        assert "--api-key" in err
+        assert "pdserve up" not in err
+    assert main(["chat", "--url", server.url, "--api-key", "right", "--model", "big"]) == 1
+    assert "does not serve 'big' but tiny" in capsys.readouterr().err
+
+
+def test_chat_reads_from_a_pipe(
+    server: ApiServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.events = [*says("**fine**", thinks="hm"), "[DONE]"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("how are you\n"))
+    assert main(["chat", "--url", server.url, "--api-key", "k"]) == 0
+    assert capsys.readouterr().out == "**fine**\n"
+    assert server.asked[0]["model"] == "tiny"
+    assert server.keys[-1] == "Bearer k"
+
+
+def drawn(pieces: list[str], thinks: str = "") -> str:
+    """What is on the screen in the end."""
+    out = TerminalText()
+    view = MarkdownView(out, shows_reasoning=False)
+    if thinks:
+        view.think(thinks)
+    for piece in pieces:
+        view.write(piece)
+    view.end()
+    return "\n".join(on_screen(out.getvalue()))
+
+
+MARKDOWN = """# Title
+
+Some **bold** words, and so many more of them that they do not fit into one line of a terminal.
+Then another sentence.
+
+- one
+- two
+
+```python
+x = 1
+
+y = 2
+```
+
+1. a
+2. b
+
+The end.
+"""
+
+
+def test_markdown_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it comes, and however often it is drawn: every block is there once, in order."""
+    monkeypatch.setattr("pdserve.services.cli.chat.view.FRAME_S", 0.0)
+    shown = drawn([MARKDOWN[n : n + 3] for n in range(0, len(MARKDOWN), 3)])
+    assert shown.rstrip() == drawn([MARKDOWN]).rstrip()
+    rows = [row.strip() for row in shown.splitlines() if row.strip()]
+    assert rows == [
+        "Title",
+        "Some bold words, and so many more of them that they do not fit into one line of",
+        "a terminal. Then another sentence.",
+        "• one",
+        "• two",
+        "x = 1",
+        "y = 2",
+        "1 a",
+        "2 b",
+        "The end.",
+    ]
+
+
+def test_an_answer_has_no_say_over_the_terminal() -> None:
+    nasty = "a\x1b]0;title\x07b\x9b2Jc\r\td\n"
+    assert drawn([nasty]).split() == ["a]0;titleb2Jc", "d"]
+    for out, wanted in ((TerminalText(), "a]0;titleb2Jc\td\n"), (io.StringIO(), nasty)):
+        PlainView(out, shows_reasoning=False).write(nasty)
+        assert out.getvalue() == wanted
+
+
+def test_thoughts_are_one_line() -> None:
+    shown = drawn(["done"], thinks="secret thoughts")
+    assert "thought for" in shown
+    assert "secret" not in shown
+    assert "done" in shown

@@ -1,0 +1,163 @@
+"""`pdserve chat` as a person has it: in a pseudo terminal, with keys."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from api_server import CONTEXT_FULL, STALL, ApiServer, api_server, ends, says
+from eventually import wait_until
+from terminal import Terminal, in_terminal
+
+MODEL = {"id": "tiny", "max_model_len": 100, "default_sampling_params": {"temperature": 0.2}}
+PROMPT = ">"  # a key that comes before is not for it
+WITHOUT_THE_EXTRA = """
+import sys
+sys.modules.update(rich=None, prompt_toolkit=None)
+from pdserve.services.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+UP, ALT_ENTER, CTRL_C, CTRL_D = "\x1b[A", "\x1b\r", "\x03", "\x04"
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    with api_server() as made:
+        made.models = [MODEL]
+        made.events = [*says("It is **Paris**."), *ends(total_tokens=9)]
+        yield made
+
+
+@contextmanager
+def pdserve(*words: str, data: Path | None = None) -> Iterator[Terminal]:
+    command = [sys.executable, "-m", "pdserve.services.cli.main", *words]
+    env = {"XDG_DATA_HOME": str(data)} if data else {}
+    with in_terminal(command, env) as terminal:
+        yield terminal
+
+
+def asked(server: ApiServer, count: int = 1) -> list[str]:
+    """The last messages of that many questions, once they have come."""
+    wait_until(lambda: len(server.asked) >= count, "questions")
+    return [body["messages"][-1]["content"] for body in server.asked]
+
+
+def test_a_conversation(server: ApiServer, tmp_path: Path) -> None:
+    with pdserve("chat", "--url", server.url, data=tmp_path) as terminal:
+        start = terminal.wait_for(PROMPT)
+        assert f"tiny at {server.url}, temperature 0.2 (recommended for this model)" in start
+        terminal.enter("What is the capital of France?")
+        assert "**" not in terminal.wait_for("Paris.")
+        terminal.wait_for(PROMPT)
+        terminal.enter("/help")
+        terminal.wait_for("/reset")
+        terminal.wait_for(PROMPT)
+        terminal.type(CTRL_D)
+        assert terminal.end() == 0
+    with pdserve("chat", "--url", server.url, data=tmp_path) as terminal:  # the arrow keys know it
+        terminal.wait_for(PROMPT)
+        terminal.type(UP)
+        terminal.type(UP)
+        terminal.wait_for("capital of France?")
+        terminal.enter("")
+        terminal.wait_for("Paris.")
+        terminal.wait_for(PROMPT)
+        terminal.enter("/exit")
+        assert terminal.end() == 0
+    assert asked(server) == ["What is the capital of France?"] * 2
+    assert (tmp_path / "pdserve/chat_history").stat().st_mode & 0o077 == 0
+
+
+def test_a_question_of_several_lines(server: ApiServer) -> None:
+    with pdserve("chat", "--url", server.url, "--no-history") as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.type("one" + ALT_ENTER + "two\\\r")
+        terminal.enter("three")
+        terminal.wait_for("Paris.")
+    assert asked(server) == ["one\ntwo\nthree"]
+
+
+def test_without_the_extra_lines_are_plain(server: ApiServer, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_THE_EXTRA, "chat", "--url", server.url]
+    for lines in (["one\\", "two"], [UP]):  # the second time its history is there
+        with in_terminal(command, {"XDG_DATA_HOME": str(tmp_path)}) as terminal:
+            terminal.wait_for(PROMPT)
+            for line in lines:
+                terminal.enter(line)
+            terminal.wait_for("It is **Paris**.")
+            terminal.wait_for(PROMPT)
+            terminal.type(CTRL_D)
+            assert terminal.end() == 0
+    assert asked(server, 2) == ["one\ntwo", "two"]
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: ApiServer) -> None:
+    server.events = [*says("and so on"), STALL]
+    with pdserve("chat", "--url", server.url) as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.enter("talk")
+        terminal.wait_for("and so on")
+        terminal.type(CTRL_C)
+        terminal.wait_for("[stopped]")
+        server.events = [*says("fine"), *ends()]
+        terminal.enter("again")
+        terminal.wait_for("fine")
+        terminal.wait_for(PROMPT)
+        terminal.type(CTRL_C)
+        terminal.wait_for("Ctrl-D or /exit ends")
+        terminal.wait_for(PROMPT)
+        terminal.type(CTRL_C)
+        assert terminal.end() == 0
+    assert [m["content"] for m in server.asked[1]["messages"]] == ["talk", "and so on", "again"]
+
+
+def test_reasoning_is_folded(server: ApiServer) -> None:
+    server.events = [*says("42", thinks="six times seven"), *ends()]
+    with pdserve("chat", "--url", server.url) as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.enter("what?")
+        assert "six times" not in terminal.wait_for("/reasoning shows it)")
+        terminal.wait_for("42")
+        terminal.wait_for(PROMPT)
+        terminal.enter("/reasoning")
+        terminal.wait_for("six times seven")
+
+
+def test_a_wrong_key_is_said(server: ApiServer) -> None:
+    server.key = "right"
+    with pdserve("chat", "--url", server.url) as terminal:
+        terminal.wait_for("Give the server's key with --api-key")
+        assert terminal.end() == 1
+    assert "Traceback" not in terminal.text
+
+
+def test_a_wrong_flag_gets_a_suggestion(server: ApiServer) -> None:
+    with pdserve("chat", "--ulr", server.url) as terminal:
+        terminal.wait_for("--ulr is unknown (did you mean --url?)")
+        assert terminal.end() == 2
+    assert "Traceback" not in terminal.text
+
+
+def test_a_full_context_names_reset(server: ApiServer) -> None:
+    with pdserve("chat", "--url", server.url) as terminal:
+        terminal.wait_for(PROMPT)
+        server.reply = lambda body: (400, CONTEXT_FULL)
+        terminal.enter("one more")
+        terminal.wait_for("/reset forgets the conversation")
+        server.reply = None
+        terminal.enter("/reset")
+        terminal.wait_for("is forgotten")
+        terminal.wait_for(PROMPT)
+        terminal.enter("again")
+        terminal.wait_for("Paris.")
+    assert len(server.asked[-1]["messages"]) == 1
+
+
+def test_a_server_that_ends_in_between(server: ApiServer) -> None:
+    server.events = says("half")
+    with pdserve("chat", "--url", server.url) as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.enter("hi")
+        terminal.wait_for("the answer broke off")
+    assert "Traceback" not in terminal.text
