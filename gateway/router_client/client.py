@@ -9,7 +9,7 @@ deadline; others fail after GRACE_S.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 import grpc
 
@@ -29,6 +29,7 @@ from pdserve.services.host.auth.access import Access
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.rpc.channel import resolve
 from pdserve.services.host.rpc.fragments import send_ids
+from pdserve.services.host.rpc.token_rows import TokenRow
 
 log = logging.getLogger(__name__)
 
@@ -204,6 +205,12 @@ class RouterClient:
             if self._assign(inbox):
                 return
         inbox.put(inbox.request.take(event))
+
+    def rows(self, session: RouterConnection, rows: Iterable[TokenRow]) -> None:
+        for choice, position, id_ in rows:
+            inbox = self._inboxes.get(choice.request)
+            if inbox is not None and inbox.session is session:
+                inbox.put(inbox.request.take_token(choice, position, id_))
 
     def down(self, session: RouterConnection) -> None:
         now = asyncio.get_running_loop().time()
