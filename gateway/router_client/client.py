@@ -48,17 +48,19 @@ class _Inbox:
         self.session: RouterConnection | None = None  # that has it
         self.refused_by: set[RouterConnection] = set()  # they take no new request
         self._events: deque[RequestEvent] = deque()
-        self._arrived = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the consumer, while there are none
 
     def put(self, event: RequestEvent | None) -> None:
         if event is not None:
             self._events.append(event)
-            self._arrived.set()
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
 
     async def get(self) -> RequestEvent:
-        while not self._events:
-            self._arrived.clear()
-            await self._arrived.wait()
+        if not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
         return self._events.popleft()
 
 
