@@ -19,7 +19,7 @@ MAX_MERGED_IDS = 1024
 MAX_MERGED_LOGPROBS = 256  # a candidate has about 10 bytes, a token up to 20 candidates
 
 EventT = TypeVar("EventT", bound=Message)
-TokensEventT = TypeVar("TokensEventT", RequestEvent, DecodeEvent)
+TokensEventT = TypeVar("TokensEventT", bound=RequestEvent | DecodeEvent)
 
 
 class Outbox(Generic[EventT]):
