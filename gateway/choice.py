@@ -8,6 +8,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.text.choice_text import ChoiceText
@@ -50,8 +51,7 @@ class ScoredToken:
     offset: int  # characters of the choice's text before it
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What is new in one choice. `finish` is "stop", "length" or "tool_calls" (it has stopped to
     have them answered), set on the last one, and `stop` the stop string that ended it, if one
     did."""
@@ -152,10 +152,11 @@ class Choice:
         new = tokens.ids
         update = self._text.push(new, _FINISH.get(tokens.finish))
         scores: list[ScoredToken] = []
-        for score, token, offset in zip(tokens.logprobs, new, update.offsets, strict=False):
-            self.total_logprob += score.logprob
-            if self._scored:
-                scores.append(scored(self._vocabulary, token, score, offset))
+        if tokens.logprobs:
+            for score, token, offset in zip(tokens.logprobs, new, update.offsets, strict=False):
+                self.total_logprob += score.logprob
+                if self._scored:
+                    scores.append(scored(self._vocabulary, token, score, offset))
         counted = len(update.offsets)
         self.num_tokens += counted
         self.closed = update.finish is not None

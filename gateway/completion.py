@@ -235,6 +235,7 @@ class _PromptRun:
             )
             for c in range(width)
         ]
+        self._num_open = width  # choices that have not ended
         self._to_echo = set(range(width)) if completion.echo else set()
         # Its tokens as every choice echoes them, once they are described.
         self._echoed: tuple[ScoredToken, ...] | None = None if completion.echo else ()
@@ -262,49 +263,38 @@ class _PromptRun:
 
     async def events(self) -> AsyncGenerator[Delta, None]:
         async with aclosing(self._upstream.open(self._start())) as events:
-            async for event in self._until_done(events):
-                kind = event.WhichOneof("event")
-                if kind == "tokens":
+            async for event in events:
+                if event.HasField("tokens"):
                     if self._echoed is None and self._completion.sampling.logprobs is not None:
                         self._echoed = await self._scored_prompt()
                     delta = self._push(event)
                     if delta is not None:
                         yield delta
-                elif kind == "prompt_logprobs":
-                    self.prompt_scores.extend(event.prompt_logprobs.logprobs)
-                elif kind == "placed":
-                    self._completion.meter.placed(event.placed)
-                elif kind == "finished":
-                    self._finished = event.finished
-                elif kind == "failed" and not (
-                    event.failed.failure.code == CANCELLED and self._all_closed()
-                ):
-                    failure = event.failed.failure
-                    failure.param = self._completion.sampling.written_as(failure.param)
-                    raise ServiceError.from_failure(failure)
-        if not self._all_closed():
+                    if not self._num_open:
+                        break
+                else:
+                    self._note(event)
+            for event in await _last(events):
+                self._note(event)
+        if self._num_open:
             raise ServiceError(INTERNAL, "an answer was cut short")
         self._completion.meter.finished(self._finished, [c.num_tokens for c in self._choices])
 
-    async def _until_done(self, events: AsyncIterator[RequestEvent]) -> AsyncIterator[RequestEvent]:
-        """The events. Once a stop string has ended every choice, the router's last events count
-        only if they come within END_EVENTS_S."""
-        async for event in events:
-            yield event
-            if self._all_closed():
-                break
-        else:
-            return
-        try:
-            async with asyncio.timeout(END_EVENTS_S):
-                rest = [event async for event in events]
-        except TimeoutError:
-            return
-        for event in rest:
-            yield event
-
-    def _all_closed(self) -> bool:
-        return all(choice.closed for choice in self._choices)
+    def _note(self, event: RequestEvent) -> None:
+        """An event without tokens. Raises ServiceError if the request failed."""
+        kind = event.WhichOneof("event")
+        if kind == "prompt_logprobs":
+            self.prompt_scores.extend(event.prompt_logprobs.logprobs)
+        elif kind == "placed":
+            self._completion.meter.placed(event.placed)
+        elif kind == "finished":
+            self._finished = event.finished
+        elif kind == "failed":
+            failure = event.failed.failure
+            if failure.code == CANCELLED and not self._num_open:
+                return
+            failure.param = self._completion.sampling.written_as(failure.param)
+            raise ServiceError.from_failure(failure)
 
     def _start(self) -> Start:
         completion = self._completion
@@ -333,6 +323,7 @@ class _PromptRun:
         self._completion.admitted.first_token()
         self._completion.meter.tokens(choice.index, len(tokens.ids))
         if delta.finish is not None:
+            self._num_open -= 1
             self._completion.meter.ended(delta.finish)
             if not tokens.finish:  # a stop string has ended it, and decode does not know yet
                 self._upstream.cancel(self._request, [tokens.choice])
@@ -343,7 +334,7 @@ class _PromptRun:
             self._withheld[choice.index] = self._withheld.get(choice.index, ()) + delta.ids
             return None
         if self._withheld:
-            delta = replace(delta, ids=self._withheld.pop(choice.index, ()) + delta.ids)
+            delta = delta._replace(ids=self._withheld.pop(choice.index, ()) + delta.ids)
         return delta
 
     async def _scored_prompt(self) -> tuple[ScoredToken, ...]:
@@ -357,4 +348,14 @@ class _PromptRun:
         scores = self._echoed or ()
         if self._completion.echo_only:
             return Delta(delta.choice, (prompt,), scores, 0, "length")
-        return replace(delta, content=(prompt, *delta.content), tokens=scores + delta.tokens)
+        return delta._replace(content=(prompt, *delta.content), tokens=scores + delta.tokens)
+
+
+async def _last(events: AsyncIterator[RequestEvent]) -> list[RequestEvent]:
+    """What a router still says of a request whose choices have all ended here, if it comes within
+    END_EVENTS_S; else nothing."""
+    try:
+        async with asyncio.timeout(END_EVENTS_S):
+            return [event async for event in events]
+    except TimeoutError:
+        return []

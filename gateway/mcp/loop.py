@@ -177,9 +177,10 @@ class ToolRounds:
                         usage += item
                         continue
                     shown = tuple(this.push(item.content))
-                    delta = replace(item, content=shown, num_tokens=num_tokens + item.num_tokens)
+                    total = num_tokens + item.num_tokens
+                    delta = item._replace(content=shown, num_tokens=total)
                     if item.finish == "tool_calls" and this.ours:
-                        ended, delta = delta, replace(delta, finish=None)
+                        ended, delta = delta, delta._replace(finish=None)
                     yield delta
             num_tokens = ended.num_tokens
             written = written or bool(this.text.strip())

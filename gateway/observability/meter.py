@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from prometheus_client import Histogram
+
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.protos.common_pb2 import ErrorCode, Finished, Phases
@@ -51,6 +53,7 @@ class Meter:
         self.arrived = clock()
         self._model = ""
         self._prompt_tokens = 0
+        self._itl: Histogram | None = None  # of that model
         self._first: float | None = None
         self._last: dict[int, float] = {}
         self._counted = 0
@@ -64,6 +67,7 @@ class Meter:
     def begin(self, model: str, prompt_tokens: int) -> None:
         self._model = model
         self._prompt_tokens = prompt_tokens
+        self._itl = self._metrics.itl.labels(model)
 
     def next_round(self, prompt_tokens: int) -> None:
         """The model is asked again, with the results of tools; how it ended before is no end."""
@@ -85,12 +89,11 @@ class Meter:
         if self._first is None:
             self._first = now
             self._metrics.ttft.labels(self._model).observe(now - self.arrived)
-        if choice in self._last and count:
-            step = (now - self._last[choice]) / count
-            histogram = self._metrics.itl.labels(self._model)
-            for _ in range(count):
-                histogram.observe(step)
+        last = self._last.get(choice)
         self._last[choice] = now
+        if last is not None and count and self._itl is not None:
+            for _ in range(count):
+                self._itl.observe((now - last) / count)
 
     def ended(self, finish: str) -> None:
         self._finishes.append(finish)

@@ -6,6 +6,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from pydantic_core import to_json
+
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.completion import Usage
@@ -23,6 +25,8 @@ from pdserve.gateway.text.parts import (
     reasoning_of,
     text_of,
 )
+
+_TEXT = "\0text\0"  # in no other field
 
 
 class ChatReply:
@@ -80,13 +84,15 @@ class ChatReply:
             texts = array_json(map(object_json, choices))
             return object_json({**head, "choices": texts, "usage": usage_object(usage)})
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any] | JsonPieces, None]:
         """A chunk with the role when a choice begins, its text, its calls, its finish; then the
-        usage."""
+        usage. Each is an object, or its text."""
         async with self._service.prepare(self._request, self._caller) as completion:
             head = self._head("chat.completion.chunk", completion.model.card.name)
             counted = StreamUsage(self._body, completion)
-            begun: set[int] = set()
+            body = self._body
+            plain = not (body.logprobs or body.return_token_ids or body.continuous_usage)
+            begun: dict[int, TextChunk] = {}
             async with aclosing(self._service.completions.stream(completion)) as items:
                 async for item in items:
                     if isinstance(item, Usage):
@@ -95,17 +101,20 @@ class ChatReply:
                         continue
                     if item.choice not in begun:
                         opening = {"role": "assistant", "content": "", "refusal": None}
-                        first = {**head, "choices": [self._choice(item.choice, opening)]}
+                        first = {**head, "choices": [_choice(item.choice, opening)]}
                         if self._body.return_token_ids and not begun:
                             first["prompt_token_ids"] = list(completion.prompts[0].ids)
                         yield first | counted.before(item)
-                        begun.add(item.choice)
+                        begun[item.choice] = TextChunk(head, item.choice, counted.before(item))
+                    if plain and item.finish is None and (text := _only_text(item)):
+                        yield begun[item.choice].of(text)
+                        continue
                     after = counted.after(item)
                     if item.content or item.tokens or (item.ids and self._body.return_token_ids):
                         for choice in self._contents(item):
                             yield {**head, "choices": [choice]} | after
                     if item.finish is not None:
-                        ending = self._choice(item.choice, {}, self._finish(item.finish))
+                        ending = _choice(item.choice, {}, self._finish(item.finish))
                         yield {**head, "choices": [ending]} | after
 
     def _head(self, kind: str, model: str) -> dict[str, Any]:
@@ -117,11 +126,6 @@ class ChatReply:
         choice = self._body.tool_choice
         named = isinstance(choice, dict) and choice.get("type") == "function"
         return "stop" if named and finish == "tool_calls" else finish
-
-    def _choice(
-        self, index: int, delta: dict[str, Any], finish: str | None = None
-    ) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
 
     def _message(self, content: Sequence[ContentPart]) -> dict[str, Any]:
         text, calls = text_of(content), calls_of(content)
@@ -145,15 +149,13 @@ class ChatReply:
             if not (delta.tokens or self._body.return_token_ids):
                 return []  # a thought that is left out
             deltas.append({"content": ""})
-        choices = [self._choice(delta.choice, one) for one in deltas]
+        choices = [_choice(delta.choice, one) for one in deltas]
         choices[0]["logprobs"] = self._logprobs(delta.tokens)
         if self._body.return_token_ids:
             choices[0]["token_ids"] = list(delta.ids)
         return choices
 
     def _pieces(self, content: Sequence[ContentPart]) -> list[dict[str, Any]]:
-        if len(content) == 1 and isinstance(first := content[0], TextPart):  # most of them
-            return [{"content": first.text}] if first.text else []
         deltas: list[dict[str, Any]] = []
         text, thought = text_of(content), reasoning_of(content)
         if thought and self._body.include_reasoning is not False:
@@ -169,6 +171,29 @@ class ChatReply:
         if not self._body.logprobs:
             return None
         return logprobs.of_chat(tokens, self._as_ids)
+
+
+class TextChunk:
+    """The chunks of one choice that have nothing but text, which most of them have: written once,
+    but for the text."""
+
+    def __init__(self, head: dict[str, Any], index: int, after: dict[str, Any]) -> None:
+        chunk = {**head, "choices": [_choice(index, {"content": _TEXT})]} | after
+        self._before, self._behind = to_json(chunk).split(to_json(_TEXT))
+
+    def of(self, text: str) -> JsonPieces:
+        return JsonPieces((self._before, to_json(text), self._behind))
+
+
+def _only_text(delta: Delta) -> str:
+    """The text of a delta that has nothing else; empty if it has."""
+    if len(delta.content) == 1 and isinstance(part := delta.content[0], TextPart):
+        return part.text
+    return ""
+
+
+def _choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
 
 
 def _call(part: ToolCallPart) -> dict[str, Any]:

@@ -9,7 +9,7 @@ deadline; others fail after GRACE_S.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 import grpc
 
@@ -29,6 +29,7 @@ from pdserve.services.host.auth.access import Access
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.rpc.channel import resolve
 from pdserve.services.host.rpc.fragments import send_ids
+from pdserve.services.host.rpc.token_rows import TokenRow
 
 log = logging.getLogger(__name__)
 
@@ -47,17 +48,19 @@ class _Inbox:
         self.session: RouterConnection | None = None  # that has it
         self.refused_by: set[RouterConnection] = set()  # they take no new request
         self._events: deque[RequestEvent] = deque()
-        self._arrived = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the consumer, while there are none
 
     def put(self, event: RequestEvent | None) -> None:
         if event is not None:
             self._events.append(event)
-            self._arrived.set()
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
 
     async def get(self) -> RequestEvent:
-        while not self._events:
-            self._arrived.clear()
-            await self._arrived.wait()
+        if not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
         return self._events.popleft()
 
 
@@ -204,6 +207,12 @@ class RouterClient:
             if self._assign(inbox):
                 return
         inbox.put(inbox.request.take(event))
+
+    def rows(self, session: RouterConnection, rows: Iterable[TokenRow]) -> None:
+        for choice, position, id_ in rows:
+            inbox = self._inboxes.get(choice.request)
+            if inbox is not None and inbox.session is session:
+                inbox.put(inbox.request.take_token(choice, position, id_))
 
     def down(self, session: RouterConnection) -> None:
         now = asyncio.get_running_loop().time()

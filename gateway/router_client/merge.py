@@ -19,13 +19,12 @@ class _End:
     error: Exception | None
 
 
-async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """Items of all sources. An exception of one is raised here after the others are closed."""
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as only:
-            async for item in only:
-                yield item
-        return
+    return sources[0] if len(sources) == 1 else _merged(sources)
+
+
+async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     queue: asyncio.Queue[T | _End] = asyncio.Queue(_AHEAD)
 
     async def pump(source: AsyncGenerator[T, None]) -> None:

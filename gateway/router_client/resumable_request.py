@@ -14,9 +14,11 @@ from pdserve.protos.common_pb2 import (
     Finished,
     Placement,
     Start,
+    Tokens,
 )
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.rpc.request_progress import LostTokens, RequestProgress, remaining_ms
+from pdserve.services.host.rpc.token_rows import NumberedChoice
 
 
 class ResumableRequest:
@@ -100,6 +102,17 @@ class ResumableRequest:
         else:
             self.ended = True
         return event
+
+    def take_token(self, choice: NumberedChoice, position: int, id_: int) -> RequestEvent | None:
+        """Likewise a token of a choice that goes on."""
+        tokens = Tokens(choice=choice.choice, position=position, ids=(id_,))
+        if self.ended or choice.epoch != self._epoch:
+            return None
+        if self._progress.continues(choice.choice, position):
+            self._progress.add(choice.choice, id_)
+            return RequestEvent(tokens=tokens)
+        tokens.epoch = choice.epoch
+        return self.take(RequestEvent(tokens=tokens))
 
     def finish(self) -> RequestEvent | None:
         """End it here: its choices all ended, but the router that knew the rest is gone."""

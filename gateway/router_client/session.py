@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 import grpc
@@ -12,6 +13,7 @@ from pdserve.protos.router_pb2 import GatewayHello, GatewayMessage, RequestEvent
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.auth.roles import Role
+from pdserve.services.host.rpc.token_rows import NumberedChoices, TokenRow
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,9 @@ class RouterListener(Protocol):
 
     def event(self, session: "RouterConnection", event: RequestEvent) -> None:
         """Something about a request."""
+
+    def rows(self, session: "RouterConnection", rows: Iterable[TokenRow]) -> None:
+        """Tokens of choices that go on."""
 
     def down(self, session: "RouterConnection") -> None:
         """It ended: what it carried may be lost."""
@@ -100,9 +105,16 @@ class RouterConnection:
         writer = asyncio.create_task(self._write(call))
         try:
             self._listener.up(self)
+            choices = NumberedChoices()
             async for message in call:
                 self.has_worked = True  # it is not only a port that is open
                 for event in message.events:
+                    kind = event.WhichOneof("event")
+                    if kind == "rows":
+                        self._listener.rows(self, choices.of(event.rows))
+                        continue
+                    if kind == "tokens":
+                        choices.note(event.tokens)
                     self._listener.event(self, event)
             raise ConnectionError("the session ended")
         finally:

@@ -4,14 +4,13 @@ Nothing comes after the update that carries `finish`.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdserve.gateway.text.detokenizer import IncrementalDetokenizer
 from pdserve.gateway.text.stop import StopMatcher
 
 
-@dataclass(frozen=True, slots=True)
-class TextUpdate:
+class TextUpdate(NamedTuple):
     """New text, and how the choice has ended: "stop", "length", or None while it goes on.
 
     `offsets` has one entry for each token that counts: the characters of the choice before it.

@@ -5,11 +5,10 @@ still become a stop string, and nothing more.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Emitted:
+class Emitted(NamedTuple):
     """What one push sets free.
 
     `stop` is the stop string that ended the text, or None. `num_tokens` counts the tokens pushed
@@ -86,6 +85,8 @@ class StopMatcher:
     def _take(self, text: str) -> Emitted:
         if self._stop is not None:
             return Emitted("", self._stop, self._num_tokens)
+        if not self._patterns:
+            return Emitted(text, None, self._num_tokens)
         start = len(self._pending)
         pending = self._pending + text
         for end, char in enumerate(text, start + 1):
@@ -95,6 +96,6 @@ class StopMatcher:
                 self._pending = ""
                 cut = end if self._include else end - len(self._stop)
                 return Emitted(pending[:cut], self._stop, self._num_tokens)
-        cut = len(pending) - max((p.held for p in self._patterns), default=0)
+        cut = len(pending) - max(p.held for p in self._patterns)
         self._pending = pending[cut:]
         return Emitted(pending[:cut], None, self._num_tokens)

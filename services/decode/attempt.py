@@ -3,15 +3,18 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from pdserve.engine.api.request import Request
+from pdserve.engine.api.request import NewTokens, Request
 from pdserve.engine.handoff.incoming import Received
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.worker_pb2 import DecodeEvent, Resume, Ticket
+from pdserve.services.decode.convert import to_tokens
 from pdserve.services.decode.lease_machine import Lease
 from pdserve.services.decode.transcript import Transcript
+from pdserve.services.host.rpc.outbox import TokensOutbox
 from pdserve.services.worker.core import RouterSession
 
-DecodeSession = RouterSession[DecodeEvent]
+DecodeOutbox = TokensOutbox[DecodeEvent]
+DecodeSession = RouterSession[DecodeOutbox]
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +48,15 @@ class ServedAttempt:
         for timer in self.timers:
             timer.cancel()
         self.timers.clear()
+
+    def send(self, event: NewTokens) -> None:
+        """Tell the router of new tokens: a single one goes in a row, if it can."""
+        outbox = self.session.outbox
+        if len(event.ids) == 1 and not event.logprobs and event.finish is None:
+            row = (event.choice, event.position, event.ids[0])
+            if outbox.put_token(self.attempt, self.epoch, *row):
+                return
+        outbox.put(DecodeEvent(tokens=to_tokens(self.name, self.attempt, self.epoch, event)))
 
     def phases(self) -> pb.Phases:
         """The seconds of each phase; their sum is the time from Admit to the first token."""

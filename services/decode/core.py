@@ -31,12 +31,11 @@ from pdserve.engine.api.request import (
 from pdserve.engine.handoff.incoming import Received
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
-from pdserve.services.decode.attempt import DecodeSession, ServedAttempt
+from pdserve.services.decode.attempt import DecodeOutbox, DecodeSession, ServedAttempt
 from pdserve.services.decode.convert import (
     to_embedding,
     to_prompt_logprobs,
     to_request,
-    to_tokens,
 )
 from pdserve.services.decode.lease_machine import Lease, LeasePhase
 from pdserve.services.decode.leases import Leases
@@ -45,6 +44,7 @@ from pdserve.services.decode.runtime import AdmissionReply, DecodeRuntime
 from pdserve.services.decode.single_flight.followers import SharingPolicy
 from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.rpc.outbox import TokensOutbox
 from pdserve.services.worker.core import WorkerCore, service_error, when_done
 
 log = logging.getLogger(__name__)
@@ -52,11 +52,11 @@ log = logging.getLogger(__name__)
 ID_BYTES = 16
 
 
-class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
+class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
     """All attempts of one decode process."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(lambda: TokensOutbox(wire.DecodeEvent))
         self.leases = Leases(self)
         self._served: dict[bytes, ServedAttempt] = {}  # by attempt id
         self._by_key: dict[str, ServedAttempt] = {}  # by the engine's key
@@ -217,8 +217,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, wire.DecodeEvent]):
                 served.first_token = served.first_token or now
                 served.num_generated += len(event.ids)
                 served.transcript.take(event)
-                tokens = to_tokens(served.name, served.attempt, served.epoch, event)
-                served.session.outbox.put(wire.DecodeEvent(tokens=tokens))
+                served.send(event)
             case PromptScored(_, logprobs):
                 served.transcript.take(event)
                 for scored in to_prompt_logprobs(served.name, served.attempt, logprobs):

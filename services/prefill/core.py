@@ -24,20 +24,21 @@ from pdserve.engine.kv.identity import KvIdentity, refusal
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.rpc.outbox import Outbox
 from pdserve.services.prefill.runtime import PrefillRuntime
 from pdserve.services.worker.core import RouterSession, WorkerCore, service_error, when_done
 
 log = logging.getLogger(__name__)
 
 MAX_ENDED = 1024  # attempts whose last event is kept, for a router that asks late
-PrefillSession = RouterSession[wire.PrefillEvent]
+PrefillSession = RouterSession[Outbox[wire.PrefillEvent]]
 
 
-class PrefillCore(WorkerCore[PrefillRuntime, wire.PrefillEvent]):
+class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
     """All attempts of one prefill process."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Outbox[wire.PrefillEvent])
         self._owners: dict[bytes, PrefillSession] = {}  # by attempt: the session that hears of it
         self._tickets: dict[bytes, bytes] = {}  # ticket ids by attempt
         self._ended: OrderedDict[bytes, wire.PrefillEvent] = OrderedDict()  # the oldest first

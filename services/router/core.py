@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import random
+from collections.abc import Iterable
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
@@ -14,6 +15,7 @@ from pdserve.protos.router_pb2 import FleetView, WorkerView
 from pdserve.protos.worker_pb2 import DecodeEvent
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.host.rpc.token_rows import TokenRow
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, State, Worker
 from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
@@ -152,6 +154,11 @@ class RouterCore:
             self.dispatcher.on_decode(worker, event, now)
         else:
             self.dispatcher.on_prefill(worker, event, now)
+
+    def rows(self, worker: Worker, rows: Iterable[TokenRow]) -> None:
+        now = self._loop.time()
+        self.fleet.witnessed(worker, now)
+        self.dispatcher.on_rows(worker, rows, now)
 
     # --- clients
 

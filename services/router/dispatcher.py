@@ -5,7 +5,7 @@ Synchronous, time is an argument; the shell around it owns the sockets. There is
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from random import Random
 
 from pdserve.engine.handoff.recorder.event_log import EventLog
@@ -15,6 +15,7 @@ from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.host.rpc.token_rows import TokenRow
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests import actions as do
@@ -169,6 +170,11 @@ class Dispatcher:
             self.placer.budget.runs(request)
         request.client.put(event)
 
+    def emit_token(
+        self, request: RoutedRequest, attempt: bytes, choice: int, position: int, id_: int
+    ) -> bool:
+        return request.client.put_token(attempt, request.state.epoch, choice, position, id_)
+
     def place(self, request: RoutedRequest, now: float) -> None:
         self.placer.place(request, now)
 
@@ -299,6 +305,16 @@ class Dispatcher:
         request.on_decode(kind, message, now)
         if kind not in ("tokens", "verified"):  # neither makes room
             self.placer.pump(now)
+
+    def on_rows(self, worker: Worker, rows: Iterable[TokenRow], now: float) -> None:
+        """Tokens of a decode session, of choices that go on."""
+        for choice, position, id_ in rows:
+            request = self._by_attempt.get(choice.attempt)
+            attempt = None if request is None else request.assignment_of(choice.attempt)
+            if request is None or attempt is None or attempt.decode is not worker:
+                self.num_stale += 1
+            else:
+                request.on_token(choice.attempt, choice.choice, position, id_, now)
 
     def on_prefill(self, worker: Worker, event: wire.PrefillEvent, now: float) -> None:
         """An event of a prefill session."""

@@ -20,7 +20,7 @@ from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.rpc.backpressure import Backpressure, deliver
 from pdserve.services.host.rpc.channel import AUTHORIZATION
 from pdserve.services.host.rpc.fragments import IdsCollector
-from pdserve.services.host.rpc.outbox import Outbox
+from pdserve.services.host.rpc.outbox import TokensOutbox
 from pdserve.services.host.rpc.request_progress import RequestProgress
 from pdserve.services.host.tenants.fairness import FairShare
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
@@ -37,14 +37,17 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class ClientSession:
     """One client's stream of events; `key` is the gateway's boot id."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, *, in_rows: bool) -> None:
         self.key = key
-        self.outbox: Outbox[rpc.RequestEvent] = Outbox()
+        self.outbox = TokensOutbox(rpc.RequestEvent, in_rows=in_rows)
         self.over = False  # the one request of a Generate has ended
         self.num_generated = 0  # tokens of it
 
     def put(self, event: rpc.RequestEvent) -> None:
         self.outbox.put(event)
+
+    def put_token(self, attempt: bytes, epoch: int, choice: int, position: int, id_: int) -> bool:
+        return self.outbox.put_token(attempt, epoch, choice, position, id_)
 
 
 class RouterService(RouterServicer):
@@ -80,7 +83,7 @@ class RouterService(RouterServicer):
             await abort(context, ServiceError(pb.INVALID_ARGUMENT, "no hello", "hello"))
         if self._core.draining:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the router is shutting down"))
-        session = ClientSession(first.hello.boot)
+        session = ClientSession(first.hello.boot, in_rows=True)
         self._sessions.add(session)
         reader = asyncio.create_task(self._read(request_iterator, session))
         try:
@@ -147,7 +150,7 @@ class RouterService(RouterServicer):
 
     async def _run(self, progress: RequestProgress, tenant: Tenant, context: Context) -> None:
         """Raises ServiceError."""
-        session = ClientSession(os.urandom(16))
+        session = ClientSession(os.urandom(16), in_rows=False)
         request = progress.start.request
         settings = self._settings
         backpressure = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)

@@ -8,11 +8,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
-from google.protobuf.message import Message
 
 from pdserve.engine.api.errors import ContextLengthExceeded, EngineError
 from pdserve.protos import common_pb2 as pb
@@ -22,28 +21,29 @@ from pdserve.services.worker.runtime import WorkerRuntime
 
 END_S = 1.0  # how long a drained worker waits for routers to read its last events
 
-EventT = TypeVar("EventT", bound=Message)
+OutboxT = TypeVar("OutboxT", bound=Outbox[Any])
 RuntimeT = TypeVar("RuntimeT", bound=WorkerRuntime)
 
 
 @dataclass(eq=False, slots=True)
-class RouterSession(Generic[EventT]):
+class RouterSession(Generic[OutboxT]):
     """One router's stream of events. The attempts that it started outlive it."""
 
-    outbox: Outbox[EventT] = field(default_factory=Outbox[EventT])
+    outbox: OutboxT
     lost: bool = False  # the stream is over
 
 
-class WorkerCore(Generic[RuntimeT, EventT]):
+class WorkerCore(Generic[RuntimeT, OutboxT]):
     """The attempts of one worker process; prefill and decode derive from it.
 
     Subclasses clear `_empty` when they take an attempt and set it when they have none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, new_outbox: Callable[[], OutboxT]) -> None:
         self.num_stale = 0  # messages about unknown attempts
+        self._new_outbox = new_outbox
         self._runtime: RuntimeT | None = None
-        self._sessions: set[RouterSession[EventT]] = set()
+        self._sessions: set[RouterSession[OutboxT]] = set()
         self._session_closed = asyncio.Event()
         self._draining = False
         self._empty = asyncio.Event()
@@ -66,13 +66,13 @@ class WorkerCore(Generic[RuntimeT, EventT]):
 
     async def serve(
         self,
-        read: Callable[[RouterSession[EventT]], Coroutine[Any, Any, None]],
+        read: Callable[[RouterSession[OutboxT]], Coroutine[Any, Any, None]],
         context: "grpc.aio.ServicerContext[Any, Any]",
-    ) -> AsyncGenerator[list[EventT], None]:
+    ) -> AsyncGenerator[list[Any], None]:
         """One Session call: `read` carries out the router's commands; yields batches of events."""
         if self._runtime is None:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the model is loading"))
-        session = RouterSession[EventT]()
+        session = RouterSession(self._new_outbox())
         self._sessions.add(session)
         self.in_fleet.set()
         reader = asyncio.create_task(read(session))
@@ -90,7 +90,7 @@ class WorkerCore(Generic[RuntimeT, EventT]):
             self._session_closed.set()
             self._session_lost(session)
 
-    def _session_lost(self, session: RouterSession[EventT]) -> None:
+    def _session_lost(self, session: RouterSession[OutboxT]) -> None:
         """The stream is over. Attempts go on without it unless a subclass says otherwise."""
 
     async def _end_sessions(self) -> None:

@@ -18,6 +18,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules
@@ -220,8 +221,13 @@ class DispatcherMachine(RuleBasedStateMachine):
         HITS[f"admit {what}"] += 1
         self.dispatcher.on_decode(remote.worker, event, self.now)
 
-    @rule(which=st.integers(0, 5), count=st.integers(1, 4), repeat=st.booleans())
-    def generate(self, which: int, count: int, repeat: bool) -> None:
+    @rule(
+        which=st.integers(0, 5),
+        count=st.integers(1, 4),
+        repeat=st.booleans(),
+        in_rows=st.booleans(),
+    )
+    def generate(self, which: int, count: int, repeat: bool, in_rows: bool) -> None:
         running = {
             a: r
             for a, r in self.at_decode.items()
@@ -249,8 +255,13 @@ class DispatcherMachine(RuleBasedStateMachine):
                 finish=pb.LENGTH if end == NUM_TOKENS else pb.FINISH_REASON_UNSPECIFIED,
             )
             remote.sent[choice] = end
-            event = wire.DecodeEvent(tokens=tokens)
-            self.dispatcher.on_decode(remote.worker, event, self.now)
+            if in_rows and not tokens.finish:
+                named = NumberedChoice(start.request, attempt, start.epoch, choice)
+                rows = [(named, at, at) for at in range(first, end)]
+                self.dispatcher.on_rows(remote.worker, rows, self.now)
+            else:
+                event = wire.DecodeEvent(tokens=tokens)
+                self.dispatcher.on_decode(remote.worker, event, self.now)
             HITS["tokens"] += 1
         if attempt not in self.at_decode:
             return

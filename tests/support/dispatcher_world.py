@@ -54,6 +54,9 @@ class World:
     def put(self, event: RequestEvent) -> None:
         self.events.append(event)
 
+    def put_token(self, attempt: bytes, epoch: int, choice: int, position: int, id_: int) -> bool:
+        return False  # so that it comes as an event
+
     def _send(self, worker: Worker, command: Any) -> None:
         self.sent.append((worker, command))
 

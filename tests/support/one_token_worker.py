@@ -10,7 +10,7 @@ from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 from pdserve.services.host.auth.access import Access
-from pdserve.services.host.rpc.outbox import Outbox
+from pdserve.services.host.rpc.outbox import TokensOutbox
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.worker.membership import Membership
 
@@ -44,7 +44,7 @@ class OneTokenWorker(DecodeServicer):
         await self.host.stop(0)
 
     async def Session(self, requests: Any, context: Any) -> AsyncIterator[wire.DecodeMessage]:
-        outbox: Outbox[wire.DecodeEvent] = Outbox()
+        outbox = TokensOutbox(wire.DecodeEvent)
         reader = asyncio.create_task(self._read(requests, outbox))
         try:
             async for batch in outbox:
@@ -52,7 +52,7 @@ class OneTokenWorker(DecodeServicer):
         finally:
             reader.cancel()
 
-    async def _read(self, commands: Any, outbox: "Outbox[wire.DecodeEvent]") -> None:
+    async def _read(self, commands: Any, outbox: TokensOutbox[wire.DecodeEvent]) -> None:
         async for command in commands:
             if command.HasField("admit"):
                 attempt = command.admit.attempt

@@ -15,6 +15,7 @@ class Recorder:
         self.key = key
         self.ids: dict[tuple[str, int, int], list[int]] = {}
         self.terminal: Counter[tuple[str, int]] = Counter()
+        self._requests: dict[tuple[bytes, int, int], str] = {}  # of choices that have begun
 
     def put(self, event: RequestEvent) -> None:
         kind = event.WhichOneof("event")
@@ -25,6 +26,18 @@ class Recorder:
             have = self.ids.setdefault((*key, message.choice), [])
             assert message.position == len(have)
             have += message.ids
+            self._requests[message.attempt, message.epoch, message.choice] = message.request
         elif kind in ("finished", "failed"):
             self.terminal[key] += 1
             HITS[kind if kind == "finished" else pb.ErrorCode.Name(message.failure.code)] += 1
+
+    def put_token(self, attempt: bytes, epoch: int, choice: int, position: int, id_: int) -> bool:
+        request = self._requests.get((attempt, epoch, choice))
+        if request is None:
+            return False
+        assert not self.terminal[request, epoch], "a token after the terminal event"
+        have = self.ids[request, epoch, choice]
+        assert position == len(have)
+        have.append(id_)
+        HITS["rows"] += 1
+        return True

@@ -24,7 +24,7 @@ from pdserve.protos.worker_pb2_grpc import (
     add_PrefillServicer_to_server,
 )
 from pdserve.services.host.rpc.fragments import IdsCollector
-from pdserve.services.host.rpc.outbox import Outbox
+from pdserve.services.host.rpc.outbox import Outbox, TokensOutbox
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.worker.membership import Membership
 
@@ -79,6 +79,10 @@ class FakeWorker(ABC):
         self.membership.start()
 
     @abstractmethod
+    def new_outbox(self) -> Outbox[Any]:
+        """What waits for a router."""
+
+    @abstractmethod
     def register(self) -> None:
         """Add the role's servicer."""
 
@@ -109,7 +113,7 @@ class FakeWorker(ABC):
             self.membership = None
 
     async def session(self, commands: Any) -> AsyncIterator[Any]:
-        outbox: Outbox[Any] = Outbox()
+        outbox = self.new_outbox()
         self.outboxes.append(outbox)
         reader = asyncio.create_task(self._read(commands))
         try:
@@ -231,7 +235,15 @@ class FakeDecode(FakeWorker, DecodeServicer):
         kept = wire.DecodeEvent()
         kept.CopyFrom(event)
         self.said[attempt].append(kept)
+        tokens = event.tokens
+        if len(tokens.ids) == 1 and not tokens.logprobs and not tokens.finish:
+            choice = tokens.attempt, tokens.epoch, tokens.choice
+            if self.outboxes[-1].put_token(*choice, tokens.position, tokens.ids[0]):
+                return
         self.put(event)
+
+    def new_outbox(self) -> Outbox[Any]:
+        return TokensOutbox(wire.DecodeEvent)
 
     def register(self) -> None:
         add_DecodeServicer_to_server(self, self.host.server)
@@ -325,6 +337,9 @@ class FakePrefill(FakeWorker, PrefillServicer):
         self.hang = False  # accept, then do nothing
         self.num_hung = 0  # prompts that it has accepted so
         self.ids: dict[bytes, list[int]] = {}
+
+    def new_outbox(self) -> Outbox[Any]:
+        return Outbox()
 
     def register(self) -> None:
         add_PrefillServicer_to_server(self, self.host.server)

@@ -1,6 +1,6 @@
-"""Events that wait for a slow peer. Writers never block, and consecutive Tokens merge.
+"""Events that wait for a slow peer. Writers never block, and consecutive tokens merge.
 
-Used on the loop's thread only. Order is kept; only consecutive Tokens of one choice merge.
+Used on the loop's thread only. Order is kept; only consecutive tokens merge.
 """
 
 import asyncio
@@ -12,12 +12,14 @@ from google.protobuf.message import Message
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.protos.worker_pb2 import DecodeEvent
+from pdserve.services.host.rpc.token_rows import MAX_ROWS, ChoiceNumbers, UnsentRows
 
 MAX_BATCH_BYTES = 192 << 10  # of the events in one message; a single larger event travels alone
 MAX_MERGED_IDS = 1024
 MAX_MERGED_LOGPROBS = 256  # a candidate has about 10 bytes, a token up to 20 candidates
 
 EventT = TypeVar("EventT", bound=Message)
+TokensEventT = TypeVar("TokensEventT", bound=RequestEvent | DecodeEvent)
 
 
 class Outbox(Generic[EventT]):
@@ -25,8 +27,6 @@ class Outbox(Generic[EventT]):
 
     def __init__(self) -> None:
         self._events: list[EventT] = []
-        # The last unsent Tokens by attempt and choice.
-        self._last_tokens: dict[tuple[bytes, int], RequestEvent | DecodeEvent] = {}
         self._wake = asyncio.Event()
         self._closed = False
 
@@ -34,18 +34,95 @@ class Outbox(Generic[EventT]):
         return len(self._events)
 
     def put(self, event: EventT) -> None:
+        """Append; dropped once closed. The outbox owns the event from here on."""
+        if not self._closed:
+            self._events.append(event)
+            self._wake.set()
+
+    def close(self) -> None:
+        """End the iteration after the events that were put so far."""
+        self._closed = True
+        self._wake.set()
+
+    def take(self) -> list[EventT]:
+        """The oldest events that fit one message; empty if there are none."""
+        size = count = 0
+        for event in self._events:
+            size += event.ByteSize()
+            if count and size > MAX_BATCH_BYTES:
+                break
+            count += 1
+        batch, self._events = self._events[:count], self._events[count:]
+        return batch
+
+    async def __aiter__(self) -> AsyncIterator[list[EventT]]:
+        while True:
+            if batch := self.take():
+                yield batch
+            elif self._closed:
+                return
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+
+
+class TokensOutbox(Outbox[TokensEventT]):
+    """One whose events of Tokens merge; with `in_rows`, tokens of choices that go on are sent as
+    TokenRows."""
+
+    def __init__(self, kind: type[TokensEventT], *, in_rows: bool = True) -> None:
+        super().__init__()
+        self._kind = kind
+        self._numbers = ChoiceNumbers() if in_rows else None
+        # The last unsent Tokens by attempt and choice.
+        self._last_tokens: dict[tuple[bytes, int], TokensEventT] = {}
+        self._rows = UnsentRows()  # behind the events
+
+    def __len__(self) -> int:
+        return len(self._events) + bool(self._rows)
+
+    def put(self, event: TokensEventT) -> None:
         """Append, or merge Tokens into unsent ones of their choice; dropped once closed.
 
         The outbox owns the event from here on and may change it.
         """
         if self._closed:
             return
-        if isinstance(event, RequestEvent | DecodeEvent) and event.WhichOneof("event") == "tokens":
+        self._close_rows()
+        if event.WhichOneof("event") == "tokens":
+            if self._numbers is not None:
+                self._numbers.note(event.tokens)
             if self._merge(event.tokens):
                 return
             self._last_tokens[event.tokens.attempt, event.tokens.choice] = event
-        self._events.append(event)
-        self._wake.set()
+        super().put(event)
+
+    def put_token(self, attempt: bytes, epoch: int, choice: int, position: int, id_: int) -> bool:
+        """Add a token without log-probabilities to a choice that goes on. False: it must be put as
+        an event, since the choice has no number."""
+        number = 0 if self._numbers is None else self._numbers.get(attempt, epoch, choice)
+        if not number:
+            return False
+        if not self._closed:
+            if len(self._rows) == MAX_ROWS:
+                self._close_rows()
+            self._rows.add(number, position, id_)
+            self._wake.set()
+        return True
+
+    def take(self) -> list[TokensEventT]:
+        self._close_rows()
+        batch = super().take()
+        if not self._events:
+            self._last_tokens.clear()
+        elif batch:
+            self._forget(batch)
+        return batch
+
+    def _close_rows(self) -> None:
+        """Nothing is added to the rows so far: they are an event."""
+        if self._rows:
+            self._events.append(self._kind(rows=self._rows.take()))
 
     def _merge(self, new: pb.Tokens) -> bool:
         event = self._last_tokens.get((new.attempt, new.choice))
@@ -64,43 +141,12 @@ class Outbox(Generic[EventT]):
             return False
         last.ids.extend(new.ids)
         last.logprobs.extend(new.logprobs)
-        last.finish = new.finish
+        last.finish, last.number = new.finish, new.number or last.number
         return True
 
-    def close(self) -> None:
-        """End the iteration after the events that were put so far."""
-        self._closed = True
-        self._wake.set()
-
-    def take(self) -> list[EventT]:
-        """The oldest events that fit one message; empty if there are none."""
-        size = count = 0
-        for event in self._events:
-            size += event.ByteSize()
-            if count and size > MAX_BATCH_BYTES:
-                break
-            count += 1
-        batch, self._events = self._events[:count], self._events[count:]
-        if not self._events:
-            self._last_tokens.clear()
-        elif batch:
-            self._forget(batch)
-        return batch
-
-    def _forget(self, batch: list[EventT]) -> None:
+    def _forget(self, batch: list[TokensEventT]) -> None:
         """No Tokens may merge into events that are sent."""
         for event in batch:
-            if isinstance(event, RequestEvent | DecodeEvent):
-                key = (event.tokens.attempt, event.tokens.choice)
-                if self._last_tokens.get(key) is event:
-                    del self._last_tokens[key]
-
-    async def __aiter__(self) -> AsyncIterator[list[EventT]]:
-        while True:
-            if batch := self.take():
-                yield batch
-            elif self._closed:
-                return
-            else:
-                self._wake.clear()
-                await self._wake.wait()
+            key = (event.tokens.attempt, event.tokens.choice)
+            if self._last_tokens.get(key) is event:
+                del self._last_tokens[key]

@@ -64,6 +64,17 @@ class RequestProgress:
         choice.finish = tokens.finish
         return tokens
 
+    def continues(self, choice: int, position: int) -> bool:
+        """Whether the next token of that choice is at that position."""
+        if choice >= len(self.choices):
+            return False
+        state = self.choices[choice]
+        return not state.finish and len(state.generated_ids) == position
+
+    def add(self, choice: int, id_: int) -> None:
+        """Add one that does."""
+        self.choices[choice].generated_ids.append(id_)
+
     def take_scores(self, scores: pb.PromptLogprobs) -> pb.PromptLogprobs | None:
         """Likewise for log-probabilities of the prompt, which are wanted once in a request."""
         if not self.start.params.HasField("prompt_logprobs"):

@@ -8,7 +8,7 @@ cancelled meanwhile is said first in the next one.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from enum import Enum
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.rpc.outbox import Outbox
+from pdserve.services.host.rpc.token_rows import NumberedChoices, TokenRow
 from pdserve.services.router.fleet.fleet import Worker
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,9 @@ class SessionListener(Protocol):
 
     def event(self, worker: Worker, event: Event) -> None:
         """It said something."""
+
+    def rows(self, worker: Worker, rows: Iterable[TokenRow]) -> None:
+        """Tokens of choices that go on."""
 
 
 class ProbeResult(Enum):
@@ -131,9 +135,10 @@ class WorkerSession:
             log.info("session with %s is up", self._address)
             self._listener.up(self._worker)
             try:
+                choices = NumberedChoices()
                 async for message in call:
                     for event in message.events:
-                        self._listener.event(self._worker, event)
+                        self._say(event, choices)
             finally:
                 self._outbox = None
                 self._listener.down(self._worker)
@@ -141,6 +146,16 @@ class WorkerSession:
                 call.cancel()
                 with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
                     await writer
+
+    def _say(self, event: Event, choices: NumberedChoices) -> None:
+        """Tell the listener; `choices` are those that have numbers in this session."""
+        kind = event.WhichOneof("event")
+        if kind == "rows" and isinstance(event, wire.DecodeEvent):
+            self._listener.rows(self._worker, choices.of(event.rows))
+            return
+        if kind == "tokens" and isinstance(event, wire.DecodeEvent):
+            choices.note(event.tokens)
+        self._listener.event(self._worker, event)
 
 
 class WorkerSessions:

@@ -24,6 +24,9 @@ class Client(Protocol):
     def put(self, event: RequestEvent) -> None:
         """Take an event; never blocks."""
 
+    def put_token(self, attempt: bytes, epoch: int, choice: int, position: int, id_: int) -> bool:
+        """Take a token of a choice that goes on; False: only as an event."""
+
 
 @dataclass(eq=False, slots=True)
 class Assignment:
@@ -43,6 +46,11 @@ class Effects(Protocol[RequestT]):
 
     def emit(self, request: RequestT, event: RequestEvent) -> None:
         """Pass an event to the client."""
+
+    def emit_token(
+        self, request: RequestT, attempt: bytes, choice: int, position: int, id_: int
+    ) -> bool:
+        """Pass a token on to the client without an event; False: it takes an event."""
 
     def place(self, request: RequestT, now: float) -> None:
         """Begin an attempt now, or queue the request in order of arrival."""

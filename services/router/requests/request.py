@@ -211,6 +211,15 @@ class RoutedRequest:
                     self._keeps(message)
                 self.step(messages.of_decode(kind, message), now, message)
 
+    def on_token(self, attempt: bytes, choice: int, position: int, id_: int, now: float) -> None:
+        """A token of a choice that goes on; most of them are only passed on."""
+        goes_on = self.state.only_passes_on(attempt) and self.progress.continues(choice, position)
+        if goes_on and self._effects.emit_token(self, attempt, choice, position, id_):
+            self.progress.add(choice, id_)
+            return
+        tokens = pb.Tokens(attempt=attempt, choice=choice, position=position, ids=(id_,))
+        self.on_decode("tokens", tokens, now)
+
     def on_prefill(self, kind: str, message: Any, now: float) -> None:
         """An event of a prefill session, by its name in the proto."""
         self.step(messages.of_prefill(kind, message), now)

@@ -135,6 +135,17 @@ class Routing:
             and now >= self.stays_until
         )
 
+    def only_passes_on(self, attempt: bytes) -> bool:
+        """Whether ids of that attempt that end no choice change nothing here."""
+        return (
+            self.attempt is not None
+            and self.attempt.id == attempt
+            and self.attempt.produced
+            and self.stage is Stage.RUNNING
+            and self.begun
+            and self.migration is None
+        )
+
     def takes_output(self, attempt: bytes) -> bool:
         """Whether ids of that attempt count now. While it is being resumed they do not: what was
         said before is said again."""

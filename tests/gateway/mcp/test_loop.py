@@ -31,6 +31,7 @@ from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Dialect, HttpLimits
 from pdserve.gateway.http.inner import post
+from pdserve.gateway.http.json_text import JsonPieces
 from pdserve.gateway.mcp.config import McpServer
 from pdserve.gateway.mcp.loop import MAX_CALLS, McpTools
 from pdserve.gateway.mcp.offer import ServerTool, ToolResult, offered_tools
@@ -526,7 +527,8 @@ async def test_a_client_that_leaves_cancels_a_later_round() -> None:
         )
         async with aclosing(ChatReply(gw.service, body, Caller("r")).chunks()) as chunks:
             async for chunk in chunks:
-                if "T" in str(chunk["choices"][0]["delta"].get("content")):
+                whole = json.loads(chunk.text()) if isinstance(chunk, JsonPieces) else chunk
+                if "T" in str(whole["choices"][0]["delta"].get("content")):
                     break
         assert router.left == ["chatcmpl-r-1"]
 

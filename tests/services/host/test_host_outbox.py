@@ -9,11 +9,17 @@ from hypothesis import strategies as st
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import Placed, RequestEvent
-from pdserve.services.host.rpc.outbox import MAX_BATCH_BYTES, MAX_MERGED_IDS, Outbox
+from pdserve.services.host.rpc.outbox import MAX_BATCH_BYTES, MAX_MERGED_IDS, TokensOutbox
+from pdserve.services.host.rpc.token_rows import (
+    MAX_NUMBERED,
+    MAX_ROWS,
+    ChoiceNumbers,
+    NumberedChoices,
+)
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["tokens", "tokens", "tokens", "placed", "take", "finish", "retry"]),
+        st.sampled_from(["tokens", "tokens", "row", "row", "placed", "take", "finish", "retry"]),
         st.integers(0, 2),
         st.integers(1, 5),
         st.booleans(),
@@ -24,17 +30,24 @@ steps = st.lists(
 
 @given(steps)
 def test_merging_changes_no_content_and_no_order(steps: list[tuple[str, int, int, bool]]) -> None:
-    outbox: Outbox[RequestEvent] = Outbox()
+    outbox = TokensOutbox(RequestEvent)
     position = {0: 0, 1: 0, 2: 0}
     finished: set[int] = set()
     attempt = 0
     put: list[tuple[object, ...]] = []  # one entry per id, in order
     taken: list[tuple[object, ...]] = []
+    choices = NumberedChoices()
 
     def flatten(event: RequestEvent) -> list[tuple[object, ...]]:
         if event.WhichOneof("event") == "placed":
             return [("placed", event.placed.epoch)]
+        if event.WhichOneof("event") == "rows":
+            return [
+                (choice.attempt, choice.choice, at, token, None, 0)
+                for choice, at, token in choices.of(event.rows)
+            ]
         tokens = event.tokens
+        choices.note(tokens)
         rows: list[tuple[object, ...]] = []
         for index, token in enumerate(tokens.ids):
             logprob = tokens.logprobs[index].logprob if tokens.logprobs else None
@@ -53,7 +66,14 @@ def test_merging_changes_no_content_and_no_order(steps: list[tuple[str, int, int
             outbox.put(event)
         elif kind == "retry":
             attempt += 1
-        elif choice not in finished:
+        elif choice in finished:
+            continue
+        elif kind == "row":
+            at = position[choice]
+            if outbox.put_token(bytes([attempt]), 0, choice, at, number):
+                put.append((bytes([attempt]), choice, at, number, None, 0))
+                position[choice] += 1
+        else:
             tokens = pb.Tokens(
                 attempt=bytes([attempt]),
                 choice=choice,
@@ -89,7 +109,7 @@ def tokens(position: int, count: int = 1, finish: pb.FinishReason = pb.LENGTH) -
 
 
 def test_a_slow_reader_costs_one_event_per_choice() -> None:
-    outbox: Outbox[RequestEvent] = Outbox()
+    outbox = TokensOutbox(RequestEvent)
     for position in range(MAX_MERGED_IDS):
         outbox.put(tokens(position))
     assert len(outbox) == 1
@@ -98,7 +118,7 @@ def test_a_slow_reader_costs_one_event_per_choice() -> None:
 
 
 def test_what_was_taken_is_never_changed() -> None:
-    outbox: Outbox[RequestEvent] = Outbox()
+    outbox = TokensOutbox(RequestEvent)
     outbox.put(tokens(0))
     (sent,) = outbox.take()
     outbox.put(tokens(1))
@@ -107,7 +127,7 @@ def test_what_was_taken_is_never_changed() -> None:
 
 
 def test_batches_stay_below_the_message_limit() -> None:
-    outbox: Outbox[RequestEvent] = Outbox()
+    outbox = TokensOutbox(RequestEvent)
     big = 50_000
     for number in range(20):
         text = "x" * big
@@ -123,7 +143,7 @@ def test_batches_stay_below_the_message_limit() -> None:
 
 @pytest.mark.anyio
 async def test_reader_wakes_and_ends() -> None:
-    outbox: Outbox[RequestEvent] = Outbox()
+    outbox = TokensOutbox(RequestEvent)
     got: list[int] = []
 
     async def read() -> None:
@@ -140,3 +160,65 @@ async def test_reader_wakes_and_ends() -> None:
     outbox.put(tokens(3))  # too late
     await asyncio.wait_for(reader, LIMIT_S)
     assert got == [2, 1]
+
+
+def test_rows_are_columns_of_one_event_and_numbers_are_used_again() -> None:
+    outbox, choices = TokensOutbox(RequestEvent), NumberedChoices()
+    for choice in range(3):
+        assert not outbox.put_token(b"a", 2, choice, 0, 9), "it has no number yet"
+        named = pb.Tokens(request="r", attempt=b"a", epoch=2, choice=choice, ids=[9])
+        outbox.put(RequestEvent(tokens=named))
+    for position in (1, 2):
+        for choice in range(3):
+            assert outbox.put_token(b"a", 2, choice, position, 10 * position + choice)
+    *begun, rows = outbox.take()
+    for event in begun:
+        choices.note(event.tokens)
+    got = [(*choice, position, id_) for choice, position, id_ in choices.of(rows.rows)]
+    assert got == [("r", b"a", 2, c, p, 10 * p + c) for p in (1, 2) for c in range(3)]
+    last = pb.Tokens(attempt=b"a", epoch=2, choice=1, position=3, ids=[9], finish=pb.STOP)
+    outbox.put(RequestEvent(tokens=last))
+    assert not outbox.put_token(b"a", 2, 1, 4, 9), "it has ended"
+    assert not outbox.put_token(b"a", 3, 0, 3, 9), "of another epoch"
+    outbox.put(RequestEvent(tokens=pb.Tokens(attempt=b"b", ids=[1])))
+    assert [event.tokens.number for event in outbox.take()] == [0, begun[1].tokens.number]
+
+
+def test_rows_do_not_overtake_what_was_put_before_them() -> None:
+    outbox = TokensOutbox(RequestEvent)
+    outbox.put(tokens(0))
+    assert outbox.put_token(b"a", 0, 0, 1, 1)
+    outbox.put(tokens(2, finish=pb.STOP))
+    kinds = [event.WhichOneof("event") for event in outbox.take()]
+    assert kinds == ["tokens", "rows", "tokens"]
+
+
+def test_one_event_has_only_so_many_rows() -> None:
+    outbox = TokensOutbox(RequestEvent)
+    outbox.put(tokens(0))
+    for position in range(1, 2 * MAX_ROWS + 2):
+        assert outbox.put_token(b"a", 0, 0, position, 250_000)
+    events = outbox.take()
+    assert [len(event.rows.ids) for event in events] == [0, MAX_ROWS, MAX_ROWS, 1]
+    assert max(event.ByteSize() for event in events) < 60_000
+
+
+def test_a_session_has_only_so_many_numbers() -> None:
+    numbers, choices = ChoiceNumbers(), NumberedChoices()
+    for choice in range(MAX_NUMBERED + 2):
+        named = pb.Tokens(attempt=b"a", choice=choice)
+        numbers.note(named)
+        assert 0 < named.number <= MAX_NUMBERED
+        choices.note(named)
+    assert not numbers.get(b"a", 0, 0), "the first has lost its number"
+    for choice in (2, MAX_NUMBERED, MAX_NUMBERED + 1):
+        rows = pb.TokenRows(numbers=[numbers.get(b"a", 0, choice)], positions=[1], ids=[5])
+        ((found, _, _),) = choices.of(rows)
+        assert found.choice == choice
+
+
+def test_rows_with_numbers_that_nobody_said_are_left_out() -> None:
+    choices = NumberedChoices()
+    choices.note(pb.Tokens(attempt=b"a", number=MAX_NUMBERED + 1))
+    rows = pb.TokenRows(numbers=[1, MAX_NUMBERED + 1], positions=[1, 1], ids=[5, 5])
+    assert not list(choices.of(rows))

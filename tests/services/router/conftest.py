@@ -17,6 +17,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.rpc.fragments import send_ids
+from pdserve.services.host.rpc.token_rows import NumberedChoices
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
 
@@ -29,6 +30,7 @@ class Gateway:
         self.channel = open_channel(address, secret)
         self.stub = RouterStub(self.channel)
         self.events: dict[str, list[rpc.RequestEvent]] = {}
+        self.num_rows = 0  # tokens that came in rows
 
     async def open(self) -> None:
         self.call = self.stub.Session()
@@ -36,11 +38,22 @@ class Gateway:
         self.reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
+        choices = NumberedChoices()
         async for message in self.call:
             for event in message.events:
                 kind = event.WhichOneof("event")
-                request = getattr(event, kind).request
-                self.events.setdefault(request, []).append(event)
+                if kind == "rows":
+                    for choice, position, id_ in choices.of(event.rows):
+                        tokens = pb.Tokens(choice=choice.choice, position=position, ids=[id_])
+                        self._add(choice.request, rpc.RequestEvent(tokens=tokens))
+                        self.num_rows += 1
+                    continue
+                if kind == "tokens":
+                    choices.note(event.tokens)
+                self._add(getattr(event, kind).request, event)
+
+    def _add(self, request: str, event: rpc.RequestEvent) -> None:
+        self.events.setdefault(request, []).append(event)
 
     async def start(
         self, request: str, prompt: list[int], *, max_tokens: int = 8, **fields: Any

@@ -52,7 +52,8 @@ def drive(machine: DispatcherMachine, random: Random, steps: int) -> None:
                 which, random.choices(["ok", "follows", "busy", "gone"], [6, 2, 2, 1])[0]
             )
         elif what == "generate":
-            machine.generate(which, random.choice([1, 2]), random.random() < 0.3)
+            repeat, in_rows = random.random() < 0.3, random.random() < 0.5
+            machine.generate(which, random.choice([1, 2]), repeat, in_rows)
         elif what == "prefill":
             machine.prefill(which, random.choices(["done", "accepted", "failed"], [4, 4, 1])[0])
         elif what == "time":
@@ -82,7 +83,16 @@ def test_long_runs_reach_every_interesting_state() -> None:
         drive(DispatcherMachine(), Random(seed), 150)
     wanted = [
         *("finished", "CANCELLED", "QUEUE_TIMEOUT", "DEADLINE_EXCEEDED", "POISON_REQUEST"),
-        *("OVERLOADED", "cancelled", "lost", "replaced", "repeated", "tokens", "handoff lost"),
+        *(
+            "OVERLOADED",
+            "cancelled",
+            "lost",
+            "replaced",
+            "repeated",
+            "tokens",
+            "rows",
+            "handoff lost",
+        ),
         *("adopted", "adopted with a ticket", "resume gone"),
         *("admit follows", "attached", "placed again"),
         *("prefill done", "prefill failed", "admit ok", "admit busy", "admit gone"),
