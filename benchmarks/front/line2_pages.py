@@ -83,7 +83,6 @@ class Line:
         ):
             page.resize(*size)
             page.prefer(scheme)
-            time.sleep(1.5)  # colors and panels move
             found += page.violations()
             if self.folder is not None:
                 page.screenshot(self.folder / f"{name}{suffix}.png")

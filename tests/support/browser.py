@@ -1,9 +1,11 @@
 """A headless Chromium, driven over its debugging pipe: no driver and no WebSocket is needed."""
 
 import base64
+import fcntl
 import gzip
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
@@ -11,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from eventually import wait_until
+from eventually import LIMIT_S, wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 WHY_NOT = "there is no Chromium; .ci/run installs it"
@@ -40,7 +42,8 @@ class Browser:
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={self._folder.name}", "about:blank"]
         # Chromium reads from descriptor 3 and writes to 4; those of the pipes may be the same.
         script = 'exec "$@" 3<&"$IN" 4>&"$OUT"'
-        spare = [os.dup2(fd, number) for fd, number in ((read_theirs, 90), (write_theirs, 91))]
+        theirs = (read_theirs, write_theirs)
+        spare = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in theirs]
         self._process = subprocess.Popen(
             ["bash", "-c", script, "bash", *command],
             env={**os.environ, "IN": str(spare[0]), "OUT": str(spare[1])},
@@ -48,21 +51,20 @@ class Browser:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        for fd in (read_theirs, write_theirs, *spare):
+        for fd in (*theirs, *spare):
             os.close(fd)
         self._buffer = b""
         self._number = 0
         self._session: str | None = None
         self.console: list[str] = []  # errors, of scripts and of the content policy
-        (target,) = [
-            t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"
-        ]
-        attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)
         self.resize(*DESKTOP)
+        self.prefer("light")
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -95,6 +97,8 @@ class Browser:
 
     def _receive(self) -> Any:
         while b"\0" not in self._buffer:
+            if not select.select([self._read], [], [], LIMIT_S)[0]:
+                raise TimeoutError(f"Chromium says nothing for {LIMIT_S:g} s")
             data = os.read(self._read, 1 << 16)
             if not data:
                 raise EOFError("Chromium has ended")
@@ -108,6 +112,9 @@ class Browser:
             details = params["exceptionDetails"]
             shown = details.get("exception", {}).get("description", details["text"])
             self.console.append(shown)
+        elif event.get("method") == "Runtime.consoleAPICalled" and params["type"] == "error":
+            said = [one.get("description", one.get("value")) for one in params["args"]]
+            self.console.append(" ".join(map(str, said)))
         elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
             entry = params["entry"]
             self.console.append(f"{entry['text']} {entry.get('url', '')}")
@@ -116,13 +123,15 @@ class Browser:
 
     def open(self, url: str) -> None:
         """Loads a page, and what it names."""
-        self.call("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete'")
+        self._load("Page.navigate", url=url)
 
     def reload(self) -> None:
         """Loads the page again."""
+        self._load("Page.reload")
+
+    def _load(self, method: str, **params: Any) -> None:
         self.run("window.isOld = true")
-        self.call("Page.reload")
+        self.call(method, **params)
         self.wait("!window.isOld && document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
@@ -145,6 +154,10 @@ class Browser:
                 return None
 
         return wait_until(holds, lambda: f"{script}\n{self.text()}\n{self.console}", pause_s=0.05)
+
+    def wait_console(self, text: str) -> None:
+        """Until an error with this text has been told."""
+        wait_until(lambda: self.run("1") and any(text in line for line in self.console), text)
 
     def text(self, selector: str = "body") -> str:
         """What is seen of an element; empty if it is not there."""
@@ -191,8 +204,9 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", deviceScaleFactor=factor, **shown)
 
     def prefer(self, scheme: str) -> None:
-        """The system's colors: light or dark."""
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        """The system's colors: light or dark. Nothing moves: a test need not wait for it."""
+        wanted = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        features = [{"name": name, "value": value} for name, value in wanted.items()]
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def screenshot(self, path: Path) -> None:

@@ -10,6 +10,7 @@ from tool_model import THINKING, calls
 from pdserve.protos import common_pb2 as pb
 
 CONTEXT_LEN = 8192
+LONG_WORDS = 6000  # half a minute: whoever stops it is never too late
 SAMPLE = """# A heading
 Some **bold** text, `code` and a [link](https://example.org/).
 
@@ -71,7 +72,7 @@ class ChatModel(FakeRouter):
             "hostile": HOSTILE,
             "think": "<think>\nLet me see.\n</think>\nSeen.",
             "tool": calls("weather", '{"city": "Rome"}'),
-            "long": "word " * 1500,
+            "long": "word " * LONG_WORDS,
         }.get(last, f"{role} said {last}")
         yield placed(start)
         whole = [*self.encode(text), self.eos]

@@ -1,6 +1,8 @@
 // The server's API: the key, errors in words for people, and streams of events.
 
-const KEY = "pdserve.key";
+/** Begins the name of whatever a browser keeps: servers may share an origin. */
+export const SERVER = `pdserve ${new URL(document.baseURI).pathname}`;
+const KEY = `${SERVER} key`;
 let memory = ""; // in a browser that keeps nothing
 
 export function key() {

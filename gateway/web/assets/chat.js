@@ -12,6 +12,7 @@ import { Sidebar } from "./sidebar.js";
 import { keep, kept, Store } from "./store.js";
 
 const SAVE_MS = 1000; // an answer that is on its way
+const RETRY_MS = 3000; // while there is no model
 const SPOKEN = 500; // characters of an answer that are read out
 const scroll = byId("scroll");
 const field = byId("prompt");
@@ -111,9 +112,9 @@ function showMessages() {
 
 function view(message, place) {
   const made = new MessageView(message, {
-    edit: (text) => send(text, place),
-    regenerate: () => askAgain(place),
-    results: () => sendResults(message),
+    edit: (text) => isReady() && send(text, place),
+    regenerate: () => isReady() && askAgain(place),
+    results: () => isReady() && sendResults(message),
     wantsResults: () => message.finish === "tool_calls" && place === current.messages.length - 1,
     drawn: toEnd,
   });
@@ -148,18 +149,21 @@ byId("to-end").onclick = () => {
 
 // --- asking
 
+/** Whether the model can be asked; if not, a person sees what to do. */
+function isReady() {
+  if (!settings.read()) {
+    settings.toggle(true);
+    return false;
+  }
+  if (picker.value) return true;
+  announce("There is no model to ask.");
+  loadModels();
+  return false;
+}
+
 /** A new message at the end, or at `place` instead of what is there and follows. */
 async function send(text, place = current.messages.length) {
   await stop();
-  if (!settings.read()) {
-    settings.toggle(true);
-    return;
-  }
-  if (!picker.value) {
-    announce("There is no model to ask.");
-    await loadModels();
-    if (!picker.value) return;
-  }
   current.messages.splice(place, Infinity, { role: "user", content: text });
   if (!current.named) current.title = current.messages[0].content.split("\n")[0].slice(0, 60);
   await respond();
@@ -173,6 +177,7 @@ async function askAgain(place) {
 }
 
 async function sendResults(message) {
+  await stop();
   for (const call of message.tool_calls) {
     call.result = call.draft ?? "";
     delete call.draft;
@@ -246,7 +251,10 @@ async function stop() {
 
 // --- the server
 
+let retry = null;
+
 async function loadModels() {
+  clearTimeout(retry);
   let found;
   try {
     found = await (await request("v1/models")).json();
@@ -255,7 +263,7 @@ async function loadModels() {
     if (error.status === 401) askKey();
     else {
       announce(error.message);
-      setTimeout(loadModels, 3000);
+      retry = setTimeout(loadModels, RETRY_MS);
     }
     return;
   }
@@ -263,7 +271,7 @@ async function loadModels() {
   picker.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
   if (!names.length) {
     picker.append(h("option", { value: "" }, "No model yet"));
-    setTimeout(loadModels, 3000);
+    retry = setTimeout(loadModels, RETRY_MS);
   }
   picker.value = [current.model, kept("model", "")].find((name) => names.includes(name)) ?? names[0] ?? "";
 }
@@ -308,7 +316,7 @@ field.addEventListener("keydown", (event) => {
 byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = field.value.trim();
-  if (!text || going) return;
+  if (!text || going || !isReady()) return;
   field.value = "";
   grow();
   send(text);

@@ -1,6 +1,6 @@
 // The live view: asks /fleet/state once a second and shows what has changed.
 
-import { key, request, setKey } from "./api.js";
+import { ApiError, key, request, setKey } from "./api.js";
 import { announce, ask, byId, h } from "./dom.js";
 import { PHASES, Timeline } from "./timeline.js";
 
@@ -25,6 +25,7 @@ async function poll() {
       if (await askKey()) return void poll();
       return void setTimeout(poll, 5 * EVERY_MS);
     }
+    if (!(error instanceof ApiError)) console.error(error);
     live("lost", "Connection lost, trying again");
   }
   setTimeout(poll, Math.max(EVERY_MS / 4, EVERY_MS - (performance.now() - began)));

@@ -3,12 +3,13 @@
 // A conversation is {id, title, named, updated, model, options, messages}; a message is {role, content} and,
 // of an answer, {reasoning, tool_calls, model, finish, error, usage, first_s, total_s}.
 
-const NAME = `pdserve ${new URL(document.baseURI).pathname}`; // servers may share an origin
+import { SERVER } from "./api.js";
+
 const TABLE = "conversations";
 
 function open() {
   return new Promise((resolve, reject) => {
-    const asked = indexedDB.open(NAME, 1);
+    const asked = indexedDB.open(SERVER, 1);
     asked.onupgradeneeded = () => asked.result.createObjectStore(TABLE, { keyPath: "id" });
     asked.onsuccess = () => resolve(asked.result);
     asked.onerror = () => reject(asked.error);
@@ -64,7 +65,7 @@ export class Store {
 /** A small value kept beside the conversations. */
 export function kept(name, otherwise) {
   try {
-    return JSON.parse(localStorage.getItem(`${NAME} ${name}`)) ?? otherwise;
+    return JSON.parse(localStorage.getItem(`${SERVER} ${name}`)) ?? otherwise;
   } catch {
     return otherwise;
   }
@@ -72,7 +73,7 @@ export function kept(name, otherwise) {
 
 export function keep(name, value) {
   try {
-    localStorage.setItem(`${NAME} ${name}`, JSON.stringify(value));
+    localStorage.setItem(`${SERVER} ${name}`, JSON.stringify(value));
   } catch {
     // it lasts as long as the page
   }
