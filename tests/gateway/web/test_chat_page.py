@@ -1,16 +1,20 @@
 """The chat page in a browser: what a person does, and what comes of it."""
 
+import json
+import re
 from collections.abc import Iterator
 
 import pytest
 from browser import CHROMIUM, DESKTOP, PHONE, WHY_NOT, Browser, PageError
-from chat_model import LONG_WORDS, ChatModel
+from chat_model import HOSTILE, LONG_WORDS, ChatModel
 from served_gateway import served_gateway
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
 
 LAST = ".message:last-child"
 NO_ANSWER = "[aria-busy=true]"
+BAD = "script,img,iframe,form,input,style,svg,math,details,[style],[id],[onerror],[onload]"
+POLICY = re.compile("Content Security Policy|Trusted")  # the policy has refused something
 KEPT = """new Promise((resolve, reject) => {
   const asked = indexedDB.open("pdserve /");
   asked.onerror = () => reject(asked.error);
@@ -31,12 +35,6 @@ TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"t
 def gateway() -> Iterator[str]:
     with served_gateway(ChatModel) as url:
         yield url
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as browser:
-        yield browser
 
 
 @pytest.fixture
@@ -234,13 +232,32 @@ def test_hostile_markdown_does_nothing(page: Browser) -> None:
     assert "the end" in text
     assert page.run("window.hacked") is None
     answer = f"document.querySelector('{LAST} .answer')"
-    bad = "script,img,iframe,form,input,style,svg,math,details,[style],[id],[onerror],[onload]"
-    kept = f"[...{answer}.querySelectorAll('{bad}')].filter((e) => !e.closest('.code-head'))"
+    kept = f"[...{answer}.querySelectorAll('{BAD}')].filter((e) => !e.closest('.code-head'))"
     assert page.run(f"{kept}.length") == 0
     links = page.run(f"[...{answer}.querySelectorAll('a')].map((a) => a.getAttribute('href'))")
     assert all(link is None or link.startswith("https://") for link in links)
     assert "https://tracker.invalid/p.png" in links
-    assert all("Content Security Policy" in line for line in page.console)  # it was asked, too
+    assert [line for line in page.console if not POLICY.search(line)] == []
+    page.console.clear()
+
+
+def test_no_beginning_of_hostile_markdown_does_anything(page: Browser) -> None:
+    """An answer is drawn as far as it has come, wherever that cuts it."""
+    drawn = f"""(async () => {{
+      const {{ rendered }} = await import("/web/markdown.js");
+      const text = {json.dumps(HOSTILE)};
+      const place = document.querySelector("#messages");
+      let found = 0;
+      for (let end = 0; end <= text.length; end++) {{
+        place.replaceChildren(rendered(text.slice(0, end)));
+        const bad = [...place.querySelectorAll("{BAD}")];
+        found += bad.filter((one) => !one.closest(".code-head")).length;
+      }}
+      return found;
+    }})()"""
+    assert page.run(drawn) == 0
+    assert page.run("window.hacked") is None
+    assert [line for line in page.console if not POLICY.search(line)] == []
     page.console.clear()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import httpx
 import pytest
@@ -32,12 +33,6 @@ class Shown:
     url: str
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as browser:
-        yield browser
-
-
 @pytest.fixture
 def shown(browser: Browser) -> Iterator[Shown]:
     """The page, of two workers."""
@@ -52,6 +47,8 @@ def shown(browser: Browser) -> Iterator[Shown]:
         return routers[0]
 
     page = browser
+    page.open("about:blank")
+    page.console.clear()
     with served_gateway(make) as url:
         page.resize(*DESKTOP)
         page.prefer("light")
@@ -103,15 +100,16 @@ def test_requests_are_shown_where_they_are_and_then_as_phases(shown: Shown) -> N
     assert page.run("document.querySelector('#no-open').hidden") is False
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_axe_finds_nothing_serious(shown: Shown, scheme: str, size: tuple[int, int]) -> None:
-    shown.page.prefer(scheme)
-    shown.page.resize(*size)
+def test_axe_finds_nothing_serious(shown: Shown) -> None:
+    page = shown.page
     ask(shown.url, "hello")
-    shown.page.wait("document.querySelectorAll('#ended tbody tr').length === 1")
-    assert shown.page.violations() == []
-    assert shown.page.run("document.documentElement.scrollWidth") == size[0]
+    page.wait("document.querySelectorAll('#ended tbody tr').length === 1")
+    for scheme, size in product(("light", "dark"), (DESKTOP, PHONE)):
+        page.prefer(scheme)
+        page.resize(*size)
+        page.wait(f"document.documentElement.dataset.theme === '{scheme}'")
+        assert page.violations() == [], (scheme, size)
+        assert page.run("document.documentElement.scrollWidth") == size[0]
 
 
 def test_a_router_that_is_gone_is_told(shown: Shown) -> None:
