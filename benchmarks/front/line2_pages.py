@@ -83,6 +83,7 @@ class Line:
         ):
             page.resize(*size)
             page.prefer(scheme)
+            page.wait(f"document.documentElement.dataset.theme === '{scheme}'")
             found += page.violations()
             if self.folder is not None:
                 page.screenshot(self.folder / f"{name}{suffix}.png")

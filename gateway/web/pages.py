@@ -1,9 +1,9 @@
 """The pages for people: a chat at /, a live view at /fleet, and the files that they load.
 
 They are plain HTML, CSS and ES modules, with no build step. Markdown is read by marked 18.2.1 and
-cleaned by DOMPurify 3.4.18, both of npm (MIT; Apache-2.0 or MPL-2.0; their licences lie beside
-them). A browser loads nothing from elsewhere and runs no script that is not a file here; the pages
-hold no secret, so they need no key.
+cleaned by DOMPurify 3.4.18, both of npm, less the last line, which names a source map (MIT;
+Apache-2.0 or MPL-2.0; their licences lie beside them). A browser loads nothing from elsewhere and
+runs no script that is not a file here; the pages hold no secret, so they need no key.
 """
 
 import gzip
