@@ -36,6 +36,8 @@ from pdserve.gateway.service import Service
 from pdserve.gateway.settings import NO_DATABASE, GatewaySettings
 from pdserve.gateway.text_processes.pool import TextPool
 from pdserve.gateway.text_processes.protocol import TextLimits
+from pdserve.gateway.web.fleet import add_fleet
+from pdserve.gateway.web.pages import add_pages
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
 from pdserve.services.host import lifecycle
 from pdserve.services.host.auth.access import make_access, make_tls
@@ -121,6 +123,8 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
         openai,
     ]
     routes = create_routes(dialects, service, readiness)
+    add_fleet(routes, service)
+    open_paths = add_pages(routes, settings.root_path)
     app = create_app(
         dialects,
         service,
@@ -131,6 +135,7 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
         allowed_origins=settings.allow_origins,
         routes=routes,
         root_path=settings.root_path,
+        open_paths=open_paths,
     )
     http = HttpServer(app, openai, settings.stall_timeout_s, settings.tls_cert, settings.tls_key)
     grpc_host = GrpcHost(

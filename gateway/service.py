@@ -25,6 +25,7 @@ from pdserve.gateway.content.model_texts import ModelTexts, check_ids, check_roo
 from pdserve.gateway.limits import AdmissionLimits, AdmittedRequest
 from pdserve.gateway.observability.meter import CountUsage, Meter, uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.observability.request_log import RequestLog
 from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
 from pdserve.gateway.requests.completions import ChatCompletionRequest, TextCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
@@ -82,7 +83,8 @@ class Service:
         self.limits = limits
         self.rates = rates
         self.metrics = metrics
-        self._clock = clock
+        self.requests = RequestLog()
+        self.clock = clock
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
         self._count_usage = count_usage
@@ -168,17 +170,19 @@ class Service:
     @asynccontextmanager
     async def _open(self, caller: Caller) -> AsyncIterator[tuple[AdmittedRequest, Meter]]:
         """Counts a request in the limits; its line is in the log at the end."""
-        meter = Meter(self.metrics, caller, self._clock, self._count_usage)
+        meter = Meter(self.metrics, caller, self.clock, self._count_usage)
         owner = caller.tenant.id
         error: BaseException | None = None
         try:
             with self.limits.admit(owner, caller.background) as admitted:
+                self.requests.began(meter)
                 yield admitted, meter
         except BaseException as caught:
             error = caught
             raise
         finally:
             meter.close(error)
+            self.requests.ended(meter)
             self.rates.tokens_spent(owner, meter.num_generated)
 
     async def _next_round(
@@ -191,7 +195,7 @@ class Service:
         await self._bind([prompt], sampling, completion.model, owner, asked.continues)
         await self.rates.count_tokens(owner, len(prompt.ids))
         completion.meter.next_round(len(prompt.ids))
-        elapsed_s = self._clock() - completion.meter.arrived
+        elapsed_s = self.clock() - completion.meter.arrived
         return replace(
             completion,
             id=f"{completion.id}-{number}",

@@ -78,6 +78,10 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("pdserve.protos", "pdserve.services.host", "pdserve.gateway"),
         ("torch", "pdserve.gateway.openai", "pdserve.gateway.anthropic"),
     ),
+    "gateway/web": (  # pages, which call the APIs as any client does
+        ("pdserve.protos", "pdserve.services.host", "pdserve.gateway"),
+        ("torch", "grpc", "pdserve.gateway.openai", "pdserve.gateway.anthropic"),
+    ),
     "gateway/openai": (  # dialects know nothing of each other
         ("pdserve.protos", "pdserve.services.host", "pdserve.gateway", SAMPLING_BOUNDS),
         ("torch", "pdserve.gateway.anthropic"),

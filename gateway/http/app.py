@@ -4,12 +4,13 @@ Invariant: nothing here knows an API. An error has the shape of the dialect whos
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.gateway.http.dialect import (
@@ -50,26 +51,25 @@ def create_app(
     allowed_origins: Sequence[str] = (),
     root_path: str = "",
     routes: FastAPI | None = None,
+    open_paths: Collection[str] = (),
 ) -> ASGIApp:
-    """The ASGI application; `open_metrics` lets /metrics in without a key. `local` and
-    `allowed_origins` are the Guard's; pages of the allowed origins get CORS headers. `root_path` is
-    where a proxy shows the application. `routes` are those of `create_routes`, if they are made
-    already. Raises ValueError if the root path is none."""
+    """The ASGI application; `open_metrics` lets /metrics in without a key, as `open_paths` are.
+    `local` and `allowed_origins` are the Guard's; pages of the allowed origins get CORS headers.
+    `root_path` is where a proxy shows the application. `routes` are those of `create_routes`, if
+    they are made already. Raises ValueError if the root path is none."""
     root_path = root_path.rstrip("/")
     if root_path and not _ROOT.fullmatch(root_path):
         raise ValueError(
             f"--root-path: {root_path!r} must begin with / and have only plain letters"
         )
-    if root_path and any(
-        f"{path}/".startswith(f"{root_path}/") for d in dialects for path in d.paths
-    ):
-        raise ValueError(f"--root-path: {root_path} is the beginning of routes of this server")
     app = routes or create_routes(dialects, service, readiness)
     add_docs(app, dialects, root_path, keys.required)
-    open_paths = ["/health", "/ready"]
-    if open_metrics:
-        open_paths.append("/metrics")
-    guard = _lenient(Guard(app, keys, open_paths, dialects, local, allowed_origins), root_path)
+    paths = [path for d in dialects for path in d.paths]
+    paths += [route.path for route in app.routes if isinstance(route, Route)]
+    if root_path and any(f"{path}/".startswith(f"{root_path}/") for path in paths):
+        raise ValueError(f"--root-path: {root_path} is the beginning of routes of this server")
+    let_in = ["/health", "/ready", *open_paths, *(["/metrics"] if open_metrics else [])]
+    guard = _lenient(Guard(app, keys, let_in, dialects, local, allowed_origins), root_path)
     if not allowed_origins:
         return guard
     return CORSMiddleware(  # outside, so that a page can read why it is refused

@@ -28,6 +28,31 @@ class RequestUsage:
     completion_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class MeteredRequest:
+    """How far one request is, or how it ended; times in seconds since it arrived.
+
+    `phase` is "preparing" (its text becomes tokens), "placing" (no worker has it yet), "prefill",
+    "decode" or "ended". `phases` are known once it has ended.
+    """
+
+    request_id: str  # as its client knows it
+    tenant: bytes
+    model: str
+    phase: str
+    prefill_at: str  # "local", or how the KV came; empty until it is known
+    decode_at: str  # address of the worker; empty until one has it
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    arrived: float  # by the clock
+    prepared_s: float | None
+    first_token_s: float | None
+    elapsed_s: float  # until now, or until its end
+    phases: Phases
+    finish: str  # finish reasons, or the code of an error; empty until it has ended
+
+
 CountUsage = Callable[[Caller, str, RequestUsage], None]
 """Notes whose request has used what of which model, at once."""
 
@@ -51,6 +76,8 @@ class Meter:
         self._clock = clock
         self._count_usage = count_usage
         self.arrived = clock()
+        self._begun: float | None = None
+        self._ended: float | None = None
         self._model = ""
         self._prompt_tokens = 0
         self._itl: Histogram | None = None  # of that model
@@ -60,11 +87,13 @@ class Meter:
         self.num_generated = 0  # tokens, of any choice
         self._cached = 0
         self._finishes: list[str] = []
+        self._finish = ""
         self._phases = Phases()
         self._where: dict[str, None] = {}  # in order, each once
         self._decode = ""
 
     def begin(self, model: str, prompt_tokens: int) -> None:
+        self._begun = self._clock()
         self._model = model
         self._prompt_tokens = prompt_tokens
         self._itl = self._metrics.itl.labels(model)
@@ -109,13 +138,13 @@ class Meter:
 
     def close(self, error: BaseException | None) -> None:
         """The request has ended: with an answer, or with an error."""
-        now = self._clock()
+        now = self._ended = self._clock()
         self._note_usage(error)
         if error is None:
             self._count(now - self.arrived)
-            outcome = ",".join(self._finishes)
+            outcome = self._finish = ",".join(self._finishes)
         else:
-            code = _code(error)
+            code = self._finish = _code(error)
             self._metrics.failures.labels(code).inc()
             outcome = f"{code} ({error.message})" if isinstance(error, ServiceError) else code
         total = f"total={now - self.arrived:.3f}s"
@@ -128,6 +157,34 @@ class Meter:
         else:
             line = f"{self._token_counts()} finish={outcome} {self._phase_times()} {total}"
         log.info("%s", line, extra={"request": self._caller.request_id})
+
+    def state(self) -> MeteredRequest:
+        """How far it is now."""
+        end = self._clock() if self._ended is None else self._ended
+        phase = "decode"
+        if self._ended is not None:
+            phase = "ended"
+        elif self._begun is None:
+            phase = "preparing"
+        elif self._first is None:
+            phase = "prefill" if self._decode else "placing"
+        return MeteredRequest(
+            request_id=self._caller.shown_id,
+            tenant=self._caller.tenant.id,
+            model=self._model,
+            phase=phase,
+            prefill_at=",".join(self._where),
+            decode_at=self._decode,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached,
+            generated_tokens=self.num_generated,
+            arrived=self.arrived,
+            prepared_s=None if self._begun is None else self._begun - self.arrived,
+            first_token_s=None if self._first is None else self._first - self.arrived,
+            elapsed_s=end - self.arrived,
+            phases=self._phases,
+            finish=self._finish,
+        )
 
     def _note_usage(self, error: BaseException | None) -> None:
         """An answer that was cut off is counted, too, as far as it came."""

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
-from pdserve.gateway.http.app import create_app
+from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.http.serving.server import HttpServer, listen
@@ -27,6 +27,8 @@ from pdserve.gateway.rerank.dialect import RerankDialect
 from pdserve.gateway.service import Service
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.storage.response_store import ResponseStore
+from pdserve.gateway.web.fleet import add_fleet
+from pdserve.gateway.web.pages import add_pages
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
 from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
@@ -63,6 +65,8 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         responses: ResponseStore | None = None,
         parsers: ParserChoice | None = None,
         arrange: Callable[[Service], None] = lambda service: None,
+        pages: bool = False,
+        root_path: str = "",
         **guard: Any,
     ) -> ASGIApp:
         service = make_service(router, limits, text_pool, rates, template_kwargs, parsers)
@@ -73,12 +77,19 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
             RerankDialect(service, bodies),
             OpenAiDialect(service, bounds, bodies, responses),
         ]
+        readiness = Readiness(router, service.catalog)
+        routes = create_routes(dialects, service, readiness)
+        if pages:
+            add_fleet(routes, service)
         return create_app(
             dialects,
             service,
-            Readiness(router, service.catalog),
+            readiness,
             ApiKeys(keys),
             open_metrics,
+            root_path=root_path,
+            routes=routes,
+            open_paths=add_pages(routes, root_path) if pages else (),
             **guard,
         )
 

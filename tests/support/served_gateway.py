@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +23,8 @@ from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.openai.stored.parts import StoredParts
 from pdserve.gateway.rerank.dialect import RerankDialect
 from pdserve.gateway.settings import GatewaySettings
+from pdserve.gateway.web.fleet import add_fleet
+from pdserve.gateway.web.pages import add_pages
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.tenants.keys import ApiKeys
 
@@ -53,16 +55,20 @@ def every_kind() -> FakeRouter:
 
 
 @contextmanager
-def served_gateway() -> Iterator[str]:
-    """Its URL. It has every API, a database, and the models of `every_kind`."""
+def served_gateway(
+    make_router: Callable[[], FakeRouter] = every_kind,
+    api_keys: tuple[str, ...] = (),
+    root_path: str = "",
+) -> Iterator[str]:
+    """Its URL. It has every API, a database, and the pages."""
     started = threading.Event()
     stop: list[tuple[asyncio.AbstractEventLoop, HttpServer]] = []
     with TemporaryDirectory() as folder, listen("127.0.0.1", 0) as listener:
 
         async def serve() -> None:
-            router = every_kind()
+            router = make_router()
             settings = GatewaySettings(database_url=f"sqlite:///{Path(folder)}/gateway.db")
-            keys, limits = ApiKeys(), AdmissionLimits(64, 32)
+            keys, limits = ApiKeys(api_keys), AdmissionLimits(64, 32)
             stored = StoredParts(settings, keys, limits)
             await stored.start()
             service = scripted_service(router, limits, count_usage=stored.usage.count)
@@ -75,7 +81,16 @@ def served_gateway() -> Iterator[str]:
             ]
             readiness = Readiness(router, service.catalog)
             routes = create_routes(dialects, service, readiness)
-            app = create_app(dialects, service, readiness, keys, routes=routes)
+            add_fleet(routes, service)
+            app = create_app(
+                dialects,
+                service,
+                readiness,
+                keys,
+                routes=routes,
+                root_path=root_path,
+                open_paths=add_pages(routes, root_path),
+            )
             server = HttpServer(app, openai, LIMITS.stall_s)
             running = asyncio.create_task(stored.run(routes))
             stop.append((asyncio.get_running_loop(), server))

@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from browser import CHROMIUM, WHY_NOT, Browser
 from eventually import wait_until
 from fleet import Fleet
 
@@ -58,6 +59,22 @@ def test_killing_prefill_during_a_transfer_loses_no_request(fleet: Fleet) -> Non
     wait_until(lambda: fleet.pids("prefill"), "a restarted prefill worker")
     wait_until(fleet.all_blocks_back, "blocks back")
     assert complete(fleet, prompt, max_tokens=8).choices[0].text == answer.choices[0].text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
+def test_the_live_view_follows_a_killed_worker(fleet: Fleet) -> None:
+    live = "[...document.querySelectorAll('.worker[data-state=live]')].map((e) => e.dataset.boot)"
+    with Browser() as page:
+        page.open(f"{fleet.url}/fleet")
+        page.wait(f"{live}.length === 2")
+        before = page.run(live)
+        (victim,) = fleet.pids("decode")
+        os.kill(victim, signal.SIGKILL)
+        gone = page.wait("document.querySelector('.worker[data-state=gone]')?.dataset.boot")
+        assert "decode" in page.text("[data-state=gone]").lower()
+        page.wait(f"{live}.length === 2")
+        assert set(before) - set(page.run(live)) == {gone}
+        assert page.console == []
 
 
 def test_killing_decode_during_a_stream_continues_it_exactly(fleet: Fleet) -> None:

@@ -40,9 +40,11 @@ def test_the_routes_are_those_of_the_application() -> None:
     from pdserve.gateway.openai.dialect import OpenAiDialect
     from pdserve.gateway.openai.stored.routes import StoredRoutes
     from pdserve.gateway.rerank.dialect import RerankDialect
+    from pdserve.gateway.web.fleet import add_fleet
+    from pdserve.gateway.web.pages import add_pages
 
     none: Any = None
-    service: Any = SimpleNamespace(count=None)
+    service: Any = SimpleNamespace(count=None, upstream=None, clock=None)
     stored = StoredRoutes(none, none, none, lambda: None)
     dialects = [
         AnthropicDialect(none, none, none),
@@ -50,6 +52,8 @@ def test_the_routes_are_those_of_the_application() -> None:
         OpenAiDialect(service, none, none, stored=stored),
     ]
     app = create_routes(dialects, none, none)
+    add_fleet(app, service)
+    add_pages(app, "")
     add_docs(app, dialects, "", keys=True)
     there = {
         f"{method} {route.path.replace(':path', '')}"  # type: ignore[attr-defined]
@@ -88,11 +92,12 @@ def test_the_methods_are_those_of_the_protos() -> None:
 def test_a_route_wants_what_the_table_says(fleet: Fleet, route: str, who: str) -> None:
     method, _, path = route.partition(" ")
     model = "SmolLM2-135M-Instruct"
-    url = fleet.url + re.sub(r"{.*}", model if "models" in path else "none", path)
+    names = {"/v1/models/{name}": model, "/web/{name}": "chat.js"}
+    url = fleet.url + re.sub(r"{.*}", names.get(path, "none"), path)
     without = httpx.request(method, url)
     with_key = httpx.request(method, url, headers=KEY, follow_redirects=True)
     wrong = httpx.request(method, url, headers={"authorization": "Bearer KEX"})
-    named = "{" in path and "models" not in path  # what is not there
+    named = "{" in path and path not in names  # what is not there
     assert with_key.status_code in ((404,) if named else (200, 415))
     assert without.status_code == wrong.status_code == (200 if who == "everybody" else 401)
     taken = {route.split()[0] for route, _ in ROUTES if route.split()[1] == path}
@@ -103,7 +108,16 @@ def test_a_route_wants_what_the_table_says(fleet: Fleet, route: str, who: str) -
 
 
 def test_what_is_not_in_the_table_is_not_there(fleet: Fleet) -> None:
-    for path in ("/", "/redoc", "/docs/x", "/v1", "/v1/images", "//metrics", "/..%2fmetrics"):
+    for path in (
+        "/web",
+        "/web/x",
+        "/redoc",
+        "/docs/x",
+        "/v1",
+        "/v1/images",
+        "//metrics",
+        "/..%2fmetrics",
+    ):
         assert httpx.get(fleet.url + path).status_code == 401
         assert httpx.get(fleet.url + path, headers=KEY).status_code == 404
 

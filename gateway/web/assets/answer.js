@@ -1,0 +1,56 @@
+// Asks the model for the next answer of a conversation, and fills a message with it as it comes.
+
+import { events, request } from "./api.js";
+
+/** The body of the request for what follows `messages`. */
+function body(conversation, messages) {
+  const { system, tools, ...numbers } = conversation.options;
+  const asked = { model: conversation.model, messages: [], stream: true, stream_options: { include_usage: true } };
+  if (system) asked.messages.push({ role: "system", content: system });
+  for (const message of messages) {
+    const { role, content, reasoning, tool_calls: calls } = message;
+    if (role !== "assistant") {
+      asked.messages.push({ role, content });
+      continue;
+    }
+    if (!content && !calls?.length) continue; // it failed, or was stopped at once
+    const turn = { role, content };
+    if (reasoning) turn.reasoning_content = reasoning;
+    if (calls?.length) turn.tool_calls = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+    asked.messages.push(turn);
+    for (const call of calls ?? []) {
+      asked.messages.push({ role: "tool", tool_call_id: call.id, content: call.result ?? "" });
+    }
+  }
+  for (const [name, value] of Object.entries(numbers)) if (value !== null) asked[name] = value;
+  if (tools?.length) asked.tools = tools;
+  return asked;
+}
+
+/** Fills `message`, and calls `changed` after each piece. Throws ApiError, or AbortError. */
+export async function answer(conversation, messages, message, signal, changed) {
+  const began = performance.now();
+  const seconds = () => (performance.now() - began) / 1000;
+  const response = await request("v1/chat/completions", body(conversation, messages), signal);
+  for await (const event of events(response)) {
+    if (event.usage) message.usage = event.usage;
+    const choice = event.choices?.[0];
+    if (!choice) continue;
+    const { content, reasoning_content: thought, tool_calls: calls } = choice.delta ?? {};
+    if (content || thought || calls?.length) message.first_s ??= seconds();
+    if (thought) message.reasoning += thought;
+    if (content) message.content += content;
+    for (const part of calls ?? []) addCall(message.tool_calls, part);
+    message.total_s = seconds();
+    if (choice.finish_reason) message.finish = choice.finish_reason;
+    changed();
+  }
+}
+
+function addCall(calls, { index, id, function: named }) {
+  calls[index] ??= { id: "", name: "", arguments: "" };
+  const call = calls[index];
+  call.id ||= id ?? "";
+  call.name += named?.name ?? "";
+  call.arguments += named?.arguments ?? "";
+}

@@ -1,0 +1,335 @@
+// The chat page: one conversation at a time, its answer as it comes, and where both are kept.
+//
+// `current` is the conversation that is shown; `going` is the one answer that is on its way, which
+// belongs to a conversation and is saved there though another one is shown.
+
+import { answer } from "./answer.js";
+import { ApiError, key, request, setKey } from "./api.js";
+import { announce, ask, byId, h } from "./dom.js";
+import { MessageView } from "./message_view.js";
+import { NO_OPTIONS, Settings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import { keep, kept, Store } from "./store.js";
+
+const SAVE_MS = 1000; // an answer that is on its way
+const RETRY_MS = 3000; // while there is no model
+const SPOKEN = 500; // characters of an answer that are read out
+const scroll = byId("scroll");
+const field = byId("prompt");
+const picker = byId("model");
+const store = await Store.open();
+let current = fresh();
+let going = null; // {conversation, message, stop}
+let views = [];
+let followsEnd = true;
+
+const settings = new Settings(
+  (options) => {
+    current.options = options;
+    keep("options", options);
+    if (current.messages.length) save(current);
+  },
+  () => loadModels(),
+);
+const sidebar = new Sidebar({ choose, begin, rename, remove });
+
+function fresh() {
+  return { id: newId(), title: "", named: false, updated: Date.now(), model: kept("model", ""), options: { ...NO_OPTIONS, ...kept("options", {}) }, messages: [] };
+}
+
+function newId() {
+  // crypto.randomUUID is for pages with https only.
+  return [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+async function save(conversation) {
+  try {
+    await store.put(conversation);
+  } catch {
+    announce("The browser has no room to keep this conversation.");
+  }
+}
+
+async function showList() {
+  sidebar.show(await store.all(), current.id);
+}
+
+// --- which conversation
+
+function show(conversation) {
+  current = conversation;
+  keep("current", conversation.id);
+  settings.show(conversation.options);
+  if ([...picker.options].some((one) => one.value === conversation.model)) picker.value = conversation.model;
+  showMessages();
+  showState();
+  return showList();
+}
+
+async function choose(id) {
+  const found = going?.conversation.id === id ? going.conversation : await store.get(id);
+  if (!found) return;
+  restore(found);
+  return show(found);
+}
+
+/** An answer that was on its way when its page was closed has been stopped. */
+function restore(conversation) {
+  for (const message of conversation.messages) {
+    if (message.role === "assistant" && !message.finish && going?.message !== message) message.finish = "stopped";
+  }
+}
+
+function begin() {
+  show(fresh());
+  field.focus();
+}
+
+async function rename(id, title) {
+  const found = id === current.id ? current : await store.get(id);
+  if (!found) return;
+  Object.assign(found, { title, named: true });
+  await save(found);
+  await showList();
+}
+
+async function remove(id) {
+  if (going?.conversation.id === id) await stop();
+  await store.delete(id);
+  if (id === current.id) await show(fresh());
+  else await showList();
+  announce("Deleted.");
+}
+
+// --- what is shown
+
+function showMessages() {
+  views = current.messages.map((message, place) => view(message, place));
+  byId("messages").replaceChildren(...views.map((one) => one.element));
+  followsEnd = true;
+  toEnd();
+}
+
+function view(message, place) {
+  const made = new MessageView(message, {
+    edit: (text) => isReady() && send(text, place),
+    regenerate: () => isReady() && askAgain(place),
+    results: () => isReady() && sendResults(message),
+    wantsResults: () => message.finish === "tool_calls" && place === current.messages.length - 1,
+    drawn: toEnd,
+  });
+  if (going?.message === message) made.going = true;
+  return made;
+}
+
+function showState() {
+  const isGoing = going !== null;
+  byId("welcome").hidden = current.messages.length > 0;
+  if (!isGoing && document.activeElement === byId("stop")) field.focus(); // it is about to go
+  byId("stop").hidden = !isGoing;
+  byId("send").hidden = isGoing;
+  document.title = `${current.title || "Chat"} · pdserve`;
+}
+
+function toEnd() {
+  if (followsEnd) scroll.scrollTop = scroll.scrollHeight;
+  byId("to-end").hidden = followsEnd;
+}
+
+scroll.addEventListener("scroll", () => {
+  followsEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
+  byId("to-end").hidden = followsEnd;
+});
+new ResizeObserver(toEnd).observe(scroll);
+byId("to-end").onclick = () => {
+  followsEnd = true;
+  toEnd();
+  field.focus();
+};
+
+// --- asking
+
+/** Whether the model can be asked; if not, a person sees what to do. */
+function isReady() {
+  if (!settings.read()) {
+    settings.toggle(true);
+    return false;
+  }
+  if (picker.value) return true;
+  announce("There is no model to ask.");
+  loadModels();
+  return false;
+}
+
+/** A new message at the end, or at `place` instead of what is there and follows. */
+async function send(text, place = current.messages.length) {
+  await stop();
+  current.messages.splice(place, Infinity, { role: "user", content: text });
+  if (!current.named) current.title = current.messages[0].content.split("\n")[0].slice(0, 60);
+  await respond();
+}
+
+/** The answer at `place` once more, without what follows it. */
+async function askAgain(place) {
+  await stop();
+  current.messages.splice(place);
+  await respond();
+}
+
+async function sendResults(message) {
+  await stop();
+  for (const call of message.tool_calls) {
+    call.result = call.draft ?? "";
+    delete call.draft;
+  }
+  await respond();
+}
+
+async function respond() {
+  const conversation = current;
+  conversation.model = picker.value;
+  conversation.updated = Date.now();
+  const before = [...conversation.messages];
+  const message = { role: "assistant", content: "", reasoning: "", tool_calls: [], model: conversation.model };
+  conversation.messages.push(message);
+  const controller = new AbortController();
+  let ended;
+  const done = new Promise((resolve) => (ended = resolve));
+  const mine = { conversation, message, done, stop: () => controller.abort() };
+  going = mine;
+  showMessages();
+  showState();
+  await save(conversation);
+  await showList();
+  announce("The model answers.");
+  let saved = performance.now();
+  const shown = () => (current === conversation ? views.find((one) => one.message === message) : null);
+  try {
+    await answer(conversation, before, message, controller.signal, () => {
+      shown()?.grow();
+      if (performance.now() - saved < SAVE_MS) return;
+      saved = performance.now();
+      save(conversation);
+    });
+    announce(message.content ? `Answer: ${message.content.slice(0, SPOKEN)}` : "The answer is complete.");
+  } catch (error) {
+    if (error.name === "AbortError") {
+      message.finish = "stopped";
+      announce("Stopped.");
+    } else {
+      message.finish = "error";
+      message.error = words(error);
+      announce(message.error);
+    }
+  }
+  message.finish ??= "stop";
+  if (going === mine) going = null;
+  const its = shown();
+  if (its) its.going = false;
+  showState();
+  await save(conversation);
+  ended();
+}
+
+/** What went wrong, for a person. A server that asks for a key gets one. */
+function words(error) {
+  if (!(error instanceof ApiError)) {
+    console.error(error);
+    return "This page made a mistake; the browser's console has the details.";
+  }
+  if (error.status === 401) setTimeout(() => askKey(), 0);
+  if (error.code === "context_length_exceeded") return `${error.message} Begin a new chat, or edit an earlier message.`;
+  return error.message;
+}
+
+async function stop() {
+  if (!going) return;
+  const { done, stop: abort } = going;
+  abort();
+  await done;
+}
+
+// --- the server
+
+let retry = null;
+
+async function loadModels() {
+  clearTimeout(retry);
+  let found;
+  try {
+    found = await (await request("v1/models")).json();
+  } catch (error) {
+    picker.replaceChildren(h("option", { value: "" }, "No model"));
+    if (error.status === 401) askKey();
+    else {
+      announce(error.message);
+      retry = setTimeout(loadModels, RETRY_MS);
+    }
+    return;
+  }
+  const names = found.data.filter(isForChat).map((one) => one.id);
+  picker.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
+  if (!names.length) {
+    picker.append(h("option", { value: "" }, "No model yet"));
+    retry = setTimeout(loadModels, RETRY_MS);
+  }
+  picker.value = [current.model, kept("model", "")].find((name) => names.includes(name)) ?? names[0] ?? "";
+}
+
+function isForChat({ capabilities }) {
+  return capabilities?.chat !== false;
+}
+
+let asking = false;
+
+async function askKey() {
+  if (asking) return;
+  asking = true;
+  byId("key-error").textContent = key() ? "The key that you gave is not one of this server's." : "";
+  byId("asked-key").value = "";
+  const isGiven = await ask(byId("key-dialog"));
+  asking = false;
+  if (!isGiven) return;
+  setKey(byId("asked-key").value.trim());
+  await loadModels();
+  field.focus();
+}
+
+picker.addEventListener("change", () => {
+  current.model = picker.value;
+  keep("model", picker.value);
+});
+
+// --- the keyboard
+
+function grow() {
+  field.style.height = "auto";
+  field.style.height = `${Math.min(field.scrollHeight, innerHeight * 0.4)}px`;
+}
+
+field.addEventListener("input", grow);
+field.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  byId("form").requestSubmit();
+});
+byId("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = field.value.trim();
+  if (!text || going || !isReady()) return;
+  field.value = "";
+  grow();
+  send(text);
+});
+byId("stop").onclick = stop;
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && going && !document.querySelector("dialog[open]")) stop();
+});
+byId("skip").onclick = (event) => {
+  event.preventDefault(); // the page's base is not its address
+  field.focus();
+};
+
+if (kept("current", "")) await choose(kept("current", ""));
+await show(current);
+await loadModels();

@@ -1,0 +1,80 @@
+// Conversations, kept in this browser: IndexedDB, or memory where that is not allowed.
+//
+// A conversation is {id, title, named, updated, model, options, messages}; a message is {role, content} and,
+// of an answer, {reasoning, tool_calls, model, finish, error, usage, first_s, total_s}.
+
+import { SERVER } from "./api.js";
+
+const TABLE = "conversations";
+
+function open() {
+  return new Promise((resolve, reject) => {
+    const asked = indexedDB.open(SERVER, 1);
+    asked.onupgradeneeded = () => asked.result.createObjectStore(TABLE, { keyPath: "id" });
+    asked.onsuccess = () => resolve(asked.result);
+    asked.onerror = () => reject(asked.error);
+  });
+}
+
+export class Store {
+  #db = null;
+  #memory = new Map();
+
+  /** Ready to use; what is kept comes with `all`. */
+  static async open() {
+    const store = new Store();
+    try {
+      store.#db = await open();
+    } catch {
+      // a window that keeps nothing
+    }
+    return store;
+  }
+
+  /** Latest first. */
+  async all() {
+    const found = this.#db ? await this.#run("readonly", (table) => table.getAll()) : [...this.#memory.values()];
+    return found.sort((a, b) => b.updated - a.updated);
+  }
+
+  async get(id) {
+    return this.#db ? this.#run("readonly", (table) => table.get(id)) : this.#memory.get(id);
+  }
+
+  async put(conversation) {
+    const copy = structuredClone(conversation);
+    if (this.#db) await this.#run("readwrite", (table) => table.put(copy));
+    else this.#memory.set(copy.id, copy);
+  }
+
+  async delete(id) {
+    if (this.#db) await this.#run("readwrite", (table) => table.delete(id));
+    else this.#memory.delete(id);
+  }
+
+  #run(mode, act) {
+    return new Promise((resolve, reject) => {
+      const transaction = this.#db.transaction(TABLE, mode);
+      const asked = act(transaction.objectStore(TABLE));
+      transaction.oncomplete = () => resolve(asked.result);
+      transaction.onabort = transaction.onerror = () => reject(transaction.error ?? asked.error);
+    });
+  }
+}
+
+/** A small value kept beside the conversations. */
+export function kept(name, otherwise) {
+  try {
+    return JSON.parse(localStorage.getItem(`${SERVER} ${name}`)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
+}
+
+export function keep(name, value) {
+  try {
+    localStorage.setItem(`${SERVER} ${name}`, JSON.stringify(value));
+  } catch {
+    // it lasts as long as the page
+  }
+}

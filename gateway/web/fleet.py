@@ -1,0 +1,207 @@
+"""GET /fleet/state: the router's view of its workers, and the requests of one client.
+
+Every client sees the whole fleet, as in /metrics; of the requests it sees those of its own key.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request, Response
+
+from pdserve.gateway.http.docs.document import AnswerModel, described
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.observability.meter import MeteredRequest
+from pdserve.gateway.router_client.upstream import Upstream
+from pdserve.gateway.service import Service
+from pdserve.protos.fleet_pb2 import Role
+from pdserve.protos.router_pb2 import FleetView, WorkerView
+from pdserve.services.host.errors import ServiceError
+
+FRESH_S = 0.5  # how old the view of the fleet may be, so that many viewers cost no more than one
+MAX_SHOWN = 200  # open requests; `num_open` counts all
+
+
+class FleetBlocks(AnswerModel):
+    """KV blocks of a worker: free, used, cached and reserved ones make up the total."""
+
+    total: int
+    free: int
+    used: int
+    cached: int
+    reserved: int
+
+
+class FleetWorker(AnswerModel):
+    """`running` and `waiting` count requests; tokens and preemptions count from its start."""
+
+    boot: str
+    role: str
+    state: str
+    silent_s: float
+    address: str
+    model: str
+    running: int
+    waiting: int
+    waiting_tokens: int
+    parked: int
+    blocks: FleetBlocks
+    prefill_tokens_s: float
+    prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+class FleetCounters(AnswerModel):
+    """Counters of the router, from its start."""
+
+    prefill_local: int
+    prefill_remote: int
+    retries: int
+    moves: int
+    moves_failed: int
+
+
+class FleetRequest(AnswerModel):
+    """`phase` is preparing, placing, prefill, decode or ended. Times are in seconds: since its
+    arrival, but for those of the phases and `ended_s`, which is how long ago it ended."""
+
+    id: str
+    model: str
+    phase: str
+    prefill_at: str
+    decode_at: str
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    arrived_s: float
+    prepared_s: float | None
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    first_step_s: float
+    first_token_s: float | None
+    elapsed_s: float
+    ended_s: float | None
+    finish: str
+
+
+class FleetState(AnswerModel):
+    """`counters` is null, and `error` says why, while no router answers."""
+
+    workers: list[FleetWorker]
+    counters: FleetCounters | None
+    error: str
+    open: list[FleetRequest]
+    num_open: int
+    ended: list[FleetRequest]
+
+
+def add_fleet(app: FastAPI, service: Service) -> None:
+    """Mount the route."""
+    clock = service.clock
+    latest = _LatestView(service.upstream, clock)
+
+    @app.get("/fleet/state", **described(answer=FleetState))
+    async def state(request: Request) -> Response:
+        """The workers, as the router sees them, and the open and last requests of this key."""
+        tenant = caller_of(request).tenant.id
+        workers, counters, error = [], None, ""
+        try:
+            view = await latest.get()
+        except ServiceError as failed:
+            error = failed.message
+        else:
+            workers = [_worker(worker) for worker in view.workers]
+            counters = FleetCounters(
+                prefill_local=view.prefill_local,
+                prefill_remote=view.prefill_remote,
+                retries=view.retries,
+                moves=view.moves,
+                moves_failed=view.moves_failed,
+            )
+        now = clock()
+        going = service.requests.open_of(tenant)
+        found = FleetState(
+            workers=sorted(workers, key=lambda worker: (worker.role, worker.address)),
+            counters=counters,
+            error=error,
+            open=[_request(one, now) for one in going[:MAX_SHOWN]],
+            num_open=len(going),
+            ended=[_request(one, now) for one in service.requests.ended_of(tenant)],
+        )
+        headers = {"cache-control": "no-store"}
+        return Response(found.model_dump_json(), media_type="application/json", headers=headers)
+
+
+class _LatestView:
+    """The router is asked once at a time, and not again for FRESH_S."""
+
+    def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
+        self._upstream = upstream
+        self._clock = clock
+        self._asking = asyncio.Lock()
+        self._view = FleetView()
+        self._at = float("-inf")
+
+    async def get(self) -> FleetView:
+        async with self._asking:
+            if self._clock() - self._at > FRESH_S:
+                self._view = await self._upstream.fleet()
+                self._at = self._clock()
+            return self._view
+
+
+def _worker(view: WorkerView) -> FleetWorker:
+    hello, load = view.hello, view.load
+    return FleetWorker(
+        boot=hello.boot.hex(),
+        role=Role.Name(hello.role).lower(),
+        state=view.state,
+        silent_s=view.silent_s,
+        address=hello.address,
+        model=hello.card.name,
+        running=load.running,
+        waiting=load.waiting,
+        waiting_tokens=load.waiting_tokens,
+        parked=load.parked,
+        blocks=FleetBlocks(
+            total=load.blocks_total,
+            free=load.blocks_free,
+            used=load.blocks_used,
+            cached=load.blocks_cached,
+            reserved=load.blocks_reserved,
+        ),
+        prefill_tokens_s=load.prefill_tokens_s,
+        prompt_tokens=load.prompt_tokens,
+        generation_tokens=load.generation_tokens,
+        preemptions=load.preemptions,
+        prefix_queries=load.prefix_queries,
+        prefix_hits=load.prefix_hits,
+    )
+
+
+def _request(state: MeteredRequest, now: float) -> FleetRequest:
+    phases = state.phases
+    arrived_s = now - state.arrived
+    return FleetRequest(
+        id=state.request_id,
+        model=state.model,
+        phase=state.phase,
+        prefill_at=state.prefill_at,
+        decode_at=state.decode_at,
+        prompt_tokens=state.prompt_tokens,
+        cached_tokens=state.cached_tokens,
+        generated_tokens=state.generated_tokens,
+        arrived_s=arrived_s,
+        prepared_s=state.prepared_s,
+        queue_s=phases.queue_s,
+        prefill_s=phases.prefill_s,
+        transfer_s=phases.transfer_s,
+        first_step_s=phases.first_token_s,
+        first_token_s=state.first_token_s,
+        elapsed_s=state.elapsed_s,
+        ended_s=arrived_s - state.elapsed_s if state.phase == "ended" else None,
+        finish=state.finish,
+    )

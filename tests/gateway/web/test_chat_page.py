@@ -1,0 +1,350 @@
+"""The chat page in a browser: what a person does, and what comes of it."""
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+from browser import CHROMIUM, DESKTOP, PHONE, WHY_NOT, Browser, PageError
+from chat_model import HOSTILE, LONG_WORDS, ChatModel
+from served_gateway import served_gateway
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
+
+LAST = ".message:last-child"
+NO_ANSWER = "[aria-busy=true]"
+BAD = "script,img,iframe,form,input,style,svg,math,details,[style],[id],[onerror],[onload]"
+POLICY = re.compile("Content Security Policy|Trusted")  # the policy has refused something
+KEPT = """new Promise((resolve, reject) => {
+  const asked = indexedDB.open("pdserve /");
+  asked.onerror = () => reject(asked.error);
+  asked.onsuccess = () => {
+    const found = asked.result.transaction("conversations").objectStore("conversations").getAll();
+    found.onsuccess = () => {
+      asked.result.close();
+      resolve(found.result[0].messages.at(-1).content.length);
+    };
+  };
+})"""  # how long the answer is that the browser has kept so far
+CANCELLED = """fetch("fleet/state").then((answer) => answer.json()).then(
+  (state) => state.ended.filter((one) => one.finish === "CANCELLED").length)"""
+TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[str]:
+    with served_gateway(ChatModel) as url:
+        yield url
+
+
+@pytest.fixture
+def page(gateway: str, browser: Browser) -> Iterator[Browser]:
+    """The chat page with nothing kept."""
+    browser.open("about:blank")
+    browser.call("Storage.clearDataForOrigin", origin=gateway, storageTypes="all")
+    browser.console.clear()
+    browser.open(f"{gateway}/")
+    browser.run("sessionStorage.clear()")
+    browser.wait("document.querySelector('#model').value === 'tiny'")
+    yield browser
+    browser.resize(*DESKTOP)
+    browser.prefer("light")
+    assert [line for line in browser.console if "status of 401" not in line] == []
+
+
+def send(page: Browser, text: str) -> None:
+    page.run("document.querySelector('#prompt').focus()")
+    page.type(text)
+    page.press("Enter")
+
+
+def answered(page: Browser, number: int = 1) -> str:
+    """The last answer, once so many are complete."""
+    page.wait(
+        f"document.querySelectorAll('.message.assistant[aria-busy=false]').length === {number}"
+        f" && !document.querySelector('{NO_ANSWER}')"
+    )
+    return page.text(f"{LAST} .answer")
+
+
+def test_an_answer_is_shown_as_markdown(page: Browser) -> None:
+    send(page, "sample")
+    answered(page)
+    assert page.text(f"{LAST} h1") == "A heading"
+    assert page.text(f"{LAST} strong") == "bold"
+    assert page.text(f"{LAST} td") == "1"
+    assert page.text(f"{LAST} pre").strip() == 'print("hello")'
+    link = f"document.querySelector('{LAST} .answer a')"
+    assert page.run(f"{link}.rel").startswith("noopener")
+    assert page.run(f"{link}.target") == "_blank"
+    assert "token" in page.text(f"{LAST} .facts")
+    assert "A heading" in page.run("document.querySelector('#status').textContent")
+
+
+def test_it_comes_in_pieces_and_escape_stops_it(page: Browser) -> None:
+    send(page, "long")
+    page.wait(f"document.querySelector('{LAST} .answer').innerText.length > 20")
+    assert page.run(f"document.querySelector('{NO_ANSWER}') !== null")
+    assert page.run("document.querySelector('#send').hidden")
+    page.press("Escape")
+    text = answered(page)
+    assert len(text) < 5 * LONG_WORDS
+    assert "stopped" in page.text(f"{LAST} .facts")
+    send(page, "hello")
+    assert answered(page, 2) == "user said hello"
+
+
+def test_the_button_stops_it_too(page: Browser) -> None:
+    send(page, "long")
+    page.wait(f"document.querySelector('{LAST} .answer').innerText.length > 20")
+    page.click("#stop")
+    answered(page)
+    page.wait("document.activeElement.id === 'prompt'")
+
+
+def test_shift_and_enter_begins_a_line(page: Browser) -> None:
+    page.click("#prompt")
+    page.type("one")
+    page.press("Enter", shift=True)
+    page.type("two")
+    assert page.run("document.querySelector('#prompt').value") == "one\ntwo"
+    page.press("Enter")
+    answered(page)
+    assert page.text(".bubble") == "one\ntwo"
+
+
+def test_a_reload_keeps_the_conversation(page: Browser, gateway: str) -> None:
+    send(page, "hello")
+    answered(page)
+    page.reload()
+    page.wait("document.querySelectorAll('.message').length === 2")
+    assert page.text(f"{LAST} .answer") == "user said hello"
+    assert page.text(".conversation") == "hello"
+
+
+def test_an_answer_cut_by_a_reload_is_kept_as_far_as_it_came(page: Browser) -> None:
+    send(page, "long")
+    page.wait(f"{KEPT}.then((length) => length > 100)")
+    page.reload()
+    page.wait("document.querySelectorAll('.message').length === 2")
+    page.wait(f"document.querySelector('{LAST} .facts').innerText.includes('stopped')")
+    assert len(page.text(f"{LAST} .answer")) > 100
+
+
+def test_a_message_is_edited_and_an_answer_made_again(page: Browser) -> None:
+    send(page, "one")
+    answered(page)
+    send(page, "two")
+    answered(page, 2)
+    page.click(".message.user [aria-label='Edit the message']")
+    page.fill(".edit textarea", "three")
+    page.press("Enter")
+    assert answered(page) == "user said three"
+    assert page.run("document.querySelectorAll('.message').length") == 2
+    page.click(f"{LAST} [aria-label='Answer again']")
+    assert answered(page) == "user said three"
+    assert page.run("document.querySelectorAll('.message').length") == 2
+
+
+def test_reasoning_is_folded(page: Browser) -> None:
+    send(page, "think")
+    assert answered(page) == "Seen."
+    assert page.text(f"{LAST} summary") == "Reasoning"
+    assert "Let me see" not in page.text(LAST)
+    page.click(f"{LAST} summary")
+    page.wait(f"document.querySelector('{LAST}').innerText.includes('Let me see.')")
+
+
+def test_a_call_of_a_tool_is_a_card_that_takes_a_result(page: Browser) -> None:
+    page.click("#open-settings")
+    page.fill("#tools", TOOLS)
+    send(page, "tool")
+    answered(page)
+    assert page.text(f"{LAST} .card strong") == "weather"
+    assert '"city": "Rome"' in page.text(f"{LAST} .card pre")
+    assert page.violations() == []
+    page.fill(f"{LAST} .card textarea", "sunny")
+    page.click(f"{LAST} .cards .primary")
+    assert answered(page, 2).startswith("tool said sunny")
+
+
+def test_results_of_a_tool_stop_the_answer_of_another_conversation(page: Browser) -> None:
+    page.click("#open-settings")
+    page.fill("#tools", TOOLS)
+    send(page, "tool")
+    answered(page)
+    page.click("#new")
+    page.wait("!document.querySelector('.message')")
+    send(page, "long")
+    page.wait(f"document.querySelector('{LAST} .answer')?.innerText.length > 20")
+    page.wait("document.querySelectorAll('.conversation').length === 2")
+    page.click("li:last-child .conversation")
+    page.wait("document.querySelector('.current .conversation')?.innerText === 'tool'")
+    before = page.run(CANCELLED)
+    page.click(f"{LAST} .cards .primary")
+    assert answered(page, 2).startswith("tool said")
+    page.wait(f"{CANCELLED}.then((number) => number === {before + 1})")
+
+
+def test_settings_are_sent_kept_and_checked(page: Browser) -> None:
+    page.click("#open-settings")
+    page.fill("#system", "Be brief.")
+    page.fill("#max_tokens", "3")
+    page.fill("#temperature", "7")
+    assert "Temperature is out of its range" in page.text("#settings-error")
+    send(page, "hello")
+    assert page.run("document.querySelector('#prompt').value") == "hello"  # it is not lost
+    assert page.run("document.querySelector('.message')") is None
+    page.fill("#temperature", "0")
+    page.click("#send")
+    answered(page)
+    assert "cut at its longest length" in page.text(f"{LAST} .facts")
+    page.reload()
+    page.wait("document.querySelectorAll('.message').length === 2")
+    assert page.run("document.querySelector('#max_tokens').value") == "3"
+    assert page.run("document.querySelector('#system').value") == "Be brief."
+
+
+def test_conversations_are_listed_renamed_and_deleted(page: Browser) -> None:
+    send(page, "first")
+    answered(page)
+    page.click("#new")
+    page.wait("!document.querySelector('.message')")
+    send(page, "second")
+    answered(page)
+    page.wait("document.querySelectorAll('.conversation').length === 2")
+    page.click("[aria-label='Rename second']")
+    page.fill("#title", "other")
+    page.press("Enter")
+    page.wait("document.querySelector('.conversation').innerText === 'other'")
+    page.click("li:last-child .conversation")
+    page.wait("document.querySelector('.bubble')?.innerText === 'first'")
+    page.wait("document.querySelector('.current .conversation')?.innerText === 'first'")
+    page.click("[aria-label='Delete first']")
+    page.click("#delete-dialog .danger")
+    page.wait("document.querySelectorAll('.conversation').length === 1")
+    assert page.run("document.querySelector('.message')") is None
+
+
+def test_hostile_markdown_does_nothing(page: Browser) -> None:
+    send(page, "hostile")
+    text = answered(page)
+    assert "the end" in text
+    assert page.run("window.hacked") is None
+    answer = f"document.querySelector('{LAST} .answer')"
+    kept = f"[...{answer}.querySelectorAll('{BAD}')].filter((e) => !e.closest('.code-head'))"
+    assert page.run(f"{kept}.length") == 0
+    links = page.run(f"[...{answer}.querySelectorAll('a')].map((a) => a.getAttribute('href'))")
+    assert all(link is None or link.startswith("https://") for link in links)
+    assert "https://tracker.invalid/p.png" in links
+    assert [line for line in page.console if not POLICY.search(line)] == []
+    page.console.clear()
+
+
+def test_no_beginning_of_hostile_markdown_does_anything(page: Browser) -> None:
+    """An answer is drawn as far as it has come, wherever that cuts it."""
+    drawn = f"""(async () => {{
+      const {{ rendered }} = await import("/web/markdown.js");
+      const text = {json.dumps(HOSTILE)};
+      const place = document.querySelector("#messages");
+      let found = 0;
+      for (let end = 0; end <= text.length; end++) {{
+        place.replaceChildren(rendered(text.slice(0, end)));
+        const bad = [...place.querySelectorAll("{BAD}")];
+        found += bad.filter((one) => !one.closest(".code-head")).length;
+      }}
+      return found;
+    }})()"""
+    assert page.run(drawn) == 0
+    assert page.run("window.hacked") is None
+    assert [line for line in page.console if not POLICY.search(line)] == []
+    page.console.clear()
+
+
+def test_the_policy_stops_what_gets_past(page: Browser) -> None:
+    """Were a script to get into the page, it would not run."""
+    for script in (
+        "document.body.setAttribute('onclick', 'window.hacked = 1')",
+        "document.body.innerHTML = '<img src=x onerror=window.hacked=1>'",
+        "setTimeout('window.hacked = 1')",
+    ):
+        with pytest.raises(PageError, match=r"requires 'Trusted|unsafe-eval"):
+            page.run(script)
+    foreign = "fetch('https://elsewhere.invalid/').then(() => 1, () => 0)"
+    assert page.run(foreign) == 0
+    page.wait_console("connect-src")
+    assert page.run("window.hacked") is None
+    page.console.clear()
+
+
+def test_dark_follows_the_system_until_it_is_chosen(page: Browser) -> None:
+    color = "getComputedStyle(document.body).backgroundColor"
+    light = page.run(color)
+    page.prefer("dark")
+    page.wait(f"{color} !== '{light}'")
+    send(page, "sample")
+    answered(page)
+    assert page.violations() == []
+    page.click("[data-theme-toggle]")
+    page.wait(f"{color} === '{light}'")
+    page.reload()
+    page.wait(f"document.readyState === 'complete' && {color} === '{light}'")
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_axe_finds_nothing_serious(page: Browser, size: tuple[int, int]) -> None:
+    page.resize(*size)
+    assert page.violations() == []
+    send(page, "sample")
+    answered(page)
+    send(page, "think")
+    answered(page, 2)
+    page.click("#open-settings")
+    assert page.violations() == []
+
+
+def test_a_phone_has_all_of_it(page: Browser) -> None:
+    page.resize(*PHONE)
+    send(page, "sample")
+    answered(page)
+    assert page.run("document.documentElement.scrollWidth") == PHONE[0]
+    assert page.run("document.querySelector('#sidebar').inert")
+    page.click("#open-sidebar")
+    page.wait("document.querySelector('#sidebar').getBoundingClientRect().x === 0")
+    assert page.violations() == []
+    page.press("Escape")
+    page.wait("document.querySelector('#sidebar').inert")
+    assert page.run("document.activeElement.id") == "open-sidebar"
+
+
+def test_the_keyboard_reaches_everything_and_shows_where_it_is(page: Browser) -> None:
+    page.run("document.querySelector('#skip').focus()")
+    seen = ["skip"]
+    for _ in range(9):
+        page.press("Tab")
+        seen.append(page.run("document.activeElement.id || document.activeElement.className"))
+        style = page.run("getComputedStyle(document.activeElement).outlineStyle")
+        assert style != "none" or seen[-1] == "prompt"
+    order = ["skip", "brand", "new", "model", "open-settings", "scroll", "prompt", "send"]
+    assert [name for name in seen if name in order][: len(order)] == order
+
+
+def test_a_server_with_keys_asks_for_one(browser: Browser) -> None:
+    with served_gateway(ChatModel, api_keys=("right",), root_path="/llm") as url:
+        browser.console.clear()
+        browser.open(f"{url}/llm")
+        browser.wait("document.querySelector('#key-dialog').open")
+        assert browser.violations() == []
+        browser.fill("#asked-key", "wrong")
+        browser.press("Enter")
+        browser.wait("document.querySelector('#key-error').innerText.includes('not one')")
+        browser.fill("#asked-key", "right")
+        browser.press("Enter")
+        browser.wait("document.querySelector('#model').value === 'tiny'")
+        send(browser, "hello")
+        assert answered(browser) == "user said hello"
+        browser.reload()
+        browser.wait("document.querySelector('#model').value === 'tiny'")
+        assert browser.run("sessionStorage.getItem('pdserve /llm/ key')") == "right"
+        assert browser.run("JSON.stringify(localStorage).includes('right')") is False
+        assert [line for line in browser.console if "401" not in line] == []

@@ -1,0 +1,130 @@
+"""The live view in a browser."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import httpx
+import pytest
+from browser import CHROMIUM, DESKTOP, PHONE, WHY_NOT, Browser
+from chat_model import ChatModel
+from served_gateway import served_gateway
+
+from pdserve.protos import fleet_pb2, router_pb2
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
+
+
+def worker(role: int, name: str) -> router_pb2.WorkerView:
+    hello = fleet_pb2.WorkerHello(
+        role=role, boot=name.encode(), address=f"127.0.0.1:{1000 + len(name)}"
+    )
+    hello.card.name = "tiny"
+    load = fleet_pb2.Load(
+        running=3, blocks_total=10, blocks_free=4, blocks_used=3, blocks_cached=2, blocks_reserved=1
+    )
+    return router_pb2.WorkerView(hello=hello, load=load, state="live")
+
+
+@dataclass(frozen=True)
+class Shown:
+    page: Browser
+    router: ChatModel
+    url: str
+
+
+@pytest.fixture
+def shown(browser: Browser) -> Iterator[Shown]:
+    """The page, of two workers."""
+    routers: list[ChatModel] = []
+
+    def make() -> ChatModel:
+        routers.append(ChatModel())
+        assert routers[0].view is not None
+        del routers[0].view.workers[:]
+        both = [worker(fleet_pb2.DECODE, "one"), worker(fleet_pb2.PREFILL, "four")]
+        routers[0].view.workers.extend(both)
+        return routers[0]
+
+    page = browser
+    page.open("about:blank")
+    page.console.clear()
+    with served_gateway(make) as url:
+        page.resize(*DESKTOP)
+        page.prefer("light")
+        page.open(f"{url}/fleet")
+        page.wait("document.querySelectorAll('.worker').length === 2")
+        yield Shown(page, routers[0], url)
+        page.open("about:blank")
+        assert page.console == []
+
+
+def ask(url: str, text: str) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+    httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30).raise_for_status()
+
+
+def test_workers_are_shown_and_one_that_is_lost_goes(shown: Shown) -> None:
+    page, view = shown.page, shown.router.view
+    assert view is not None
+    assert "decode" in page.text(".worker").lower()
+    assert "3 used, 1 reserved, 2 cached, 4 free" in page.text(".worker")
+    shares = page.run(
+        "[...document.querySelector('.blocks').children].map((e) => parseFloat(e.style.width))"
+    )
+    assert shares == [30, 10, 20]
+    view.workers[1].state = "suspect"
+    page.wait("document.querySelector('[data-state=suspect]') !== null")
+    del view.workers[1]
+    page.wait("document.querySelectorAll('.worker[data-state=gone]').length === 1")
+    assert "is gone" in page.run("document.querySelector('#status').textContent")
+    view.workers.append(worker(fleet_pb2.PREFILL, "seven"))
+    page.wait("document.querySelectorAll('.worker[data-state=live]').length === 2")
+
+
+def test_requests_are_shown_where_they_are_and_then_as_phases(shown: Shown) -> None:
+    page, url = shown.page, shown.url
+    assert "No request of yours has ended yet" in page.text()
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "long"}], "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as answer:
+        lines = answer.iter_lines()  # which is open until it is forgotten
+        next(lines)
+        page.wait("document.querySelector('#open .phase')?.innerText === 'decode'")
+        assert "d:1" in page.text("#open")
+    page.wait("document.querySelector('#ended .failed')?.innerText === 'cancelled'")
+    ask(url, "hello")
+    page.wait("document.querySelectorAll('#ended tbody tr').length === 2")
+    row = page.run("document.querySelector('#ended tbody tr').textContent")
+    for phase in ("queue 10 ms", "prefill 20 ms", "KV transfer 3 ms", "first token 4 ms"):
+        assert phase in row
+    assert page.run("document.querySelector('#no-open').hidden") is False
+
+
+def test_axe_finds_nothing_serious(shown: Shown) -> None:
+    page = shown.page
+    ask(shown.url, "hello")
+    page.wait("document.querySelectorAll('#ended tbody tr').length === 1")
+    for scheme, size in product(("light", "dark"), (DESKTOP, PHONE)):
+        page.prefer(scheme)
+        page.resize(*size)
+        page.wait(f"document.documentElement.dataset.theme === '{scheme}'")
+        assert page.violations() == [], (scheme, size)
+        assert page.run("document.documentElement.scrollWidth") == size[0]
+
+
+def test_a_router_that_is_gone_is_told(shown: Shown) -> None:
+    view, shown.router.view = shown.router.view, None
+    shown.page.wait("document.querySelector('#notice').innerText.includes('no router')")
+    assert shown.page.run("document.querySelectorAll('.worker').length") == 2
+    shown.router.view = view
+    shown.page.wait("document.querySelector('#notice').hidden")
+
+
+def test_it_asks_for_a_key(browser: Browser) -> None:
+    page = browser
+    with served_gateway(ChatModel, api_keys=("right",)) as url:
+        page.open(f"{url}/fleet")
+        page.wait("document.querySelector('#key-dialog').open")
+        page.fill("#asked-key", "right")
+        page.press("Enter")
+        page.wait("document.querySelectorAll('.worker').length === 1")
