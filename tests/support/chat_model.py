@@ -10,6 +10,7 @@ from tool_model import THINKING, calls
 from pdserve.protos import common_pb2 as pb
 
 CONTEXT_LEN = 8192
+GENERATION: dict[str, object] = {"temperature": 0.25}
 LONG_WORDS = 6000  # half a minute: whoever stops it is never too late
 SAMPLE = """# A heading
 Some **bold** text, `code` and a [link](https://example.org/).
@@ -57,7 +58,7 @@ class ChatModel(FakeRouter):
     goes on until it is stopped at "long", and repeats all else."""
 
     def __init__(self) -> None:
-        card, blobs = served(context_len=CONTEXT_LEN)
+        card, blobs = served(context_len=CONTEXT_LEN, generation=GENERATION)
         card.template_digest = hashlib.sha256(THINKING.encode()).hexdigest()
         blobs[card.template_digest] = THINKING.encode()
         super().__init__(self._say, [card], blobs)

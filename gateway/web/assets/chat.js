@@ -23,6 +23,8 @@ let going = null; // {conversation, message, stop}
 let views = [];
 let followsEnd = true;
 
+let recommended = {}; // sampling, by model; null before the model's first answer
+
 const settings = new Settings(
   (options) => {
     current.options = options;
@@ -61,6 +63,7 @@ function show(conversation) {
   keep("current", conversation.id);
   settings.show(conversation.options);
   if ([...picker.options].some((one) => one.value === conversation.model)) picker.value = conversation.model;
+  settings.recommend(recommended[picker.value]);
   showMessages();
   showState();
   return showList();
@@ -227,6 +230,7 @@ async function respond() {
   const its = shown();
   if (its) its.going = false;
   showState();
+  if (recommended[conversation.model] === null) loadModels();
   await save(conversation);
   ended();
 }
@@ -267,6 +271,7 @@ async function loadModels() {
     }
     return;
   }
+  recommended = Object.fromEntries(found.data.map((one) => [one.id, one.default_sampling_params]));
   const names = found.data.filter(isForChat).map((one) => one.id);
   picker.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
   if (!names.length) {
@@ -274,6 +279,7 @@ async function loadModels() {
     retry = setTimeout(loadModels, RETRY_MS);
   }
   picker.value = [current.model, kept("model", "")].find((name) => names.includes(name)) ?? names[0] ?? "";
+  settings.recommend(recommended[picker.value]);
 }
 
 function isForChat({ capabilities }) {
@@ -298,6 +304,7 @@ async function askKey() {
 picker.addEventListener("change", () => {
   current.model = picker.value;
   keep("model", picker.value);
+  settings.recommend(recommended[picker.value]);
 });
 
 // --- the keyboard

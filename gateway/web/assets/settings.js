@@ -44,6 +44,11 @@ export class Settings {
     this.read();
   }
 
+  /** What the model recommends is shown where a person has set nothing. */
+  recommend(params) {
+    for (const name of NUMBERS) byId(name).placeholder = params?.[name] ?? "";
+  }
+
   /** The options, or null while something is wrong, which is said. */
   read() {
     const options = { ...NO_OPTIONS, system: byId("system").value.trim() };

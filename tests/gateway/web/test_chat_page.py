@@ -205,6 +205,13 @@ def test_settings_are_sent_kept_and_checked(page: Browser) -> None:
     assert page.run("document.querySelector('#system').value") == "Be brief."
 
 
+def test_what_the_model_recommends_is_shown_once_it_is_known(page: Browser) -> None:
+    send(page, "hello")
+    answered(page)
+    page.wait("document.querySelector('#temperature').placeholder === '0.25'")
+    assert page.run("document.querySelector('#top_p').placeholder") == ""
+
+
 def test_conversations_are_listed_renamed_and_deleted(page: Browser) -> None:
     send(page, "first")
     answered(page)
