@@ -132,7 +132,14 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
         routes=routes,
         root_path=settings.root_path,
     )
-    http = HttpServer(app, openai, settings.stall_timeout_s, settings.tls_cert, settings.tls_key)
+    http = HttpServer(
+        app,
+        openai,
+        settings.stall_timeout_s,
+        settings.tls_cert,
+        settings.tls_key,
+        settings.max_answers_bytes,
+    )
     grpc_host = GrpcHost(
         access,
         # Callers of Text show an API key instead.
