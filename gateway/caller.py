@@ -1,5 +1,6 @@
 """A Caller says whose a request is, and which ids it has."""
 
+import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,15 +26,21 @@ class Caller:
 
     def of_body(self, request_id: str, session_id: str | None, user: Any) -> "Caller":
         """The caller of a body, which has an id of its own: its session counts before that of the
-        header, and its user where there is none, if it is a short text. That of a batch is the
-        batch, whatever its lines say."""
+        header, and its user where there is none, if it is a text. That of a batch is the batch,
+        whatever its lines say."""
         session = self.session
         if not self.background:
-            short = isinstance(user, str) and len(user) <= MAX_SESSION
-            session = session_id or session or (user if short else "")
+            session = session_id or session or (_of_user(user) if isinstance(user, str) else "")
         return replace(self, request_id=request_id, session=session)
 
     @property
     def shown_id(self) -> str:
         """The id that the response has."""
         return self.client_id or self.request_id
+
+
+def _of_user(user: str) -> str:
+    """A long one by its hash: it is no field of sessions, and clients may put several ids in it."""
+    if len(user) <= MAX_SESSION:
+        return user
+    return f"sha256:{hashlib.sha256(user.encode()).hexdigest()}"

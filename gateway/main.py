@@ -137,7 +137,14 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
         root_path=settings.root_path,
         open_paths=open_paths,
     )
-    http = HttpServer(app, openai, settings.stall_timeout_s, settings.tls_cert, settings.tls_key)
+    http = HttpServer(
+        app,
+        openai,
+        settings.stall_timeout_s,
+        settings.tls_cert,
+        settings.tls_key,
+        settings.max_answers_bytes,
+    )
     grpc_host = GrpcHost(
         access,
         # Callers of Text show an API key instead.

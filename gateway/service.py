@@ -144,6 +144,7 @@ class Service:
         model_name: str,
         tokenized: Callable[[ServedModel], Awaitable[Sequence[Collection[int]]]],
         cache_salt: bytes,
+        priority: int,
         caller: Caller,
     ) -> AsyncIterator[PreparedInputs]:
         """Likewise for prompts that `tokenized` makes for the model, each with one answer."""
@@ -164,6 +165,7 @@ class Service:
                 timeout_s=self._timeout_s,
                 queue_timeout_s=self._queue_timeout_s,
                 cache_salt=caller.tenant.cache_salt(cache_salt),
+                priority=priority,
                 tenant=owner,
             )
 
@@ -226,8 +228,14 @@ class Service:
         with self.limits.admit(owner):
             await self.count(caller)
             model = await self.catalog.get(asked.model)
-            asked, _ = self._offered(asked, model, caller)
-            return len(await self._chat_ids(asked, model, owner))
+            return len(await self.prompt_ids(asked, model, caller))
+
+    async def prompt_ids(
+        self, asked: ChatCompletionRequest, model: ServedModel, caller: Caller
+    ) -> list[int]:
+        """The prompt of a chat, with the tools that it is offered. Raises ServiceError."""
+        asked, _ = self._offered(asked, model, caller)
+        return await self._chat_ids(asked, model, caller.tenant.id)
 
     def _offered(
         self, asked: ChatCompletionRequest, model: ServedModel, caller: Caller

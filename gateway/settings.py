@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pdserve.gateway.http.held_answers import MAX_HELD_BYTES
 from pdserve.gateway.text.reasoning import reasoning_parser_names
 from pdserve.gateway.text.tools import tool_parser_names
 from pdserve.services.host.options import PublicSettings, option
@@ -56,6 +57,12 @@ class GatewaySettings(PublicSettings):
         "where files, batches and usage are kept: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/"
         "NAME; none: nowhere; empty: nowhere, but for `pdserve up` a file in the user's folder",
         secret=True,
+    )
+    max_answers_bytes: int = option(
+        MAX_HELD_BYTES,
+        "bytes of long answers that are made and not taken, of all clients; beyond it the key that "
+        "holds most loses its oldest",
+        min=1024,
     )
     max_file_bytes: int = option(200 << 20, "bytes of an uploaded file", min=1024, max=1 << 40)
     max_files_bytes: int = option(4 << 30, "bytes of all files of one API key", min=1024)

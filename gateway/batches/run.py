@@ -76,6 +76,7 @@ class BatchRun:
         self._max_line_bytes = max_line_bytes
         self._absent = absent
         self._set_aside: dict[str, Span] = {}  # the first line of each model that is not there
+        self.waits = False  # all that is left is for models that are not there
         self.cancelling = asyncio.Event()
         self.stopping = asyncio.Event()
 
@@ -190,14 +191,18 @@ class BatchRun:
     async def _wait_for_a_model(self, batch: StoredBatch, tenant: Tenant) -> None:
         """Asks one line of each absent model, until one is there or is given up."""
         pause_s = FIRST_PAUSE_S
-        while True:
-            await self._pause(pause_s)
-            pause_s = min(2 * pause_s, MOST_PAUSE_S)
-            for model, span in list(self._set_aside.items()):
-                del self._set_aside[model]
-                await self._ask_once(batch, tenant, span)
-                if model not in self._set_aside:
-                    return
+        self.waits = True
+        try:
+            while True:
+                await self._pause(pause_s)
+                pause_s = min(2 * pause_s, MOST_PAUSE_S)
+                for model, span in list(self._set_aside.items()):
+                    del self._set_aside[model]
+                    await self._ask_once(batch, tenant, span)
+                    if model not in self._set_aside:
+                        return
+        finally:
+            self.waits = False
 
     async def _answer_each(self, batch: StoredBatch, tenant: Tenant) -> None:
         """Returns when each line has an answer or is set aside, or soon after `stopping` is set."""

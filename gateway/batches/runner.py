@@ -26,7 +26,7 @@ from pdserve.services.host.errors import ServiceError
 log = logging.getLogger("pdserve.gateway.batches")
 
 MAX_RUNS = 16  # batches that one gateway runs at once; a key that has none may have one more
-MAX_RUNS_OF_TENANT = 4
+MAX_RUNS_OF_TENANT = 4  # beside those that wait for a model, which go on when it is there
 MAX_ENDING = 16  # batches that only have to end, beside them
 REST_S = 10.0  # after a run that has failed
 SWEEP_S = 60.0  # between two looks for uploads that have stopped
@@ -39,6 +39,11 @@ class _Running:
     run: BatchRun
     task: asyncio.Task[None]
     ending: bool  # it was cancelled, or its time was over, before it began here
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is one of its key's runs."""
+        return not self.ending and not self.run.waits
 
 
 class BatchRunner:
@@ -128,7 +133,7 @@ class BatchRunner:
                 running.run.stopping.set()
 
     async def _claim(self, ask: Ask) -> None:
-        """Keys take turns: the next batch is of one that has the fewest here."""
+        """Keys take turns: the next batch is of one that runs the fewest here."""
         found = await self._batches.leases()
         now, clock = asyncio.get_running_loop().time(), time()
         free = {lease.batch_id for lease in self._watch.free([o.lease for o in found], now)}
@@ -145,7 +150,7 @@ class BatchRunner:
                 await self._claim_one(opened, ask, ending=True)
         waiting = [o for o in claimable if o not in endings and self._accepts_key(o.key_name)]
         while waiting and not self._stopping:
-            held = Counter(r.opened.tenant for r in self._runs.values() if not r.ending)
+            held = Counter(r.opened.tenant for r in self._runs.values() if r.counts)
             following = min(waiting, key=lambda o: held[o.tenant])
             most = MAX_RUNS_OF_TENANT if held.total() < MAX_RUNS else 1
             if held[following.tenant] >= most:

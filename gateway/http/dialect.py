@@ -13,13 +13,21 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
+from pdserve.gateway.http.json_text import PIECE_BYTES, JsonPieces
 from pdserve.protos.common_pb2 import INTERNAL, ErrorCode
 from pdserve.services.host.errors import HTTP_STATUS, ServiceError
 
 RETRY_STATUS = (429, 503)
-
-
 REQUEST_ID = "x-request-id"  # the header of every answer
+
+Event = bytes | JsonPieces
+"""A server-sent event. One in pieces is long, and they grow no more: it is sent part by part."""
+
+
+def json_event(head: bytes, text: JsonPieces) -> Event:
+    """The event whose data are a JSON text."""
+    pieces = JsonPieces((head, *text, b"\n\n"))
+    return pieces if pieces.num_bytes > PIECE_BYTES else pieces.text()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,7 @@ class ErrorShape(Protocol):
         """The JSON body of an error response."""
         ...
 
-    def error_event(self, error: HttpError) -> bytes:
+    def error_event(self, error: HttpError) -> Event:
         """The framed last event of a stream that an error ends."""
         ...
 

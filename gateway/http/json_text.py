@@ -1,12 +1,13 @@
 """JSON made piece by piece, so that no long answer holds up the loop, or is in memory twice."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
 
 AT_ONCE = 8  # items of a list that are written before others have the loop
+PIECE_BYTES = 1 << 16  # of a long text, that are sent at once
 
 T = TypeVar("T")
 
@@ -14,8 +15,24 @@ T = TypeVar("T")
 class JsonPieces(list[bytes | bytearray]):
     """The text of one value, which is all pieces in order."""
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self))
+
     def text(self) -> bytes:
         return b"".join(self)
+
+    def parts(self) -> Iterator[bytes]:
+        """The same bytes, PIECE_BYTES at a time."""
+        held = bytearray()
+        for piece in self:
+            for at in range(0, len(piece), PIECE_BYTES):
+                held += piece[at : at + PIECE_BYTES]
+                if len(held) >= PIECE_BYTES:
+                    yield bytes(held[:PIECE_BYTES])
+                    del held[:PIECE_BYTES]
+        if held:
+            yield bytes(held)
 
 
 class JsonList:

@@ -1,13 +1,14 @@
 """Answers that take time: a whole one, a file, or a stream of events that their dialect has framed.
 
 All watch the connection while they work: when the client leaves, the work is cancelled at once. The
-server ends the connection of one that takes nothing (serving/protocol.py).
+server ends the connection of one that takes nothing (serving/protocol.py), and bounds what is made
+and not taken of all answers together (held_answers.py).
 An error before the first byte is an ordinary error response; later it is the last event.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -16,20 +17,23 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pdserve.gateway.http.dialect import ErrorShape, HttpError, HttpLimits, error_response
-from pdserve.gateway.http.json_text import JsonPieces
+from pdserve.gateway.http.dialect import ErrorShape, Event, HttpError, HttpLimits, error_response
+from pdserve.gateway.http.held_answers import HeldAnswer, HeldAnswers
+from pdserve.gateway.http.json_text import PIECE_BYTES, JsonPieces
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.backpressure import Backpressure, SlowReaderError, deliver
 
 log = logging.getLogger("pdserve.gateway.http")
 
-PIECE_BYTES = 1 << 16  # of a whole answer
+NO_ROOM = "other answers needed the room"
 STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-DROP = "pdserve.drop"  # ASGI extension of our server: drops the connection
+# ASGI extensions of our server
+DROP = "pdserve.drop"  # drops the connection
+HELD = "pdserve.held"  # the HeldAnswers of all its connections
 
 
 async def _left(receive: Receive) -> None:
@@ -67,32 +71,49 @@ class Reply(Response):
                 await error_response(self._errors, _public(error, scope))(scope, receive, send)
             else:
                 pieces = found if isinstance(found, JsonPieces) else JsonPieces((to_json(found),))
-                await _send_json(pieces, send)
+                if pieces.num_bytes > PIECE_BYTES:
+                    await _send_held(pieces, scope, send)
+                else:
+                    await _send_json(pieces, send)
         finally:
             await _end(working, watching)
 
 
 async def _send_json(pieces: JsonPieces, send: Send) -> None:
     """The server waits before each part until the client has taken the ones before."""
-    left = sum(map(len, pieces))
+    left = pieces.num_bytes
     headers = [(b"content-type", b"application/json"), (b"content-length", str(left).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for part in _parts(pieces):
+    for part in pieces.parts():
         left -= len(part)
         await send({"type": "http.response.body", "body": part, "more_body": left > 0})
 
 
-def _parts(pieces: JsonPieces) -> Iterator[bytes]:
-    """The same bytes, PIECE_BYTES at a time."""
-    held = bytearray()
-    for piece in pieces:
-        for at in range(0, len(piece), PIECE_BYTES):
-            held += piece[at : at + PIECE_BYTES]
-            if len(held) >= PIECE_BYTES:
-                yield bytes(held[:PIECE_BYTES])
-                del held[:PIECE_BYTES]
-    if held:
-        yield bytes(held)
+async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
+    """Likewise, unless all answers take too much before it is taken."""
+    held = _held_answers(scope)
+    with held.answer(_owner(scope)) as answer:
+        held.hold(answer, pieces.num_bytes)
+        sending = asyncio.create_task(_send_json(pieces, send))
+        try:
+            await asyncio.wait((sending, answer.given_up), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+                return
+        finally:
+            await _end(sending)
+    log.warning("a client is given up: %s", NO_ROOM)
+    await _drop_connection(scope)
+
+
+def _held_answers(scope: Scope) -> HeldAnswers:
+    held = scope.get("extensions", {}).get(HELD)
+    return held if isinstance(held, HeldAnswers) else HeldAnswers()
+
+
+def _owner(scope: Scope) -> bytes:
+    caller = scope.get("state", {}).get("caller")
+    return caller.tenant.id if caller else b""
 
 
 class PieceStream(Response):
@@ -137,12 +158,13 @@ class EventStream(Response):
     """Sends what a generator yields, as it comes.
 
     What the client does not take waits here, up to `max_buffer_bytes` and `stall_s` without
-    progress; beyond either the generator is closed, which cancels its requests.
+    progress; beyond either the generator is closed, which cancels its requests. Long events are
+    bounded as whole answers are: several may come at once, which no client can take in time.
     """
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes, None],
+        events: AsyncGenerator[Event, None],
         errors: ErrorShape,
         limits: HttpLimits,
     ) -> None:
@@ -153,20 +175,26 @@ class EventStream(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send(scope, receive, send))
-        watching = asyncio.create_task(_left(receive))
-        try:
-            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-        except SlowReaderError as error:
-            log.warning("a client is given up: %s", error)
-        finally:
-            await _end(watching, sending)
-            if not self._complete:
-                await _drop_connection(scope)
+        held = _held_answers(scope)
+        with held.answer(_owner(scope)) as answer:
+            long = _LongEvents(held, answer)
+            sending = asyncio.create_task(self._send(scope, receive, send, long))
+            watching = asyncio.create_task(_left(receive))
+            ends = (sending, watching, answer.given_up)
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    sending.result()
+                elif answer.given_up.done():
+                    log.warning("a client is given up: %s", NO_ROOM)
+            except SlowReaderError as error:
+                log.warning("a client is given up: %s", error)
+            finally:
+                await _end(watching, sending)
+                if not self._complete:
+                    await _drop_connection(scope)
 
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send(self, scope: Scope, receive: Receive, send: Send, long: "_LongEvents") -> None:
         begun = False
 
         async def write(data: bytes, more: bool = True) -> None:
@@ -178,11 +206,12 @@ class EventStream(Response):
 
         try:
             await deliver(
-                self._with_error_event(scope),
+                self._with_error_event(scope, long),
                 write,
                 self._backpressure,
-                size=len,
-                join=b"".join,
+                size=_unread_bytes,
+                join=_joined,
+                parts=long.parts,
                 interruptible=True,
             )
             await write(b"", more=False)
@@ -192,18 +221,54 @@ class EventStream(Response):
             await error_response(self._errors, _public(error, scope))(scope, receive, send)
         self._complete = True
 
-    async def _with_error_event(self, scope: Scope) -> AsyncGenerator[bytes, None]:
+    async def _with_error_event(
+        self, scope: Scope, long: "_LongEvents"
+    ) -> AsyncGenerator[Event, None]:
         """The events. An error after the first is the last event; one before it is raised."""
         begun = False
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
                     begun = True
+                    long.made(event)
                     yield event
         except Exception as error:
             if not begun:
                 raise
             yield self._errors.error_event(_public(error, scope))
+
+
+class _LongEvents:
+    """Those of one stream, as its server counts them."""
+
+    def __init__(self, held: HeldAnswers, answer: HeldAnswer) -> None:
+        self._held = held
+        self._answer = answer
+
+    def made(self, event: Event) -> None:
+        if isinstance(event, JsonPieces):
+            self._held.hold(self._answer, event.num_bytes)
+
+    def parts(self, event: Event) -> Iterator[bytes]:
+        """What is written at once; the event counts no more when all is taken."""
+        if isinstance(event, bytes):
+            yield event
+        else:
+            yield from event.parts()
+            self._held.release(self._answer, event.num_bytes)
+
+
+def _unread_bytes(event: Event) -> int:
+    return len(event) if isinstance(event, bytes) else 0
+
+
+def _joined(events: Sequence[Event]) -> Event:
+    if all(isinstance(event, bytes) for event in events):
+        return b"".join(events)  # type: ignore[arg-type]
+    joined = JsonPieces()
+    for event in events:
+        joined += (event,) if isinstance(event, bytes) else event
+    return joined
 
 
 async def _drop_connection(scope: Scope) -> None:

@@ -13,7 +13,14 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import REQUEST_ID, Dialect, HttpError, HttpLimits
+from pdserve.gateway.http.dialect import (
+    REQUEST_ID,
+    Dialect,
+    Event,
+    HttpError,
+    HttpLimits,
+    json_event,
+)
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.json_text import JsonPieces
@@ -194,14 +201,14 @@ def _add_refusals(app: FastAPI) -> None:
             )
 
 
-def _event(value: dict[str, Any] | JsonPieces) -> bytes:
-    """A server-sent event of an object, or of its text."""
-    return b"data: %b\n\n" % (value.text() if isinstance(value, JsonPieces) else to_json(value))
+def _event(value: dict[str, Any]) -> bytes:
+    """A server-sent event of an object."""
+    return b"data: %b\n\n" % to_json(value)
 
 
-async def _events(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
+async def _events(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
     """Each chunk as an event, then [DONE]."""
     async with aclosing(chunks) as items:
         async for chunk in items:
-            yield _event(chunk)
+            yield json_event(b"data: ", chunk) if isinstance(chunk, JsonPieces) else _event(chunk)
     yield DONE

@@ -66,9 +66,10 @@ class EmbeddingReply:
     async def whole(self) -> JsonPieces:
         """The JSON text, made vector by vector: all at once would hold up the loop. Raises
         ServiceError."""
-        service, salt = self._service, (self._body.cache_salt or "").encode()
+        service, body = self._service, self._body
+        salt, priority = (body.cache_salt or "").encode(), body.priority or 0
         async with service.prepare_inputs(
-            self._body.model, self._tokenized, salt, self._caller
+            body.model, self._tokenized, salt, priority, self._caller
         ) as prepared:
             found: dict[int, JsonPieces] = {}
             async with aclosing(service.pooling.embeddings(prepared)) as answers:

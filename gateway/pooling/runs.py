@@ -38,6 +38,7 @@ class PreparedInputs:
     timeout_s: float
     queue_timeout_s: float
     cache_salt: bytes = b""
+    priority: int = 0
     tenant: bytes = b""
 
     @property
@@ -128,6 +129,7 @@ class PoolingRuns:
         start.request = f"{prepared.id}-{number}" if several else prepared.id
         start.model = prepared.model.card.name
         start.cache_salt = prepared.cache_salt
+        start.priority = prepared.priority
         start.tenant = prepared.tenant
         start.prompt_ids.extend(ids)
         start.remaining_ms = max(1, int(left_s * 1000))

@@ -68,6 +68,7 @@ class ScoringBody(OwnedBody):
             self.instruction,
             self.truncate_prompt_tokens,
             (self.cache_salt or "").encode(),
+            self.priority or 0,
         )
 
 

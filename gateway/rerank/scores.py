@@ -30,6 +30,7 @@ class ScoreRequest:
     instruction: str | None = None  # to a reranker
     kept_tokens: int | None = None
     cache_salt: bytes = b""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,9 @@ async def score(service: Service, asked: ScoreRequest, caller: Caller) -> Scored
             service, model, pairs, asked.instruction, of_document, owner, asked.kept_tokens
         )
 
-    async with service.prepare_inputs(asked.model, tokenized, asked.cache_salt, caller) as prepared:
+    async with service.prepare_inputs(
+        asked.model, tokenized, asked.cache_salt, asked.priority, caller
+    ) as prepared:
         if prepared.model.card.pooling:
             scores = await _alike(service, asked, prepared)
         else:

@@ -5,6 +5,8 @@ from typing import Any
 
 from http_errors import CHAT, HI, PLAIN
 
+from pdserve.gateway.openai.bodies.structure import StructureFields
+
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 INPUT_TOKENS = f"{RESPONSES}/input_tokens"
 EMBEDDINGS, FILES, BATCHES = "/v1/embeddings", "/v1/files", "/v1/batches"
@@ -160,4 +162,8 @@ OWN = {  # where a route has another value
     },
     **{("/score", name): {"queries": "x", "documents": "y"} for name in ("queries", "documents")},
     ("/tokenize", "prompt"): {"prompt": "x"},
+    **{
+        ("/tokenize", name): {"messages": HI, **GIVEN[name]}
+        for name in (*StructureFields.model_fields, "tool_choice", "prompt_logprobs")
+    },
 }

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 from eventually import eventually
-from fake_router import FakeRouter, saying
+from fake_router import Event, FakeRouter, Play, saying
 from scripted_service import scripted_service
 
 from pdserve.gateway.http.app import create_app, create_routes
@@ -23,6 +23,7 @@ from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.openai.stored.parts import StoredParts
 from pdserve.gateway.settings import GatewaySettings
+from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.tenants.keys import ApiKeys
 from pdserve.services.host.tenants.rate_limits import RateLimits
 
@@ -114,6 +115,18 @@ def all_take_part(count: int) -> list[FakeRouter]:
             yield event
 
     return [FakeRouter(play) for _ in range(count)]
+
+
+def holding_after(count: int, hold: asyncio.Event) -> Play:
+    """Says hello, but to requests after so many ones only when `hold` is set."""
+
+    async def play(router: FakeRouter, start: pb.Start) -> AsyncGenerator[Event, None]:
+        if len(router.starts) > count:
+            await hold.wait()
+        async for event in saying("hello")(router, start):
+            yield event
+
+    return play
 
 
 def lines_of(count: int, url: str = CHAT, **body: Any) -> bytes:

@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.gateway.http.dialect import Dialect, HttpError, error_response
-from pdserve.gateway.http.replies import DROP
+from pdserve.gateway.http.held_answers import HeldAnswers
+from pdserve.gateway.http.replies import DROP, HELD
 
 log = logging.getLogger("pdserve.gateway.http")
 
@@ -66,10 +67,13 @@ class BoundedProtocol(HttpToolsProtocol):
     _stall: asyncio.TimerHandle | None = None
     _progress = 0  # when `_stall` began
 
-    def __init__(self, *args: Any, dialect: Dialect, stall_s: float, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, dialect: Dialect, stall_s: float, held: HeldAnswers, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         self._dialect = dialect
         self._stall_s = stall_s
+        self._held = held
         self.lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -153,7 +157,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         if self.transport.is_closing():
             return
-        extensions: dict[str, Any] = {DROP: self.transport.abort}
+        extensions: dict[str, Any] = {DROP: self.transport.abort, HELD: self._held}
         self.scope["extensions"] = extensions
         super().on_headers_complete()
 

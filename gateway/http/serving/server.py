@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from pdserve.gateway.http.dialect import Dialect
+from pdserve.gateway.http.held_answers import MAX_HELD_BYTES, HeldAnswers
 from pdserve.gateway.http.serving.listener import HttpListener, max_connections
 from pdserve.gateway.http.serving.protocol import BoundedProtocol
 from pdserve.services.host.files import LOOK_AGAIN_S, stamp
@@ -26,8 +27,8 @@ class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling, which is the process's own, and without its listener.
 
     `dialect` gives shape to the errors of what is no request; `stall_s` is how long a client may
-    take nothing of its answer. With the paths of a certificate and
-    its key, both PEM, it serves TLS, but for Unix sockets.
+    take nothing of its answer, `max_answers_bytes` bounds what no client has taken yet. With the
+    paths of a certificate and its key, both PEM, it serves TLS, but for Unix sockets.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class HttpServer(uvicorn.Server):
         stall_s: float,
         certificate: str = "",
         key: str = "",
+        max_answers_bytes: int = MAX_HELD_BYTES,
     ) -> None:
         self._files = certificate, key
         self._listeners: list[HttpListener] = []
@@ -44,7 +46,10 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
                 http=functools.partial(  # type: ignore[arg-type]
-                    BoundedProtocol, dialect=dialect, stall_s=stall_s
+                    BoundedProtocol,
+                    dialect=dialect,
+                    stall_s=stall_s,
+                    held=HeldAnswers(max_answers_bytes),
                 ),
                 ws="none",
                 lifespan="off",

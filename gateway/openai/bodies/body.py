@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import Field
 
 from pdserve.gateway.caller import MAX_SESSION, Caller
-from pdserve.gateway.http.validation import StrictModel, check_num_fields, parse_fields
+from pdserve.gateway.http.validation import Priority, StrictModel, check_num_fields, parse_fields
 from pdserve.gateway.openai.bodies.fields import (
     IGNORED,
     OF_PROMPTS,
@@ -34,6 +34,7 @@ class OwnedBody(Body):
 
     session_id: str | None = Field(None, max_length=MAX_SESSION)
     user: Any = None
+    priority: Priority | None = None
 
     def called_by(self, caller: Caller, request_id: str) -> Caller:
         """Under whose session its usage is counted."""

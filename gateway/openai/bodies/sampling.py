@@ -6,7 +6,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
-from pdserve.gateway.http.validation import Priority
 from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import Body, OwnedBody
 from pdserve.gateway.openai.bodies.structure import StructureFields
@@ -86,7 +85,6 @@ class Sampling(StructureFields, OwnedBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    priority: Priority | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
 

@@ -1,15 +1,16 @@
 """Request bodies of the OpenAI API: strict types here, bounds in gateway/sampling.py."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field, WithJsonSchema
 
+from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.http.validation import MAX_TOOLS
 from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
+from pdserve.gateway.openai.bodies.structure import StructureFields
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.tool_use import ToolUse
@@ -214,17 +215,22 @@ class TokenizeBody(Body):
     return_token_strs: bool = False
 
 
-class TokenizeChatBody(ConversationBody):
-    """Body of /tokenize for messages."""
+class TokenizeChatBody(StructureFields, ConversationBody):
+    """Body of /tokenize for messages: of a chat what decides on its prompt, and which tools of MCP
+    servers are in it."""
 
     model: str = ""
+    tool_choice: Any = None
+    prompt_logprobs: int | None = None
     return_token_strs: bool = False
 
-    def conversation(self) -> TemplateInput:
-        """As a chat with these tools has it."""
-        use = tool_use(self.tools or [], None, None)
-        shown = [tool.as_template() for tool in use.tools] if use else None
-        return replace(super().conversation(), tools=shown)
+    def asked(self) -> ChatCompletionRequest:
+        """The chat. Raises ServiceError for fields that contradict each other."""
+        sampling = RequestedSampling(
+            structure=self.structure(), prompt_logprobs=self.prompt_logprobs
+        )
+        use = tool_use(self.tools or [], self.tool_choice, None)
+        return ChatCompletionRequest(self.model, self.conversation(), sampling, tool_use=use)
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeBody | TokenizeChatBody:

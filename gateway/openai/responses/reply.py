@@ -12,7 +12,8 @@ from pydantic_core import to_json
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import HeldLogprobs, PreparedCompletion, Usage
 from pdserve.gateway.http.body import BodyReader
-from pdserve.gateway.http.dialect import HttpError
+from pdserve.gateway.http.dialect import Event as SentEvent
+from pdserve.gateway.http.dialect import HttpError, json_event
 from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.openai.responses.items import Item
@@ -69,7 +70,7 @@ class ResponseReply:
         response: JsonPieces = last["response"]
         return response
 
-    async def framed(self) -> AsyncGenerator[bytes, None]:
+    async def framed(self) -> AsyncGenerator[SentEvent, None]:
         """The events as they are sent."""
         async with aclosing(self.events()) as events:
             async for event in events:
@@ -109,7 +110,7 @@ class ResponseReply:
     def error_object(self, error: HttpError) -> Object:
         return error_object(error)
 
-    def error_event(self, error: HttpError) -> bytes:
+    def error_event(self, error: HttpError) -> SentEvent:
         if error.status == 429:
             code = "rate_limit_exceeded"
         else:
@@ -204,6 +205,5 @@ class ResponseReply:
         }
 
 
-def _framed(event: Event) -> bytes:
-    """A server-sent event."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), object_json(event).text())
+def _framed(event: Event) -> SentEvent:
+    return json_event(b"event: %b\ndata: " % event["type"].encode(), object_json(event))

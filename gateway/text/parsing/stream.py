@@ -123,7 +123,8 @@ class CallStream:
             if not start and len(self._pending) < MAX_SPACE and not self._ended:
                 return False
             bare, self._bare = self._bare, ""
-            if start and start[0] in bare:
+            few = len(self._pending) - len(start) < MAX_SPACE  # else the cut would decide
+            if start and few and start[0] in bare:
                 self._begin("")
                 return True
         pattern = _INFO if self._in_info else _RUN

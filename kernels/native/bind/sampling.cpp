@@ -254,14 +254,16 @@ class NativeSampler {
     int64_t best = k.argmax(scores, vocab);
     if (!std::isfinite(scores[best])) return -1;
     if (stream.greedy()) return best;
-    float heat = static_cast<float>(stream.temperature), floor = -INFINITY;
-    if (stream.filter.active()) floor = k.filter_floor(scores, heat, stream.filter, vocab, scratch);
-    return k.gumbel_argmax(scores, heat, floor, stream.key(), vocab);
+    float temperature = static_cast<float>(stream.temperature), floor = -INFINITY;
+    if (stream.filter.active()) {
+      floor = k.filter_floor(scores, temperature, stream.filter, vocab, scratch);
+    }
+    return k.gumbel_argmax(scores, temperature, floor, stream.key(), vocab);
   }
 
   // The same of the only tokens that a sparse mask allows, in the order of their ids.
   int64_t pick_sparse(const int64_t* ids, int64_t count, const float* scores,
-                  const Stream& stream) const {
+                      const Stream& stream) const {
     int64_t best = -1;
     for (int64_t i = 0; i < count; ++i) {
       float score = scores[ids[i]];
@@ -270,11 +272,11 @@ class NativeSampler {
     }
     if (best < 0 || !std::isfinite(scores[best])) return -1;
     if (stream.greedy()) return best;
-    float heat = static_cast<float>(stream.temperature), most = -INFINITY;
+    float temperature = static_cast<float>(stream.temperature), most = -INFINITY;
     float noise[kMaxSparse];
     context_.kernels.gumbel_at(stream.key(), ids, count, noise);
     for (int64_t i = 0; i < count; ++i) {
-      float value = scores[ids[i]] / heat + noise[i];
+      float value = scores[ids[i]] / temperature + noise[i];
       if (value > most) {
         most = value;
         best = ids[i];

@@ -6,7 +6,7 @@ request: whoever computes the answer never waits for a client and keeps nothing 
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -39,18 +39,20 @@ def _message_bytes(message: Any) -> int:
 
 async def deliver(
     source: AsyncGenerator[T, None],
-    write: Callable[[T], Awaitable[Any]],
+    write: Callable[[Any], Awaitable[Any]],
     limits: Backpressure,
     size: Callable[[T], int] = _message_bytes,
     join: Callable[[list[T]], T] | None = None,
+    parts: Callable[[T], Iterable[Any]] | None = None,
     interruptible: bool = False,
 ) -> None:
     """Write all that the source yields, and close the source in any case.
 
     `size` gives the bytes of an item, by default of a protobuf message. With `join` all that is
-    unread goes out in one write. An `interruptible` write is cancelled at a bound. gRPC's is not:
-    gRPC can end a call only when the message in its hands is taken, so that message, and the call,
-    stay until the client reads, leaves or is found dead.
+    unread goes out in one write. An `interruptible` write is cancelled at a bound, and may be
+    several, one for each of an item's `parts`. gRPC's is not: gRPC can end a call only when the
+    message in its hands is taken, so that message, and the call, stay until the client reads,
+    leaves or is found dead.
 
     Raises SlowReaderError, and what the source raises once all that came before is written.
     """
@@ -62,8 +64,9 @@ async def deliver(
             item = unread.take(join)
             if interruptible:
                 try:
-                    async with asyncio.timeout(limits.stall_s) as unread.write_limit:
-                        await write(item)
+                    for part in parts(item) if parts else (item,):
+                        async with asyncio.timeout(limits.stall_s) as unread.write_limit:
+                            await write(part)
                 except TimeoutError:
                     if not isinstance(unread.error, SlowReaderError):
                         unread.give_up(stalled(limits))

@@ -174,6 +174,23 @@ async def test_a_client_that_leaves_with_several_prompts(connect):
     assert sorted(router.left) == sorted(start.request for start in router.starts)
 
 
+async def test_a_client_that_reads_has_the_events_that_repeat_many_logprobs(connect):
+    """Each of the last four has all of them, and they come at once."""
+    bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 18, stall_s=5.0)
+    reader, writer = await connect(FakeRouter(saying("hello world " * 80)), bounds=bounds)
+    body = {
+        "model": "tiny", "input": "hi", "stream": True, "top_logprobs": 20,
+        "include": ["message.output_text.logprobs"],
+    }  # fmt: skip
+    asked = post(body).replace(b"/v1/chat/completions", b"/v1/responses")
+    writer.write(asked.replace(b"host: x\r\n", b"host: x\r\nconnection: close\r\n"))
+    answer = await asyncio.wait_for(reader.read(), LIMIT_S)
+    assert answer.endswith(b"0\r\n\r\n")
+    assert b"event: response.completed" in answer
+    repeated = answer[answer.index(b"event: response.output_text.done") :]
+    assert len(repeated) > 4 * bounds.max_buffer_bytes
+
+
 async def test_a_client_that_does_not_read_is_dropped_at_the_byte_cap(connect):
     router = FakeRouter(endless)
     bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 17, stall_s=60)

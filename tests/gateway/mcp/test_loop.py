@@ -339,6 +339,16 @@ async def test_what_is_offered_counts_in_a_prompt() -> None:
         counted = (await at.http.post("/v1/responses/input_tokens", json=body)).json()
         await at.http.post("/v1/responses", json=body)
         assert counted["input_tokens"] == len(model.starts[-1].prompt_ids)
+        for more in (
+            {},
+            {"tools": [MINE]},
+            {"tools": [MINE], "tool_choice": "none"},
+            {"response_format": {"type": "json_object"}},
+            {"prompt_logprobs": 0},
+        ):
+            counted = (await at.http.post("/tokenize", json={**asked, **more})).json()
+            await at.http.post("/v1/chat/completions", json={**asked, **more})
+            assert counted["tokens"] == list(model.starts[-1].prompt_ids), more
     assert "s__look" in model.prompt(0)
     assert "s__look" not in model.prompt(1)
 

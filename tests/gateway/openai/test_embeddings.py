@@ -77,6 +77,13 @@ async def test_every_form_of_input(make_http, given, num):
     assert all(start.pool and start.remaining_ms for start in router.starts)
 
 
+async def test_every_input_has_the_priority_of_the_request(make_http):
+    router = embedder()
+    await embed(make_http(router), input=["hello", "w"], priority=-3)
+    await embed(make_http(router), input="hello")
+    assert [start.priority for start in router.starts] == [-3, -3, 0]
+
+
 async def test_dimensions_cut_and_normalize_again(make_http):
     http = make_http(embedder())
     (item,) = (await embed(http, input=[3, 4, 5], dimensions=2))["data"]

@@ -62,6 +62,13 @@ async def test_documents_by_their_scores(make_http, path):
     assert found["id"].startswith("rerank-")
 
 
+@pytest.mark.parametrize(("path", "body"), [("/rerank", RERANK), ("/score", SCORE)])
+async def test_every_prompt_has_the_priority_of_the_request(make_http, path, body):
+    router = reranker(by_length)
+    await ask(make_http(router), path, {**body, "priority": 7})
+    assert {start.priority for start in router.starts} == {7}
+
+
 async def test_the_best_without_their_texts(make_http):
     body = {**RERANK, "top_n": 2, "return_documents": False}
     found = await ask(make_http(reranker(by_length)), "/rerank", body)

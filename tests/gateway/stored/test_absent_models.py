@@ -5,7 +5,14 @@ import asyncio
 import pytest
 from eventually import eventually
 from fake_router import FakeRouter, saying, served
-from stored_gateway import content_of, ended, lines_of, start_batch, stored_gateway
+from stored_gateway import (
+    content_of,
+    ended,
+    holding_after,
+    lines_of,
+    start_batch,
+    stored_gateway,
+)
 
 from pdserve.gateway.batches import absent_models, runner
 from pdserve.gateway.batches.absent_models import MODEL_WAIT_S, STARTING_S, AbsentModels
@@ -70,15 +77,7 @@ async def test_the_next_gateway_waits_for_a_model_that_its_workers_still_load(
     monkeypatch.setattr(absent_models, "MODEL_WAIT_S", 0.1)
     monkeypatch.setattr(runner, "STARTING_S", 0.0)
     (small, blobs), (large, _) = served("tiny"), served("large")
-    hold = asyncio.Event()
-
-    async def play(router, start):
-        if len(router.starts) > 5:
-            await hold.wait()
-        async for event in saying("hello")(router, start):
-            yield event
-
-    before = FakeRouter(play, [small, large], blobs)
+    before = FakeRouter(holding_after(5, asyncio.Event()), [small, large], blobs)
     async with stored_gateway(before, tmp_path) as gateway:
         batch_id = await start_batch(gateway.client(), lines_of(12, model="large"))
         await eventually(lambda: len(before.starts) == 12)

@@ -11,6 +11,7 @@ from stored_gateway import (
     CHAT,
     content_of,
     ended,
+    holding_after,
     lines_of,
     start_batch,
     stored_gateway,
@@ -183,15 +184,7 @@ async def test_many_errors_are_reported_up_to_a_bound(tmp_path):
 
 
 async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path):
-    hold = asyncio.Event()
-
-    async def play(router, start):
-        if len(router.starts) > 5:
-            await hold.wait()
-        async for event in saying("hello")(router, start):
-            yield event
-
-    router = FakeRouter(play)
+    router = FakeRouter(holding_after(5, asyncio.Event()))
     async with stored_gateway(router, tmp_path, batch_concurrency=4) as gateway:
         client = gateway.client()
         batch_id = await start_batch(client, lines_of(30))

@@ -12,7 +12,15 @@ from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, saying
 from gateway_process import GatewayProcess
 from router_process import serve_router
-from stored_gateway import all_take_part, content_of, ended, lines_of, start_batch, stored_gateway
+from stored_gateway import (
+    all_take_part,
+    content_of,
+    ended,
+    holding_after,
+    lines_of,
+    start_batch,
+    stored_gateway,
+)
 
 from pdserve.gateway.batches.leases import LEASE_S, BatchLease, LeaseWatch
 from pdserve.gateway.main import run
@@ -25,16 +33,6 @@ LINES = 60
 def asked(router: FakeRouter) -> Counter[bytes]:
     """How often each prompt has come."""
     return Counter(str(list(start.prompt_ids)).encode() for start in router.starts)
-
-
-def holding_after(count: int, hold: asyncio.Event):
-    async def play(router, start):
-        if len(router.starts) > count:
-            await hold.wait()
-        async for event in saying("hello")(router, start):
-            yield event
-
-    return play
 
 
 async def check_whole(client: openai.AsyncOpenAI, batch_id: str, count: int = LINES) -> None:

@@ -249,6 +249,17 @@ async def test_a_model_that_never_comes_is_waited_for_to_the_end_of_the_window(
     assert (batch.completed, batch.failed) == (2, 0)
 
 
+async def test_batches_that_wait_for_a_model_hold_up_none_of_their_key(running):
+    running.used.add("missing")
+    running.answers.set()
+    waiting = [await running.make(key(0), 2, models=("missing",)) for _ in range(5)]
+    other = await running.make(key(0), 2)
+    await running.has_status(key(0), other, "completed")
+    running.come = True
+    for batch_id in waiting:
+        await running.has_status(key(0), batch_id, "completed")
+
+
 async def test_lines_that_wait_for_a_model_end_with_the_process(running):
     running.used.add("missing")
     running.answers.set()

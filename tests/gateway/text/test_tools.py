@@ -17,7 +17,7 @@ from tool_answers import TOOL_ANSWERS
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import ContentParser
 from pdserve.gateway.text.parsing.reader import Malformed
-from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, CallStream
+from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, MAX_SPACE, CallStream
 from pdserve.gateway.text.parsing.values import Literals, json_value
 from pdserve.gateway.text.parts import ContentPart, ToolCallPart, calls_of, reasoning_of, text_of
 from pdserve.gateway.text.tools import (
@@ -225,6 +225,21 @@ def test_without_a_tag_a_call_begins_the_answer(name: str) -> None:
 def test_without_a_tag_a_call_is_one_of_a_tool(name: str, text: str) -> None:
     assert made(parse(name, [text])) == (text, [])
     assert made(parse(name, text + " and so on")) == (text + " and so on", [])
+
+
+@pytest.mark.parametrize("name", sorted(AT_START))
+@pytest.mark.parametrize("num_spaces", [MAX_SPACE - 1, MAX_SPACE, 3 * MAX_SPACE])
+def test_without_a_tag_the_cut_does_not_decide_on_a_call_behind_space(
+    name: str, num_spaces: int
+) -> None:
+    text = " " * num_spaces + TOOL_ANSWERS[name].call
+    whole = made(parse(name, [text]))
+    assert made(parse(name, text)) == whole
+    said, calls = whole
+    if num_spaces < MAX_SPACE:
+        assert calls
+    else:
+        assert (said, calls) == (text, [])
 
 
 @pytest.mark.parametrize("name", sorted(AT_START))

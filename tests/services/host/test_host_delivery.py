@@ -162,3 +162,18 @@ async def test_a_write_that_can_be_cut_is_cut_at_once(limits: Backpressure, why:
     assert wire.writes == [b"0,"]
     with pytest.raises(StopAsyncIteration):
         await anext(source)  # it is closed
+
+
+async def test_each_part_of_an_item_has_the_time_of_a_write() -> None:
+    written: list[bytes] = []
+
+    async def write(part: bytes) -> None:
+        await asyncio.sleep(0.1)
+        written.append(part)
+
+    async def source() -> AsyncGenerator[list[bytes], None]:
+        yield [b"%d" % number for number in range(4)]
+
+    limits = Backpressure(stall_s=0.3)
+    await deliver(source(), write, limits, size=len, parts=iter, interruptible=True)
+    assert written == [b"0", b"1", b"2", b"3"]

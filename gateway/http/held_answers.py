@@ -1,0 +1,66 @@
+"""What the answers take that are made and that their clients have not taken yet, all together.
+
+Beyond the bound the key that holds most loses its oldest one, with the connection; the answer that
+needs the room is not looked at. So one that is new is always sent, and slow clients of one key do
+not cost another key's answers before their own.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+MAX_HELD_BYTES = 512 << 20
+
+
+@dataclass(eq=False, slots=True)
+class HeldAnswer:
+    """One of them; `given_up` has a result when its client is to lose it."""
+
+    owner: bytes
+    given_up: asyncio.Future[None]
+    num_bytes: int = 0
+
+
+class HeldAnswers:
+    """The answers of one server."""
+
+    def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._answers: dict[HeldAnswer, None] = {}  # the oldest first
+        self.total = 0
+
+    @contextmanager
+    def answer(self, owner: bytes) -> Iterator[HeldAnswer]:
+        """An answer of a key, which holds nothing yet, and nothing after the block."""
+        answer = HeldAnswer(owner, asyncio.get_running_loop().create_future())
+        self._answers[answer] = None
+        try:
+            yield answer
+        finally:
+            self.release(answer, answer.num_bytes)
+            del self._answers[answer]
+
+    def hold(self, answer: HeldAnswer, num_bytes: int) -> None:
+        """So much more of it is made."""
+        answer.num_bytes += num_bytes
+        self.total += num_bytes
+        while self.total > self._max_bytes:
+            others = [one for one in self._answers if one.num_bytes and one is not answer]
+            if not others:
+                return
+            held: Counter[bytes] = Counter()
+            for one in others:
+                held[one.owner] += one.num_bytes
+            ((most, _),) = held.most_common(1)
+            lost = next(one for one in others if one.owner == most)
+            self.release(lost, lost.num_bytes)
+            if not lost.given_up.done():
+                lost.given_up.set_result(None)
+
+    def release(self, answer: HeldAnswer, num_bytes: int) -> None:
+        """So much of it is taken."""
+        freed = min(num_bytes, answer.num_bytes)  # nothing, once it is given up
+        answer.num_bytes -= freed
+        self.total -= freed
