@@ -8,7 +8,7 @@ An error before the first byte is an ordinary error response; later it is the la
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -33,6 +33,7 @@ STREAM = [
 ]
 # ASGI extensions of our server
 DROP = "pdserve.drop"  # drops the connection
+KEEPS_UP = "pdserve.keeps_up"  # whether the client takes what is written
 HELD = "pdserve.held"  # the HeldAnswers of all its connections
 
 
@@ -205,15 +206,18 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         try:
-            await deliver(
-                self._with_error_event(scope, long),
-                write,
-                self._backpressure,
-                size=_unread_bytes,
-                join=_joined,
-                parts=long.parts,
-                interruptible=True,
-            )
+            async with aclosing(self._with_error_event(scope, long)) as events:
+                left = await _write_through(events, write, _keeps_up(scope))
+                if left is not None:
+                    await deliver(
+                        left,
+                        write,
+                        self._backpressure,
+                        size=_unread_bytes,
+                        join=_joined,
+                        parts=long.parts,
+                        interruptible=True,
+                    )
             await write(b"", more=False)
         except SlowReaderError:
             raise
@@ -236,6 +240,34 @@ class EventStream(Response):
             if not begun:
                 raise
             yield self._errors.error_event(_public(error, scope))
+
+
+def _keeps_up(scope: Scope) -> Callable[[], bool]:
+    """Whether the client takes what is written; of another server's it is not known."""
+    keeps_up: Callable[[], bool] = scope.get("extensions", {}).get(KEEPS_UP, lambda: False)
+    return keeps_up
+
+
+async def _write_through(
+    events: AsyncGenerator[Event, None],
+    write: Callable[[bytes], Awaitable[None]],
+    keeps_up: Callable[[], bool],
+) -> AsyncGenerator[Event, None] | None:
+    """Write short events as they come, while the client keeps up; what is left must wait for it.
+    This way a token costs no turn of another task."""
+    async for event in events:
+        if not isinstance(event, bytes) or not keeps_up():
+            return _with_first(event, events)
+        await write(event)
+    return None
+
+
+async def _with_first(
+    first: Event, events: AsyncGenerator[Event, None]
+) -> AsyncGenerator[Event, None]:
+    yield first
+    async for event in events:
+        yield event
 
 
 class _LongEvents:

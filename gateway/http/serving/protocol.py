@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from pdserve.gateway.http.dialect import Dialect, HttpError, error_response
 from pdserve.gateway.http.held_answers import HeldAnswers
-from pdserve.gateway.http.replies import DROP, HELD
+from pdserve.gateway.http.replies import DROP, HELD, KEEPS_UP
 
 log = logging.getLogger("pdserve.gateway.http")
 
@@ -157,7 +157,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         if self.transport.is_closing():
             return
-        extensions: dict[str, Any] = {DROP: self.transport.abort, HELD: self._held}
+        extensions: dict[str, Any] = {
+            DROP: self.transport.abort,
+            KEEPS_UP: lambda: not self.flow.write_paused,
+            HELD: self._held,
+        }
         self.scope["extensions"] = extensions
         super().on_headers_complete()
 

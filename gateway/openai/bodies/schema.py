@@ -5,13 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field, WithJsonSchema
 
-from pdserve.gateway.content.requests import ChatCompletionRequest
 from pdserve.gateway.http.validation import MAX_TOOLS
 from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
 from pdserve.gateway.openai.bodies.structure import StructureFields
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
+from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.tool_use import ToolUse
 from pdserve.gateway.sampling import client_errors, refuse

@@ -1,0 +1,100 @@
+"""A stream of events: written as they come while the client keeps up, held for one that lags."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.http.held_answers import HeldAnswers
+from pdserve.gateway.http.replies import DROP, HELD, KEEPS_UP, EventStream
+
+pytestmark = pytest.mark.anyio
+LIMITS = HttpLimits(1 << 20, 1 << 20, 10.0, 100, 0.2)
+
+
+class Client:
+    """Takes what is sent, until `lags_after` pieces: then nothing more is taken."""
+
+    def __init__(self, lags_after: int) -> None:
+        self.taken: list[bytes] = []
+        self.tasks: list[int] = []  # that there were at each write
+        self.dropped = False
+        self._lags_after = lags_after
+
+    async def send(self, message: Any) -> None:
+        if message["type"] != "http.response.body":
+            return
+        if not self.keeps_up():
+            await asyncio.Event().wait()
+        self.taken.append(message["body"])
+        self.tasks.append(len(asyncio.all_tasks()))
+
+    def keeps_up(self) -> bool:
+        return len(self.taken) < self._lags_after
+
+    def drop(self) -> None:
+        self.dropped = True
+
+    async def ask(self, events: AsyncGenerator[bytes, None]) -> None:
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        extensions = {KEEPS_UP: self.keeps_up, DROP: self.drop, HELD: HeldAnswers(1 << 20)}
+        scope = {"type": "http", "extensions": extensions}
+        await EventStream(events, None, LIMITS)(scope, receive, self.send)  # type: ignore[arg-type]
+
+
+class Source:
+    """Says numbers, one in each turn of the loop, as many as are asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.said = 0
+        self.closed = False
+        self._count = count
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            for number in range(self._count):
+                await asyncio.sleep(0)
+                self.said += 1
+                yield b"%04d" % number
+        finally:
+            self.closed = True
+
+
+async def test_events_are_written_as_they_come_by_one_task():
+    client, source = Client(1000), Source(50)
+    before = len(asyncio.all_tasks())
+    await client.ask(source.events())
+    assert client.taken == [b"%04d" % number for number in range(50)] + [b""]
+    assert max(client.tasks) == before + 2  # who sends, and who watches the connection
+    assert source.closed
+    assert not client.dropped
+
+
+@pytest.mark.parametrize("lags_after", [0, 1, 10])
+async def test_what_a_client_does_not_take_is_bounded(lags_after: int):
+    client, source = Client(lags_after), Source(1000)
+    await client.ask(source.events())
+    assert client.taken == [b"%04d" % number for number in range(lags_after)]
+    assert lags_after < source.said < lags_after + 60  # 100 bytes are held, in items of 4
+    assert source.closed
+    assert client.dropped
+
+
+async def test_a_client_that_lags_and_goes_on_gets_all():
+    class Slow(Client):
+        async def send(self, message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(0)
+                self.taken.append(message["body"])
+
+        def keeps_up(self) -> bool:
+            return len(self.taken) < 3
+
+    client, source = Slow(0), Source(200)
+    await client.ask(source.events())
+    assert b"".join(client.taken) == b"".join(b"%04d" % number for number in range(200))
+    assert source.closed
