@@ -14,6 +14,7 @@ from cluster_secret import SECRET, open_channel
 from engine_kit import ask, fake_engine, run, tokens
 from eventually import LIMIT_S, eventually
 from rings import assert_conform
+from rows import SessionEvents
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.card import CardData
@@ -62,7 +63,8 @@ class SessionClient:
 
     def __init__(self, stub_type: Any, address: str, secret: str = SECRET) -> None:
         self.events: list[tuple[str, Any]] = []  # (kind, message)
-        self.batches: list[int] = []
+        self.batches: list[int] = []  # events of each message, a row being one
+        self.num_rows = 0
         self._commands: asyncio.Queue[Any] = asyncio.Queue()
         self._channel = open_channel(address, secret)
         self._call = stub_type(self._channel).Session(self._requests())
@@ -104,11 +106,12 @@ class SessionClient:
             yield await self._commands.get()
 
     async def _read(self) -> None:
+        session = SessionEvents()
         async for message in self._call:
-            self.batches.append(len(message.events))
-            for event in message.events:
-                kind = event.WhichOneof("event")
-                self.events.append((kind, getattr(event, kind)))
+            events = [one for event in message.events for one in session.of(event)]
+            self.batches.append(len(events))
+            self.events += events
+            self.num_rows = session.num_rows
 
 
 @dataclass

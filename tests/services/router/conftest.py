@@ -12,12 +12,12 @@ from cluster_secret import SECRET, open_channel
 from eventually import eventually
 from rings import assert_conform
 from router_workers import FakeDecode, FakePrefill, FakeWorker, token
+from rows import SessionEvents
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.rpc.fragments import send_ids
-from pdserve.services.host.rpc.token_rows import NumberedChoices
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
 
@@ -38,22 +38,13 @@ class Gateway:
         self.reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        choices = NumberedChoices()
+        session = SessionEvents()
         async for message in self.call:
             for event in message.events:
-                kind = event.WhichOneof("event")
-                if kind == "rows":
-                    for choice, position, id_ in choices.of(event.rows):
-                        tokens = pb.Tokens(choice=choice.choice, position=position, ids=[id_])
-                        self._add(choice.request, rpc.RequestEvent(tokens=tokens))
-                        self.num_rows += 1
-                    continue
-                if kind == "tokens":
-                    choices.note(event.tokens)
-                self._add(getattr(event, kind).request, event)
-
-    def _add(self, request: str, event: rpc.RequestEvent) -> None:
-        self.events.setdefault(request, []).append(event)
+                for kind, said in session.of(event):
+                    of_request = self.events.setdefault(said.request, [])
+                    of_request.append(rpc.RequestEvent(**{kind: said}))
+            self.num_rows = session.num_rows
 
     async def start(
         self, request: str, prompt: list[int], *, max_tokens: int = 8, **fields: Any

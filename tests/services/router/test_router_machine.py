@@ -186,6 +186,18 @@ class Drive:
             self.record(action, event, before)
             assert isinstance(action, do.Place) <= (number == len(actions) - 1), "it is the last"
         self.check(event, before, actions)
+        self.check_what_only_passes_on()
+
+    def check_what_only_passes_on(self) -> None:
+        """The machine is not asked about such tokens: it would do nothing else."""
+        for attempt in self.open:
+            if self.state.only_passes_on(attempt):
+                tokens = on.TokensReceived(attempt, True, self.state.complete)
+                assert machine.step(self.state, tokens, self.now) == (
+                    self.state,
+                    (do.PassOn(attempt),),
+                )
+                self.seen["only passed on"] += 1
 
     def _lose(self, event: on.WorkerLost, before: Routing) -> None:
         """Who is dead needs no cancel; a migration's target ends by itself, and so does its source
@@ -265,6 +277,7 @@ def test_one_end_every_cancel_and_never_two_attempts_over_any_events() -> None:
     kinds = {name for name in vars(do) if isinstance(getattr(do, name), type)}
     missing = {n for n in kinds - {"FailureReason", "Enum", "RoutingAction"} if seen[n] < 3}
     assert missing == set()
+    assert seen["only passed on"] > 1000
     assert sum(one.state.stage is ENDED for one in driven) > 1000
 
 

@@ -34,6 +34,7 @@ async def test_short_stays_local_and_long_goes_remote(make_cluster: Any, expecte
     assert list(prefill.ids.values()) == [LONG[:-1]]
     view = cluster.router.core.view()
     assert (view.prefill_local, view.prefill_remote, view.retries) == (1, 1, 0)
+    assert gateway.num_rows == 12, "all tokens of a choice but the first and the last"
 
 
 async def test_prompt_longer_than_a_message(make_cluster: Any, expected: Any) -> None:

@@ -1,0 +1,26 @@
+"""A session's tokens as its receiver has them, whether they came in rows or in Tokens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pdserve.protos.common_pb2 import Tokens
+from pdserve.services.host.rpc.token_rows import NumberedChoices
+
+
+class SessionEvents:
+    """Of one session, in order: (kind, message); each row is a Tokens."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._choices = NumberedChoices()
+
+    def of(self, event: Any) -> Iterator[tuple[str, Any]]:
+        kind = event.WhichOneof("event")
+        if kind == "rows":
+            for choice, position, id_ in self._choices.of(event.rows):
+                self.num_rows += 1
+                yield "tokens", Tokens(**choice._asdict(), position=position, ids=[id_])
+            return
+        if kind == "tokens":
+            self._choices.note(event.tokens)
+        yield kind, getattr(event, kind)
