@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from pdserve.gateway.router_client.resumable_request import ResumableRequest
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2
+from pdserve.services.host.rpc.token_rows import NumberedChoice
 
 Event = router_pb2.RequestEvent
 ANSWER = list(range(1000, 1020))
@@ -18,6 +19,10 @@ def tokens(epoch: int, position: int, ids: list[int], finish: int = 0) -> Event:
             request="r", epoch=epoch, position=position, ids=ids, logprobs=scores, finish=finish
         )
     )
+
+
+def choice(epoch: int) -> NumberedChoice:
+    return NumberedChoice("r", b"a", epoch, 0)
 
 
 def start(**fields) -> pb.Start:
@@ -42,6 +47,13 @@ def test_ids_continue_through_repeats_old_epochs_and_reissues(pieces):
             stale = tokens(epoch - 1, len(got), ANSWER[len(got) :][:1])
             assert request.take(stale) is None
         position = min(position, len(got))  # a router never leaves a gap
+        if length == 1:  # as a row; of an old epoch it is nothing
+            assert request.take_token(choice(epoch - 1), len(got), 7) is None
+            taken = request.take_token(choice(epoch), position, ANSWER[position])
+            assert (taken is None) == (position < len(got))
+            got += [] if taken is None else taken.tokens.ids
+            event("a row was taken" if taken else "a row was repeated")
+            continue
         taken = request.take(tokens(epoch, position, ANSWER[position : position + length]))
         if taken is not None:
             assert taken.tokens.position == len(got)
@@ -58,6 +70,16 @@ def test_a_gap_ends_it_with_an_error() -> None:
     assert taken is not None
     assert taken.failed.failure.code == pb.INTERNAL
     assert request.take(tokens(0, 0, [5])) is None
+
+
+def test_a_gap_in_rows_ends_it_with_an_error() -> None:
+    request = ResumableRequest(start(), 0.0)
+    request.issue(0.0)
+    assert request.take(tokens(0, 0, [5])) is not None
+    taken = request.take_token(choice(0), 2, 5)
+    assert taken is not None
+    assert taken.failed.failure.code == pb.INTERNAL
+    assert request.take_token(choice(0), 1, 5) is None
 
 
 def test_remaining_time_shrinks_and_ends() -> None:
