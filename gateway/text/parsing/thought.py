@@ -45,10 +45,11 @@ class ThoughtStream:
     def _opened(self, ended: bool) -> None:
         """Decides whether the answer begins with a thought."""
         start = self._pending.lstrip()
-        if start.startswith(self._begin):
+        much_space = len(self._pending) - len(start) > MAX_SPACE  # the same however it is cut
+        if start.startswith(self._begin) and not much_space:
             self._open = True
             self._pending = start[len(self._begin) :]
-        elif ended or not self._begin.startswith(start) or len(self._pending) > MAX_SPACE:
+        elif ended or much_space or not self._begin.startswith(start):
             self._answering = True
             self._skipping = False
 

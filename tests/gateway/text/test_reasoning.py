@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.gateway.content.answer_format import AnswerFormat
+from pdserve.gateway.text.parsing.thought import MAX_SPACE
 from pdserve.gateway.text.parts import ContentPart, calls_of, reasoning_of, text_of
 from pdserve.gateway.text.reasoning import (
     reasoning_family,
@@ -93,6 +94,16 @@ def test_a_model_that_never_thinks_answers(name: str) -> None:
     assert parse(name, "") == ("", "")
     assert parse(name, " ") == ("", " ")
     assert parse(name, "<th") == ("", "<th")
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("num_spaces", [MAX_SPACE - 2, MAX_SPACE, MAX_SPACE + 1, 3 * MAX_SPACE])
+def test_the_cut_does_not_decide_on_a_thought_behind_space(name: str, num_spaces: int) -> None:
+    begin, end = tags(name)
+    text = " " * num_spaces + f"{begin}so{end}Hi"
+    expected = ("so", "Hi") if num_spaces <= MAX_SPACE else ("", text)
+    assert parse(name, [text]) == expected
+    assert parse(name, text) == expected
 
 
 @pytest.mark.parametrize("name", TAGGED)
