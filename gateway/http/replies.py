@@ -198,16 +198,19 @@ class EventStream(Response):
     async def _send(self, scope: Scope, receive: Receive, send: Send, long: "_LongEvents") -> None:
         begun = False
 
-        async def write(data: bytes, more: bool = True) -> None:
+        async def begin() -> None:
             nonlocal begun
             if not begun:
                 begun = True
                 await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+
+        async def write(data: bytes, more: bool = True) -> None:
+            await begin()
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         try:
             async with aclosing(self._with_error_event(scope, long)) as events:
-                left = await _write_through(events, write, _keeps_up(scope))
+                left = await _write_through(events, begin, write, _keeps_up(scope))
                 if left is not None:
                     await deliver(
                         left,
@@ -239,7 +242,9 @@ class EventStream(Response):
         except Exception as error:
             if not begun:
                 raise
-            yield self._errors.error_event(_public(error, scope))
+            last = self._errors.error_event(_public(error, scope))
+            long.made(last)
+            yield last
 
 
 def _keeps_up(scope: Scope) -> Callable[[], bool]:
@@ -250,12 +255,15 @@ def _keeps_up(scope: Scope) -> Callable[[], bool]:
 
 async def _write_through(
     events: AsyncGenerator[Event, None],
+    begin: Callable[[], Awaitable[None]],
     write: Callable[[bytes], Awaitable[None]],
     keeps_up: Callable[[], bool],
 ) -> AsyncGenerator[Event, None] | None:
     """Write short events as they come, while the client keeps up; what is left must wait for it.
     This way a token costs no turn of another task."""
     async for event in events:
+        if keeps_up():
+            await begin()  # which alone may be more than the client takes
         if not isinstance(event, bytes) or not keeps_up():
             return _with_first(event, events)
         await write(event)
@@ -287,19 +295,30 @@ class _LongEvents:
             yield event
         else:
             yield from event.parts()
-            self._held.release(self._answer, event.num_bytes)
+            long = event.num_long if isinstance(event, _Joined) else event.num_bytes
+            self._held.release(self._answer, long)
 
 
 def _unread_bytes(event: Event) -> int:
     return len(event) if isinstance(event, bytes) else 0
 
 
+class _Joined(JsonPieces):
+    """Several events that are written together."""
+
+    num_long = 0  # bytes of the long ones
+
+
 def _joined(events: Sequence[Event]) -> Event:
     if all(isinstance(event, bytes) for event in events):
         return b"".join(events)  # type: ignore[arg-type]
-    joined = JsonPieces()
+    joined = _Joined()
     for event in events:
-        joined += (event,) if isinstance(event, bytes) else event
+        if isinstance(event, bytes):
+            joined.append(event)
+        else:
+            joined += event
+            joined.num_long += event.num_bytes
     return joined
 
 

@@ -105,9 +105,9 @@ class ResumableRequest:
 
     def take_token(self, choice: NumberedChoice, position: int, id_: int) -> RequestEvent | None:
         """Likewise a token of a choice that goes on."""
-        tokens = Tokens(choice=choice.choice, position=position, ids=(id_,))
         if self.ended or choice.epoch != self._epoch:
             return None
+        tokens = Tokens(choice=choice.choice, position=position, ids=(id_,))
         if self._progress.continues(choice.choice, position):
             self._progress.add(choice.choice, id_)
             return RequestEvent(tokens=tokens)

@@ -13,7 +13,7 @@ from pdserve.protos.router_pb2 import GatewayHello, GatewayMessage, RequestEvent
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.auth.roles import Role
-from pdserve.services.host.rpc.token_rows import NumberedChoices, TokenRow
+from pdserve.services.host.rpc.token_rows import RowReader, TokenRow
 
 log = logging.getLogger(__name__)
 
@@ -98,24 +98,21 @@ class RouterConnection:
     async def _run(self, channel: grpc.aio.Channel) -> None:
         loop = asyncio.get_running_loop()
         call = RouterStub(channel).Session()
-        await call.write(GatewayMessage(hello=GatewayHello(boot=self._boot)))
+        await call.write(GatewayMessage(hello=GatewayHello(boot=self._boot, reads_rows=True)))
         log.info("connected to router %s", self.address)
         self.channel = channel
         self.up_since = loop.time()
         writer = asyncio.create_task(self._write(call))
         try:
             self._listener.up(self)
-            choices = NumberedChoices()
+            rows = RowReader()
             async for message in call:
                 self.has_worked = True  # it is not only a port that is open
                 for event in message.events:
-                    kind = event.WhichOneof("event")
-                    if kind == "rows":
-                        self._listener.rows(self, choices.of(event.rows))
-                        continue
-                    if kind == "tokens":
-                        choices.note(event.tokens)
-                    self._listener.event(self, event)
+                    if event.HasField("rows"):
+                        self._listener.rows(self, rows.read(event.rows))
+                    else:
+                        self._listener.event(self, event)
             raise ConnectionError("the session ended")
         finally:
             self.channel = None

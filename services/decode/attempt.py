@@ -11,6 +11,7 @@ from pdserve.services.decode.convert import to_tokens
 from pdserve.services.decode.lease_machine import Lease
 from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.rpc.outbox import TokensOutbox
+from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.worker.core import RouterSession
 
 DecodeOutbox = TokensOutbox[DecodeEvent]
@@ -53,8 +54,8 @@ class ServedAttempt:
         """Tell the router of new tokens: a single one goes in a row, if it can."""
         outbox = self.session.outbox
         if len(event.ids) == 1 and not event.logprobs and event.finish is None:
-            row = (event.choice, event.position, event.ids[0])
-            if outbox.put_token(self.attempt, self.epoch, *row):
+            choice = NumberedChoice(self.name, self.attempt, self.epoch, event.choice)
+            if outbox.put_token(choice, event.position, event.ids[0]):
                 return
         outbox.put(DecodeEvent(tokens=to_tokens(self.name, self.attempt, self.epoch, event)))
 

@@ -15,7 +15,7 @@ from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.rpc.request_progress import RequestProgress
-from pdserve.services.host.rpc.token_rows import TokenRow
+from pdserve.services.host.rpc.token_rows import NumberedChoice, TokenRow
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests import actions as do
@@ -171,9 +171,9 @@ class Dispatcher:
         request.client.put(event)
 
     def emit_token(
-        self, request: RoutedRequest, attempt: bytes, choice: int, position: int, id_: int
+        self, request: RoutedRequest, choice: NumberedChoice, position: int, id_: int
     ) -> bool:
-        return request.client.put_token(attempt, request.state.epoch, choice, position, id_)
+        return request.client.put_token(choice, position, id_)
 
     def place(self, request: RoutedRequest, now: float) -> None:
         self.placer.place(request, now)
@@ -314,7 +314,7 @@ class Dispatcher:
             if request is None or attempt is None or attempt.decode is not worker:
                 self.num_stale += 1
             else:
-                request.on_token(choice.attempt, choice.choice, position, id_, now)
+                request.on_token(choice, position, id_, now)
 
     def on_prefill(self, worker: Worker, event: wire.PrefillEvent, now: float) -> None:
         """An event of a prefill session."""

@@ -22,6 +22,7 @@ from pdserve.services.host.rpc.channel import AUTHORIZATION
 from pdserve.services.host.rpc.fragments import IdsCollector
 from pdserve.services.host.rpc.outbox import TokensOutbox
 from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.host.tenants.fairness import FairShare
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.host.tenants.rate_limits import RateLimits
@@ -37,17 +38,18 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class ClientSession:
     """One client's stream of events; `key` is the gateway's boot id."""
 
-    def __init__(self, key: bytes, *, in_rows: bool) -> None:
+    def __init__(self, key: bytes, reads_rows: bool = False) -> None:
         self.key = key
-        self.outbox = TokensOutbox(rpc.RequestEvent, in_rows=in_rows)
+        self.outbox = TokensOutbox(rpc.RequestEvent)
+        self.outbox.in_rows = reads_rows
         self.over = False  # the one request of a Generate has ended
         self.num_generated = 0  # tokens of it
 
     def put(self, event: rpc.RequestEvent) -> None:
         self.outbox.put(event)
 
-    def put_token(self, attempt: bytes, epoch: int, choice: int, position: int, id_: int) -> bool:
-        return self.outbox.put_token(attempt, epoch, choice, position, id_)
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
+        return self.outbox.put_token(choice, position, id_)
 
 
 class RouterService(RouterServicer):
@@ -83,7 +85,7 @@ class RouterService(RouterServicer):
             await abort(context, ServiceError(pb.INVALID_ARGUMENT, "no hello", "hello"))
         if self._core.draining:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the router is shutting down"))
-        session = ClientSession(first.hello.boot, in_rows=True)
+        session = ClientSession(first.hello.boot, first.hello.reads_rows)
         self._sessions.add(session)
         reader = asyncio.create_task(self._read(request_iterator, session))
         try:
@@ -150,7 +152,7 @@ class RouterService(RouterServicer):
 
     async def _run(self, progress: RequestProgress, tenant: Tenant, context: Context) -> None:
         """Raises ServiceError."""
-        session = ClientSession(os.urandom(16), in_rows=False)
+        session = ClientSession(os.urandom(16))
         request = progress.start.request
         settings = self._settings
         backpressure = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)

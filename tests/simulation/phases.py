@@ -25,7 +25,7 @@ from pdserve.engine.handoff.protocol.frames import (
 )
 from pdserve.protos import fleet_pb2, router_pb2
 from pdserve.protos import worker_pb2 as wire
-from pdserve.services.host.rpc.token_rows import NumberedChoices
+from pdserve.services.host.rpc.token_rows import RowReader
 from simulation.clock import Process
 from simulation.network import Message
 
@@ -60,7 +60,7 @@ class PhaseWatch:
         self._names: dict[bytes, str] = {}  # boot -> worker
         self._counts: Counter[tuple[bytes, str]] = Counter()
         self._prompts: dict[str, list[int]] = {}
-        self._choices: dict[tuple[str, str], NumberedChoices] = {}  # by decode and router
+        self._rows: dict[tuple[str, str], RowReader] = {}  # by decode and router
 
     def request_of(self, attempt: bytes) -> str:
         return self._requests.get(attempt, "")
@@ -84,10 +84,8 @@ class PhaseWatch:
                 self._step(attempt, ASKED, message)
                 message.arrived.append(lambda: self._queued(attempt, message))
         elif isinstance(body, wire.DecodeMessage):
-            session = message.src.name, message.dst.name
-            choices = self._choices.setdefault(session, NumberedChoices())
             for event in body.events:
-                self._on_decode(message, event, choices)
+                self._on_decode(message, event)
         elif isinstance(body, router_pb2.RouterMessage):
             for event in body.events:
                 if event.HasField("failed"):
@@ -108,9 +106,7 @@ class PhaseWatch:
         if admit.prefill_boot:
             place["prefill"] = self._names[admit.prefill_boot]
 
-    def _on_decode(
-        self, message: Message, event: wire.DecodeEvent, choices: NumberedChoices
-    ) -> None:
+    def _on_decode(self, message: Message, event: wire.DecodeEvent) -> None:
         kind = event.WhichOneof("event")
         if kind == "admitted":
             attempt = event.admitted.attempt
@@ -122,12 +118,12 @@ class PhaseWatch:
             self.placed_again[self._requests[event.place_again.attempt]] += 1
         elif kind == "tokens":
             tokens = event.tokens
-            choices.note(tokens)
             self._step(tokens.attempt, "decoding", message)
             if tokens.finish:
                 self._step(tokens.attempt, "last", message)
         elif kind == "rows":
-            for choice, _, _ in choices.of(event.rows):
+            session = self._rows.setdefault((message.src.name, message.dst.name), RowReader())
+            for choice, _, _ in session.read(event.rows):
                 self._step(choice.attempt, "decoding", message)
         elif kind == "finished":
             self._step(event.finished.attempt, "last", message)

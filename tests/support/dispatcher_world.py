@@ -11,6 +11,7 @@ from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules
@@ -54,7 +55,7 @@ class World:
     def put(self, event: RequestEvent) -> None:
         self.events.append(event)
 
-    def put_token(self, attempt: bytes, epoch: int, choice: int, position: int, id_: int) -> bool:
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
         return False  # so that it comes as an event
 
     def _send(self, worker: Worker, command: Any) -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.services.host.rpc.token_rows import NumberedChoice
 
 HITS: Counter[str] = Counter()  # how often each interesting state was reached
 
@@ -15,7 +16,6 @@ class Recorder:
         self.key = key
         self.ids: dict[tuple[str, int, int], list[int]] = {}
         self.terminal: Counter[tuple[str, int]] = Counter()
-        self._requests: dict[tuple[bytes, int, int], str] = {}  # of choices that have begun
 
     def put(self, event: RequestEvent) -> None:
         kind = event.WhichOneof("event")
@@ -26,17 +26,14 @@ class Recorder:
             have = self.ids.setdefault((*key, message.choice), [])
             assert message.position == len(have)
             have += message.ids
-            self._requests[message.attempt, message.epoch, message.choice] = message.request
         elif kind in ("finished", "failed"):
             self.terminal[key] += 1
             HITS[kind if kind == "finished" else pb.ErrorCode.Name(message.failure.code)] += 1
 
-    def put_token(self, attempt: bytes, epoch: int, choice: int, position: int, id_: int) -> bool:
-        request = self._requests.get((attempt, epoch, choice))
-        if request is None:
-            return False
-        assert not self.terminal[request, epoch], "a token after the terminal event"
-        have = self.ids[request, epoch, choice]
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
+        key = (choice.request, choice.epoch)
+        assert not self.terminal[key], "a token after the terminal event"
+        have = self.ids.setdefault((*key, choice.choice), [])
         assert position == len(have)
         have.append(id_)
         HITS["rows"] += 1

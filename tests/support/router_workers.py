@@ -25,6 +25,7 @@ from pdserve.protos.worker_pb2_grpc import (
 )
 from pdserve.services.host.rpc.fragments import IdsCollector
 from pdserve.services.host.rpc.outbox import Outbox, TokensOutbox
+from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.worker.membership import Membership
 
@@ -130,6 +131,8 @@ class FakeWorker(ABC):
             kind = command.WhichOneof("command")
             if kind == "ids_part":
                 self.collector.add(command.ids_part)
+            elif kind == "hello" and isinstance(self.outboxes[-1], TokensOutbox):
+                self.outboxes[-1].in_rows = command.hello.reads_rows
             elif kind == "cancel":
                 await self.cancel(command.cancel)
             elif kind == "resume":
@@ -237,8 +240,9 @@ class FakeDecode(FakeWorker, DecodeServicer):
         self.said[attempt].append(kept)
         tokens = event.tokens
         if len(tokens.ids) == 1 and not tokens.logprobs and not tokens.finish:
-            choice = tokens.attempt, tokens.epoch, tokens.choice
-            if self.outboxes[-1].put_token(*choice, tokens.position, tokens.ids[0]):
+            named = tokens.request, tokens.attempt, tokens.epoch, tokens.choice
+            row = NumberedChoice(*named), tokens.position, tokens.ids[0]
+            if self.outboxes[-1].put_token(*row):
                 return
         self.put(event)
 

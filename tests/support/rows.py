@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pdserve.protos.common_pb2 import Tokens
-from pdserve.services.host.rpc.token_rows import NumberedChoices
+from pdserve.services.host.rpc.token_rows import RowReader
 
 
 class SessionEvents:
@@ -12,15 +12,13 @@ class SessionEvents:
 
     def __init__(self) -> None:
         self.num_rows = 0
-        self._choices = NumberedChoices()
+        self._reader = RowReader()
 
     def of(self, event: Any) -> Iterator[tuple[str, Any]]:
         kind = event.WhichOneof("event")
-        if kind == "rows":
-            for choice, position, id_ in self._choices.of(event.rows):
-                self.num_rows += 1
-                yield "tokens", Tokens(**choice._asdict(), position=position, ids=[id_])
+        if kind != "rows":
+            yield kind, getattr(event, kind)
             return
-        if kind == "tokens":
-            self._choices.note(event.tokens)
-        yield kind, getattr(event, kind)
+        for choice, position, id_ in self._reader.read(event.rows):
+            self.num_rows += 1
+            yield "tokens", Tokens(**choice._asdict(), position=position, ids=[id_])

@@ -69,6 +69,9 @@ class SessionClient:
         self._channel = open_channel(address, secret)
         self._call = stub_type(self._channel).Session(self._requests())
         self.reader = asyncio.create_task(self._read())
+        if stub_type is DecodeStub:
+            hello = wire.SessionHello(router_boot=b"router", reads_rows=True)
+            self.send(wire.DecodeCommand(hello=hello))
 
     def send(self, command: Any) -> None:
         self._commands.put_nowait(command)

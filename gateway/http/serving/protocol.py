@@ -26,6 +26,7 @@ log = logging.getLogger("pdserve.gateway.http")
 
 MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100
+MAX_LAG_BYTES = 1 << 14  # unsent, of a client that keeps up; writers wait from 64 KiB on
 MAX_IDLE_BYTES = 1 << 20  # more than the loop reads at once
 HEAD_TIMEOUT_S = 10.0
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
@@ -159,7 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         extensions: dict[str, Any] = {
             DROP: self.transport.abort,
-            KEEPS_UP: lambda: not self.flow.write_paused,
+            KEEPS_UP: lambda: self.transport.get_write_buffer_size() < MAX_LAG_BYTES,
             HELD: self._held,
         }
         self.scope["extensions"] = extensions

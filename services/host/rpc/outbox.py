@@ -1,6 +1,7 @@
-"""Events that wait for a slow peer. Writers never block, and consecutive tokens merge.
+"""Events that wait for a slow peer. Writers never block.
 
-Used on the loop's thread only. Order is kept; only consecutive tokens merge.
+Used on the loop's thread only. Order is kept, but that Tokens may merge into unsent ones of their
+choice which they continue, and so overtake what is about other choices.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from google.protobuf.message import Message
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.protos.worker_pb2 import DecodeEvent
-from pdserve.services.host.rpc.token_rows import MAX_ROWS, ChoiceNumbers, UnsentRows
+from pdserve.services.host.rpc.token_rows import NumberedChoice, RowWriter
 
 MAX_BATCH_BYTES = 192 << 10  # of the events in one message; a single larger event travels alone
 MAX_MERGED_IDS = 1024
@@ -67,16 +68,15 @@ class Outbox(Generic[EventT]):
 
 
 class TokensOutbox(Outbox[TokensEventT]):
-    """One whose events of Tokens merge; with `in_rows`, tokens of choices that go on are sent as
-    TokenRows."""
+    """One whose events of Tokens merge. `in_rows`: the receiver reads TokenRows."""
 
-    def __init__(self, kind: type[TokensEventT], *, in_rows: bool = True) -> None:
+    def __init__(self, kind: type[TokensEventT]) -> None:
         super().__init__()
+        self.in_rows = False
         self._kind = kind
-        self._numbers = ChoiceNumbers() if in_rows else None
         # The last unsent Tokens by attempt and choice.
         self._last_tokens: dict[tuple[bytes, int], TokensEventT] = {}
-        self._rows = UnsentRows()  # behind the events
+        self._rows = RowWriter()  # behind the events
 
     def __len__(self) -> int:
         return len(self._events) + bool(self._rows)
@@ -88,30 +88,27 @@ class TokensOutbox(Outbox[TokensEventT]):
         """
         if self._closed:
             return
-        self._close_rows()
+        self._end_rows()
         if event.WhichOneof("event") == "tokens":
-            if self._numbers is not None:
-                self._numbers.note(event.tokens)
             if self._merge(event.tokens):
                 return
             self._last_tokens[event.tokens.attempt, event.tokens.choice] = event
         super().put(event)
 
-    def put_token(self, attempt: bytes, epoch: int, choice: int, position: int, id_: int) -> bool:
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
         """Add a token without log-probabilities to a choice that goes on. False: it must be put as
-        an event, since the choice has no number."""
-        number = 0 if self._numbers is None else self._numbers.get(attempt, epoch, choice)
-        if not number:
+        an event, since the receiver reads no rows."""
+        if not self.in_rows:
             return False
         if not self._closed:
-            if len(self._rows) == MAX_ROWS:
-                self._close_rows()
-            self._rows.add(number, position, id_)
+            if self._rows.full:
+                self._end_rows()
+            self._rows.add(choice, position, id_)
             self._wake.set()
         return True
 
     def take(self) -> list[TokensEventT]:
-        self._close_rows()
+        self._end_rows()
         batch = super().take()
         if not self._events:
             self._last_tokens.clear()
@@ -119,8 +116,8 @@ class TokensOutbox(Outbox[TokensEventT]):
             self._forget(batch)
         return batch
 
-    def _close_rows(self) -> None:
-        """Nothing is added to the rows so far: they are an event."""
+    def _end_rows(self) -> None:
+        """What comes next stands behind the rows so far: they are an event."""
         if self._rows:
             self._events.append(self._kind(rows=self._rows.take()))
 
@@ -141,7 +138,7 @@ class TokensOutbox(Outbox[TokensEventT]):
             return False
         last.ids.extend(new.ids)
         last.logprobs.extend(new.logprobs)
-        last.finish, last.number = new.finish, new.number or last.number
+        last.finish = new.finish
         return True
 
     def _forget(self, batch: list[TokensEventT]) -> None:

@@ -1,16 +1,19 @@
-"""Tokens in rows: after the first ones of a choice, a session names it by a number.
+"""Tokens in rows: the tokens of a step are three columns of one event, however many streams run.
 
-Tokens say what they are of, and its number; TokenRows have numbers, positions and ids. So the
-tokens of a step are three columns of one event, however many streams there are.
+With its first row in a session a choice gets a number, so a row is a number, a position and an id.
 """
 
+import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pdserve.protos.common_pb2 import TokenRows, Tokens
+from pdserve.protos.common_pb2 import TokenRows
 
-MAX_NUMBERED = 1 << 14  # choices of a session that have numbers, from 1 on
-MAX_ROWS = 4096  # in one event: at most 60 KB
+log = logging.getLogger(__name__)
+
+MAX_NUMBERED = 4096  # choices that have a number in a session: those that got one last
+MAX_ROWS = 4096  # in one event: at most 80 KB
+MAX_NAMED = 256  # choices that get a number in one event: at most 90 KB
 
 
 class NumberedChoice(NamedTuple):
@@ -22,79 +25,81 @@ class NumberedChoice(NamedTuple):
     choice: int
 
 
-TokenRow = tuple[NumberedChoice, int, int]  # and the position and the id of its next token
+TokenRow = tuple[NumberedChoice, int, int]  # with the position and the id of its next token
 
 
-class ChoiceNumbers:
-    """The sender's side. A choice keeps its number until its last tokens. Beyond MAX_NUMBERED the
-    choice that was numbered first loses its number, and gets another when it goes on."""
+class RowWriter:
+    """The sender's side of one session: its numbers, and the rows of the next event."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[bytes, int, int], int] = {}  # by attempt, epoch and choice
-        self._free: list[int] = []
+        self._numbers: dict[NumberedChoice, int] = {}
+        self._last_number = 0
+        self._clear()
 
-    def get(self, attempt: bytes, epoch: int, choice: int) -> int:
-        """The number of a choice; 0: it has none."""
-        return self._numbers.get((attempt, epoch, choice), 0)
+    def __len__(self) -> int:
+        return len(self._row_ids)
 
-    def note(self, tokens: Tokens) -> None:
-        """Write the number of their choice into tokens that go out; the last ones give it back."""
-        key = (tokens.attempt, tokens.epoch, tokens.choice)
-        number = self._numbers.get(key, 0)
-        if not tokens.finish:
-            tokens.number = self._numbers[key] = number or self._unused()
-        elif number:
-            del self._numbers[key]
-            self._free.append(number)
+    @property
+    def full(self) -> bool:
+        """Whether the next row must go into another event."""
+        return len(self._row_ids) == MAX_ROWS or len(self._named) == MAX_NAMED
 
-    def _unused(self) -> int:
-        if self._free:
-            return self._free.pop()
-        if len(self._numbers) >= MAX_NUMBERED:
-            return self._numbers.pop(next(iter(self._numbers)))
-        return len(self._numbers) + 1
+    def add(self, choice: NumberedChoice, position: int, id_: int) -> None:
+        number = self._numbers.get(choice)
+        if number is None:
+            number = self._number(choice)
+        self._row_numbers.append(number)
+        self._row_positions.append(position)
+        self._row_ids.append(id_)
+
+    def take(self) -> TokenRows:
+        """The event; the next one is empty."""
+        rows = TokenRows(
+            named=self._named,
+            numbers=self._row_numbers,
+            positions=self._row_positions,
+            ids=self._row_ids,
+        )
+        self._clear()
+        return rows
+
+    def _clear(self) -> None:
+        self._named: list[TokenRows.Named] = []
+        self._row_numbers: list[int] = []
+        self._row_positions: list[int] = []
+        self._row_ids: list[int] = []
+
+    def _number(self, choice: NumberedChoice) -> int:
+        """No number is given twice. A choice that loses its own gets another with its next row."""
+        if len(self._numbers) == MAX_NUMBERED:
+            del self._numbers[next(iter(self._numbers))]
+        self._last_number += 1
+        self._numbers[choice] = self._last_number
+        self._named.append(TokenRows.Named(number=self._last_number, **choice._asdict()))
+        return self._last_number
 
 
-class NumberedChoices:
-    """The receiver's side: what the numbers of one session stand for."""
+class RowReader:
+    """The receiver's side of one session."""
 
     def __init__(self) -> None:
         self._choices: dict[int, NumberedChoice] = {}
 
-    def note(self, tokens: Tokens) -> None:
-        """Read the number in tokens that came."""
-        if 0 < tokens.number <= MAX_NUMBERED:
-            self._choices[tokens.number] = NumberedChoice(
-                tokens.request, tokens.attempt, tokens.epoch, tokens.choice
-            )
+    def read(self, rows: TokenRows) -> Iterator[TokenRow]:
+        """The rows. One whose number nobody has given is left out: whoever receives what follows
+        it finds the gap."""
+        for named in rows.named:
+            choice = NumberedChoice(named.request, named.attempt, named.epoch, named.choice)
+            self._choices[named.number] = choice
+        return self._read(rows)
 
-    def of(self, rows: TokenRows) -> Iterator[TokenRow]:
-        """The rows. One whose number was never said is left
-        out: the gap is found by whoever receives what follows it."""
+    def _read(self, rows: TokenRows) -> Iterator[TokenRow]:
         for number, position, id_ in zip(rows.numbers, rows.positions, rows.ids, strict=False):
             choice = self._choices.get(number)
-            if choice is not None:
+            if choice is None:
+                log.warning("a token of an unknown choice: number %d", number)
+            else:
                 yield choice, position, id_
-
-
-class UnsentRows:
-    """Rows that are to be one TokenRows."""
-
-    def __init__(self) -> None:
-        self._numbers: list[int] = []
-        self._positions: list[int] = []
-        self._ids: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def add(self, number: int, position: int, id_: int) -> None:
-        self._numbers.append(number)
-        self._positions.append(position)
-        self._ids.append(id_)
-
-    def take(self) -> TokenRows:
-        """All of them; none is left."""
-        rows = TokenRows(numbers=self._numbers, positions=self._positions, ids=self._ids)
-        self._numbers, self._positions, self._ids = [], [], []
-        return rows
+        # The sender has forgotten these, and its rows of this event may still have meant them.
+        while len(self._choices) > MAX_NUMBERED:
+            del self._choices[next(iter(self._choices))]

@@ -21,7 +21,7 @@ from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.rpc.outbox import Outbox
-from pdserve.services.host.rpc.token_rows import NumberedChoices, TokenRow
+from pdserve.services.host.rpc.token_rows import RowReader, TokenRow
 from pdserve.services.router.fleet.fleet import Worker
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class WorkerSession:
         self._worker = worker
         self._address = worker.hello.address
         self._access = access
-        self._hello = wire.SessionHello(router_boot=boot)
+        self._hello = wire.SessionHello(router_boot=boot, reads_rows=True)
         self._listener = listener
         self._outbox: Outbox[wire.DecodeCommand | wire.PrefillCommand] | None = None
         self._owed: deque[Command] = deque(maxlen=MAX_OWED)  # cancels that nobody has read
@@ -135,10 +135,10 @@ class WorkerSession:
             log.info("session with %s is up", self._address)
             self._listener.up(self._worker)
             try:
-                choices = NumberedChoices()
+                rows = RowReader()
                 async for message in call:
                     for event in message.events:
-                        self._say(event, choices)
+                        self._say(event, rows)
             finally:
                 self._outbox = None
                 self._listener.down(self._worker)
@@ -147,15 +147,12 @@ class WorkerSession:
                 with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
                     await writer
 
-    def _say(self, event: Event, choices: NumberedChoices) -> None:
-        """Tell the listener; `choices` are those that have numbers in this session."""
-        kind = event.WhichOneof("event")
-        if kind == "rows" and isinstance(event, wire.DecodeEvent):
-            self._listener.rows(self._worker, choices.of(event.rows))
-            return
-        if kind == "tokens" and isinstance(event, wire.DecodeEvent):
-            choices.note(event.tokens)
-        self._listener.event(self._worker, event)
+    def _say(self, event: Event, rows: RowReader) -> None:
+        """Tell the listener; `rows` reads those of this session."""
+        if isinstance(event, wire.DecodeEvent) and event.HasField("rows"):
+            self._listener.rows(self._worker, rows.read(event.rows))
+        else:
+            self._listener.event(self._worker, event)
 
 
 class WorkerSessions:

@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.requests.actions import OpenAttempt
 from pdserve.services.router.requests.events import Reachability
@@ -24,7 +25,7 @@ class Client(Protocol):
     def put(self, event: RequestEvent) -> None:
         """Take an event; never blocks."""
 
-    def put_token(self, attempt: bytes, epoch: int, choice: int, position: int, id_: int) -> bool:
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
         """Take a token of a choice that goes on; False: only as an event."""
 
 
@@ -48,7 +49,7 @@ class Effects(Protocol[RequestT]):
         """Pass an event to the client."""
 
     def emit_token(
-        self, request: RequestT, attempt: bytes, choice: int, position: int, id_: int
+        self, request: RequestT, choice: NumberedChoice, position: int, id_: int
     ) -> bool:
         """Pass a token on to the client without an event; False: it takes an event."""
 

@@ -16,6 +16,7 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.request_progress import LostTokens, RequestProgress, remaining_ms
+from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.placement.policy import PromptFacts
 from pdserve.services.router.requests import actions as do
@@ -211,12 +212,14 @@ class RoutedRequest:
                     self._keeps(message)
                 self.step(messages.of_decode(kind, message), now, message)
 
-    def on_token(self, attempt: bytes, choice: int, position: int, id_: int, now: float) -> None:
+    def on_token(self, of: NumberedChoice, position: int, id_: int, now: float) -> None:
         """A token of a choice that goes on; most of them are only passed on."""
-        goes_on = self.state.only_passes_on(attempt) and self.progress.continues(choice, position)
-        if goes_on and self._effects.emit_token(self, attempt, choice, position, id_):
-            self.progress.add(choice, id_)
-            return
+        attempt, choice = of.attempt, of.choice
+        if self.state.only_passes_on(attempt) and self.progress.continues(choice, position):
+            ours = NumberedChoice(self.id, attempt, self.state.epoch, choice)
+            if self._effects.emit_token(self, ours, position, id_):
+                self.progress.add(choice, id_)
+                return
         tokens = pb.Tokens(attempt=attempt, choice=choice, position=position, ids=(id_,))
         self.on_decode("tokens", tokens, now)
 

@@ -84,6 +84,25 @@ async def test_what_a_client_does_not_take_is_bounded(lags_after: int):
     assert client.dropped
 
 
+async def test_what_the_head_alone_fills_is_held_for_too():
+    """As when the answer before is unread: nothing of the source waits in the server."""
+
+    class Full(Client):
+        async def send(self, message: Any) -> None:
+            self.begun = True
+            await super().send(message)
+
+        def keeps_up(self) -> bool:
+            return not self.begun
+
+    client, source = Full(1), Source(1000)
+    client.begun = False
+    await client.ask(source.events())
+    assert client.taken == []
+    assert 0 < source.said < 60
+    assert client.dropped
+
+
 async def test_a_client_that_lags_and_goes_on_gets_all():
     class Slow(Client):
         async def send(self, message: Any) -> None:

@@ -1,6 +1,10 @@
 """Whatever the pace of the reader, ids and their order per choice stay, and messages stay small."""
 
 import asyncio
+from collections import defaultdict
+from random import Random
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from eventually import LIMIT_S
@@ -9,13 +13,9 @@ from hypothesis import strategies as st
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import Placed, RequestEvent
+from pdserve.services.host.rpc import token_rows
 from pdserve.services.host.rpc.outbox import MAX_BATCH_BYTES, MAX_MERGED_IDS, TokensOutbox
-from pdserve.services.host.rpc.token_rows import (
-    MAX_NUMBERED,
-    MAX_ROWS,
-    ChoiceNumbers,
-    NumberedChoices,
-)
+from pdserve.services.host.rpc.token_rows import MAX_NAMED, MAX_ROWS, NumberedChoice, RowReader
 
 steps = st.lists(
     st.tuples(
@@ -30,13 +30,13 @@ steps = st.lists(
 
 @given(steps)
 def test_merging_changes_no_content_and_no_order(steps: list[tuple[str, int, int, bool]]) -> None:
-    outbox = TokensOutbox(RequestEvent)
+    outbox = in_rows()
     position = {0: 0, 1: 0, 2: 0}
     finished: set[int] = set()
     attempt = 0
     put: list[tuple[object, ...]] = []  # one entry per id, in order
     taken: list[tuple[object, ...]] = []
-    choices = NumberedChoices()
+    reader = RowReader()
 
     def flatten(event: RequestEvent) -> list[tuple[object, ...]]:
         if event.WhichOneof("event") == "placed":
@@ -44,10 +44,9 @@ def test_merging_changes_no_content_and_no_order(steps: list[tuple[str, int, int
         if event.WhichOneof("event") == "rows":
             return [
                 (choice.attempt, choice.choice, at, token, None, 0)
-                for choice, at, token in choices.of(event.rows)
+                for choice, at, token in reader.read(event.rows)
             ]
         tokens = event.tokens
-        choices.note(tokens)
         rows: list[tuple[object, ...]] = []
         for index, token in enumerate(tokens.ids):
             logprob = tokens.logprobs[index].logprob if tokens.logprobs else None
@@ -70,9 +69,9 @@ def test_merging_changes_no_content_and_no_order(steps: list[tuple[str, int, int
             continue
         elif kind == "row":
             at = position[choice]
-            if outbox.put_token(bytes([attempt]), 0, choice, at, number):
-                put.append((bytes([attempt]), choice, at, number, None, 0))
-                position[choice] += 1
+            assert outbox.put_token(NumberedChoice("", bytes([attempt]), 0, choice), at, number)
+            put.append((bytes([attempt]), choice, at, number, None, 0))
+            position[choice] += 1
         else:
             tokens = pb.Tokens(
                 attempt=bytes([attempt]),
@@ -109,7 +108,7 @@ def tokens(position: int, count: int = 1, finish: pb.FinishReason = pb.LENGTH) -
 
 
 def test_a_slow_reader_costs_one_event_per_choice() -> None:
-    outbox = TokensOutbox(RequestEvent)
+    outbox = in_rows()
     for position in range(MAX_MERGED_IDS):
         outbox.put(tokens(position))
     assert len(outbox) == 1
@@ -118,7 +117,7 @@ def test_a_slow_reader_costs_one_event_per_choice() -> None:
 
 
 def test_what_was_taken_is_never_changed() -> None:
-    outbox = TokensOutbox(RequestEvent)
+    outbox = in_rows()
     outbox.put(tokens(0))
     (sent,) = outbox.take()
     outbox.put(tokens(1))
@@ -127,7 +126,7 @@ def test_what_was_taken_is_never_changed() -> None:
 
 
 def test_batches_stay_below_the_message_limit() -> None:
-    outbox = TokensOutbox(RequestEvent)
+    outbox = in_rows()
     big = 50_000
     for number in range(20):
         text = "x" * big
@@ -143,7 +142,7 @@ def test_batches_stay_below_the_message_limit() -> None:
 
 @pytest.mark.anyio
 async def test_reader_wakes_and_ends() -> None:
-    outbox = TokensOutbox(RequestEvent)
+    outbox = in_rows()
     got: list[int] = []
 
     async def read() -> None:
@@ -162,63 +161,134 @@ async def test_reader_wakes_and_ends() -> None:
     assert got == [2, 1]
 
 
-def test_rows_are_columns_of_one_event_and_numbers_are_used_again() -> None:
-    outbox, choices = TokensOutbox(RequestEvent), NumberedChoices()
-    for choice in range(3):
-        assert not outbox.put_token(b"a", 2, choice, 0, 9), "it has no number yet"
-        named = pb.Tokens(request="r", attempt=b"a", epoch=2, choice=choice, ids=[9])
-        outbox.put(RequestEvent(tokens=named))
-    for position in (1, 2):
-        for choice in range(3):
-            assert outbox.put_token(b"a", 2, choice, position, 10 * position + choice)
-    *begun, rows = outbox.take()
-    for event in begun:
-        choices.note(event.tokens)
-    got = [(*choice, position, id_) for choice, position, id_ in choices.of(rows.rows)]
-    assert got == [("r", b"a", 2, c, p, 10 * p + c) for p in (1, 2) for c in range(3)]
-    last = pb.Tokens(attempt=b"a", epoch=2, choice=1, position=3, ids=[9], finish=pb.STOP)
-    outbox.put(RequestEvent(tokens=last))
-    assert not outbox.put_token(b"a", 2, 1, 4, 9), "it has ended"
-    assert not outbox.put_token(b"a", 3, 0, 3, 9), "of another epoch"
-    outbox.put(RequestEvent(tokens=pb.Tokens(attempt=b"b", ids=[1])))
-    assert [event.tokens.number for event in outbox.take()] == [0, begun[1].tokens.number]
+def in_rows() -> TokensOutbox[RequestEvent]:
+    outbox = TokensOutbox(RequestEvent)
+    outbox.in_rows = True
+    return outbox
+
+
+A = NumberedChoice("r", b"a", 2, 0)
+
+
+def test_rows_are_columns_of_one_event() -> None:
+    outbox, reader = in_rows(), RowReader()
+    put = [
+        (A._replace(choice=c), position, 10 * position + c) for position in (1, 2) for c in (0, 1)
+    ]
+    for row in put:
+        assert outbox.put_token(*row)
+    (event,) = outbox.take()
+    assert list(reader.read(event.rows)) == put
+    assert len(event.rows.named) == 2
+    assert outbox.put_token(A, 3, 30)
+    (event,) = outbox.take()
+    assert not event.rows.named, "it has its number"
+    assert list(reader.read(event.rows)) == [(A, 3, 30)]
+
+
+def test_a_receiver_that_reads_no_rows_gets_none() -> None:
+    outbox = TokensOutbox(RequestEvent)
+    assert not outbox.put_token(A, 1, 7)
+    assert not len(outbox)
 
 
 def test_rows_do_not_overtake_what_was_put_before_them() -> None:
-    outbox = TokensOutbox(RequestEvent)
+    outbox = in_rows()
     outbox.put(tokens(0))
-    assert outbox.put_token(b"a", 0, 0, 1, 1)
+    assert outbox.put_token(A, 1, 1)
     outbox.put(tokens(2, finish=pb.STOP))
     kinds = [event.WhichOneof("event") for event in outbox.take()]
     assert kinds == ["tokens", "rows", "tokens"]
 
 
-def test_one_event_has_only_so_many_rows() -> None:
-    outbox = TokensOutbox(RequestEvent)
-    outbox.put(tokens(0))
-    for position in range(1, 2 * MAX_ROWS + 2):
-        assert outbox.put_token(b"a", 0, 0, position, 250_000)
+def test_one_event_has_only_so_many_rows_and_names() -> None:
+    outbox, reader = in_rows(), RowReader()
+    for position in range(2 * MAX_ROWS + 1):
+        assert outbox.put_token(A, position, 250_000)
     events = outbox.take()
-    assert [len(event.rows.ids) for event in events] == [0, MAX_ROWS, MAX_ROWS, 1]
-    assert max(event.ByteSize() for event in events) < 60_000
+    assert [len(event.rows.ids) for event in events] == [MAX_ROWS, MAX_ROWS, 1]
+    longest = NumberedChoice("r" * 256, b"a" * 16, 1 << 40, 0)
+    for choice in range(2 * MAX_NAMED + 1):
+        assert outbox.put_token(longest._replace(choice=choice), 1, 250_000)
+    named = outbox.take()
+    assert [len(event.rows.named) for event in named] == [MAX_NAMED, MAX_NAMED, 1]
+    assert max(event.ByteSize() for event in (*events, *named)) < 90_000
+    assert sum(1 for event in (*events, *named) for _ in reader.read(event.rows)) == (
+        2 * MAX_ROWS + 1 + 2 * MAX_NAMED + 1
+    )
 
 
-def test_a_session_has_only_so_many_numbers() -> None:
-    numbers, choices = ChoiceNumbers(), NumberedChoices()
-    for choice in range(MAX_NUMBERED + 2):
-        named = pb.Tokens(attempt=b"a", choice=choice)
-        numbers.note(named)
-        assert 0 < named.number <= MAX_NUMBERED
-        choices.note(named)
-    assert not numbers.get(b"a", 0, 0), "the first has lost its number"
-    for choice in (2, MAX_NUMBERED, MAX_NUMBERED + 1):
-        rows = pb.TokenRows(numbers=[numbers.get(b"a", 0, choice)], positions=[1], ids=[5])
-        ((found, _, _),) = choices.of(rows)
-        assert found.choice == choice
+def test_rows_with_numbers_that_nobody_gave_are_left_out() -> None:
+    rows = pb.TokenRows(numbers=[1], positions=[1], ids=[5])
+    assert not list(RowReader().read(rows))
 
 
-def test_rows_with_numbers_that_nobody_said_are_left_out() -> None:
-    choices = NumberedChoices()
-    choices.note(pb.Tokens(attempt=b"a", number=MAX_NUMBERED + 1))
-    rows = pb.TokenRows(numbers=[1, MAX_NUMBERED + 1], positions=[1, 1], ids=[5, 5])
-    assert not list(choices.of(rows))
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 40]))
+def test_over_two_hops_each_choice_has_its_own_tokens(seed: int, most: int) -> None:
+    """Two workers' outboxes, a router's, and the gateway: rows, Tokens, merges in backlogs, ends
+    and cancels at random, with numbers for only `most` choices."""
+    random = Random(seed)
+    with patch.object(token_rows, "MAX_NUMBERED", most):
+        workers = [in_rows(), in_rows()]
+        readers, at_gateway = [RowReader(), RowReader()], RowReader()
+        router = in_rows()
+        said: dict[NumberedChoice, list[int]] = {}
+        live: list[tuple[int, NumberedChoice]] = []
+        got: dict[NumberedChoice, list[int]] = defaultdict(list)
+
+        def pass_on(event: RequestEvent, reader: RowReader, put: Any) -> None:
+            if event.HasField("rows"):
+                for choice, position, id_ in reader.read(event.rows):
+                    put(choice, position, [id_], None)
+            else:
+                one = event.tokens
+                choice = NumberedChoice(one.request, one.attempt, one.epoch, one.choice)
+                put(choice, one.position, list(one.ids), one)
+
+        def to_router(choice: NumberedChoice, position: int, ids: list[int], one: Any) -> None:
+            if one is None and position and random.random() < 0.9:
+                router.put_token(choice, position, ids[0])
+            else:
+                whole = one or pb.Tokens(**choice._asdict(), position=position, ids=ids)
+                router.put(RequestEvent(tokens=whole))
+
+        def to_client(choice: NumberedChoice, position: int, ids: list[int], one: Any) -> None:
+            assert position == len(got[choice])
+            got[choice] += ids
+
+        for _ in range(120):
+            what = random.random()
+            if what < 0.15 or not live:
+                choice = NumberedChoice(f"r{len(said)}", b"%d" % len(said), 0, 0)
+                said[choice] = []
+                live.append((random.randrange(2), choice))
+            elif what < 0.8:
+                at = random.randrange(len(live))
+                worker, choice = live[at]
+                ids, kind = said[choice], random.random()
+                id_ = 1000 * len(said) + len(ids)
+                if kind < 0.75:
+                    workers[worker].put_token(choice, len(ids), id_)
+                else:
+                    one = pb.Tokens(**choice._asdict(), position=len(ids), ids=[id_])
+                    if kind > 0.9:
+                        one.finish = pb.STOP
+                        live.pop(at)
+                    workers[worker].put(RequestEvent(tokens=one))
+                ids.append(id_)
+            elif what < 0.83:
+                live.pop(random.randrange(len(live)))  # cancelled: nobody says so
+            elif what < 0.93:
+                number = random.randrange(2)
+                for event in workers[number].take():
+                    pass_on(event, readers[number], to_router)
+            else:
+                for event in router.take():
+                    pass_on(event, at_gateway, to_client)
+        for number in range(2):
+            for event in workers[number].take():
+                pass_on(event, readers[number], to_router)
+        for event in router.take():
+            pass_on(event, at_gateway, to_client)
+        assert {choice: got[choice] for choice in said} == said
+        assert len(at_gateway._choices) <= most

@@ -25,16 +25,20 @@ from pdserve.services.router.settings import RouterSettings
 class Gateway:
     """A raw gateway session."""
 
-    def __init__(self, address: str, secret: str = SECRET, boot: bytes = b"") -> None:
+    def __init__(
+        self, address: str, secret: str = SECRET, boot: bytes = b"", *, reads_rows: bool = True
+    ) -> None:
         self.boot = boot or os.urandom(16)
         self.channel = open_channel(address, secret)
         self.stub = RouterStub(self.channel)
         self.events: dict[str, list[rpc.RequestEvent]] = {}
+        self.reads_rows = reads_rows
         self.num_rows = 0  # tokens that came in rows
 
     async def open(self) -> None:
         self.call = self.stub.Session()
-        await self.call.write(rpc.GatewayMessage(hello=rpc.GatewayHello(boot=self.boot)))
+        hello = rpc.GatewayHello(boot=self.boot, reads_rows=self.reads_rows)
+        await self.call.write(rpc.GatewayMessage(hello=hello))
         self.reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:

@@ -37,6 +37,16 @@ async def test_short_stays_local_and_long_goes_remote(make_cluster: Any, expecte
     assert gateway.num_rows == 12, "all tokens of a choice but the first and the last"
 
 
+async def test_a_gateway_that_reads_no_rows_gets_none(make_cluster: Any, expected: Any) -> None:
+    cluster = await make_cluster()
+    await cluster.decode()
+    gateway = await cluster.gateway(reads_rows=False)
+    await gateway.start("r", SHORT)
+    await gateway.end("r")
+    assert gateway.ids("r") == expected(SHORT, 8)
+    assert gateway.num_rows == 0
+
+
 async def test_prompt_longer_than_a_message(make_cluster: Any, expected: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
