@@ -301,6 +301,7 @@ async def test_a_slow_reader_gets_everything(connect):
         ids = router.encode(words)
         for position, token in enumerate(ids):
             last = position == len(ids) - 1
+            await asyncio.sleep(0)  # a token comes with a message, and the reader has its turns
             yield tokens(start, [token], position, finish=pb.LENGTH if last else 0)
         yield finished(start)
 
