@@ -15,6 +15,7 @@ from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.openai.bodies import schema
 from pdserve.gateway.openai.responses.schema import ResponsesBody
 from pdserve.protos import fleet_pb2, router_pb2, text_pb2
+from pdserve.protos.fleet_pb2 import WorkerHello
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.options.options import Option
 from pdserve.services.router.core import RouterCore
@@ -194,8 +195,9 @@ def emitted(core: RouterCore) -> set[str]:
     router = CollectorRegistry()
     router.register(RouterMetrics(core))  # type: ignore[arg-type]
     worker = CollectorRegistry()
-    worker.register(WorkerMetrics("a:1", "tiny"))  # type: ignore[arg-type]
-    registries = (GatewayMetrics().registry, router, worker)
+    worker.register(WorkerMetrics(WorkerHello()))  # type: ignore[arg-type]
+    gateway = GatewayMetrics()
+    registries = (gateway.registry, gateway.fleet_registry, router, worker)
     return {family.name for registry in registries for family in registry.collect()}
 
 

@@ -205,7 +205,7 @@ class WorkerProcess:
             from pdserve.services.host.metrics_http import MetricsHttp
             from pdserve.services.worker.metrics import WorkerMetrics
 
-            self._metrics = WorkerMetrics(self.address, hello.card.name)
+            self._metrics = WorkerMetrics(hello)
             port, bind = self._settings.metrics_port, self._settings.bind
             self._metrics_http = MetricsHttp(self._metrics, port, bind)
         self._role.attach()
