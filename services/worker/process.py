@@ -276,7 +276,7 @@ def run_worker(
     async def serve() -> int:
         return await serve_worker(settings, make_role(), report, freeze_heap)
 
-    configure_logging(name, settings.log_level)
+    configure_logging(name, settings.log_level, log_format=settings.log_format)
     return lifecycle.run(serve())
 
 
