@@ -49,7 +49,7 @@ class GatewayMetrics:
             "vllm:request_prompt_tokens", "Prompt tokens of an answered request.", _TOKENS
         )
         self.generation_len = histogram(
-            "vllm:request_generation_tokens", "Tokens that one returned.", _TOKENS
+            "vllm:request_generation_tokens", "Tokens of an answered request.", _TOKENS
         )
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens that were returned.")
@@ -89,7 +89,7 @@ class FleetCollector(Collector):
             "pdserve_stale_messages", "Messages of ended attempts, ignored.", labels=labels
         )
         silent = GaugeMetricFamily(
-            "pdserve_worker_silent_seconds", "Since the router last heard it.",
+            "pdserve_worker_silent_seconds", "Seconds since the router last heard it.",
             labels=(*labels, "state"),
         )  # fmt: skip
         blocks = GaugeMetricFamily(
@@ -99,9 +99,9 @@ class FleetCollector(Collector):
             CounterMetricFamily(name, text, labels=("worker", "transport"))
             for name, text in (
                 ("pdserve_transfer_bytes", "KV payload sent or verified."),
-                ("pdserve_transfer_seconds", "Busy with it."),
-                ("pdserve_transfer_frames", "Frames."),
-                ("pdserve_transfer_frames_refused", "Frames that failed a check."),
+                ("pdserve_transfer_seconds", "Seconds spent on it."),
+                ("pdserve_transfer_frames", "KV frames moved."),
+                ("pdserve_transfer_frames_refused", "KV frames that failed a check."),
             )
         ]
         rows: list[Worker] = []

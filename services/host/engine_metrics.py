@@ -32,7 +32,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
         "Prompt tokens looked up in the prefix cache.",
         lambda load: load.prefix_queries,
     ),
-    ("vllm:prefix_cache_hits", "Of them those found.", lambda load: load.prefix_hits),
+    (
+        "vllm:prefix_cache_hits",
+        "Prompt tokens found in the prefix cache.",
+        lambda load: load.prefix_hits,
+    ),
 )
 
 

@@ -57,7 +57,7 @@ class WorkerMetrics:
         for name, text, value in (
             ("pdserve_promised_tokens", "Tokens promised to hand-offs", load.promised_tokens),
             ("pdserve_parked_requests", "Requests of lost router sessions", load.parked),
-            ("pdserve_following_requests", "Waiting for KV sent to another", load.following),
+            ("pdserve_following_requests", "Requests that wait for KV of another", load.following),
         ):
             gauge = GaugeMetricFamily(name, text, labels=("model_name",))
             gauge.add_metric((self._model,), value)
@@ -67,14 +67,22 @@ class WorkerMetrics:
             ("vllm:generation_tokens", "Tokens generated", load.generation_tokens),
             ("pdserve_stale_messages", "Messages of ended attempts", load.stale_messages),
             ("pdserve_inexact_handoffs", "Hand-offs of another KV identity", load.inexact_handoffs),
-            ("pdserve_adopted_requests", "Requests taken over after a loss", load.adopted),
-            ("pdserve_park_expired_requests", "Parked, and nobody came", load.park_expired),
-            ("pdserve_attached_requests", "Waited, and share the KV", load.attached),
-            ("pdserve_placed_again_requests", "Waited, and were placed again", load.placed_again),
-            ("pdserve_recomputed_tokens", "Generated, computed again", load.recomputed_tokens),
-            ("pdserve_moved_requests", "Went on at another worker", load.moved_away),
-            ("pdserve_stayed_requests", "Held for a move, went on here", load.stayed),
-            ("pdserve_park_evicted_requests", "Parked, until others needed it", load.park_evicted),
+            ("pdserve_adopted_requests", "Parked requests taken over", load.adopted),
+            (
+                "pdserve_park_expired_requests",
+                "Parked ones that nobody took",
+                load.park_expired,
+            ),
+            ("pdserve_attached_requests", "Requests that waited for KV of another", load.attached),
+            ("pdserve_placed_again_requests", "Requests that waited in vain", load.placed_again),
+            ("pdserve_recomputed_tokens", "Generated ones computed again", load.recomputed_tokens),
+            ("pdserve_moved_requests", "Requests moved to another worker", load.moved_away),
+            ("pdserve_stayed_requests", "Requests whose move failed", load.stayed),
+            (
+                "pdserve_park_evicted_requests",
+                "Parked ones that made room",
+                load.park_evicted,
+            ),
         ):
             counter = CounterMetricFamily(name, text, labels=("model_name",))
             counter.add_metric((self._model,), value)
