@@ -6,15 +6,11 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 import uvloop
 from fake_router import Event, FakeRouter, saying, served
-from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from pooled_answers import HIDDEN, NO, YES, embedding, judging, vector_of
 from scripted_service import scripted_service
-from starlette.types import ASGIApp
 
 from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.http.app import create_app, create_routes
@@ -56,48 +52,6 @@ def every_kind() -> FakeRouter:
     return FakeRouter(play, [tiny, embedder, reranker], blobs)
 
 
-class Whole(NamedTuple):
-    """A gateway's parts with every API, before its database is opened."""
-
-    stored: StoredParts
-    openai: OpenAiDialect
-    routes: FastAPI
-    app: ASGIApp
-
-
-def make_whole(folder: str) -> Whole:
-    """Within a running loop; the database is in the folder."""
-    router = every_kind()
-    settings = GatewaySettings(database_url=f"sqlite:///{Path(folder)}/gateway.db")
-    keys, limits = ApiKeys(), AdmissionLimits(64, 32)
-    stored = StoredParts(settings, keys, limits)
-    service = scripted_service(router, limits, count_usage=stored.usage.count)
-    bodies = BodyReader(LIMITS)
-    openai = OpenAiDialect(service, LIMITS, bodies, stored.responses, stored.routes)
-    dialects = [
-        AnthropicDialect(service, LIMITS, bodies),
-        RerankDialect(service, bodies),
-        openai,
-    ]
-    readiness = Readiness(router, service.catalog)
-    routes = create_routes(dialects, service, readiness)
-    app = create_app(dialects, service, readiness, keys, routes=routes)
-    return Whole(stored, openai, routes, app)
-
-
-async def every_route() -> set[str]:
-    """As `GET /v1/models/{name}`."""
-    with TemporaryDirectory() as folder:
-        whole = make_whole(folder)
-        await whole.stored.close()
-    return {
-        f"{method} {route.path}"
-        for route in whole.routes.routes
-        if isinstance(route, APIRoute)
-        for method in route.methods
-    }
-
-
 @contextmanager
 def served_gateway() -> Iterator[str]:
     """Its URL. It has every API, a database, and the models of `every_kind`."""
@@ -106,8 +60,22 @@ def served_gateway() -> Iterator[str]:
     with TemporaryDirectory() as folder, listen("127.0.0.1", 0) as listener:
 
         async def serve() -> None:
-            stored, openai, routes, app = make_whole(folder)
+            router = every_kind()
+            settings = GatewaySettings(database_url=f"sqlite:///{Path(folder)}/gateway.db")
+            keys, limits = ApiKeys(), AdmissionLimits(64, 32)
+            stored = StoredParts(settings, keys, limits)
             await stored.start()
+            service = scripted_service(router, limits, count_usage=stored.usage.count)
+            bodies = BodyReader(LIMITS)
+            openai = OpenAiDialect(service, LIMITS, bodies, stored.responses, stored.routes)
+            dialects = [
+                AnthropicDialect(service, LIMITS, bodies),
+                RerankDialect(service, bodies),
+                openai,
+            ]
+            readiness = Readiness(router, service.catalog)
+            routes = create_routes(dialects, service, readiness)
+            app = create_app(dialects, service, readiness, keys, routes=routes)
             server = HttpServer(app, openai, LIMITS.stall_s)
             running = asyncio.create_task(stored.run(routes))
             stop.append((asyncio.get_running_loop(), server))
