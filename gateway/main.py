@@ -64,7 +64,7 @@ def run(settings: GatewaySettings, report: Report = silent) -> int:
     Raises OSError naming a busy port or an unreadable key file, ValueError for settings that
     cannot work. Reports "listening" {"url", "grpc"} and "ready" {"models"}.
     """
-    configure_logging("gateway", settings.log_level)
+    configure_logging("gateway", settings.log_level, log_format=settings.log_format)
     with unix_listener(settings.unix_socket) as unix:
         return lifecycle.run(_serve(settings, report, unix))
 
@@ -83,6 +83,7 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
         settings.text_processes,
         rates.text_spent,
         settings.queue_timeout_s,
+        settings.log_format,
     )
     text_pool.prepare()
     metrics = GatewayMetrics()

@@ -1,4 +1,7 @@
-"""The documents are true: every path, command, flag, variable and target that they name exists."""
+"""The documents are true: every path, command, target and signature that they name exists.
+
+tests/test_names.py checks flags, variables, metrics and routes, here and in the deployments.
+"""
 
 import ast
 import re
@@ -7,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from pdserve.services.cli.commands import COMMANDS
-from pdserve.services.options.aliases import ALIASES
-from pdserve.services.options.options import Option
 
 ROOT = Path(__file__).parents[1]
 DOCS = (
@@ -22,21 +23,6 @@ TEXTS = {name: (ROOT / name).read_text() for name in DOCS}
 FOLDERS = [p for p in ROOT.iterdir() if p.is_dir() and p.name[0] != "." and p.name != "build"]
 EVERYTHING = "\n".join(TEXTS.values())
 MAKEFILE = (ROOT / "Makefile").read_text()
-OPTIONS: dict[str, Option] = {
-    flag: option
-    for command in COMMANDS.values()
-    for section in command.sections()
-    for option in section.options
-    for flag in (option.flag, *([f"--no-{option.flag[2:]}"] if option.kind is bool else []))
-}
-# Flags of pdserve that are no option, then those of docker.
-OTHER_FLAGS = {"--help", "--config", "--build"}
-SCRIPT_FLAGS = {
-    flag
-    for folder in ("tests/simulation", "benchmarks")
-    for path in (ROOT / folder).rglob("*.py")
-    for flag in re.findall(r'add_argument\(\s*"(--[a-z-]+)"', path.read_text())
-}
 LEADING = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/handoff.md")
 NOT_OURS = {"tokenizer.json", "config.json", "utils.py"}  # of models, and the one not wanted
 
@@ -124,18 +110,6 @@ def test_commands_exist() -> None:
     words = {word for name in named for word in name.split("|")}
     assert {"up", "chat", "gateway", "router", "prefill", "decode"} <= words
     assert words <= {*COMMANDS, "config"}
-
-
-def test_flags_exist() -> None:
-    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", EVERYTHING))
-    assert len(flags) > 5
-    assert flags - set(OPTIONS) - set(ALIASES) <= OTHER_FLAGS | SCRIPT_FLAGS
-
-
-def test_variables_exist() -> None:
-    variables = set(re.findall(r"PDSERVE_[A-Z_]*[A-Z]", EVERYTHING))
-    assert "PDSERVE_CLUSTER_SECRET" in variables
-    assert variables <= {option.env for option in OPTIONS.values()}
 
 
 def test_variables_of_make_exist() -> None:

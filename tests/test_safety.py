@@ -8,19 +8,13 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor import Descriptor
-from prometheus_client import CollectorRegistry
 
 from pdserve.gateway.anthropic.schema import MessagesBody
-from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.openai.bodies import schema
 from pdserve.gateway.openai.responses.schema import ResponsesBody
 from pdserve.protos import fleet_pb2, router_pb2, text_pb2
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.options.options import Option
-from pdserve.services.router.core import RouterCore
-from pdserve.services.router.metrics import RouterMetrics
-from pdserve.services.router.placement.policy import Rules
-from pdserve.services.worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("gateway", "services", "engine", "kernels", ".src", "benchmarks", "tests")
@@ -187,30 +181,3 @@ def test_every_option_is_read() -> None:
     for command, options in all_options().items():
         unread = [option.flag for option in options if option.field not in read]
         assert unread == [], command
-
-
-def emitted(core: RouterCore) -> set[str]:
-    """Names of the metrics that gateway, router and workers export."""
-    router = CollectorRegistry()
-    router.register(RouterMetrics(core))  # type: ignore[arg-type]
-    worker = CollectorRegistry()
-    worker.register(WorkerMetrics("a:1", "tiny"))  # type: ignore[arg-type]
-    registries = (GatewayMetrics().registry, router, worker)
-    return {family.name for registry in registries for family in registry.collect()}
-
-
-@pytest.mark.anyio
-async def test_metrics_that_are_spoken_of_exist(anyio_backend: str) -> None:
-    places = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    places += [*sources("services/cli", "benchmarks", "tests/support", "tests/system")]
-    names = emitted(RouterCore("secret", Rules(), 1))
-    checked = set()
-    for path in places:
-        found = re.findall(
-            r"(?:vllm:|\bpdserve_)[a-z][a-z_]+[a-z]\b(?![\w/.=:-])", path.read_text()
-        )
-        for name in found:
-            bare = re.sub(r"_(total|bucket|sum|count)$", "", name)
-            assert {name, bare} & names, f"{path.relative_to(ROOT)} speaks of {name}"
-            checked.add(bare)
-    assert {"pdserve_prefill_requests", "pdserve_transfer_bytes"} <= checked

@@ -7,13 +7,14 @@ from importlib import metadata
 from typing import Literal
 
 from fastapi import FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, PlainTextResponse
 
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import UNAVAILABLE
 from pdserve.services.host.errors import ServiceError
@@ -22,6 +23,17 @@ from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 log = logging.getLogger("pdserve.gateway.http")
 
 SCRAPE_PAUSE_S = 0.1  # between two pages of metrics, each of which takes the loop for milliseconds
+_YES_OR_NO = ("true", "false")
+_FLEET = {
+    "parameters": [
+        {
+            "name": "fleet",
+            "in": "query",
+            "required": False,
+            "schema": {"enum": list(_YES_OR_NO), "default": "true"},
+        }
+    ]
+}
 
 
 class Health(BaseModel):
@@ -62,21 +74,26 @@ def add_operations(app: FastAPI, service: Service, readiness: Readiness) -> None
         """The version of this server."""
         return JSONResponse(Version().model_dump())
 
-    @app.get("/metrics", response_class=PlainTextResponse)
+    @app.get("/metrics", response_class=PlainTextResponse, openapi_extra=_FLEET)
     async def metrics(request: Request) -> Response:
-        """Figures of the gateway and of the fleet in Prometheus' text format."""
+        """Figures of the gateway and of the fleet in Prometheus' text format. Every gateway has
+        those of the whole fleet: where several are scraped, `fleet=false` leaves them out."""
+        fleet = request.query_params.get("fleet", "true")
+        if fleet not in _YES_OR_NO:
+            raise refuse("fleet", "fleet must be true or false")
         async with scraping.turn(caller_of(request).tenant.id):
-            page = await _metrics_page(service)
+            page = await _metrics_page(service, fleet == "true")
             await asyncio.sleep(SCRAPE_PAUSE_S)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
-async def _metrics_page(service: Service) -> bytes:
-    try:
-        service.metrics.fleet.update(await service.upstream.fleet())
-    except ServiceError as error:
-        log.warning("metrics without a fresh view of the fleet: %s", error.message)
+async def _metrics_page(service: Service, with_fleet: bool) -> bytes:
+    if with_fleet:
+        try:
+            service.metrics.fleet.update(await service.upstream.fleet())
+        except ServiceError as error:
+            log.warning("metrics without a fresh view of the fleet: %s", error.message)
     service.metrics.open.labels("waiting").set(service.limits.waiting)
     service.metrics.open.labels("open").set(service.limits.open)
     service.metrics.open.labels("batch").set(service.limits.background)
-    return generate_latest(service.metrics.registry)
+    return service.metrics.page(with_fleet)

@@ -44,9 +44,10 @@ async def _left(receive: Receive) -> None:
 
 def _public(error: Exception, scope: Scope) -> HttpError:
     """The error as the client may see it; what nobody foresaw goes to the log."""
-    if not isinstance(error, ServiceError):
-        log.error("a request failed", exc_info=error)
     caller = scope.get("state", {}).get("caller")
+    if not isinstance(error, ServiceError):
+        request = {"request": caller.request_id if caller else ""}
+        log.error("a request failed", exc_info=error, extra=request)
     return replace(HttpError.of(error), request_id=caller.shown_id if caller else "")
 
 

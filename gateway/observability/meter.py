@@ -219,6 +219,12 @@ class Meter:
         m.e2e.labels(self._model).observe(total_s)
         m.queue.labels(self._model).observe(self._phases.queue_s)
         m.prefill.labels(self._model).observe(self._phases.prefill_s)
+        if self._first is not None:
+            m.decode.labels(self._model).observe(
+                max(self._last.values(), default=self._first) - self._first
+            )
+        m.prompt_len.labels(self._model).observe(self._prompt_tokens)
+        m.generation_len.labels(self._model).observe(self._counted)
         m.prompt_tokens.labels(self._model).inc(self._prompt_tokens)
         m.generation_tokens.labels(self._model).inc(self._counted)
         for finish in self._finishes:

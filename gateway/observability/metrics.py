@@ -1,17 +1,18 @@
 """What the gateway exports to Prometheus, under vLLM's names where they exist.
 
-Ownership: one private registry, made here and handed down; the fleet's figures are the last
-FleetView given to `FleetCollector.update`.
+Ownership: two private registries, made here and handed down: one of the gateway's own figures, and
+one of the fleet's, which are the last FleetView given to `FleetCollector.update`.
 """
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pdserve.protos.fleet_pb2 import Role
 from pdserve.protos.router_pb2 import FleetView
+from pdserve.services.host.engine_metrics import Worker, engine_metrics
 
 _LATENCY_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
@@ -19,17 +20,21 @@ _LATENCY_S = (
 )  # fmt: skip
 
 
+_TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+
+
 class GatewayMetrics:
-    """The gateway's own figures, by served model."""
+    """The gateway's own figures, by served model, and beside them those of the fleet."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.fleet = FleetCollector()
-        self.registry.register(self.fleet)
+        self.fleet_registry = CollectorRegistry()
+        self.fleet_registry.register(self.fleet)
         model = ("model_name",)
 
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(name, text, model, buckets=_LATENCY_S, registry=self.registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _LATENCY_S) -> Histogram:
+            return Histogram(name, text, model, buckets=buckets, registry=self.registry)
 
         def counter(name: str, text: str, labels: tuple[str, ...] = model) -> Counter:
             return Counter(name, text, labels, registry=self.registry)
@@ -39,6 +44,13 @@ class GatewayMetrics:
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.")
         self.queue = histogram("vllm:request_queue_time_seconds", "Waiting for a first step.")
         self.prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt's KV.")
+        self.decode = histogram("vllm:request_decode_time_seconds", "First token to last token.")
+        self.prompt_len = histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of an answered request.", _TOKENS
+        )
+        self.generation_len = histogram(
+            "vllm:request_generation_tokens", "Tokens of an answered request.", _TOKENS
+        )
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens that were returned.")
         self.success = counter(
@@ -55,6 +67,11 @@ class GatewayMetrics:
             registry=self.registry,
         )  # fmt: skip
 
+    def page(self, with_fleet: bool) -> bytes:
+        """In Prometheus' text format."""
+        fleet = generate_latest(self.fleet_registry) if with_fleet else b""
+        return generate_latest(self.registry) + fleet
+
 
 class FleetCollector(Collector):
     """The router's view of its workers, as metrics."""
@@ -68,21 +85,11 @@ class FleetCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         view = self._view
         labels = ("model_name", "worker", "role")
-        running = GaugeMetricFamily("vllm:num_requests_running", "In the batch.", labels=labels)
-        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Queued.", labels=labels)
-        usage = GaugeMetricFamily(
-            "vllm:kv_cache_usage_perc", "Blocks in use; 1 is all.", labels=labels
-        )
-        preempted = CounterMetricFamily("vllm:num_preemptions", "Preemptions.", labels=labels)
-        queries = CounterMetricFamily(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up.", labels=labels
-        )
-        hits = CounterMetricFamily("vllm:prefix_cache_hits", "Of them found.", labels=labels)
         stale = CounterMetricFamily(
             "pdserve_stale_messages", "Messages of ended attempts, ignored.", labels=labels
         )
         silent = GaugeMetricFamily(
-            "pdserve_worker_silent_seconds", "Since the router last heard it.",
+            "pdserve_worker_silent_seconds", "Seconds since the router last heard it.",
             labels=(*labels, "state"),
         )  # fmt: skip
         blocks = GaugeMetricFamily(
@@ -92,21 +99,16 @@ class FleetCollector(Collector):
             CounterMetricFamily(name, text, labels=("worker", "transport"))
             for name, text in (
                 ("pdserve_transfer_bytes", "KV payload sent or verified."),
-                ("pdserve_transfer_seconds", "Busy with it."),
-                ("pdserve_transfer_frames", "Frames."),
-                ("pdserve_transfer_frames_refused", "Frames that failed a check."),
+                ("pdserve_transfer_seconds", "Seconds spent on it."),
+                ("pdserve_transfer_frames", "KV frames moved."),
+                ("pdserve_transfer_frames_refused", "KV frames that failed a check."),
             )
         ]
+        rows: list[Worker] = []
         for worker in view.workers:
             hello, load = worker.hello, worker.load
             who = (hello.card.name, hello.address, Role.Name(hello.role).lower())
-            running.add_metric(who, load.running)
-            waiting.add_metric(who, load.waiting)
-            held = load.blocks_used + load.blocks_reserved
-            usage.add_metric(who, held / load.blocks_total if load.blocks_total else 0.0)
-            preempted.add_metric(who, load.preemptions)
-            queries.add_metric(who, load.prefix_queries)
-            hits.add_metric(who, load.prefix_hits)
+            rows.append((who, hello, load))
             stale.add_metric(who, load.stale_messages)
             silent.add_metric((*who, worker.state), worker.silent_s)
             for state in ("free", "used", "cached", "reserved", "total"):
@@ -130,6 +132,5 @@ class FleetCollector(Collector):
         moves.add_metric(("done",), view.moves)
         moves.add_metric(("failed",), view.moves_failed)
         return [
-            running, waiting, usage, preempted, queries, hits, stale, silent, blocks, *moved,
-            where, retries, moves,
+            *engine_metrics(labels, rows), stale, silent, blocks, *moved, where, retries, moves,
         ]  # fmt: skip

@@ -175,7 +175,7 @@ class TextHost:
         self._process = process
 
     @classmethod
-    async def start(cls, limits: TextLimits) -> "TextHost":
+    async def start(cls, limits: TextLimits, log_format: str) -> "TextHost":
         """Raises OSError if the machine has no room for it."""
         with ExitStack() as undo:
             ours, theirs = map(undo.enter_context, socket.socketpair())
@@ -184,7 +184,7 @@ class TextHost:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "pdserve.gateway.text_processes.process"),
-                *(str(theirs.fileno()), json.dumps(asdict(limits))),
+                *(str(theirs.fileno()), json.dumps(asdict(limits)), log_format),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},

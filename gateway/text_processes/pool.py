@@ -270,19 +270,21 @@ class TextPool:
         num_children: int,
         spent: Spent = lambda owner, seconds: None,
         wait_s: float = WAIT_S,
+        log_format: str = "text",
     ) -> None:
         """`num_children`: of each model; `spent` hears whose prompt took how many seconds;
-        `wait_s`: how long a prompt may wait for a child."""
+        `wait_s`: how long a prompt may wait for a child; `log_format`: of their log lines."""
         self._limits = limits
         self._spent = spent
         self._num_children = num_children
         self._wait_s = wait_s
+        self._log_format = log_format
         self._spare: asyncio.Task[TextHost] | None = None
 
     def prepare(self) -> None:
         """Starts a process for the next `load`, unless one waits for it."""
         if self._spare is None:
-            self._spare = asyncio.create_task(TextHost.start(self._limits))
+            self._spare = asyncio.create_task(TextHost.start(self._limits, self._log_format))
 
     async def load(self, card: TextCard, files: Mapping[str, bytes]) -> LoadedText:
         """Loads tokenizer, template and generation defaults. Raises UnsupportedTokenizer, and

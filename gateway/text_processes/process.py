@@ -43,6 +43,7 @@ from pdserve.gateway.text_processes.protocol import (
     with_ids,
 )
 from pdserve.services.host.errors import MAX_MESSAGE, MAX_QUOTED, cut
+from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.process import die_with, show_as
 
 if TYPE_CHECKING:
@@ -108,8 +109,9 @@ class TextModel:
 
 def main() -> None:
     """The process, until the gateway closes the socket or dies. Arguments: the socket's descriptor,
-    and TextLimits as JSON."""
+    TextLimits as JSON, and the format of log lines."""
     show_as("text")
+    configure_logging("text", log_format=sys.argv[3])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
     control = socket.socket(fileno=int(sys.argv[1]))

@@ -52,7 +52,7 @@ def system(transport: str) -> Iterator[tuple[ApiClient, Path]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "pdserve.services.cli.main", "up", "--port", str(port)]
-    command += ["--kv-transport", transport, "--remote-prefill", "auto"]
+    command += ["--kv-transport", transport, "--remote-prefill", "auto", "--log-format", "text"]
     with tempfile.TemporaryDirectory(prefix="pdserve-demo-") as folder:
         log = Path(folder) / "log"
         started = time.monotonic()

@@ -1,10 +1,12 @@
 """The commands of single processes: gateway, router, prefill, decode. Each imports its own part."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
 
 from pdserve.services.host.auth.roles import Role
+from pdserve.services.host.logs import logs_json, quiet_grpc_core
 from pdserve.services.host.options import HostSettings
 from pdserve.services.host.process import raise_open_files
 from pdserve.services.local.child import take
@@ -12,8 +14,11 @@ from pdserve.services.local.cores import Share, machine_cores
 from pdserve.services.options.options import OptionError
 from pdserve.services.options.sources import Settings
 
+log = logging.getLogger(__name__)
+
 
 def gateway(settings: Settings, positionals: Mapping[str, str]) -> int:
+    quiet_grpc_core(settings.values["log_format"].value)
     from pdserve.gateway.main import run
     from pdserve.gateway.settings import GatewaySettings
 
@@ -24,6 +29,7 @@ def gateway(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def router(settings: Settings, positionals: Mapping[str, str]) -> int:
+    quiet_grpc_core(settings.values["log_format"].value)
     from pdserve.services.router.main import run
     from pdserve.services.router.settings import RouterSettings
 
@@ -33,6 +39,7 @@ def router(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def prefill(settings: Settings, positionals: Mapping[str, str]) -> int:
+    quiet_grpc_core(settings.values["log_format"].value)
     from pdserve.engine.api.config import EngineConfig
     from pdserve.services.prefill.settings import PrefillSettings
 
@@ -47,6 +54,7 @@ def prefill(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def decode(settings: Settings, positionals: Mapping[str, str]) -> int:
+    quiet_grpc_core(settings.values["log_format"].value)
     from pdserve.engine.api.config import EngineConfig
     from pdserve.services.decode.settings import DecodeSettings
 
@@ -98,14 +106,17 @@ def limit_threads(threads: int) -> None:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Runs a service; prints a failure that the person can mend as a line, without a traceback."""
+    """Runs a service; a failure that the person can mend is a line, without a traceback."""
     try:
         raise_open_files()
         return run()
     except Exception as error:
         if not isinstance(error, OSError | ValueError) and not is_typed(error):
             raise
-        print(f"pdserve: {error}", file=sys.stderr)
+        if logs_json():
+            log.critical("%s", error)
+        else:
+            print(f"pdserve: {error}", file=sys.stderr)
         return 1
 
 

@@ -1,11 +1,18 @@
 """One line per record: time, level, component, message, and the request it belongs to.
 
-The root logger is configured once, by the process's main.
+The root logger is configured once, by the process's main. A line is text for people, or a JSON
+object for what collects logs.
 """
 
+import json
 import logging
+import os
 import sys
+import threading
+from datetime import UTC, datetime
 from typing import TextIO
+
+log = logging.getLogger(__name__)
 
 
 class LineFormatter(logging.Formatter):
@@ -24,10 +31,64 @@ class LineFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
-def configure_logging(component: str, level: str = "info", stream: TextIO | None = None) -> None:
-    """Send all records of `level` and above to the stream (standard error)."""
+class JsonFormatter(logging.Formatter):
+    """An object with `time` (UTC), `level`, `component`, `logger` and `message`; `request_id` and
+    `exception` where there is one."""
+
+    def __init__(self, component: str) -> None:
+        super().__init__()
+        self._component = component
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "component": self._component,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request := getattr(record, "request", ""):
+            line["request_id"] = str(request)
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def configure_logging(
+    component: str, level: str = "info", stream: TextIO | None = None, log_format: str = "text"
+) -> None:
+    """Send all records of `level` and above to the stream (standard error). As JSON, so go Python's
+    warnings and exceptions that nobody catches."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(LineFormatter(component))
+    handler.setFormatter(
+        JsonFormatter(component) if log_format == "json" else LineFormatter(component)
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    if log_format == "json":
+        logging.captureWarnings(True)
+        sys.excepthook = _log_uncaught
+        threading.excepthook = _log_thread
+
+
+def quiet_grpc_core(log_format: str) -> None:
+    """To be called before gRPC is imported. Its core writes lines of its own, which are no JSON;
+    what concerns a call is in the call's error, too."""
+    if log_format == "json":
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def logs_json() -> bool:
+    """Whether this process writes its log as JSON."""
+    return any(isinstance(h.formatter, JsonFormatter) for h in logging.getLogger().handlers)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    log.critical("unexpected failure", exc_info=error)
+
+
+def _log_thread(args: threading.ExceptHookArgs) -> None:
+    name = args.thread.name if args.thread else "?"
+    log.critical("unexpected failure of thread %s", name, exc_info=args.exc_value)

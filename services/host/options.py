@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 GRACE_S = 1.0  # for calls to end by themselves, after the drain
 STOP_S = 5.0  # then for gRPC to stop
 
@@ -59,6 +60,9 @@ class HostSettings(CertificateSettings):
     )
     drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
     log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)
+    log_format: str = option(
+        "text", "how a line of the log is written; json: as an object", choices=LOG_FORMATS
+    )
 
 
 @dataclass(frozen=True)

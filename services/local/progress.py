@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, BinaryIO, Protocol, TextIO
 
 STEP = 0.25  # plain lines are this far apart
@@ -21,17 +22,17 @@ class ProgressView(Protocol):
 
 
 class Lines:
-    """Prints a line for each quarter that is done."""
+    """Says a line for each quarter that is done."""
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._shown: dict[str, float] = {}
 
     def update(self, name: str, fraction: float) -> None:
         step = int(min(1.0, fraction) / STEP) * STEP
         if step > self._shown.get(name, -1.0):
             self._shown[name] = step
-            print(f"{name} {step:.0%}", file=self._out, flush=True)
+            self._say(f"{name} {step:.0%}")
 
     def close(self) -> None:
         """Does nothing: no resource is held."""
@@ -75,11 +76,9 @@ class Bars:
 def progress_on(out: TextIO) -> ProgressView:
     """Returns Bars if `out` is a terminal and rich is installed, otherwise Lines."""
     if out.isatty():
-        try:
+        with suppress(ImportError):
             return Bars(out)
-        except ImportError:
-            return Lines(out)
-    return Lines(out)
+    return Lines(partial(print, file=out, flush=True))
 
 
 @contextmanager
@@ -87,7 +86,7 @@ def progress_below_log() -> Iterator[ProgressView]:
     """Yields a view on standard error. If it draws bars, all that this process and the children
     that it starts write to standard error is printed above them, line by line."""
     if not sys.stderr.isatty():
-        yield Lines(sys.stderr)
+        yield progress_on(sys.stderr)
         return
     with os.fdopen(os.dup(2), "w") as terminal:
         view = progress_on(terminal)

@@ -4,13 +4,14 @@ All start together: the router's address is chosen before, and it keeps it over 
 it is left when `run` returns.
 """
 
+import logging
 import os
 import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.auth.certificates import in_settings, make_authority
 from pdserve.services.host.auth.roles import Role
+from pdserve.services.host.logs import configure_logging, logs_json, quiet_grpc_core
 from pdserve.services.host.options import GRACE_S, STOP_S
 from pdserve.services.host.process import raise_open_files
 from pdserve.services.host.tenants.keys import make_keys
@@ -36,6 +38,8 @@ from pdserve.services.options.sources import Settings
 from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.router.settings import RouterSettings
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S, WorkerSettings
+
+log = logging.getLogger(__name__)
 
 ENTRIES = {
     "router": "pdserve.services.router.main:run",
@@ -54,10 +58,15 @@ FIRST_PORT = 10_000  # of those that are chosen here
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Start everything, serve until a signal, stop everything; the exit code."""
+    gateway = settings.build(GatewaySettings)
+    as_json = gateway.log_format == "json"
+    quiet_grpc_core(gateway.log_format)
+    if as_json:
+        configure_logging("up", gateway.log_level, log_format="json")
     raise_open_files()  # the children inherit it
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else a fork beside gRPC prints a line
     try:
-        with progress_below_log() as view:
+        with nullcontext(Lines(say)) if as_json else progress_below_log() as view:
             system = System(settings, progress=view)
             with (
                 run_dir() as folder,
@@ -67,7 +76,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
             ):
                 return system.serve(supervisor, folder)
     except (StartError, OSError) as error:
-        print(f"pdserve up: {error}", file=sys.stderr)
+        say(f"pdserve up: {error}", logging.ERROR)
         return 1
 
 
@@ -91,7 +100,7 @@ class System:
         self._trust = self._make_trust()
         self._drain_s = self._gateway.drain_s
         self._router_address, self._client_bind = self._router_addresses()
-        self._progress = progress or Lines(sys.stderr)
+        self._progress = progress or Lines(say)
         self.serving = False  # the gateway has said that a model can be asked
         self._stopping = False
         self._started_at = time.monotonic()
@@ -218,7 +227,8 @@ class System:
                     try:
                         path = held.enter_context(kept_database(data_dir(), port))
                     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-                        say(f"warning: files, batches and usage are lost at the end: {error}")
+                        text = f"warning: files, batches and usage are lost at the end: {error}"
+                        say(text, logging.WARNING)
                 url = f"sqlite:///{path}"
             yield url
 
@@ -275,12 +285,19 @@ class System:
         keys = self._needs_key
         header = " -H 'Authorization: Bearer YOUR_KEY'" if keys else ""
         if self._gateway.host not in ("127.0.0.1", "::1", "localhost") and not keys:
-            say("warning: no --api-key is set: whoever reaches this machine may use it")
+            text = "warning: no --api-key is set: whoever reaches this machine may use it"
+            say(text, logging.WARNING)
         ids_at = router.figures.get("clients") or self._router_address
         took = time.monotonic() - self._started_at
+        ready = (
+            f"pdserve is ready after {took:.1f} s at {url} "
+            f"(gRPC: text at {gateway.figures.get('grpc')}, ids at {ids_at})"
+        )
+        if logs_json():
+            say(ready)
+            return
         print(
-            f"\npdserve is ready after {took:.1f} s at {url} "
-            f"(gRPC: text at {gateway.figures.get('grpc')}, ids at {ids_at})\n\n"
+            f"\n{ready}\n\n"
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n"
             f'    -d \'{{"model": "{models[0]}", '
             f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n\n'
@@ -335,6 +352,10 @@ def outcome(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def say(text: str) -> None:
-    """Prints to standard error, for the person at the terminal; standard output is for copying."""
-    print(text, file=sys.stderr, flush=True)
+def say(text: str, level: int = logging.INFO) -> None:
+    """Prints to standard error, for the person at the terminal; standard output is for copying. It
+    is a line of the log where that is JSON."""
+    if logs_json():
+        log.log(level, "%s", text)
+    else:
+        print(text, file=sys.stderr, flush=True)

@@ -129,5 +129,5 @@ def _serve_metrics(router: RouterProcess, settings: RouterSettings) -> "MetricsH
 
 def run(settings: RouterSettings, report: Report = silent) -> int:
     """Serve until a signal; returns the exit code. Raises OSError if the address is taken."""
-    configure_logging("router", settings.log_level)
+    configure_logging("router", settings.log_level, log_format=settings.log_format)
     return lifecycle.run(serve(settings, report, freeze_heap))

@@ -71,13 +71,16 @@ class RouterMetrics:
         migrations = dispatcher.migrations
         for name, text, value in (
             ("begun", "Moves of running requests to another decode worker", migrations.num_begun),
-            ("done", "Of them those that went on there", migrations.num_done),
-            ("bytes", "KV payload that they sent", migrations.num_bytes),
-            ("tokens", "Whose KV was not computed again", migrations.num_tokens),
+            ("done", "Moves of requests that went on there", migrations.num_done),
+            ("bytes", "KV payload that moves sent", migrations.num_bytes),
+            ("tokens", "Tokens moved, whose KV was not computed again", migrations.num_tokens),
         ):
             yield CounterMetricFamily(f"pdserve_router_moves_{name}", text, value=value)
         yield by_label(
-            "pdserve_router_moves_failed", "By how far they were", "step", migrations.failed
+            "pdserve_router_moves_failed",
+            "Failed moves, by how far",
+            "step",
+            migrations.failed,
         )
         yield GaugeMetricFamily(
             "pdserve_router_moving", "Moves under way", value=migrations.num_under_way

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from pdserve.protos.fleet_pb2 import Load
+from pdserve.protos.fleet_pb2 import Load, WorkerHello
+from pdserve.services.host.engine_metrics import engine_metrics
 
 BLOCK_STATES = ("free", "used", "cached", "reserved", "total", "held", "parked")
 
@@ -12,13 +13,15 @@ BLOCK_STATES = ("free", "used", "cached", "reserved", "total", "held", "parked")
 class WorkerMetrics:
     """A collector. The loop replaces `load` as a whole; the metrics thread reads it."""
 
-    def __init__(self, worker: str, model: str) -> None:
+    def __init__(self, hello: WorkerHello) -> None:
         self.load = Load()
-        self._worker = worker
-        self._model = model
+        self._hello = hello
+        self._worker = hello.address
+        self._model = hello.card.name
 
     def collect(self) -> Iterator[Metric]:
         load = self.load
+        yield from engine_metrics(("model_name",), [((self._model,), self._hello, load)])
         blocks = GaugeMetricFamily(
             "pdserve_kv_blocks",
             "KV blocks by state; held and parked are used ones",
@@ -52,11 +55,9 @@ class WorkerMetrics:
             refused.add_metric((one.reason,), one.count)
         yield refused
         for name, text, value in (
-            ("vllm:num_requests_running", "Requests in the batch", load.running),
-            ("vllm:num_requests_waiting", "Requests that wait", load.waiting),
             ("pdserve_promised_tokens", "Tokens promised to hand-offs", load.promised_tokens),
             ("pdserve_parked_requests", "Requests of lost router sessions", load.parked),
-            ("pdserve_following_requests", "Waiting for KV sent to another", load.following),
+            ("pdserve_following_requests", "Requests that wait for KV of another", load.following),
         ):
             gauge = GaugeMetricFamily(name, text, labels=("model_name",))
             gauge.add_metric((self._model,), value)
@@ -64,19 +65,24 @@ class WorkerMetrics:
         for name, text, value in (
             ("vllm:prompt_tokens", "Prompt tokens computed", load.prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated", load.generation_tokens),
-            ("vllm:num_preemptions", "Preemptions", load.preemptions),
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up", load.prefix_queries),
-            ("vllm:prefix_cache_hits", "Prompt tokens found", load.prefix_hits),
             ("pdserve_stale_messages", "Messages of ended attempts", load.stale_messages),
             ("pdserve_inexact_handoffs", "Hand-offs of another KV identity", load.inexact_handoffs),
-            ("pdserve_adopted_requests", "Requests taken over after a loss", load.adopted),
-            ("pdserve_park_expired_requests", "Parked, and nobody came", load.park_expired),
-            ("pdserve_attached_requests", "Waited, and share the KV", load.attached),
-            ("pdserve_placed_again_requests", "Waited, and were placed again", load.placed_again),
-            ("pdserve_recomputed_tokens", "Generated, computed again", load.recomputed_tokens),
-            ("pdserve_moved_requests", "Went on at another worker", load.moved_away),
-            ("pdserve_stayed_requests", "Held for a move, went on here", load.stayed),
-            ("pdserve_park_evicted_requests", "Parked, until others needed it", load.park_evicted),
+            ("pdserve_adopted_requests", "Parked requests taken over", load.adopted),
+            (
+                "pdserve_park_expired_requests",
+                "Parked ones that nobody took",
+                load.park_expired,
+            ),
+            ("pdserve_attached_requests", "Requests that waited for KV of another", load.attached),
+            ("pdserve_placed_again_requests", "Requests that waited in vain", load.placed_again),
+            ("pdserve_recomputed_tokens", "Generated ones computed again", load.recomputed_tokens),
+            ("pdserve_moved_requests", "Requests moved to another worker", load.moved_away),
+            ("pdserve_stayed_requests", "Requests whose move failed", load.stayed),
+            (
+                "pdserve_park_evicted_requests",
+                "Parked ones that made room",
+                load.park_evicted,
+            ),
         ):
             counter = CounterMetricFamily(name, text, labels=("model_name",))
             counter.add_metric((self._model,), value)

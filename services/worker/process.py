@@ -205,7 +205,7 @@ class WorkerProcess:
             from pdserve.services.host.metrics_http import MetricsHttp
             from pdserve.services.worker.metrics import WorkerMetrics
 
-            self._metrics = WorkerMetrics(self.address, hello.card.name)
+            self._metrics = WorkerMetrics(hello)
             port, bind = self._settings.metrics_port, self._settings.bind
             self._metrics_http = MetricsHttp(self._metrics, port, bind)
         self._role.attach()
@@ -276,7 +276,7 @@ def run_worker(
     async def serve() -> int:
         return await serve_worker(settings, make_role(), report, freeze_heap)
 
-    configure_logging(name, settings.log_level)
+    configure_logging(name, settings.log_level, log_format=settings.log_format)
     return lifecycle.run(serve())
 
 

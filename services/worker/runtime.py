@@ -140,6 +140,7 @@ class WorkerRuntime(ABC):
             transports=transports,
             wire_version=WIRE_VERSION,
             encrypt_kv=self._settings.encrypt_kv,
+            block_size=engine.limits.block_size,
         )
         self.figures = {
             "model": card.name,

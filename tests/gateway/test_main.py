@@ -2,20 +2,23 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import httpx
 import psutil
 import pytest
 import tool_server
+from chaos.cluster import lasting_port
 from cluster_secret import SECRET
 from eventually import LIMIT_S, eventually
-from fake_router import FakeRouter, placed, saying, tokens
+from fake_router import FakeRouter, placed, saying, served, tokens
 from router_process import RouterServicer, serve_router
 from tool_model import ToolModel, calls
 
@@ -129,6 +132,39 @@ async def test_from_start_to_stop(gateway):
     assert f"client_id=mine  request={reply.json()['id']}" in line
     assert line.count(reply.json()["id"]) == 1
     assert "Traceback" not in gateway.log
+
+
+async def test_its_log_as_json(anyio_backend):
+    """Also that of its text processes, which warn of a model's odd default here."""
+    card, blobs = served(generation={"temperature": 99.0})
+    router = FakeRouter(saying("hello world"), [card], blobs)
+    _, host, address = await serve_router(router)
+    port = lasting_port()
+    words = ("gateway", "--port", str(port), "--routers", address, "--log-format", "json")
+    gateway = Gateway(
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "pdserve.services.cli.main", *words),
+            env={**os.environ, "PDSERVE_CLUSTER_SECRET": SECRET},
+            stderr=asyncio.subprocess.PIPE,
+        )
+    )
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_S) as http:
+
+        async def is_ready() -> bool:
+            with suppress(httpx.ConnectError):
+                return (await http.get("/ready")).status_code == 200
+            return False
+
+        await eventually(is_ready)
+        reply = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
+    assert await gateway.stop() == 0
+    await host.stop(0)
+    lines = [json.loads(line) for line in gateway.log.splitlines()]
+    (answered,) = (line for line in lines if "finish=stop" in line["message"])
+    assert answered["request_id"] == reply.json()["id"]
+    assert answered["logger"] == "pdserve.gateway.request"
+    (warning,) = (line for line in lines if line["component"] == "text")
+    assert "temperature" in warning["message"]
 
 
 async def test_every_api_is_mounted(gateway):

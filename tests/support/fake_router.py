@@ -96,7 +96,8 @@ class FakeRouter:
             workers=[
                 router_pb2.WorkerView(
                     hello=fleet_pb2.WorkerHello(
-                        role=fleet_pb2.DECODE, address="127.0.0.1:1", card=self.cards[0]
+                        role=fleet_pb2.DECODE, address="127.0.0.1:1", card=self.cards[0],
+                        block_size=16,
                     ),
                     load=fleet_pb2.Load(
                         running=3, waiting=2, blocks_total=10, blocks_free=4, blocks_used=3,

@@ -159,6 +159,12 @@ async def test_metrics(make_http):
     assert values["vllm:time_to_first_token_seconds_count", "tiny"] == 3
     assert values["vllm:inter_token_latency_seconds_count", "tiny"] == 2 * (said - 1)
     assert values["vllm:e2e_request_latency_seconds_count", "tiny"] == 3
+    assert values["vllm:request_decode_time_seconds_count", "tiny"] == 3
+    assert (
+        values["vllm:request_prompt_tokens_sum", "tiny"]
+        == values["vllm:prompt_tokens_total", "tiny"]
+    )
+    assert values["vllm:request_generation_tokens_sum", "tiny"] == 2 * said + 1
     assert values["vllm:request_success_total", "stop", "tiny"] == 2
     assert values["vllm:request_success_total", "length", "tiny"] == 1
     assert values["pdserve_request_failures_total", "MODEL_NOT_FOUND"] == 1
@@ -166,6 +172,7 @@ async def test_metrics(make_http):
     assert values["vllm:num_requests_running", *worker] == 3
     assert values["vllm:num_requests_waiting", *worker] == 2
     assert values["vllm:kv_cache_usage_perc", *worker] == 0.4
+    assert values["vllm:cache_config_info", "10", *sorted((*worker, "16"))] == 1
     assert values["vllm:num_preemptions_total", *worker] == 5
     assert values["vllm:prefix_cache_queries_total", *worker] == 100
     assert values["vllm:prefix_cache_hits_total", *worker] == 60
@@ -181,6 +188,18 @@ async def test_metrics(make_http):
     assert values["pdserve_transfer_frames_total", "127.0.0.1:1", "tcp"] == 7
     assert values["pdserve_transfer_frames_refused_total", "127.0.0.1:1", "tcp"] == 1
     assert values["pdserve_gateway_requests", "open"] == 0
+
+
+async def test_gateways_beside_each_other_leave_the_fleet_out(make_http):
+    client = make_http(saying("x"))
+    whole = (await client.get("/metrics", params={"fleet": "true"})).text
+    own = (await client.get("/metrics", params={"fleet": "false"})).text
+    assert (await client.get("/metrics")).text == whole
+    assert whole.startswith(own)
+    assert 'pdserve_gateway_requests{state="open"}' in own
+    assert "worker=" not in own
+    assert "vllm:num_requests_running" not in own
+    check(await client.get("/metrics", params={"fleet": "no"}), 400, "fleet")
 
 
 async def test_metrics_without_a_router(make_http):

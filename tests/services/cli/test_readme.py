@@ -1,4 +1,7 @@
-"""The examples of README run as written; tests/test_docs.py checks the names in it."""
+"""The examples of README run as written.
+
+tests/test_docs.py and tests/test_names.py check the names in it.
+"""
 
 import os
 import re

@@ -1,5 +1,6 @@
 """`pdserve up` over fake services: what each child is told, restarts, and a clean end."""
 
+import json
 import os
 import signal
 import socket
@@ -257,14 +258,16 @@ def process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """The real command in a process of its own, over fake services."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(drain_s: float = 0, **entries: str) -> subprocess.Popen[str]:
+    def start(
+        drain_s: float = 0, words: tuple[str, ...] = (), **entries: str
+    ) -> subprocess.Popen[str]:
         code = (
             "if __name__ == '__main__':\n"  # its children import it, too
             "    import sys\n"
             "    from pdserve.services.local import up\n"
             "    from pdserve.services.cli.main import main\n"
             f"    up.ENTRIES.update({ {**FAKES, **entries}!r})\n"
-            f"    sys.exit(main(['up', '--port', '0', '--drain-s', '{drain_s}']))\n"
+            f"    sys.exit(main(['up', '--port', '0', '--drain-s', '{drain_s}', *{words}]))\n"
         )
         script = tmp_path / "script.py"
         script.write_text(code)
@@ -290,6 +293,23 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     assert process.stdout is not None
     assert any("pdserve is ready" in line for line in process.stdout)
     return psutil.Process(process.pid).children(recursive=True)
+
+
+def test_as_json_every_line_is_an_object(process: Callable[..., subprocess.Popen[str]]) -> None:
+    up = process(words=("--log-format", "json"))
+    assert up.stderr is not None
+    lines = []
+    for line in up.stderr:
+        lines.append(json.loads(line))
+        if "pdserve is ready" in lines[-1]["message"]:
+            up.send_signal(signal.SIGTERM)
+    out, _ = up.communicate(timeout=LIMIT_S)
+    assert up.returncode == 0
+    assert out == ""
+    messages = [line["message"] for line in lines]
+    assert "decode 0: loading 100%" in messages
+    assert messages[-1] == "stopped"
+    assert {line["component"] for line in lines} == {"up"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

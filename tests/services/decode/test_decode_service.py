@@ -318,6 +318,9 @@ def test_metrics_when_asked(with_pair: Callable[..., None]) -> None:
         await eventually(counted, texts)
         worker = pair.decode_worker.address
         assert f'pdserve_kv_blocks{{state="total",worker="{worker}"}} 256.0' in texts[-1]
+        assert 'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0' in texts[-1]
+        config = 'block_size="4",model_name="tiny",num_gpu_blocks="256"'
+        assert f"vllm:cache_config_info{{{config}}} 1.0" in texts[-1]
 
     with_pair(test, decode_metrics_port=port)
 

@@ -1,13 +1,18 @@
 """Log lines and options."""
 
 import io
+import json
 import logging
-from collections.abc import Iterator
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from datetime import UTC, datetime
 
 import pytest
 
-from pdserve.services.host.logs import configure_logging
+from pdserve.services.host.logs import configure_logging, logs_json
 from pdserve.services.host.options import option
 
 
@@ -34,6 +39,64 @@ def test_one_line_with_component_and_request(stream: io.StringIO) -> None:
 def test_a_line_break_cannot_forge_a_line(stream: io.StringIO) -> None:
     logging.getLogger("x").warning("a\n12:00:00 ERROR b", extra={"request": "c\nd"})
     assert len(stream.getvalue().splitlines()) == 1
+
+
+@pytest.fixture
+def json_lines() -> Iterator[Callable[[], list[dict[str, str]]]]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    hooks = sys.excepthook, threading.excepthook
+    out = io.StringIO()
+    configure_logging("router", "info", out, "json")
+    yield lambda: [json.loads(line) for line in out.getvalue().splitlines()]
+    logging.captureWarnings(False)
+    sys.excepthook, threading.excepthook = hooks
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_json_object_a_line(json_lines: Callable[[], list[dict[str, str]]]) -> None:
+    assert logs_json()
+    before = datetime.now(UTC)
+    logging.getLogger("pdserve.test").info("hello %s", 'a\n"b"', extra={"request": "req-1"})
+    logging.getLogger("pdserve.test").debug("not this")
+    for name in ("uvicorn.error", "grpc._cython.cygrpc"):  # they have no handlers of their own
+        logging.getLogger(name).warning("theirs")
+    try:
+        raise KeyError("lost")
+    except KeyError:
+        logging.getLogger("pdserve.test").exception("it failed")
+    first, *theirs, failed = json_lines()
+    time = first.pop("time")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", time)
+    assert abs((datetime.fromisoformat(time) - before).total_seconds()) < 60
+    assert first == {
+        "level": "info",
+        "component": "router",
+        "logger": "pdserve.test",
+        "message": 'hello a\n"b"',
+        "request_id": "req-1",
+    }
+    assert [line["logger"] for line in theirs] == ["uvicorn.error", "grpc._cython.cygrpc"]
+    assert all("request_id" not in line and "exception" not in line for line in theirs)
+    assert failed["level"] == "error"
+    assert failed["exception"].startswith("Traceback")
+    assert failed["exception"].endswith("KeyError: 'lost'")
+
+
+def test_what_nobody_catches_is_json(json_lines: Callable[[], list[dict[str, str]]]) -> None:
+    def fail() -> None:
+        raise KeyError("of a thread")
+
+    thread = threading.Thread(target=fail, name="loader")
+    thread.start()
+    thread.join()
+    error = ValueError("of main")
+    sys.excepthook(ValueError, error, None)
+    first, second = json_lines()
+    assert first["message"] == "unexpected failure of thread loader"
+    assert "KeyError: 'of a thread'" in first["exception"]
+    assert "ValueError: of main" in second["exception"]
 
 
 def test_option_metadata() -> None:

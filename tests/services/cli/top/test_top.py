@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 from api_server import ApiServer, api_server
-from prometheus_client import generate_latest
 from terminal import in_terminal
 
 from pdserve.gateway.observability.metrics import GatewayMetrics
@@ -40,7 +39,7 @@ def metrics(tokens: int = 0, moved: int = 0) -> str:
         made.itl.labels("tiny").observe(0.01)
     made.prompt_tokens.labels("tiny").inc(20)
     made.open.labels("open").set(4)
-    return generate_latest(made.registry).decode()
+    return made.page(with_fleet=True).decode()
 
 
 @pytest.fixture

@@ -1,0 +1,64 @@
+"""vLLM's figures of an engine, from the worker's hello and load.
+
+A worker's own metrics port and a gateway's view of the fleet make them here, so that both mean the
+same by a name.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from pdserve.protos.fleet_pb2 import Load, WorkerHello
+
+# (label values, hello, load) of a worker
+Worker = tuple[Sequence[str], WorkerHello, Load]
+
+
+def kv_usage(load: Load) -> float:
+    """The share of the KV blocks that requests hold; cached ones can be evicted and are free."""
+    held = load.blocks_used + load.blocks_reserved
+    return held / load.blocks_total if load.blocks_total else 0.0
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
+    ("vllm:num_requests_running", "Requests in the batch.", lambda load: load.running),
+    ("vllm:num_requests_waiting", "Requests that wait for it.", lambda load: load.waiting),
+    ("vllm:kv_cache_usage_perc", "KV blocks that requests hold; 1 is all.", kv_usage),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
+    ("vllm:num_preemptions", "Preemptions.", lambda load: load.preemptions),
+    (
+        "vllm:prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda load: load.prefix_queries,
+    ),
+    (
+        "vllm:prefix_cache_hits",
+        "Prompt tokens found in the prefix cache.",
+        lambda load: load.prefix_hits,
+    ),
+)
+
+
+def engine_metrics(labels: Sequence[str], workers: Iterable[Worker]) -> Iterator[Metric]:
+    """One family per figure, with the labels given and a sample per worker."""
+    rows = list(workers)
+    for name, text, value in _GAUGES:
+        gauge = GaugeMetricFamily(name, text, labels=labels)
+        for who, _, load in rows:
+            gauge.add_metric(who, value(load))
+        yield gauge
+    for name, text, value in _COUNTERS:
+        counter = CounterMetricFamily(name, text, labels=labels)
+        for who, _, load in rows:
+            counter.add_metric(who, value(load))
+        yield counter
+    config = GaugeMetricFamily(
+        "vllm:cache_config_info",
+        "Tokens of a KV block, and how many blocks there are, as labels; the value is 1.",
+        labels=(*labels, "block_size", "num_gpu_blocks"),
+    )
+    for who, hello, load in rows:
+        if load.blocks_total:
+            config.add_metric((*who, str(hello.block_size), str(load.blocks_total)), 1)
+    yield config

@@ -1,0 +1,154 @@
+"""docs/metrics.md, made from the collectors: a program that prints the page.
+
+`make docs` writes it, tests/test_names.py compares it. Labels are known by samples, so each
+collector gets some to show.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import Metric
+
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.spec import KvSpec
+from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import fleet_pb2, router_pb2
+from pdserve.services.router.core import RouterCore
+from pdserve.services.router.metrics import RouterMetrics
+from pdserve.services.router.placement.policy import Rules
+from pdserve.services.worker.metrics import WorkerMetrics
+
+HEAD = """\
+# Metrics
+
+`make docs` writes this page from the code. Names that begin with `vllm:` mean what they mean in
+vLLM, so that its dashboards work. A counter's samples end in `_total`, a histogram's in `_bucket`,
+`_sum` and `_count`.
+
+## What to scrape
+`pdserve up` is one target: `/metrics` of its HTTP port, which has the gateway's figures and those
+of the fleet. `pdserve top` reads it, too.
+
+In a cluster each process is asked for its own figures. Every gateway knows the whole fleet and
+would count it once more, so gateways are asked with `fleet=false`:
+
+```yaml
+scrape_configs:
+  - job_name: gateways # what clients get: latencies, tokens, how requests end
+    params: { fleet: ["false"] }
+    authorization: { credentials: API_KEY } # not with --open-metrics
+    static_configs: [{ targets: ["gateway-1:8000", "gateway-2:8000", "gateway-3:8000"] }]
+  - job_name: workers # what engines do: batches, queues, KV blocks, transfers
+    static_configs: [{ targets: ["prefill-1:9090", "decode-1:9090", "decode-2:9090"] }]
+    metric_relabel_configs: # gateways count tokens, too: those of answers
+      - { source_labels: [__name__], regex: "vllm:(prompt|generation)_tokens_total", action: drop }
+  - job_name: routers # decisions, retries, moves
+    static_configs: [{ targets: ["router-1:9090", "router-2:9090"] }]
+```
+
+Routers and workers serve `/metrics` at `--metrics-port`. Where workers have no such port, take the
+fleet from one gateway, or from a service that asks any one of them, in a job of its own.
+
+The Gateway API Inference Extension reads `vllm:num_requests_waiting`, `vllm:num_requests_running`,
+`vllm:kv_cache_usage_perc` and `vllm:cache_config_info` under these names.
+"""
+WHO = pb.ModelCard(name="x", kv_spec=encode_spec(KvSpec(4, ())))
+HELLO = fleet_pb2.WorkerHello(role=fleet_pb2.DECODE, boot=b"x", address="x:1", card=WHO)
+LOAD = fleet_pb2.Load(
+    blocks_total=1,
+    oldest_s={"x": 1.0},
+    refused_frames=[fleet_pb2.Refused(reason="x")],
+    transports=[fleet_pb2.TransportCounters(transport="x")],
+)
+MOST_LABELS = 4
+
+
+def gateway_metrics() -> list[Metric]:
+    """The gateway's own."""
+    metrics = GatewayMetrics()
+    for metric in vars(metrics).values():
+        for number in range(1, MOST_LABELS):
+            with suppress(ValueError):  # it has another number of labels
+                if isinstance(metric, Counter | Gauge | Histogram):
+                    metric.labels(*["x"] * number)
+    return list(metrics.registry.collect())
+
+
+def fleet_metrics() -> list[Metric]:
+    """The fleet's, of a gateway."""
+    metrics = GatewayMetrics()
+    worker = router_pb2.WorkerView(hello=HELLO, load=LOAD, state="live")
+    metrics.fleet.update(router_pb2.FleetView(workers=[worker]))
+    return list(metrics.fleet_registry.collect())
+
+
+def worker_metrics() -> list[Metric]:
+    """A prefill or decode worker's."""
+    metrics = WorkerMetrics(HELLO)
+    metrics.load = LOAD
+    return list(metrics.collect())
+
+
+async def router_metrics() -> list[Metric]:
+    """A router's."""
+    core = RouterCore("secret", Rules(), 1)  # type: ignore[arg-type]
+    core.fleet.join(HELLO, 0.0)
+    dispatcher, compatibility = core.dispatcher, core.dispatcher.placer.compatibility
+    for counts in (
+        dispatcher.outcomes,
+        dispatcher.prefills,
+        dispatcher.placer.reasons,
+        dispatcher.migrations.failed,
+        compatibility.incompatible,
+        compatibility.inexact,
+    ):
+        counts.setdefault("x", 0)
+    found = list(RouterMetrics(core).collect())
+    await core.close()
+    return found
+
+
+def exported() -> dict[str, list[Metric]]:
+    """The metrics by the title of who exports them."""
+    return {
+        "Gateway": gateway_metrics(),
+        "Fleet: every gateway, without `fleet=false`": fleet_metrics(),
+        "Prefill and decode workers": worker_metrics(),
+        "Router": asyncio.run(router_metrics()),
+    }
+
+
+def names() -> set[str]:
+    """Of every metric."""
+    return {metric.name for metric in chain(*exported().values())}
+
+
+def labels(metric: Metric) -> list[str]:
+    """In the order of the code, less those of a histogram's buckets."""
+    first = next((s for s in metric.samples if not s.name.endswith("_created")), None)
+    assert first is not None, f"{metric.name} shows no sample, so its labels are not known"
+    return [label for label in first.labels if label != "le"]
+
+
+def page() -> str:
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield HEAD.rstrip()
+    for title, metrics in exported().items():
+        yield f"\n## {title}\n"
+        yield "| metric | type | labels | |"
+        yield "|---|---|---|---|"
+        for metric in sorted(metrics, key=lambda metric: metric.name):
+            shown = ", ".join(f"`{label}`" for label in labels(metric))
+            text = metric.documentation.rstrip(".").replace("|", "\\|")
+            yield f"| `{metric.name}` | {metric.type} | {shown} | {text} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
