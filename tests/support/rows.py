@@ -21,4 +21,14 @@ class SessionEvents:
             return
         for choice, position, id_ in self._reader.read(event.rows):
             self.num_rows += 1
-            yield "tokens", Tokens(**choice._asdict(), position=position, ids=[id_])
+            yield (
+                "tokens",
+                Tokens(
+                    request=choice.request,
+                    attempt=choice.attempt,
+                    epoch=choice.epoch,
+                    choice=choice.choice,
+                    position=position,
+                    ids=[id_],
+                ),
+            )

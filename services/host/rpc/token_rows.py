@@ -85,6 +85,10 @@ class RowReader:
     def __init__(self) -> None:
         self._choices: dict[int, NumberedChoice] = {}
 
+    def __len__(self) -> int:
+        """How many numbers it knows."""
+        return len(self._choices)
+
     def read(self, rows: TokenRows) -> Iterator[TokenRow]:
         """The rows. One whose number nobody has given is left out: whoever receives what follows
         it finds the gap."""
