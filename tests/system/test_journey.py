@@ -28,8 +28,12 @@ def ask(fleet: Fleet, text: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_a_long_prompt_goes_remote_and_a_short_one_stays(transport: str) -> None:
-    with Fleet("--kv-transport", transport, "--kv-tokens", "16384") as fleet:
+def test_a_long_prompt_goes_remote_and_a_short_one_stays(transport: str, tmp_path: Path) -> None:
+    """And when the system has stopped, nothing of it is left."""
+    env = {"TMPDIR": str(tmp_path)}
+    with Fleet("--kv-transport", transport, "--kv-tokens", "16384", env=env) as fleet:
+        family = psutil.Process(fleet.process.pid).children(recursive=True)
+        assert len(family) >= 4
         short = ask(fleet, SHORT)
         assert (fleet.prefills("local"), fleet.prefills("remote")) == (1, 0)
         long = ask(fleet, LONG)
@@ -49,14 +53,6 @@ def test_a_long_prompt_goes_remote_and_a_short_one_stays(transport: str) -> None
         assert again.usage.prompt_tokens_details.cached_tokens > 0
         assert fleet.prefills("local") == 2
         wait_until(fleet.all_blocks_back, "blocks back")
-
-
-def test_stopping_leaves_nothing_behind(tmp_path: Path) -> None:
-    env = {"TMPDIR": str(tmp_path)}
-    with Fleet("--kv-transport", "shm", "--kv-tokens", "4096", env=env) as fleet:
-        family = psutil.Process(fleet.process.pid).children(recursive=True)
-        assert len(family) >= 4
-        ask(fleet, LONG)
         host, port = fleet.url.removeprefix("http://").split(":")
     assert fleet.exit_code == 0, fleet.final_log
     assert "leaked" not in fleet.final_log  # as the bindings of the kernels would say
