@@ -15,7 +15,7 @@ LONG = "The quick brown fox jumps over the lazy dog. " * 60
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    options = ("--kv-tokens", "16384", "--api-key", KEY, "--weights", "float32", "--open-metrics")
+    options = ("--kv-tokens", "16384", "--api-key", KEY, "--open-metrics")
     with Fleet("--prefill", "1", "--decode", "1", *options) as fleet:
         yield fleet
 
