@@ -76,7 +76,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with Fleet("--prefill", "1", "--decode", "2", *OPTIONS) as fleet:
+    with Fleet("--prefill", "1", "--decode", "2", *OPTIONS, drain_s=30) as fleet:
         yield fleet
     assert fleet.exit_code == 0
 
