@@ -1,7 +1,8 @@
 """Fixtures of the gateway's tests: an application over a scripted router, and clients for it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -44,6 +45,21 @@ BOUNDS = HttpLimits(
 )
 BACKPRESSURE = Backpressure()
 NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers_end_soon() -> Iterator[None]:
+    """uvicorn pauses for 0.1 s between two looks whether it is to end, and once more at its end;
+    these tests end hundreds of servers."""
+
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(seconds / 20)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "uvicorn.server.asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep})
+        )
+        yield
 
 
 @pytest.fixture

@@ -58,7 +58,10 @@ async def host(anyio_backend: str) -> AsyncIterator[ScriptedHost]:
 
 
 @pytest.fixture
-async def processes(host: ScriptedHost) -> AsyncIterator[TextProcesses]:
+async def processes(
+    host: ScriptedHost, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[TextProcesses]:
+    monkeypatch.setattr("pdserve.gateway.text_processes.host.ENDED_S", 0.01)  # no news will come
     made = TextProcesses(host, 1, LIMIT_S, LIMIT_S, lambda owner, seconds: None)  # type: ignore[arg-type]
     yield made
     await made.close()

@@ -187,20 +187,22 @@ VARIANTS = (
     Sizes(type="bfloat16", head_dim=256, kv_heads=1, group=4, window=512),
     Sizes(type="float16", head_dim=80, kv_heads=1, group=5, latent=64),
     Sizes(type="int8", head_dim=52, kv_heads=2, group=3, latent=40),
-    Sizes(head_dim=576, kv_heads=1, group=16, latent=512),
+    Sizes(head_dim=576, kv_heads=1, group=7, latent=512),
 )
 
 
 @pytest.mark.parametrize("sizes", VARIANTS, ids=str)
 def test_chunks_and_company_change_nothing(sizes: Sizes) -> None:
     """Tokens one by one, in chunks of any size, among other rows, on any target and threads."""
-    length = 700
+    length = 600
     cache = Cache(sizes, [length, 300, 1, 65])
     q = cache.queries(length)
     alone = torch.cat([cache.attend(q[t : t + 1], [(0, t + 1, 1)]) for t in range(length)])
     torch.testing.assert_close(alone.double(), cache.formula(q, 0, length), atol=3e-6, rtol=3e-6)
-    for size in (1, 7, 64, 512, 700):
-        for context in ALL if size == 512 else ALL[:2]:
+    # The best instruction set on one thread, token by token, is `alone`.
+    best, each = ALL[:2], ALL[1::2]
+    for size, contexts in ((1, best[1:]), (7, best), (64, best), (512, each), (length, best)):
+        for context in contexts:
             parts = [
                 cache.attend(
                     q[t : t + size], [(0, min(t + size, length), len(q[t : t + size]))], context

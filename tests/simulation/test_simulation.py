@@ -1,4 +1,4 @@
-"""The fault matrix in simulation: a sample that hits every other cell; runs replay exactly."""
+"""The fault matrix in simulation: a sample that hits each fourth cell; runs replay exactly."""
 
 import json
 import os
@@ -28,12 +28,14 @@ MORE = 40  # tries for a cell that the first round missed
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_cells_are_hit_and_nothing_is_lost_leaked_or_changed() -> None:
-    """Every other cell, so all kinds of fault and all phases; `make simulate` and the acceptance
-    lines hit the rest, too."""
-    known = cells()[1::2]
+    """Each fourth cell, and all cells of a kind that has none of them, so all kinds of fault and
+    all phases; `make simulate` and the acceptance lines hit the rest, too."""
+    known = cells()[1::4]
+    left_out = {*KINDS} - {kind for kind, _ in known}
+    known += [cell for cell in cells() if cell[0] in left_out]
     assert {kind for kind, _ in known} == set(KINDS)
     assert {phase for _, phase in known} == set(PHASES)
-    tally = sweep(range(1, len(cells()), 2), jobs=2)
+    tally = sweep(range(1, len(cells()), 4), jobs=2)
     for kind, phase in [cell for cell in known if not tally.hits[cell]]:
         for seed in range(1, MORE):
             result = simulate(make(seed, kind, phase))

@@ -29,6 +29,7 @@ class Fleet:
 
     `certificates`: its processes trust each other by certificates of their own, as without any
     option; otherwise by the secret of the tests, which then opens its router to them, too.
+    `drain_s`: by default its end waits for nothing, since the tests' requests are over.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Fleet:
         timeout_s: float = 90.0,
         env: dict[str, str] | None = None,
         certificates: bool = False,
+        drain_s: float = 0.2,
     ) -> None:
-        self.options = options if certificates else ("--cluster-secret", SECRET, *options)
+        trust = () if certificates else ("--cluster-secret", SECRET)
+        self.options = (*trust, "--drain-s", str(drain_s), *options)
         self.timeout_s = timeout_s
         self.env = env or {}
 

@@ -3,7 +3,8 @@
 
 While FOLDER/hang is there a forward pass does not return (FOLDER/hung says that one has begun);
 FOLDER/slow holds the seconds that the next pass takes. Its other steps take 20 ms, and a token of a
-chunk is said to have been measured as TOKEN_S.
+chunk is said to have been measured as TOKEN_S. It looks at its engine more often than the product
+does, and waits less long for it.
 """
 
 import sys
@@ -22,7 +23,10 @@ from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.scheduling.stats import StepMeter
 from pdserve.services.decode import main as decode
 from pdserve.services.decode.settings import DecodeSettings
-from pdserve.services.worker import role
+from pdserve.services.host import stall_detector
+from pdserve.services.worker import process, role
+
+FROZEN_S, LOOK_S, CLOSE_S = 2.5, 0.1, 2.0
 
 
 class Obedient(FakeDecoder):
@@ -53,12 +57,13 @@ def main() -> int:
         return engine, replace(CARD, name=model)
 
     role.build_engine = build
+    stall_detector.FROZEN_S, process.LOOK_S, process.CLOSE_S = FROZEN_S, LOOK_S, CLOSE_S
     settings = DecodeSettings(
         cluster_secret=(SECRET,),
         routers=(router,),
         kv_transport="tcp",
         shm_dir=str(folder),
-        drain_s=2.0,
+        drain_s=1.0,
     )
     return decode.run(settings, EngineConfig())
 

@@ -4,9 +4,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
+from fleet import Fleet
 from rings import assert_conform
-from whole_system import WholeSystem
+from whole_system import KEY, WholeSystem
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,3 +31,19 @@ def system() -> Iterator[WholeSystem]:
             system.start_all()
             yield system
         assert_conform(system.rings)
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """The shipped model, with a key, for all tests that only ask it; whoever kills has his own."""
+    folder = tmp_path_factory.mktemp("rings")
+    options = ("--kv-tokens", "16384", "--api-key", KEY, "--open-metrics", "--trace-dir")
+    with Fleet("--prefill", "1", "--decode", "1", *options, str(folder)) as fleet:
+        yield fleet
+    assert_conform(folder)
+
+
+@pytest.fixture(scope="session")
+def api(fleet: Fleet) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client

@@ -10,7 +10,7 @@ from chaos.model import write_chaos_model
 from chaos.streams import Clients, reference
 from chaos.strikes import HITS, Batch, Striker, lost_tries
 
-TOKENS = 100
+TOKENS = 60
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import openai
 import pytest
 from fleet import Fleet
 from pydantic import BaseModel, Field
+from whole_system import KEY
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -36,21 +37,14 @@ class Weather(BaseModel):
     unit: Literal["celsius", "fahrenheit"]
 
 
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with Fleet("--prefill", "1", "--decode", "1", "--kv-tokens", "16384") as fleet:
-        yield fleet
-
-
-@pytest.fixture(scope="module")
-def api(fleet: Fleet) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
+@pytest.fixture(scope="module", autouse=True)
+def rings() -> None:
+    """Those of `fleet` are checked at its end."""
 
 
 @pytest.fixture(scope="module")
 def claude(fleet: Fleet) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=fleet.url, api_key="none", max_retries=0) as client:
+    with anthropic.Anthropic(base_url=fleet.url, api_key=KEY, max_retries=0) as client:
         yield client
 
 

@@ -12,9 +12,11 @@ import psutil
 import pytest
 from eventually import LIMIT_S, wait_until
 from fleet import Fleet
-from streams import LONG, WORDS, Stream
+from streams import WORDS, Stream
 
-EXTRA = {"min_tokens": 100}
+EXTRA = {"min_tokens": 60}
+NUM_TOKENS = 100  # of the answers that are drained
+LONG = "Too long to be computed where it is answered: " + WORDS * 50  # about 650 tokens
 OPTIONS = ("--kv-tokens", "8192", "--chunk-size", "64", "--kv-transport", "tcp", "--threads", "1")
 
 
@@ -31,7 +33,9 @@ def streams() -> list[Stream]:
         {"temperature": 0.0, "prompt": LONG},
     ]
     return [
-        Stream({"prompt": f"Number {n}: {WORDS * (1 + n)}", "max_tokens": 160, **options}, EXTRA)
+        Stream(
+            {"prompt": f"Number {n}: {WORDS * (1 + n)}", "max_tokens": NUM_TOKENS, **options}, EXTRA
+        )
         for n, options in enumerate(each)
     ]
 
@@ -72,7 +76,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with Fleet("--prefill", "1", "--decode", "2", *OPTIONS) as fleet:
+    with Fleet("--prefill", "1", "--decode", "2", *OPTIONS, drain_s=30) as fleet:
         yield fleet
     assert fleet.exit_code == 0
 

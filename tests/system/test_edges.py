@@ -191,6 +191,7 @@ def test_remote_answers_are_the_same_field_by_field(
             lambda: fleet.metric("pdserve_transfer_bytes_total", transport=transport) > 0,
             "the workers' next load report",
         )
+        wait_until(lambda: f"prefill_at={transport}" in fleet.log(), "the gateway's line")
     assert fleet.exit_code == 0
     assert remote >= 3 * (len(LENGTHS) - 1)
     assert list(answers) == list(local)

@@ -1,4 +1,7 @@
-"""A real system answers: short prompts stay local, long ones go remote, over each transport."""
+"""A real system answers: short prompts stay local, long ones go remote, and nothing of it stays.
+
+What goes over each transport is in test_edges.py.
+"""
 
 import os
 import socket
@@ -7,7 +10,6 @@ from typing import Any
 
 import openai
 import psutil
-import pytest
 from eventually import LIMIT_S, wait_until
 from fleet import Fleet
 
@@ -27,9 +29,13 @@ def ask(fleet: Fleet, text: str, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
-def test_a_long_prompt_goes_remote_and_a_short_one_stays(transport: str) -> None:
-    with Fleet("--kv-transport", transport, "--kv-tokens", "16384") as fleet:
+def test_a_long_prompt_goes_remote_and_a_short_one_stays(tmp_path: Path) -> None:
+    """Over shm, whose sockets and memory are gone when the system has stopped, like all else."""
+    env = {"TMPDIR": str(tmp_path)}
+    options = ("--kv-transport", "shm", "--kv-tokens", "16384")
+    with Fleet(*options, env=env, drain_s=30) as fleet:
+        family = psutil.Process(fleet.process.pid).children(recursive=True)
+        assert len(family) >= 4
         short = ask(fleet, SHORT)
         assert (fleet.prefills("local"), fleet.prefills("remote")) == (1, 0)
         long = ask(fleet, LONG)
@@ -38,10 +44,10 @@ def test_a_long_prompt_goes_remote_and_a_short_one_stays(transport: str) -> None
         assert long.usage.prompt_tokens > 512
         assert long.usage.completion_tokens > 0
         wait_until(
-            lambda: fleet.metric("pdserve_transfer_bytes_total", transport=transport) > 0,
+            lambda: fleet.metric("pdserve_transfer_bytes_total", transport="shm") > 0,
             "the workers' next load report",
         )
-        wait_until(lambda: f"prefill_at={transport}" in fleet.log(), "the gateway's line")
+        wait_until(lambda: "prefill_at=shm" in fleet.log(), "the gateway's line")
 
         # The decode worker now has the prefix: the same prompt needs no other worker.
         again = ask(fleet, LONG)
@@ -49,14 +55,6 @@ def test_a_long_prompt_goes_remote_and_a_short_one_stays(transport: str) -> None
         assert again.usage.prompt_tokens_details.cached_tokens > 0
         assert fleet.prefills("local") == 2
         wait_until(fleet.all_blocks_back, "blocks back")
-
-
-def test_stopping_leaves_nothing_behind(tmp_path: Path) -> None:
-    env = {"TMPDIR": str(tmp_path)}
-    with Fleet("--kv-transport", "shm", "--kv-tokens", "4096", env=env) as fleet:
-        family = psutil.Process(fleet.process.pid).children(recursive=True)
-        assert len(family) >= 4
-        ask(fleet, LONG)
         host, port = fleet.url.removeprefix("http://").split(":")
     assert fleet.exit_code == 0, fleet.final_log
     assert "leaked" not in fleet.final_log  # as the bindings of the kernels would say

@@ -1,6 +1,5 @@
 """The openai client, and both gRPC services, against a real system with an API key."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -8,22 +7,14 @@ import httpx
 import openai
 import pytest
 from fleet import Fleet
+from whole_system import KEY
 
-KEY = "a-key"
 LONG = "The quick brown fox jumps over the lazy dog. " * 60
 
 
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    options = ("--kv-tokens", "16384", "--api-key", KEY, "--weights", "float32", "--open-metrics")
-    with Fleet("--prefill", "1", "--decode", "1", *options) as fleet:
-        yield fleet
-
-
-@pytest.fixture(scope="module")
-def api(fleet: Fleet) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key=KEY, max_retries=0) as client:
-        yield client
+@pytest.fixture(scope="module", autouse=True)
+def rings() -> None:
+    """Those of `fleet` are checked at its end."""
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ async def test_a_batch_survives_kill_9(tmp_path):
         assert left == LINES - 25
         before = len(servicer.router.starts)
         hold.set()
-        with GatewayProcess(address, **settings) as gateway:
+        with GatewayProcess(address, lease_s=1.5, **settings) as gateway:
             async with openai.AsyncOpenAI(api_key="none", base_url=f"{gateway.url}/v1") as client:
                 await check_whole(client, batch_id)
         assert len(servicer.router.starts) - before == LINES - 25  # what was done is not done again

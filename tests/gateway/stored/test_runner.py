@@ -75,7 +75,9 @@ class World:
         ]
         await self._files.append(owner, file_id, 0, b"\n".join(lines))
         await self._files.finish(file_id, "in.jsonl", "batch")
-        return (await self.batches.create(tenant, URL, file_id, "24h", window_s, None)).id
+        made = await self.batches.create(tenant, URL, file_id, "24h", window_s, None)
+        self.runner.wake()
+        return made.id
 
     async def owner(self, batch_id: str) -> str:
         found = {o.lease.batch_id: o.lease.owner for o in await self.batches.leases()}
@@ -141,7 +143,6 @@ async def test_long_batches_of_some_keys_hold_up_no_other_key(world):
         for batch_id in long:
             await eventually(lambda batch_id=batch_id: world.owner(batch_id))
         last = await world.make(key(4), 1)
-        world.runner.wake()
         await world.has_status(key(4), last, "completed")
     finally:
         task.cancel()

@@ -315,6 +315,7 @@ def test_a_start_that_the_system_refuses(
     def refuse(*args: object) -> None:
         raise BlockingIOError("no more processes")
 
+    monkeypatch.setattr("pdserve.services.local.supervisor.restart_delay", lambda deaths: 0.1)
     preload = ["fake_service"] if forked else []
     with Supervisor(noting(events), preload) as supervisor:
         child, other = (start(supervisor, "good") for _ in range(2))

@@ -163,7 +163,7 @@ class Cluster:
             cluster_secret=(SECRET,),
             remote_prefill_threshold=self.shape.threshold,
             trace_dir=str(self.rings),
-            drain_s=1.0,
+            drain_s=0.2,
         )
         router = self._start("router", (made,))
         self._listening(router)
@@ -178,7 +178,7 @@ class Cluster:
             port=0,
             routers=(proxy.address if proxy else self.router,),
             cluster_secret=(SECRET,),
-            drain_s=1.0,
+            drain_s=0.2,
         )
         gateway = self._start("gateway", (made,))
         self._listening(gateway, "url")
@@ -195,7 +195,7 @@ class Cluster:
             "kv_transport": "tcp",
             "trace_dir": str(self.rings),
             "advertise": mine.address if mine else "",
-            "drain_s": 1.0,
+            "drain_s": 0.2,
         }
         settings: PrefillSettings | DecodeSettings = PrefillSettings(**common)
         if role == "decode":
