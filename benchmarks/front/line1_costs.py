@@ -1,5 +1,5 @@
 """Line 1: what stands between the kernels and a client costs: processor time per token, added
-latency, and what one long prompt does to the streams of others.
+latency, what one long prompt does to the streams of others, and one stream's speed.
 
 A router, a gateway and a decode worker whose model computes nothing (fast_decode.py); a step takes
 as long as that of a model of that batch would. The latency of a token is the time from the end of
@@ -18,6 +18,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 
 import machine
+from front import one_stream
 from front.clients import Stream, stream, streams
 from front.clock import latency_s
 from front.fast_decode import MODEL
@@ -104,7 +105,12 @@ def _gaps_ms(answers: list[Stream]) -> list[float]:
     ]
 
 
-PARTS = {"costs": costs, "latency": latency, "long_prompt": long_prompt}
+PARTS = {
+    "costs": costs,
+    "latency": latency,
+    "long_prompt": long_prompt,
+    "one_stream": one_stream.measure,
+}
 
 
 def main() -> None:
