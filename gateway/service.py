@@ -25,6 +25,7 @@ from pdserve.gateway.content.model_texts import ModelTexts, check_ids, check_roo
 from pdserve.gateway.limits import AdmissionLimits, AdmittedRequest
 from pdserve.gateway.observability.meter import CountUsage, Meter, uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.observability.request_log import RequestLog
 from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
 from pdserve.gateway.requests.completions import ChatCompletionRequest, TextCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
@@ -35,6 +36,7 @@ from pdserve.gateway.text_processes.constraints import bind, prepared
 from pdserve.gateway.text_processes.pool import LoadedText, TextPool
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.rate_limits import RateLimits
+from pdserve.services.host.tracing import NO_TRACER, Tracer
 
 MAX_TOTAL_CHOICES = 512
 
@@ -70,6 +72,7 @@ class Service:
         parsers: ParserChoice | None = None,
         count_usage: CountUsage = uncounted,
         server_tools: ServerTools | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """`template_kwargs`: names that clients may give a chat template. `count_usage` is told of
         each request that has used a model."""
@@ -82,11 +85,13 @@ class Service:
         self.limits = limits
         self.rates = rates
         self.metrics = metrics
-        self._clock = clock
+        self.requests = RequestLog()
+        self.clock = clock
         self._timeout_s = timeout_s
         self._queue_timeout_s = queue_timeout_s
         self._count_usage = count_usage
         self._server_tools = server_tools
+        self._tracer = tracer
 
     @asynccontextmanager
     async def prepare(
@@ -117,6 +122,7 @@ class Service:
                 num_tokens = sum(len(prompt.ids) for prompt in prompts)
                 await self.rates.count_tokens(owner, num_tokens)
             meter.begin(model.card.name, num_tokens)
+            meter.span.set(gen_ai__operation__name="text_completion" if text else "chat")
             yield PreparedCompletion(
                 id=caller.request_id,
                 model=model,
@@ -153,6 +159,7 @@ class Service:
                 num_tokens = sum(map(len, inputs))
                 await self.rates.count_tokens(owner, num_tokens)
             meter.begin(model.card.name, num_tokens)
+            meter.span.set(gen_ai__operation__name="embeddings")
             yield PreparedInputs(
                 id=caller.request_id,
                 model=model,
@@ -168,17 +175,23 @@ class Service:
     @asynccontextmanager
     async def _open(self, caller: Caller) -> AsyncIterator[tuple[AdmittedRequest, Meter]]:
         """Counts a request in the limits; its line is in the log at the end."""
-        meter = Meter(self.metrics, caller, self._clock, self._count_usage)
+        began = self.clock() if caller.received is None else caller.received
+        span = self._tracer.begin("request", caller.trace, began, entry=True)
+        if span.context.parent:
+            caller.headers["traceparent"] = span.context.parent
+        meter = Meter(self.metrics, caller, self.clock, self._count_usage, span)
         owner = caller.tenant.id
         error: BaseException | None = None
         try:
             with self.limits.admit(owner, caller.background) as admitted:
+                self.requests.began(meter)
                 yield admitted, meter
         except BaseException as caught:
             error = caught
             raise
         finally:
             meter.close(error)
+            self.requests.ended(meter)
             self.rates.tokens_spent(owner, meter.num_generated)
 
     async def _next_round(
@@ -191,7 +204,7 @@ class Service:
         await self._bind([prompt], sampling, completion.model, owner, asked.continues)
         await self.rates.count_tokens(owner, len(prompt.ids))
         completion.meter.next_round(len(prompt.ids))
-        elapsed_s = self._clock() - completion.meter.arrived
+        elapsed_s = self.clock() - completion.meter.arrived
         return replace(
             completion,
             id=f"{completion.id}-{number}",

@@ -1,0 +1,43 @@
+"""The requests that are open in this gateway, and those that ended last.
+
+Ownership: the Service alone adds and ends requests; whoever reads gets copies.
+"""
+
+from collections import deque
+
+from pdserve.gateway.observability.meter import Meter, MeteredRequest
+
+MAX_ENDED = 200
+
+
+class RequestLog:
+    """Bounded: open requests by the AdmissionLimits, ended ones by MAX_ENDED."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Meter] = {}  # in the order of arrival
+        self._ended: deque[MeteredRequest] = deque(maxlen=MAX_ENDED)
+
+    def began(self, meter: Meter) -> None:
+        """A request was admitted."""
+        self._open[id(meter)] = meter
+
+    def ended(self, meter: Meter) -> None:
+        """Its meter is closed. One that was not admitted is ignored."""
+        if self._open.pop(id(meter), None) is not None:
+            self._ended.append(meter.state())
+
+    def find(self, tenant: bytes, id_: str) -> MeteredRequest | None:
+        """The tenant's latest request with one of its ids."""
+        for state in reversed(self._ended):
+            if state.tenant == tenant and id_ in state.ids:
+                return state
+        return next((state for state in reversed(self.open_of(tenant)) if id_ in state.ids), None)
+
+    def open_of(self, tenant: bytes) -> list[MeteredRequest]:
+        """The open requests of one tenant, oldest first."""
+        states = (meter.state() for meter in self._open.values())
+        return [state for state in states if state.tenant == tenant]
+
+    def ended_of(self, tenant: bytes) -> list[MeteredRequest]:
+        """Those of the last MAX_ENDED that were the tenant's, latest first."""
+        return [state for state in reversed(self._ended) if state.tenant == tenant]
