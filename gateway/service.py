@@ -91,7 +91,7 @@ class Service:
         self._queue_timeout_s = queue_timeout_s
         self._count_usage = count_usage
         self._server_tools = server_tools
-        self._tracer = tracer
+        self.tracer = tracer
 
     @asynccontextmanager
     async def prepare(
@@ -176,7 +176,7 @@ class Service:
     async def _open(self, caller: Caller) -> AsyncIterator[tuple[AdmittedRequest, Meter]]:
         """Counts a request in the limits; its line is in the log at the end."""
         began = self.clock() if caller.received is None else caller.received
-        span = self._tracer.begin("request", caller.trace, began, entry=True)
+        span = self.tracer.begin("request", caller.trace, began, entry=True)
         if span.context.parent:
             caller.headers["traceparent"] = span.context.parent
         meter = Meter(self.metrics, caller, self.clock, self._count_usage, span)

@@ -250,7 +250,7 @@ class Meter:
             gen_ai__response__id=self._caller.request_id,
             gen_ai__request__model=state.model,
             gen_ai__response__model=state.model,
-            gen_ai__response__finish_reasons=self._finishes,
+            gen_ai__response__finish_reasons=tuple(self._finishes),
             gen_ai__usage__input_tokens=state.prompt_tokens,
             gen_ai__usage__output_tokens=state.generated_tokens,
         )

@@ -4,10 +4,12 @@ Ownership: the Service alone adds and ends requests; whoever reads gets copies.
 """
 
 from collections import deque
+from itertools import islice
 
 from pdserve.gateway.observability.meter import Meter, MeteredRequest
 
-MAX_ENDED = 200
+MAX_ENDED = 1000  # about 1 KB each, at most 8: ids, attempts and finish reasons are bounded
+MAX_SHOWN = 200
 
 
 class RequestLog:
@@ -39,5 +41,6 @@ class RequestLog:
         return [state for state in states if state.tenant == tenant]
 
     def ended_of(self, tenant: bytes) -> list[MeteredRequest]:
-        """Those of the last MAX_ENDED that were the tenant's, latest first."""
-        return [state for state in reversed(self._ended) if state.tenant == tenant]
+        """The last MAX_SHOWN of those that were the tenant's, latest first."""
+        mine = (state for state in reversed(self._ended) if state.tenant == tenant)
+        return list(islice(mine, MAX_SHOWN))
