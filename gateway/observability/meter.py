@@ -16,7 +16,7 @@ from pdserve.gateway.observability.timeline import RequestPhase, timeline
 from pdserve.protos.common_pb2 import ErrorCode, Finished, Phases
 from pdserve.protos.router_pb2 import Placed
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tracing import NO_SPAN, Span
+from pdserve.services.host.tracing import NO_SPAN, TraceSpan
 
 log = logging.getLogger("pdserve.gateway.request")
 
@@ -94,7 +94,7 @@ class Meter:
         caller: Caller,
         clock: Callable[[], float],
         count_usage: CountUsage = uncounted,
-        span: Span = NO_SPAN,
+        span: TraceSpan = NO_SPAN,
     ) -> None:
         self._metrics = metrics
         self._caller = caller

@@ -11,7 +11,7 @@ from pdserve.services.decode.convert import to_tokens
 from pdserve.services.decode.lease_machine import Lease
 from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.rpc.outbox import TokensOutbox
-from pdserve.services.host.tracing import NO_SPAN, Span
+from pdserve.services.host.tracing import NO_SPAN, TraceSpan
 from pdserve.services.worker.core import RouterSession
 
 DecodeOutbox = TokensOutbox[DecodeEvent]
@@ -31,7 +31,7 @@ class ServedAttempt:
     arrived: float
     lease: Lease
     transcript: Transcript
-    span: Span = NO_SPAN
+    span: TraceSpan = NO_SPAN
     prefill_boot: bytes = b""  # the worker that sends its KV
     ticket: Ticket | None = None  # of that worker
     admitted: bool = False  # the router has its Admitted

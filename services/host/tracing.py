@@ -61,7 +61,7 @@ class TraceContext:
 NOWHERE = TraceContext()
 
 
-class Span:
+class TraceSpan:
     """What a process does for one request. This one is not recorded; `context` is for those whom it
     asks, and `recorded` says whether anything is kept."""
 
@@ -83,13 +83,15 @@ class Span:
         """It is over, once. `error`: why it failed."""
 
 
-NO_SPAN = Span()
+NO_SPAN = TraceSpan()
 
 
 class Tracer:
     """Begins spans. This one records none."""
 
-    def begin(self, name: str, parent: TraceContext, began: float, *, entry: bool = False) -> Span:
+    def begin(
+        self, name: str, parent: TraceContext, began: float, *, entry: bool = False
+    ) -> TraceSpan:
         """A span of a request. Where clients ask (`entry`) a trace may begin; elsewhere there is
         no span without a parent."""
         return NO_SPAN
@@ -128,7 +130,7 @@ def endpoint(settings: TraceSettings) -> str:
             raise ValueError(f"{FLAG}: {url!r} is no http or https URL")
         if parts.username is not None:
             raise ValueError(f"{FLAG}: passwords belong into OTEL_EXPORTER_OTLP_HEADERS")
-        if not _installed():
+        if not is_installed():
             raise ValueError(f"{FLAG} needs OpenTelemetry: pip install 'pdserve[trace]'")
         return url.rstrip("/") + PATH if parts.path in ("", "/") else url
     # What OpenTelemetry's own settings say counts where it is installed.
@@ -136,10 +138,10 @@ def endpoint(settings: TraceSettings) -> str:
     if base := os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ""):
         url = url or base.rstrip("/") + PATH
     off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    return url if url and not off and _installed() else ""
+    return url if url and not off and is_installed() else ""
 
 
-def _installed() -> bool:
+def is_installed() -> bool:
     from importlib.util import find_spec
 
     try:
@@ -173,7 +175,7 @@ def exporter(url: str) -> "SpanExporter":
             return result
 
         def shutdown(self) -> None:
-            sender.shutdown()
+            sender.shutdown()  # type: ignore[no-untyped-call]
 
     return Exporter()
 
@@ -199,7 +201,9 @@ class ExportingTracer(Tracer):
             }
         )
 
-    def begin(self, name: str, parent: TraceContext, began: float, *, entry: bool = False) -> Span:
+    def begin(
+        self, name: str, parent: TraceContext, began: float, *, entry: bool = False
+    ) -> TraceSpan:
         asked = _parsed(parent.parent)
         if asked is None:
             if not entry:
@@ -214,7 +218,7 @@ class ExportingTracer(Tracer):
         state = parent.state if _STATE.fullmatch(parent.state) else ""
         context = TraceContext(f"00-{trace:032x}-{own:016x}-{int(sampled):02x}", state)
         if not sampled:
-            return Span(context)
+            return TraceSpan(context)
         return _RecordedSpan(self, context, name, (trace, own, parent_id), began, entry)
 
     def export(self, span: "ReadableSpan") -> None:
@@ -235,7 +239,7 @@ class ExportingTracer(Tracer):
             self._exporter.shutdown()
 
 
-class _RecordedSpan(Span):
+class _RecordedSpan(TraceSpan):
     recorded = True
 
     def __init__(

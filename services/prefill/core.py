@@ -25,7 +25,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.outbox import Outbox
-from pdserve.services.host.tracing import NO_TRACER, Span, TraceContext, Tracer
+from pdserve.services.host.tracing import NO_TRACER, TraceContext, Tracer, TraceSpan
 from pdserve.services.prefill.runtime import PrefillRuntime
 from pdserve.services.worker.core import RouterSession, WorkerCore, service_error, when_done
 
@@ -41,7 +41,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
     def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         super().__init__(Outbox[wire.PrefillEvent])
         self._tracer = tracer
-        self._spans: dict[bytes, Span] = {}  # by attempt
+        self._spans: dict[bytes, TraceSpan] = {}  # by attempt
         self._owners: dict[bytes, PrefillSession] = {}  # by attempt: the session that hears of it
         self._tickets: dict[bytes, bytes] = {}  # ticket ids by attempt
         self._ended: OrderedDict[bytes, wire.PrefillEvent] = OrderedDict()  # the oldest first
@@ -222,7 +222,7 @@ def _phases(sent: Sent) -> pb.Phases:
     )
 
 
-def _add_phases(span: Span, sent: Sent) -> None:
+def _add_phases(span: TraceSpan, sent: Sent) -> None:
     times = sent.times
     span.set(
         pdserve__cached_tokens=sent.cached_tokens,

@@ -16,7 +16,7 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.request_progress import LostTokens, RequestProgress, remaining_ms
-from pdserve.services.host.tracing import NO_SPAN, Span
+from pdserve.services.host.tracing import NO_SPAN, TraceSpan
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.placement.policy import PromptFacts
 from pdserve.services.router.requests import actions as do
@@ -56,7 +56,7 @@ class RoutedRequest:
         client: Client,
         ordinal: int,
         now: float,
-        span: Span = NO_SPAN,
+        span: TraceSpan = NO_SPAN,
     ) -> None:
         start = progress.start
         if span.recorded:  # otherwise workers belong to the gateway's
