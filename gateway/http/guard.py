@@ -31,7 +31,7 @@ from pdserve.gateway.http.dialect import (
 from pdserve.gateway.http.origin import foreign
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
-from pdserve.services.host.tracing import context_of
+from pdserve.services.host.tracing import TraceContext
 
 API_KEY = "x-api-key"  # counts where there is no Authorization
 SESSION_ID = "x-session-id"
@@ -103,7 +103,7 @@ class Guard:
                 session if _GOOD_ID.fullmatch(session) else "",
                 header_id=own_id,
                 received=received,
-                trace=context_of(headers),
+                trace=TraceContext(headers.get("traceparent", ""), headers.get("tracestate", "")),
             )
             scope.setdefault("state", {}).update(caller=caller)
             await self._app(scope, receive, send_with_id)

@@ -101,7 +101,7 @@ NO_TRACER = Tracer()
 
 
 def context_of(metadata: Any) -> TraceContext:
-    """What a gRPC call's metadata, or the headers of a request, name as the parent."""
+    """What a gRPC call's metadata name as the parent."""
     given = dict(metadata or ())
     return TraceContext(str(given.get("traceparent", "")), str(given.get("tracestate", "")))
 
