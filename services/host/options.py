@@ -57,8 +57,6 @@ class HostSettings(CertificateSettings):
         "the cluster secret, prompts and KV tickets may cross this network in clear; for networks "
         "inside one machine, as docker compose's",
     )
-    drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
-    log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)
     otlp_traces_endpoint: str = option(
         "",
         "URL of an OpenTelemetry collector that takes traces by HTTP, e.g. http://127.0.0.1:4318; "
@@ -67,6 +65,8 @@ class HostSettings(CertificateSettings):
     otlp_traces_sample: float = option(
         1.0, "share of the traces that begin here which are recorded", min=0, max=1
     )
+    drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
+    log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)
 
 
 @dataclass(frozen=True)
