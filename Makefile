@@ -71,7 +71,7 @@ $(SERVING): pyproject.toml constraints.txt CMakeLists.txt $(PROTOS) $(NATIVE) | 
 
 $(STAMP): $(SERVING)
 	@echo "installing torch and the tools of the tests into .venv"
-	$(EXTRA) torch test > .venv/extras.txt
+	$(EXTRA) torch trace test > .venv/extras.txt
 	$(INSTALL) -r .venv/extras.txt
 	@touch $@
 

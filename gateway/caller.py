@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdserve.services.host.tenants.keys import EVERYBODY, Tenant
+from pdserve.services.host.tracing import NOWHERE, TraceContext
 
 MAX_SESSION = 128  # characters of what usage is counted under
 
@@ -14,7 +15,9 @@ MAX_SESSION = 128  # characters of what usage is counted under
 class Caller:
     """`request_id` names a request everywhere, `client_id` is what its client calls it, if it
     does. `session` is what its usage is counted under, `background` says that nobody waits for it.
-    `headers` are added to the response, `at_end` is run when it is complete."""
+    `headers` are added to the response, `at_end` is run when it is complete. `header_id` is the id
+    that the response's head has without a client's, `received` when the request's head had come (a
+    reading of time.monotonic), `trace` the span of the client that it belongs to."""
 
     request_id: str
     client_id: str = ""
@@ -23,6 +26,9 @@ class Caller:
     at_end: ExitStack = field(default_factory=ExitStack, compare=False)
     session: str = ""
     background: bool = False
+    header_id: str = ""
+    received: float | None = None
+    trace: TraceContext = NOWHERE
 
     def of_body(self, request_id: str, session_id: str | None, user: Any) -> "Caller":
         """The caller of a body, which has an id of its own: its session counts before that of the
@@ -32,6 +38,12 @@ class Caller:
         if not self.background:
             session = session_id or session or (_of_user(user) if isinstance(user, str) else "")
         return replace(self, request_id=request_id, session=session)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """All by which its client may know it."""
+        every = (self.client_id, self.header_id, self.request_id)
+        return tuple(dict.fromkeys(one for one in every if one))
 
     @property
     def shown_id(self) -> str:

@@ -278,7 +278,8 @@ class _PromptRun:
                 self._note(event)
         if self._num_open:
             raise ServiceError(INTERNAL, "an answer was cut short")
-        self._completion.meter.finished(self._finished, [c.num_tokens for c in self._choices])
+        counts = {choice.index: choice.num_tokens for choice in self._choices}
+        self._completion.meter.finished(self._finished, counts)
 
     def _note(self, event: RequestEvent) -> None:
         """An event without tokens. Raises ServiceError if the request failed."""
@@ -307,6 +308,8 @@ class _PromptRun:
             tenant=completion.tenant,
             prompt_ids=self._prompt.ids,
             params=self._prompt.params,
+            trace_parent=completion.meter.span.context.parent,
+            trace_state=completion.meter.span.context.state,
             remaining_ms=max(1, int((completion.timeout_s - elapsed) * 1000)),
             queue_remaining_ms=max(1, int((completion.queue_timeout_s - elapsed) * 1000)),
         )

@@ -1,6 +1,7 @@
 """The gRPC Text service: what the REST API does, for gRPC clients."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -26,6 +27,7 @@ from pdserve.services.host.rpc.channel import AUTHORIZATION
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.fairness import FairShare
 from pdserve.services.host.tenants.keys import ApiKeys
+from pdserve.services.host.tracing import context_of
 
 SERVICE = "pdserve.v1.Text"
 TEXT_METHODS = (f"/{SERVICE}/Chat", f"/{SERVICE}/Complete")
@@ -103,9 +105,10 @@ class TextServicer(TextBase):
             tenant = self._keys.tenant(_shown_in(context.invocation_metadata()))
             if tenant is None:  # the key was taken back meanwhile
                 raise _unauthenticated()
-            await self._deliver(
-                asked, Caller(f"text-{uuid4().hex}", tenant=tenant), num_bytes, context
-            )
+            request_id = f"text-{uuid4().hex}"
+            trace = context_of(context.invocation_metadata())
+            caller = Caller(request_id, tenant=tenant, received=time.monotonic(), trace=trace)
+            await self._deliver(asked, caller, num_bytes, context)
         except ServiceError as error:
             await abort(context, error)
 

@@ -48,6 +48,7 @@ from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.host.tenants.keys import ApiKeys, make_keys
 from pdserve.services.host.tenants.rate_limits import make_rate_limits
+from pdserve.services.host.tracing import Tracer, tracing
 
 log = logging.getLogger("pdserve.gateway")
 
@@ -65,11 +66,16 @@ def run(settings: GatewaySettings, report: Report = silent) -> int:
     cannot work. Reports "listening" {"url", "grpc"} and "ready" {"models"}.
     """
     configure_logging("gateway", settings.log_level, log_format=settings.log_format)
-    with unix_listener(settings.unix_socket) as unix:
-        return lifecycle.run(_serve(settings, report, unix))
+    with (
+        tracing("gateway", settings) as tracer,
+        unix_listener(settings.unix_socket) as unix,
+    ):
+        return lifecycle.run(_serve(settings, report, unix, tracer))
 
 
-async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket | None) -> int:
+async def _serve(
+    settings: GatewaySettings, report: Report, unix: socket.socket | None, tracer: Tracer
+) -> int:
     keys = make_keys(settings)
     access = make_access(settings)
     tls = make_tls(settings.tls_cert, settings.tls_key)
@@ -101,6 +107,7 @@ async def _serve(settings: GatewaySettings, report: Report, unix: socket.socket 
         ParserChoice(settings.tool_parser, settings.reasoning_parser),
         stored.count if stored else uncounted,
         None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic),
+        tracer,
     )
     readiness = Readiness(client, service.catalog)
     http_limits = HttpLimits(

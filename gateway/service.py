@@ -36,6 +36,7 @@ from pdserve.gateway.text_processes.constraints import bind, prepared
 from pdserve.gateway.text_processes.pool import LoadedText, TextPool
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.rate_limits import RateLimits
+from pdserve.services.host.tracing import NO_TRACER, Tracer
 
 MAX_TOTAL_CHOICES = 512
 
@@ -71,6 +72,7 @@ class Service:
         parsers: ParserChoice | None = None,
         count_usage: CountUsage = uncounted,
         server_tools: ServerTools | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """`template_kwargs`: names that clients may give a chat template. `count_usage` is told of
         each request that has used a model."""
@@ -89,6 +91,7 @@ class Service:
         self._queue_timeout_s = queue_timeout_s
         self._count_usage = count_usage
         self._server_tools = server_tools
+        self.tracer = tracer
 
     @asynccontextmanager
     async def prepare(
@@ -119,6 +122,7 @@ class Service:
                 num_tokens = sum(len(prompt.ids) for prompt in prompts)
                 await self.rates.count_tokens(owner, num_tokens)
             meter.begin(model.card.name, num_tokens)
+            meter.span.set(gen_ai__operation__name="text_completion" if text else "chat")
             yield PreparedCompletion(
                 id=caller.request_id,
                 model=model,
@@ -156,6 +160,7 @@ class Service:
                 num_tokens = sum(map(len, inputs))
                 await self.rates.count_tokens(owner, num_tokens)
             meter.begin(model.card.name, num_tokens)
+            meter.span.set(gen_ai__operation__name="embeddings")
             yield PreparedInputs(
                 id=caller.request_id,
                 model=model,
@@ -172,7 +177,11 @@ class Service:
     @asynccontextmanager
     async def _open(self, caller: Caller) -> AsyncIterator[tuple[AdmittedRequest, Meter]]:
         """Counts a request in the limits; its line is in the log at the end."""
-        meter = Meter(self.metrics, caller, self.clock, self._count_usage)
+        began = self.clock() if caller.received is None else caller.received
+        span = self.tracer.begin("request", caller.trace, began, entry=True)
+        if span.context.parent:
+            caller.headers["traceparent"] = span.context.parent
+        meter = Meter(self.metrics, caller, self.clock, self._count_usage, span)
         owner = caller.tenant.id
         error: BaseException | None = None
         try:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdserve.gateway.http.held_answers import MAX_HELD_BYTES
+from pdserve.gateway.http.answers.held_answers import MAX_HELD_BYTES
 from pdserve.gateway.text.reasoning import reasoning_parser_names
 from pdserve.gateway.text.tools import tool_parser_names
 from pdserve.services.host.options import PublicSettings, option

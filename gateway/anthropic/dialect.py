@@ -15,11 +15,11 @@ from pdserve.gateway.anthropic.answers import (
 )
 from pdserve.gateway.anthropic.reply import MessageReply, count_tokens, framed
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody, parse_count, parse_messages
+from pdserve.gateway.http.answers.replies import EventStream, Reply
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.http.replies import EventStream, Reply
 from pdserve.gateway.service import Service
 
 _TYPES = {

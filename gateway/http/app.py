@@ -23,6 +23,7 @@ from pdserve.gateway.http.dialect import (
 from pdserve.gateway.http.docs.pages import FOLDER, add_docs
 from pdserve.gateway.http.guard import Guard, caller_of
 from pdserve.gateway.http.operations import add_operations
+from pdserve.gateway.http.traces import add_traces
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.service import Service
 from pdserve.services.host.errors import ServiceError
@@ -33,6 +34,7 @@ _ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 # Headers of answers that pages of allowed origins may read, beside the ids of requests.
 EXPOSED = (
     "retry-after",
+    "traceparent",
     *(
         f"x-ratelimit-{figure}-{what}"
         for figure in ("limit", "remaining", "reset")
@@ -89,6 +91,7 @@ def create_routes(dialects: Sequence[Dialect], service: Service, readiness: Read
     for dialect in dialects:
         dialect.add_routes(app)
     add_operations(app, service, readiness)
+    add_traces(app, service, dialects)
     return app
 
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
-from pdserve.gateway.http.json_text import PIECE_BYTES, JsonPieces
+from pdserve.gateway.http.answers.json_text import PIECE_BYTES, JsonPieces
 from pdserve.protos.common_pb2 import INTERNAL, ErrorCode
 from pdserve.services.host.errors import HTTP_STATUS, ServiceError
 
@@ -98,7 +98,7 @@ class ErrorShape(Protocol):
 
 
 class Dialect(ErrorShape, Protocol):
-    """One HTTP API. Its streams yield bytes that are framed already; see http/replies.py."""
+    """One HTTP API. Its streams yield bytes that are framed already (http/answers/replies.py)."""
 
     paths: tuple[str, ...]
     """Beginnings of the paths on which errors have this dialect's shape."""

@@ -10,6 +10,7 @@ this machine alone that has none answers no page of another origin.
 
 import asyncio
 import re
+import time
 import uuid
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from pdserve.gateway.http.dialect import (
 from pdserve.gateway.http.origin import foreign
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
+from pdserve.services.host.tracing import TraceContext
 
 API_KEY = "x-api-key"  # counts where there is no Authorization
 SESSION_ID = "x-session-id"
@@ -61,6 +63,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        received = time.monotonic()
         headers = Headers(scope=scope)
         more: dict[str, str] = {}
         own_id = uuid.uuid4().hex
@@ -98,6 +101,9 @@ class Guard:
                 more,
                 at_end,
                 session if _GOOD_ID.fullmatch(session) else "",
+                header_id=own_id,
+                received=received,
+                trace=TraceContext(headers.get("traceparent", ""), headers.get("tracestate", "")),
             )
             scope.setdefault("state", {}).update(caller=caller)
             await self._app(scope, receive, send_with_id)

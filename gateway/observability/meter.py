@@ -5,18 +5,22 @@ Invariant: `close` is called once and counts the request once, however it ended.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import Histogram
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.observability.timeline import RequestPhase, timeline
 from pdserve.protos.common_pb2 import ErrorCode, Finished, Phases
 from pdserve.protos.router_pb2 import Placed
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tracing import NO_SPAN, TraceSpan
 
 log = logging.getLogger("pdserve.gateway.request")
+
+MAX_ATTEMPTS = 16  # that are kept of one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,16 @@ class RequestUsage:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedAttempt:
+    """Workers that a request was given to, by their addresses."""
+
+    attempt: bytes
+    at_s: float  # since the request arrived
+    decode: str
+    prefill: str  # empty: none was chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +65,16 @@ class MeteredRequest:
     elapsed_s: float  # until now, or until its end
     phases: Phases
     finish: str  # finish reasons, or the code of an error; empty until it has ended
+    ids: tuple[str, ...]  # all by which its client may know it
+    trace_id: str  # of its OpenTelemetry trace, or empty
+    receive_s: float  # from its head until it arrived: what the body took
+    attempts: tuple[PlacedAttempt, ...]  # the first MAX_ATTEMPTS
+    first_phases: Phases | None  # of the prompt that gave the first token, once they are known
+
+    def timeline(self) -> list[RequestPhase]:
+        """Where its time went."""
+        times = self.prepared_s, self.first_token_s, self.elapsed_s
+        return timeline(self.receive_s, *times, self.first_phases)
 
 
 CountUsage = Callable[[Caller, str, RequestUsage], None]
@@ -70,18 +94,22 @@ class Meter:
         caller: Caller,
         clock: Callable[[], float],
         count_usage: CountUsage = uncounted,
+        span: TraceSpan = NO_SPAN,
     ) -> None:
         self._metrics = metrics
         self._caller = caller
         self._clock = clock
         self._count_usage = count_usage
         self.arrived = clock()
+        self.span = span
         self._begun: float | None = None
         self._ended: float | None = None
         self._model = ""
         self._prompt_tokens = 0
         self._itl: Histogram | None = None  # of that model
         self._first: float | None = None
+        self._first_choice: int | None = None
+        self._first_phases: Phases | None = None
         self._last: dict[int, float] = {}
         self._counted = 0
         self.num_generated = 0  # tokens, of any choice
@@ -91,6 +119,7 @@ class Meter:
         self._phases = Phases()
         self._where: dict[str, None] = {}  # in order, each once
         self._decode = ""
+        self._attempts: dict[bytes, PlacedAttempt] = {}
 
     def begin(self, model: str, prompt_tokens: int) -> None:
         self._begun = self._clock()
@@ -109,14 +138,21 @@ class Meter:
         self._finishes[:] = ["length"]
 
     def placed(self, placed: Placed) -> None:
-        self._decode = placed.placement.decode_address
+        placement = placed.placement
+        self._decode = placement.decode_address
+        if placement.attempt not in self._attempts and len(self._attempts) < MAX_ATTEMPTS:
+            at_s = self._clock() - self.arrived
+            self._attempts[placement.attempt] = PlacedAttempt(
+                placement.attempt, at_s, placement.decode_address, placed.prefill_address
+            )
 
     def tokens(self, choice: int, count: int) -> None:
         """Count new tokens of one choice."""
         self.num_generated += count
         now = self._clock()
         if self._first is None:
-            self._first = now
+            self._first, self._first_choice = now, choice
+            self.span.event("first token", now)
             self._metrics.ttft.labels(self._model).observe(now - self.arrived)
         last = self._last.get(choice)
         self._last[choice] = now
@@ -127,9 +163,11 @@ class Meter:
     def ended(self, finish: str) -> None:
         self._finishes.append(finish)
 
-    def finished(self, event: Finished, counts: Sequence[int]) -> None:
+    def finished(self, event: Finished, counts: Mapping[int, int]) -> None:
         """One of its prompts has ended; `counts` are the returned tokens of its choices."""
-        self._counted += sum(counts)
+        self._counted += sum(counts.values())
+        if self._first_phases is None and (not counts or self._first_choice in counts):
+            self._first_phases = event.phases
         self._cached += event.cached_tokens
         self._where[event.transport or "remote" if event.remote else "local"] = None
         for name in ("queue_s", "prefill_s", "transfer_s", "first_token_s"):
@@ -157,10 +195,13 @@ class Meter:
         else:
             line = f"{self._token_counts()} finish={outcome} {self._phase_times()} {total}"
         log.info("%s", line, extra={"request": self._caller.request_id})
+        if self.span.recorded:
+            self._end_span("" if error is None else self._finish)
 
     def state(self) -> MeteredRequest:
         """How far it is now."""
         end = self._clock() if self._ended is None else self._ended
+        received = self._caller.received
         phase = "decode"
         if self._ended is not None:
             phase = "ended"
@@ -184,7 +225,36 @@ class Meter:
             elapsed_s=end - self.arrived,
             phases=self._phases,
             finish=self._finish,
+            ids=self._caller.ids,
+            trace_id=self.span.context.trace_id,
+            receive_s=0.0 if received is None else max(0.0, self.arrived - received),
+            attempts=tuple(self._attempts.values()),
+            first_phases=self._first_phases,
         )
+
+    def _end_span(self, error: str) -> None:
+        state = self.state()
+        received = self.arrived - state.receive_s
+        for phase in state.timeline():
+            began, ended = received + phase.start_s, received + phase.end_s
+            self.span.set(**{f"pdserve__phase__{phase.name}_ms": 1e3 * phase.duration_s})
+            if phase.name in ("receive", "prepare"):  # router and workers show the others
+                self.span.phase(phase.name, began, ended)
+        self.span.set(
+            pdserve__request=self._caller.request_id,
+            pdserve__request_ids=state.ids,
+            pdserve__decode=state.decode_at or "none",
+            pdserve__prefill_at=state.prefill_at or "none",
+            pdserve__attempts=len(state.attempts),
+            gen_ai__provider__name="pdserve",
+            gen_ai__response__id=self._caller.request_id,
+            gen_ai__request__model=state.model,
+            gen_ai__response__model=state.model,
+            gen_ai__response__finish_reasons=tuple(self._finishes),
+            gen_ai__usage__input_tokens=state.prompt_tokens,
+            gen_ai__usage__output_tokens=state.generated_tokens,
+        )
+        self.span.end(error)
 
     def _note_usage(self, error: BaseException | None) -> None:
         """An answer that was cut off is counted, too, as far as it came."""

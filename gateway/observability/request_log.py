@@ -4,10 +4,12 @@ Ownership: the Service alone adds and ends requests; whoever reads gets copies.
 """
 
 from collections import deque
+from itertools import islice
 
 from pdserve.gateway.observability.meter import Meter, MeteredRequest
 
-MAX_ENDED = 200
+MAX_ENDED = 1000  # about 1 KB each, at most 8: ids, attempts and finish reasons are bounded
+MAX_SHOWN = 200
 
 
 class RequestLog:
@@ -26,11 +28,19 @@ class RequestLog:
         if self._open.pop(id(meter), None) is not None:
             self._ended.append(meter.state())
 
+    def find(self, tenant: bytes, id_: str) -> MeteredRequest | None:
+        """The tenant's latest request with one of its ids."""
+        for state in reversed(self._ended):
+            if state.tenant == tenant and id_ in state.ids:
+                return state
+        return next((state for state in reversed(self.open_of(tenant)) if id_ in state.ids), None)
+
     def open_of(self, tenant: bytes) -> list[MeteredRequest]:
         """The open requests of one tenant, oldest first."""
         states = (meter.state() for meter in self._open.values())
         return [state for state in states if state.tenant == tenant]
 
     def ended_of(self, tenant: bytes) -> list[MeteredRequest]:
-        """Those of the last MAX_ENDED that were the tenant's, latest first."""
-        return [state for state in reversed(self._ended) if state.tenant == tenant]
+        """The last MAX_SHOWN of those that were the tenant's, latest first."""
+        mine = (state for state in reversed(self._ended) if state.tenant == tenant)
+        return list(islice(mine, MAX_SHOWN))

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.completion import Usage
-from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
+from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import ChatBody
 from pdserve.gateway.openai.usage import StreamUsage, usage_object

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import PreparedCompletion, Usage
-from pdserve.gateway.http.json_text import AT_ONCE, JsonPieces, array_json, object_json
+from pdserve.gateway.http.answers.json_text import AT_ONCE, JsonPieces, array_json, object_json
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import CompletionBody
 from pdserve.gateway.openai.usage import StreamUsage, usage_object

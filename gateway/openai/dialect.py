@@ -12,6 +12,8 @@ from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.answers.json_text import JsonPieces
+from pdserve.gateway.http.answers.replies import EventStream, Reply
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import (
     REQUEST_ID,
@@ -23,8 +25,6 @@ from pdserve.gateway.http.dialect import (
 )
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.http.json_text import JsonPieces
-from pdserve.gateway.http.replies import EventStream, Reply
 from pdserve.gateway.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.content.model_texts import check_ids, check_room, kept_ids
-from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
+from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import OwnedBody
 from pdserve.gateway.openai.bodies.schema import texts_or_ids

@@ -7,7 +7,7 @@ from typing import Any
 
 from pdserve.gateway.choice import LogprobEntry, ScoredToken, scored
 from pdserve.gateway.completion import Prompt
-from pdserve.gateway.http.json_text import (
+from pdserve.gateway.http.answers.json_text import (
     AT_ONCE,
     JsonList,
     JsonPieces,

@@ -111,7 +111,7 @@ class PoolingRuns:
                 elif kind == "failed":
                     raise ServiceError.from_failure(event.failed.failure)
                 elif kind == "finished":
-                    prepared.meter.finished(event.finished, ())
+                    prepared.meter.finished(event.finished, {})
                 else:
                     found = answer(event) if found is None else found
         if found is None:
@@ -131,6 +131,8 @@ class PoolingRuns:
         start.cache_salt = prepared.cache_salt
         start.priority = prepared.priority
         start.tenant = prepared.tenant
+        start.trace_parent = prepared.meter.span.context.parent
+        start.trace_state = prepared.meter.span.context.state
         start.prompt_ids.extend(ids)
         start.remaining_ms = max(1, int(left_s * 1000))
         start.queue_remaining_ms = max(1, int(prepared.queue_timeout_s * 1000))

@@ -11,11 +11,11 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.answers.replies import Reply
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import REQUEST_ID, HttpError
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.http.replies import Reply
 from pdserve.gateway.openai.answers import ErrorObject
 from pdserve.gateway.openai.bodies.body import parse
 from pdserve.gateway.openai.errors import error_object

@@ -12,6 +12,7 @@ from pdserve.services.decode.lease_machine import Lease
 from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.rpc.outbox import TokensOutbox
 from pdserve.services.host.rpc.token_rows import NumberedChoice
+from pdserve.services.host.tracing import NO_SPAN, TraceSpan
 from pdserve.services.worker.core import RouterSession
 
 DecodeOutbox = TokensOutbox[DecodeEvent]
@@ -31,6 +32,7 @@ class ServedAttempt:
     arrived: float
     lease: Lease
     transcript: Transcript
+    span: TraceSpan = NO_SPAN
     prefill_boot: bytes = b""  # the worker that sends its KV
     ticket: Ticket | None = None  # of that worker
     admitted: bool = False  # the router has its Admitted
@@ -83,6 +85,38 @@ class ServedAttempt:
             prefill_s=computed - scheduled,
             first_token_s=end - computed,
         )
+
+    def end_span(self, error: str, now: float) -> None:
+        """It is over here; `error`: why it did not finish."""
+        if not self.span.recorded:
+            return
+        if self.received is not None:
+            times = self.received.times
+            computed = max(times.computed or times.claimed, times.claimed)
+            self.span.phase("queue", self.arrived, times.claimed)
+            self.span.phase("prefill", times.claimed, computed)
+            self.span.phase("transfer", computed, times.committed)
+            ready = times.committed
+            self.span.set(
+                pdserve__transport=self.received.transport,
+                pdserve__received_bytes=self.received.num_bytes,
+            )
+        else:
+            scheduled = self.scheduled or self.first_token or now
+            ready = self.computed or self.first_token or now
+            self.span.phase("queue", self.arrived, scheduled)
+            self.span.phase("prefill", scheduled, ready)
+        if self.first_token:
+            self.span.phase("first token", ready, self.first_token)
+            self.span.phase("tokens", self.first_token, now)
+        self.span.set(
+            pdserve__request=self.name,
+            pdserve__attempt=self.attempt.hex(),
+            pdserve__prompt_tokens=len(self.request.prompt_ids),
+            pdserve__generated_tokens=self.num_generated,
+            pdserve__remote_prefill=self.received is not None,
+        )
+        self.span.end(error)
 
     def finished(self, cached_tokens: int) -> pb.Finished:
         """The event that ends it; `cached_tokens` counts only if no KV was received for it."""

@@ -45,6 +45,7 @@ from pdserve.services.decode.single_flight.followers import SharingPolicy
 from pdserve.services.decode.transcript import Transcript
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.outbox import TokensOutbox
+from pdserve.services.host.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.worker.core import WorkerCore, service_error, when_done
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,9 @@ ID_BYTES = 16
 class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
     """All attempts of one decode process."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         super().__init__(lambda: TokensOutbox(wire.DecodeEvent))
+        self._tracer = tracer
         self.leases = Leases(self)
         self._served: dict[bytes, ServedAttempt] = {}  # by attempt id
         self._by_key: dict[str, ServedAttempt] = {}  # by the engine's key
@@ -105,6 +107,9 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             arrived=now,
             lease=Lease(start.epoch),
             transcript=Transcript(request),
+            span=self._tracer.begin(
+                "decode", TraceContext(start.trace_parent, start.trace_state), now
+            ),
             prefill_boot=admit.prefill_boot,
         )
         self._served[served.attempt] = served
@@ -139,7 +144,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             self.num_stale += 1
             return
         if not choices:
-            self._forget(served)
+            self._forget(served, "cancelled")
             self.leases.cancelled(served)
         self._runtime.cancel(attempt, choices)
 
@@ -156,7 +161,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             self._runtime.park(served.attempt, parked)
 
     def give_up(self, served: ServedAttempt) -> None:
-        self._forget(served)
+        self._forget(served, "given up")
         if self._runtime is not None:
             self._runtime.cancel(served.attempt)
 
@@ -232,7 +237,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
                 log.info("%s", served.log_line(finished), extra={"request": served.name})
                 self._end(served, wire.DecodeEvent(finished=finished))
             case Evicted():
-                self._forget(served)
+                self._forget(served, "evicted")
                 self.leases.evicted(served)
             case RequestFailed(_, message, param) if param:
                 self._fail(served, ServiceError(pb.INVALID_ARGUMENT, message, param))
@@ -318,13 +323,16 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         self._end(served, wire.DecodeEvent(failed=failed))
 
     def _end(self, served: ServedAttempt, event: wire.DecodeEvent) -> None:
-        self._forget(served)
-        awaited = served.admitted and event.WhichOneof("event") in ("finished", "failed")
+        kind = event.WhichOneof("event") or ""
+        self._forget(served, "" if kind == "finished" else kind.replace("_", " "))
+        awaited = served.admitted and kind in ("finished", "failed")
         self.leases.ended(served, event if awaited else None)
         served.session.outbox.put(event)
 
-    def _forget(self, served: ServedAttempt) -> None:
+    def _forget(self, served: ServedAttempt, error: str) -> None:
+        """`error`: why it did not finish here."""
         served.stop_timers()
+        served.end_span(error, time.monotonic())
         self._served.pop(served.attempt, None)
         self._by_key.pop(served.request.key, None)
         if not self._served:
@@ -332,7 +340,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
 
     def _moved(self, served: ServedAttempt) -> None:
         """The request goes on at another worker."""
-        self._forget(served)
+        self._forget(served, "")
         self.leases.cancelled(served)
 
 

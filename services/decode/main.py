@@ -11,6 +11,7 @@ from pdserve.services.decode.runtime import DecodeCallbacks, DecodeRuntime
 from pdserve.services.decode.servicer import DecodeService
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.lifecycle import Report, silent
+from pdserve.services.host.tracing import NO_TRACER, Tracer
 from pdserve.services.worker.process import run_worker
 from pdserve.services.worker.role import WorkerRole
 
@@ -20,8 +21,10 @@ class DecodeRole(WorkerRole[DecodeSettings, DecodeCore, DecodeRuntime]):
 
     service = "pdserve.v1.Decode"
 
-    def __init__(self, settings: DecodeSettings, config: EngineConfig) -> None:
-        super().__init__(settings, config, DecodeCore())
+    def __init__(
+        self, settings: DecodeSettings, config: EngineConfig, tracer: Tracer = NO_TRACER
+    ) -> None:
+        super().__init__(settings, config, DecodeCore(tracer))
 
     def register(self, server: grpc.aio.Server) -> None:
         add_DecodeServicer_to_server(DecodeService(self.core), server)
@@ -43,4 +46,6 @@ class DecodeRole(WorkerRole[DecodeSettings, DecodeCore, DecodeRuntime]):
 def run(settings: DecodeSettings, engine: EngineConfig, report: Report = silent) -> int:
     """Serve until a signal; returns the exit code. Raises OSError if an address is taken, and
     what loading the model raises."""
-    return run_worker(settings, lambda: DecodeRole(settings, engine), "decode", report)
+    return run_worker(
+        settings, lambda tracer: DecodeRole(settings, engine, tracer), "decode", report
+    )

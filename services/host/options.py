@@ -58,6 +58,14 @@ class HostSettings(CertificateSettings):
         "the cluster secret, prompts and KV tickets may cross this network in clear; for networks "
         "inside one machine, as docker compose's",
     )
+    otlp_traces_endpoint: str = option(
+        "",
+        "URL of an OpenTelemetry collector that takes traces by HTTP, e.g. http://127.0.0.1:4318; "
+        "empty: as OTEL_EXPORTER_OTLP_ENDPOINT says, or none",
+    )
+    otlp_traces_sample: float = option(
+        1.0, "share of the traces that begin here which are recorded", min=0, max=1
+    )
     drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
     log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)
     log_format: str = option(

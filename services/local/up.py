@@ -25,6 +25,7 @@ from pdserve.services.host.logs import configure_logging, logs_json, quiet_grpc_
 from pdserve.services.host.options import GRACE_S, STOP_S
 from pdserve.services.host.process import raise_open_files
 from pdserve.services.host.tenants.keys import make_keys
+from pdserve.services.host.tracing import endpoint
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share, allot, machine_cores
 from pdserve.services.local.data_folder import data_dir
@@ -116,6 +117,10 @@ class System:
             raise OptionError("--served-name contradicts several --model")
         if len(set(self._models)) < len(self._models):
             raise OptionError("--model: the same model is given twice")
+        try:
+            endpoint(self._gateway)
+        except ValueError as error:
+            raise OptionError(str(error)) from None
         if self._gateway.mcp_config:
             _check_mcp(self._gateway.mcp_config)
         for flag, host, port in (

@@ -25,6 +25,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.outbox import Outbox
+from pdserve.services.host.tracing import NO_TRACER, TraceContext, Tracer, TraceSpan
 from pdserve.services.prefill.runtime import PrefillRuntime
 from pdserve.services.worker.core import RouterSession, WorkerCore, service_error, when_done
 
@@ -37,8 +38,10 @@ PrefillSession = RouterSession[Outbox[wire.PrefillEvent]]
 class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
     """All attempts of one prefill process."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         super().__init__(Outbox[wire.PrefillEvent])
+        self._tracer = tracer
+        self._spans: dict[bytes, TraceSpan] = {}  # by attempt
         self._owners: dict[bytes, PrefillSession] = {}  # by attempt: the session that hears of it
         self._tickets: dict[bytes, bytes] = {}  # ticket ids by attempt
         self._ended: OrderedDict[bytes, wire.PrefillEvent] = OrderedDict()  # the oldest first
@@ -70,9 +73,9 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         self._owners[start.attempt] = session
         self._tickets[start.attempt] = ticket.id
         self._empty.clear()
-        deadline = float("inf")
-        if start.remaining_ms:
-            deadline = time.monotonic() + start.remaining_ms / 1000
+        now = time.monotonic()
+        self._trace(start, len(ids), now)
+        deadline = now + start.remaining_ms / 1000 if start.remaining_ms else float("inf")
         address, receiver = start.ticket.data_address, start.kv_identity.digest
         prompt = PromptToSend(tuple(ids), start.cache_salt, start.tenant, start.priority)
         future = runtime.start_sending(ticket, address, prompt, deadline, receiver)
@@ -89,14 +92,16 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         if self._runtime is None or owner is None or (owner is not session and not owner.lost):
             self.num_stale += 1
             return
-        self._forget(attempt)
+        self._forget(attempt, "cancelled")
         self._remember(attempt, _failed(attempt, ServiceError(pb.UNAVAILABLE, "cancelled")))
         self._runtime.cancel(attempt)
 
     def on_ended(self, sent: Sent) -> None:
         """The hand-off has completed or failed."""
         _log(sent)
-        session = self._forget(sent.attempt)
+        if span := self._spans.get(sent.attempt):
+            _add_phases(span, sent)
+        session = self._forget(sent.attempt, sent.reason)
         if session is None:
             return
         event = _end_of(sent)
@@ -147,20 +152,37 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         try:
             future.result()
         except QueueFull:
+            reason = "busy"
             busy = wire.Busy(attempt=attempt)
             session.outbox.put(wire.PrefillEvent(busy=busy))
         except EngineError as error:
+            reason = str(error)
             session.outbox.put(_failed(attempt, service_error(error)))
         except CancelledError:
-            error_ = ServiceError(pb.UNAVAILABLE, "this worker stops")
+            reason = "this worker stops"
+            error_ = ServiceError(pb.UNAVAILABLE, reason)
             session.outbox.put(_failed(attempt, error_))
         else:
             accepted = wire.PrefillAccepted(attempt=attempt)
             session.outbox.put(wire.PrefillEvent(accepted=accepted))
             return
-        self._forget(attempt)
+        self._forget(attempt, reason)
 
-    def _forget(self, attempt: bytes) -> PrefillSession | None:
+    def _trace(self, start: wire.PrefillStart, num_tokens: int, now: float) -> None:
+        parent = TraceContext(start.trace_parent, start.trace_state)
+        span = self._tracer.begin("prefill", parent, now)
+        if span.recorded:
+            span.set(
+                pdserve__request=start.request,
+                pdserve__attempt=start.attempt.hex(),
+                pdserve__prompt_tokens=num_tokens,
+            )
+            self._spans[start.attempt] = span
+
+    def _forget(self, attempt: bytes, reason: str) -> PrefillSession | None:
+        """`reason`: why it has failed; empty: it is done."""
+        if span := self._spans.pop(attempt, None):
+            span.end(reason)
         session = self._owners.pop(attempt, None)
         self._tickets.pop(attempt, None)
         if not self._owners:
@@ -198,6 +220,21 @@ def _phases(sent: Sent) -> pb.Phases:
         prefill_s=computed - picked,
         transfer_s=max(0.0, (times.completed or times.ended) - computed),
     )
+
+
+def _add_phases(span: TraceSpan, sent: Sent) -> None:
+    times = sent.times
+    span.set(
+        pdserve__cached_tokens=sent.cached_tokens,
+        pdserve__sent_bytes=sent.num_bytes,
+        pdserve__transport=sent.transport,
+    )
+    ended = times.completed or times.ended
+    picked = times.picked or ended
+    computed = min(times.computed or ended, ended)
+    span.phase("queue", times.started, picked)
+    span.phase("compute", picked, computed)
+    span.phase("transfer", computed, ended)
 
 
 def _log(sent: Sent) -> None:

@@ -7,6 +7,7 @@ from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.engine import Engine
 from pdserve.protos.worker_pb2_grpc import add_PrefillServicer_to_server
 from pdserve.services.host.lifecycle import Report, silent
+from pdserve.services.host.tracing import NO_TRACER, Tracer
 from pdserve.services.prefill.core import PrefillCore
 from pdserve.services.prefill.runtime import PrefillRuntime
 from pdserve.services.prefill.servicer import PrefillService
@@ -20,8 +21,10 @@ class PrefillRole(WorkerRole[PrefillSettings, PrefillCore, PrefillRuntime]):
 
     service = "pdserve.v1.Prefill"
 
-    def __init__(self, settings: PrefillSettings, config: EngineConfig) -> None:
-        super().__init__(settings, config, PrefillCore())
+    def __init__(
+        self, settings: PrefillSettings, config: EngineConfig, tracer: Tracer = NO_TRACER
+    ) -> None:
+        super().__init__(settings, config, PrefillCore(tracer))
 
     def register(self, server: grpc.aio.Server) -> None:
         add_PrefillServicer_to_server(PrefillService(self.core), server)
@@ -34,4 +37,6 @@ class PrefillRole(WorkerRole[PrefillSettings, PrefillCore, PrefillRuntime]):
 def run(settings: PrefillSettings, engine: EngineConfig, report: Report = silent) -> int:
     """Serve until a signal; returns the exit code. Raises OSError if an address is taken, and
     what loading the model raises."""
-    return run_worker(settings, lambda: PrefillRole(settings, engine), "prefill", report)
+    return run_worker(
+        settings, lambda tracer: PrefillRole(settings, engine, tracer), "prefill", report
+    )

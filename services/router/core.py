@@ -16,6 +16,7 @@ from pdserve.protos.worker_pb2 import DecodeEvent
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.rpc.request_progress import RequestProgress
 from pdserve.services.host.rpc.token_rows import TokenRow
+from pdserve.services.host.tracing import NO_TRACER, Tracer
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, State, Worker
 from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
@@ -31,7 +32,9 @@ STOOD_S = 0.5  # between two ticks: the router did not run meanwhile
 class RouterCore:
     """What the servicers call. Construct it inside the running loop."""
 
-    def __init__(self, access: Access, rules: Rules, max_queued: int) -> None:
+    def __init__(
+        self, access: Access, rules: Rules, max_queued: int, tracer: Tracer = NO_TRACER
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.boot = os.urandom(16)
         self.fleet = Fleet()
@@ -43,6 +46,7 @@ class RouterCore:
             random.Random(),
             max_queued,
             self._loop.time(),
+            tracer,
         )
         self._idle = asyncio.Event()  # set when no client is left, while draining
         # It ends only by a failure, or by `close`.

@@ -16,6 +16,7 @@ from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.rpc.request_progress import RequestProgress
 from pdserve.services.host.rpc.token_rows import NumberedChoice, TokenRow
+from pdserve.services.host.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests import actions as do
@@ -44,9 +45,11 @@ class Dispatcher:
         rng: Random,
         max_queued: int,
         now: float,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self.fleet = fleet
         self._send = send
+        self._tracer = tracer
         self._started = now
         self._num_submitted = 0
         self._requests: dict[tuple[bytes, str], RoutedRequest] = {}
@@ -110,7 +113,8 @@ class Dispatcher:
             self._forget(old)
         self._recently_finished.restore(key, start)
         self._num_submitted += 1
-        request = RoutedRequest(self, progress, client, self._num_submitted, now)
+        span = self._tracer.begin("route", TraceContext(start.trace_parent, start.trace_state), now)
+        request = RoutedRequest(self, progress, client, self._num_submitted, now, span)
         self._requests[key] = request
         if old is not None and asked is not None:
             request.succeed(old, asked)

@@ -20,6 +20,7 @@ from pdserve.services.host.rpc.blobs import BlobService
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.host.tenants.keys import make_keys
 from pdserve.services.host.tenants.rate_limits import make_rate_limits
+from pdserve.services.host.tracing import NO_TRACER, Tracer, tracing
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet.blobs import FleetBlobs
 from pdserve.services.router.join_service import JoinService
@@ -44,17 +45,19 @@ def make_rules(settings: RouterSettings) -> Rules:
 class RouterProcess:
     """A running router; tests use it without signals."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, tracer: Tracer = NO_TRACER) -> None:
         self._settings = settings
         self._keys = make_keys(settings)
         self._access = make_access(settings)
         self._tls = make_tls(settings.tls_cert, settings.tls_key)
         self.host = GrpcHost(self._access, OPEN_METHODS, SERVICES)
-        self.core = RouterCore(self._access, make_rules(settings), settings.max_queued)
+        self.core = RouterCore(self._access, make_rules(settings), settings.max_queued, tracer)
         self._ring = open_ring(settings.trace_dir, "router", self.core.boot, settings.trace_mb)
         self.core.dispatcher.event_log = EventLog(self._ring)
         self._rates = make_rate_limits(settings)
-        self._service = RouterService(self.core, settings, self._access, self._keys, self._rates)
+        self._service = RouterService(
+            self.core, settings, self._access, self._keys, self._rates, tracer
+        )
         self.address = self.client_address = ""
 
     async def start(self) -> None:
@@ -92,10 +95,13 @@ class RouterProcess:
 
 
 async def serve(
-    settings: RouterSettings, report: Report, on_loaded: Callable[[], None] = lambda: None
+    settings: RouterSettings,
+    report: Report,
+    on_loaded: Callable[[], None] = lambda: None,
+    tracer: Tracer = NO_TRACER,
 ) -> int:
     """`on_loaded` is called when all modules are loaded, before anybody is served."""
-    router = RouterProcess(settings)
+    router = RouterProcess(settings, tracer)
     on_loaded()
     try:
         await router.start()
@@ -128,6 +134,8 @@ def _serve_metrics(router: RouterProcess, settings: RouterSettings) -> "MetricsH
 
 
 def run(settings: RouterSettings, report: Report = silent) -> int:
-    """Serve until a signal; returns the exit code. Raises OSError if the address is taken."""
+    """Serve until a signal; returns the exit code. Raises OSError if the address is taken, and
+    ValueError for settings that cannot work."""
     configure_logging("router", settings.log_level, log_format=settings.log_format)
-    return lifecycle.run(serve(settings, report, freeze_heap))
+    with tracing("router", settings) as tracer:
+        return lifecycle.run(serve(settings, report, freeze_heap, tracer))

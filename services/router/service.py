@@ -5,6 +5,7 @@ A client's reader only enqueues; a slow one costs its own outbox, in which token
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import suppress
 from typing import Any
@@ -26,6 +27,7 @@ from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.host.tenants.fairness import FairShare
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.host.tenants.rate_limits import RateLimits
+from pdserve.services.host.tracing import NO_TRACER, Tracer, context_of
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.settings import RouterSettings
 
@@ -62,8 +64,10 @@ class RouterService(RouterServicer):
         access: Access,
         keys: ApiKeys,
         rates: RateLimits,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._core = core
+        self._tracer = tracer
         self._access = access
         self._settings = settings
         self._keys = keys
@@ -133,14 +137,23 @@ class RouterService(RouterServicer):
 
     async def Generate(self, request: rpc.GenerateRequest, context: Context) -> None:
         tenant = await self._authorize(context)
+        parent = context_of(context.invocation_metadata())
+        span = self._tracer.begin("generate", parent, time.monotonic(), entry=True)
+        error = "CANCELLED"
         try:
             num_bytes = request.ByteSize() + ID_BYTES * len(request.prompt_ids)
             with self._held.holding(tenant.id, num_bytes, "prompts"):
                 start = self._start_of(request, tenant)
+                start.trace_parent, start.trace_state = span.context.parent, span.context.state
+                span.set(pdserve__request=start.request)
                 await self._count(tenant, len(request.prompt_ids), context)
                 await self._run(RequestProgress(start, request.prompt_ids), tenant, context)
-        except ServiceError as error:
-            await abort(context, error)
+            error = ""
+        except ServiceError as failed:
+            error = pb.ErrorCode.Name(failed.code)
+            await abort(context, failed)
+        finally:
+            span.end(error)
 
     async def _count(self, tenant: Tenant, num_tokens: int, context: Context) -> None:
         """Raises ServiceError if the key is beyond its rate; says what is left of it."""

@@ -24,6 +24,7 @@ from pdserve.services.host.rpc.blobs import BlobCache, BlobService
 from pdserve.services.host.rpc.channel import advertised
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.host.stall_detector import StallDetector
+from pdserve.services.host.tracing import Tracer, tracing
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.role import WorkerRole
 from pdserve.services.worker.runtime import WorkerRuntime
@@ -268,16 +269,18 @@ class WorkerProcess:
 
 
 def run_worker(
-    settings: WorkerSettings, make_role: Callable[[], AnyRole], name: str, report: Report
+    settings: WorkerSettings, make_role: Callable[[Tracer], AnyRole], name: str, report: Report
 ) -> int:
     """Serve until a signal; returns the exit code. `make_role` is called in the loop. Raises
-    OSError if an address is taken, and what loading the model raises."""
+    OSError if an address is taken, ValueError for settings that cannot work, and what loading the
+    model raises."""
 
-    async def serve() -> int:
-        return await serve_worker(settings, make_role(), report, freeze_heap)
+    async def serve(tracer: Tracer) -> int:
+        return await serve_worker(settings, make_role(tracer), report, freeze_heap)
 
     configure_logging(name, settings.log_level, log_format=settings.log_format)
-    return lifecycle.run(serve())
+    with tracing(name, settings) as tracer:
+        return lifecycle.run(serve(tracer))
 
 
 async def serve_worker(

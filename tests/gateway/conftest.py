@@ -165,11 +165,12 @@ async def make_channel(
         backpressure: Backpressure = BACKPRESSURE,
         rates: RateLimits | None = None,
         max_bytes: int = 1 << 20,
+        **of_service: Any,
     ) -> grpc.aio.Channel:
         accepted = ApiKeys(keys)
         guard = KeyInterceptor(accepted)
         host = GrpcHost(ACCESS, TEXT_METHODS, (SERVICE,), interceptors=(guard,))
-        service = make_service(router, rates=rates)
+        service = make_service(router, rates=rates, **of_service)
         text = TextServicer(service, accepted, backpressure, max_bytes)
         add_TextServicer_to_server(text, host.server)
         port = host.listen("127.0.0.1:0")

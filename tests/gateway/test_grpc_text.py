@@ -7,6 +7,7 @@ import pytest
 from eventually import LIMIT_S, eventually
 from fake_router import FakeRouter, finished, placed, saying, tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_of
 
 from pdserve.gateway.grpc_text import TEXT_METHODS
 from pdserve.protos import common_pb2 as pb
@@ -247,3 +248,15 @@ async def test_what_is_left_of_a_rate_is_told(make_channel):
     with pytest.raises(grpc.aio.AioRpcError, match="requests per minute"):
         await refused.read()
     assert dict(await refused.trailing_metadata())["x-ratelimit-limit-requests"] == "1"
+
+
+async def test_a_trace_goes_in_by_metadata_and_out(make_channel):
+    tracer, router = MemoryTracer(), FakeRouter(saying("hello"))
+    text = TextStub(await make_channel(router, tracer=tracer))
+    call = text.Chat(ChatRequest(messages=HI), metadata=(("traceparent", CLIENT),))
+    assert [chunk async for chunk in call]
+    told = dict(await call.trailing_metadata())
+    span = tracer.spans()["request"]
+    assert (trace_of(span), parent_of(span)) == (CLIENT[3:35], CLIENT[36:52])
+    assert told["traceparent"] == router.starts[0].trace_parent
+    assert told["traceparent"] == f"00-{CLIENT[3:35]}-{own_id(span)}-01"

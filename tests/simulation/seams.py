@@ -21,6 +21,7 @@ from pdserve.engine.handoff.receiver import Receiver
 from pdserve.engine.handoff.sender import Sender
 from pdserve.engine.thread import IDLE_TURN_S, EngineThread
 from pdserve.services.host.auth.roles import Role
+from pdserve.services.host.tracing import Tracer
 from pdserve.services.router.main import RouterProcess
 from simulation.clock import Process, World, here
 from simulation.data_plane import DialThread, SimLink, SimTransport
@@ -225,8 +226,8 @@ class LoadingThread:
 class SeenRouter(RouterProcess):
     """Its process knows it."""
 
-    def __init__(self, settings: Any) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: Any, tracer: Tracer) -> None:
+        super().__init__(settings, tracer)
         here().service = self
 
 

@@ -14,6 +14,7 @@ from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.service import ServerTools, Service
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
+from pdserve.services.host.tracing import NO_TRACER, Tracer
 
 
 def scripted_service(
@@ -27,6 +28,7 @@ def scripted_service(
     server_tools: ServerTools | None = None,
     clock: Callable[[], float] | None = None,
     timeout_s: float = 600.0,
+    tracer: Tracer = NO_TRACER,
 ) -> Service:
     """Within a running loop."""
     return Service(
@@ -42,4 +44,5 @@ def scripted_service(
         parsers=parsers,
         count_usage=count_usage,
         server_tools=server_tools,
+        tracer=tracer,
     )

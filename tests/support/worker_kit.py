@@ -26,6 +26,7 @@ from pdserve.services.decode.main import DecodeRole
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.lifecycle import silent
 from pdserve.services.host.rpc.fragments import send_ids
+from pdserve.services.host.tracing import NO_TRACER
 from pdserve.services.prefill.main import PrefillRole
 from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.worker.process import AnyRole, WorkerProcess
@@ -197,10 +198,11 @@ async def worker_pair(folder: Path, transport: str = "tcp", **settings: Any) -> 
         "trace_dir": rings.name,
     } | settings
     port = common.pop("decode_metrics_port", 0)
+    tracer = common.pop("tracer", NO_TRACER)
     decode_settings = DecodeSettings(**common, metrics_port=port)
     prefill_settings = PrefillSettings(**common)
-    decode_role = DecodeRole(decode_settings, EngineConfig())
-    prefill_role = PrefillRole(prefill_settings, EngineConfig())
+    decode_role = DecodeRole(decode_settings, EngineConfig(), tracer)
+    prefill_role = PrefillRole(prefill_settings, EngineConfig(), tracer)
     decode_worker = await start_worker(decode_settings, decode_role)
     prefill_worker = await start_worker(prefill_settings, prefill_role)
     pair = Pair(

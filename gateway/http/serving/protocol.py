@@ -18,9 +18,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from pdserve.gateway.http.answers.held_answers import HeldAnswers
+from pdserve.gateway.http.answers.replies import DROP, HELD, KEEPS_UP
 from pdserve.gateway.http.dialect import Dialect, HttpError, error_response
-from pdserve.gateway.http.held_answers import HeldAnswers
-from pdserve.gateway.http.replies import DROP, HELD, KEEPS_UP
 
 log = logging.getLogger("pdserve.gateway.http")
 

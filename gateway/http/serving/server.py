@@ -11,8 +11,8 @@ from typing import Any
 
 import uvicorn
 
+from pdserve.gateway.http.answers.held_answers import MAX_HELD_BYTES, HeldAnswers
 from pdserve.gateway.http.dialect import Dialect
-from pdserve.gateway.http.held_answers import MAX_HELD_BYTES, HeldAnswers
 from pdserve.gateway.http.serving.listener import HttpListener, max_connections
 from pdserve.gateway.http.serving.protocol import BoundedProtocol
 from pdserve.services.host.files import LOOK_AGAIN_S, stamp

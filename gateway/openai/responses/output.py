@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from pdserve.gateway.choice import Delta, ScoredToken
-from pdserve.gateway.http.json_text import JsonList, JsonPieces, array_json, object_json
+from pdserve.gateway.http.answers.json_text import JsonList, JsonPieces, array_json, object_json
 from pdserve.gateway.openai.logprobs import with_top
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 

@@ -11,10 +11,10 @@ from pydantic_core import to_json
 
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import HeldLogprobs, PreparedCompletion, Usage
+from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Event as SentEvent
 from pdserve.gateway.http.dialect import HttpError, json_event
-from pdserve.gateway.http.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.openai.responses.items import Item
 from pdserve.gateway.openai.responses.output import Event, ResponseOutput

@@ -8,11 +8,11 @@ from fastapi import FastAPI, Request, Response
 from pydantic_core import from_json, to_json
 from starlette.responses import JSONResponse
 
+from pdserve.gateway.http.answers.replies import EventStream, Reply
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import ErrorShape, HttpError, HttpLimits, error_response
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
-from pdserve.gateway.http.replies import EventStream, Reply
 from pdserve.gateway.openai.responses.answers import (
     InputItemList,
     InputItemsQuery,

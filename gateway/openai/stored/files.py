@@ -9,11 +9,11 @@ from starlette.responses import JSONResponse
 
 from pdserve.gateway.batches.files import Files
 from pdserve.gateway.batches.tables import PIECE_BYTES, StoredFile
+from pdserve.gateway.http.answers.replies import PieceStream
 from pdserve.gateway.http.dialect import Dialect, HttpLimits
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.http.multipart import FILE, FileForm
-from pdserve.gateway.http.replies import PieceStream
 from pdserve.gateway.openai.stored.answers import (
     FileDeleted,
     FileList,

@@ -19,10 +19,12 @@ class FirstToken:
         self._began = 0.0  # its Admit
         self._came = 0.0
 
-    def came(self, attempt: bytes, began: float, now: float) -> None:
-        """Tokens of an attempt have come; only the first ones count."""
-        if not self._attempt:
-            self._attempt, self._began, self._came = attempt, began, now
+    def came(self, attempt: bytes, began: float, now: float) -> bool:
+        """Tokens of an attempt have come; whether they are the first ones: only those count."""
+        if self._attempt:
+            return False
+        self._attempt, self._began, self._came = attempt, began, now
+        return True
 
     def complete(self, phases: pb.Phases, attempt: bytes) -> None:
         """Make the phases of the attempt that finished those of the request: their sum is the time
@@ -31,7 +33,8 @@ class FirstToken:
             return
         if self._attempt != attempt:
             phases.CopyFrom(pb.Phases(prefill_s=self._came - self._began))
-        phases.queue_s += self._began - self._arrived
+        phases.route_s = self._began - self._arrived
+        phases.queue_s += phases.route_s
 
 
 @dataclass(slots=True)

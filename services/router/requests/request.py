@@ -17,6 +17,7 @@ from pdserve.protos.router_pb2 import Placed, RequestEvent
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.request_progress import LostTokens, RequestProgress, remaining_ms
 from pdserve.services.host.rpc.token_rows import NumberedChoice
+from pdserve.services.host.tracing import NO_SPAN, TraceSpan
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.placement.policy import PromptFacts
 from pdserve.services.router.requests import actions as do
@@ -56,12 +57,16 @@ class RoutedRequest:
         client: Client,
         ordinal: int,
         now: float,
+        span: TraceSpan = NO_SPAN,
     ) -> None:
         start = progress.start
+        if span.recorded:  # otherwise workers belong to the gateway's
+            start.trace_parent = span.context.parent
         queue_s = start.queue_remaining_ms / 1000
         self.progress = progress
         self.client = client
         self.ordinal = ordinal  # of arrival, kept over retries
+        self.span = span
         self.id = start.request
         self.model = start.model
         self.tenant = start.tenant
@@ -178,6 +183,8 @@ class RoutedRequest:
         start.crash_count = max(start.crash_count, self.state.crash_count)
         same = progress.choices == self.progress.choices
         self.state, actions = machine.step(self.state, on.Reissued(same), now)
+        self.span.event("issued again", now)
+        self.span.end()
         for action in actions:
             if isinstance(action, do.HandOver | do.LeaveToSuccessor):
                 start.placement.CopyFrom(self.placement)
@@ -209,6 +216,7 @@ class RoutedRequest:
                     self._ticket(message)
                 elif kind == "place_again":
                     log.info("placed again: %s", message.reason, extra={"request": self.id})
+                    self.span.event("placed again", now, reason=message.reason)
                     self._keeps(message)
                 self.step(messages.of_decode(kind, message), now, message)
 
@@ -348,7 +356,7 @@ class RoutedRequest:
                 if assignment.prefill is not None:
                     assignment.prefill.commanded(assignment.id, len(assignment.ids), now)
             case do.AnnouncePlacement():
-                self._announce(self._assignments[action.attempt], action.anew)
+                self._announce(self._assignments[action.attempt], action.anew, now)
             case do.CountResume():
                 self._adopt(message)
             case do.CountIdentity():
@@ -361,14 +369,18 @@ class RoutedRequest:
                 self._fail(action, now)
             case do.LogLoss():
                 log.info("attempt lost: %s", action.reason, extra={"request": self.id})
+                self.span.event("attempt lost", now, reason=action.reason)
             case do.CountMigrationBegun():
+                self.span.event("migration begun", now)
                 self._effects.migration_begun(self)
             case do.CountMigrationDone():
                 so_far, num_attempts = self._so_far, self.state.num_attempts
                 self.beginning.moved(so_far, num_attempts, action.source)
                 num_tokens = len(self._assignments[action.attempt].ids)
+                self.span.event("migration done", now, tokens=num_tokens)
                 self._effects.migration_done(self, num_tokens)
             case do.CountMigrationFailed():
+                self.span.event("migration failed", now, step=action.step)
                 self._effects.migration_failed(self, action.step)
 
     def _to_decode(self, attempt: bytes, command: wire.DecodeCommand) -> None:
@@ -416,13 +428,19 @@ class RoutedRequest:
             priority=self.progress.start.priority,
             remaining_ms=remaining_ms(self.state.deadline, now),
             kv_identity=pb.KvIdentity(**assignment.decode.identity.parts()),
+            request=self.id,
+            trace_parent=self.progress.start.trace_parent,
+            trace_state=self.progress.start.trace_state,
         )
         for command in messages.start_prefill(start, assignment.ids):
             self._effects.send(worker, command)
 
-    def _announce(self, assignment: Assignment, anew: bool) -> None:
+    def _announce(self, assignment: Assignment, anew: bool, now: float) -> None:
+        prefill = _address(assignment.prefill, "")
         if anew:
             decode = assignment.decode
+            workers = {"decode": decode.hello.address, "prefill": prefill or "none"}
+            self.span.event("attempt", now, attempt=assignment.id.hex(), **workers)
             self.placement = pb.Placement(
                 attempt=assignment.id,
                 decode_boot=decode.boot,
@@ -433,6 +451,7 @@ class RoutedRequest:
             request=self.id,
             epoch=self.state.epoch,
             placement=self.placement,
+            prefill_address=prefill,
             crash_count=self.state.crash_count,
         )
         self._effects.emit(self, RequestEvent(placed=placed))
@@ -459,7 +478,10 @@ class RoutedRequest:
         fresh.epoch = self.state.epoch
         pooled = isinstance(fresh, pb.Embedding)
         if not assignment.adopted and (pooled or fresh.position == 0):
-            self.beginning.token.came(assignment.id, assignment.began, now)
+            first = self.beginning.token.came(assignment.id, assignment.began, now)
+            if first and self.span.recorded:
+                self.span.phase("queue", self._arrived, assignment.began)
+                self.span.event("first token", now)
         if pooled:
             self._effects.emit(self, RequestEvent(embedding=fresh))
             return
@@ -501,6 +523,14 @@ class RoutedRequest:
             now - self._arrived,
             extra={"request": self.id},
         )
+        self.span.set(
+            pdserve__request=self.id,
+            gen_ai__request__model=self.model,
+            pdserve__attempts=self.state.num_attempts,
+            pdserve__decode=_address(assignment.decode if assignment else None, "none"),
+            pdserve__prefill=_address(assignment.prefill if assignment else None, "local"),
+        )
+        self.span.end("" if error is None else pb.ErrorCode.Name(error.code))
         self._effects.emit(self, event)
         served = error is None and assignment is not None
         self._effects.ended(self, now, error, served)

@@ -43,7 +43,7 @@ ROUTES = {
     "DELETE /v1/files/{file_id}", "GET /v1/files/{file_id}/content", "POST /v1/batches",
     "GET /v1/batches", "GET /v1/batches/{batch_id}", "POST /v1/batches/{batch_id}/cancel",
     "GET /v1/usage", "GET /v1/models", "GET /v1/models/{name}", "GET /health", "GET /ready",
-    "GET /version", "GET /metrics", "GET /fleet/state",
+    "GET /version", "GET /metrics", "GET /fleet/state", "GET /v1/traces/{request_id}",
 }  # fmt: skip
 
 

@@ -10,10 +10,10 @@ from fake_router import FakeRouter, saying
 from fastapi import Request
 from pydantic import BaseModel
 
+from pdserve.gateway.http.answers.replies import EventStream, Reply
 from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpError, HttpLimits
-from pdserve.gateway.http.replies import EventStream, Reply
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.service import Service

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from pdserve.gateway.http.answers.held_answers import HeldAnswers
+from pdserve.gateway.http.answers.replies import DROP, HELD, KEEPS_UP, EventStream
 from pdserve.gateway.http.dialect import HttpLimits
-from pdserve.gateway.http.held_answers import HeldAnswers
-from pdserve.gateway.http.replies import DROP, HELD, KEEPS_UP, EventStream
 
 pytestmark = pytest.mark.anyio
 LIMITS = HttpLimits(1 << 20, 1 << 20, 10.0, 100, 0.2)

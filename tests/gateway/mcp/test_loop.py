@@ -27,11 +27,11 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import PreparedCompletion
 from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
+from pdserve.gateway.http.answers.json_text import JsonPieces
 from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Dialect, HttpLimits
 from pdserve.gateway.http.inner import post
-from pdserve.gateway.http.json_text import JsonPieces
 from pdserve.gateway.mcp.config import McpServer
 from pdserve.gateway.mcp.loop import MAX_CALLS, McpTools
 from pdserve.gateway.mcp.offer import ServerTool, ToolResult, offered_tools

@@ -13,7 +13,7 @@ from http_errors import CHAT, HI, PLAIN, check
 from pdserve.engine.api.sampling_bounds import MAX_BAD_WORD_CHARS
 from pdserve.gateway import sampling
 from pdserve.gateway.choice import ScoredToken
-from pdserve.gateway.http.json_text import AT_ONCE
+from pdserve.gateway.http.answers.json_text import AT_ONCE
 from pdserve.gateway.openai import logprobs
 from pdserve.protos import common_pb2 as pb
 

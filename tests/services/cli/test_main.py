@@ -189,5 +189,5 @@ def test_gateway_and_router_share_what_means_the_same() -> None:
     trust |= {"trust_network"}
     clients = {"api_key", "api_key_file", "shared_prefix"}
     clients |= {"requests_per_minute", "tokens_per_minute", "rate_storage"}
-    others = {"drain_s", "log_level", "log_format"}
+    others = {"drain_s", "log_level", "log_format", "otlp_traces_endpoint", "otlp_traces_sample"}
     assert gateway & router == trust | clients | others | timeouts | slow_readers

@@ -19,12 +19,15 @@ from eventually import LIMIT_S
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.cli.main import settle
+from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.auth.certificates import role_in
 from pdserve.services.local.data_folder import data_dir
 from pdserve.services.local.run_folder import PREFIX, run_dir
 from pdserve.services.local.supervisor import ECHO_S, Child, StartError, Supervisor
 from pdserve.services.local.up import System
 from pdserve.services.options.options import OptionError
+from pdserve.services.prefill.settings import PrefillSettings
+from pdserve.services.router.settings import RouterSettings
 
 FAKES = {
     "router": "fake_service:router",
@@ -220,6 +223,20 @@ def test_mcp_servers_are_the_gateways_and_checked_first(tmp_path: Path) -> None:
     System(settle(COMMANDS["up"], "pdserve up", words)[0], FAKES)
     config.write_text("{}")
     with pytest.raises(OptionError, match=r"--mcp-config .*mcp\.json: mcpServers is missing"):
+        System(settle(COMMANDS["up"], "pdserve up", words)[0], FAKES)
+
+
+def test_traces_go_to_one_collector_from_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--port", "0", "--otlp-traces-endpoint", "http://c:4318"]
+    settings, _ = settle(COMMANDS["up"], "pdserve up", words)
+    for kind in (GatewaySettings, RouterSettings, PrefillSettings, DecodeSettings):
+        assert settings.build(kind).otlp_traces_endpoint == "http://c:4318"
+    System(settings, FAKES)
+    monkeypatch.setattr("pdserve.services.host.tracing.is_installed", lambda: False)
+    with pytest.raises(OptionError, match="--otlp-traces-endpoint needs OpenTelemetry: pip"):
+        System(settings, FAKES)
+    words[-1] = "c:4318"
+    with pytest.raises(OptionError, match="--otlp-traces-endpoint: 'c:4318' is no http"):
         System(settle(COMMANDS["up"], "pdserve up", words)[0], FAKES)
 
 

@@ -18,6 +18,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.rpc.fragments import send_ids
+from pdserve.services.host.tracing import NO_TRACER, Tracer
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
 
@@ -162,9 +163,9 @@ async def make_cluster(anyio_backend: str, tmp_path: Path) -> AsyncIterator[Make
     made: list[Cluster] = []
     rings = tmp_path / "rings"
 
-    async def make(**settings: Any) -> Cluster:
+    async def make(tracer: Tracer = NO_TRACER, **settings: Any) -> Cluster:
         chosen = RouterSettings(cluster_secret=(SECRET,), trace_dir=str(rings), **settings)
-        router = RouterProcess(chosen)
+        router = RouterProcess(chosen, tracer)
         await router.start()
         made.append(Cluster(router, chosen))
         return made[-1]

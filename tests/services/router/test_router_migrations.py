@@ -336,7 +336,7 @@ def test_of_a_lost_attempt_only_the_time_to_its_first_token_is_known() -> None:
     beginning.token.came(b"one", 10.5, 13.5)
     last = pb.Finished(phases=pb.Phases(queue_s=7.0, prefill_s=8.0, first_token_s=1.0))
     beginning.complete(last, 2, b"two")
-    assert last.phases == pb.Phases(queue_s=0.5, prefill_s=3.0)
+    assert last.phases == pb.Phases(queue_s=0.5, route_s=0.5, prefill_s=3.0)
 
 
 def test_tries_that_were_lost_before_the_first_token_count_as_queueing() -> None:
@@ -344,4 +344,4 @@ def test_tries_that_were_lost_before_the_first_token_count_as_queueing() -> None
     beginning.token.came(b"two", 14.0, 15.0)
     last = pb.Finished(phases=pb.Phases(queue_s=0.25, prefill_s=0.5, first_token_s=0.25))
     beginning.complete(last, 2, b"two")
-    assert last.phases == pb.Phases(queue_s=4.25, prefill_s=0.5, first_token_s=0.25)
+    assert last.phases == pb.Phases(queue_s=4.25, route_s=4.0, prefill_s=0.5, first_token_s=0.25)

@@ -17,9 +17,9 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pdserve.gateway.http.answers.held_answers import HeldAnswer, HeldAnswers
+from pdserve.gateway.http.answers.json_text import PIECE_BYTES, JsonPieces
 from pdserve.gateway.http.dialect import ErrorShape, Event, HttpError, HttpLimits, error_response
-from pdserve.gateway.http.held_answers import HeldAnswer, HeldAnswers
-from pdserve.gateway.http.json_text import PIECE_BYTES, JsonPieces
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.backpressure import Backpressure, SlowReaderError, deliver
 

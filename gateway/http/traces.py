@@ -1,0 +1,104 @@
+"""GET /v1/traces/{request_id}: where the time of one request went."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from fastapi import FastAPI, Request, Response
+
+from pdserve.gateway.http.dialect import Dialect, HttpError, dialect_of, error_response
+from pdserve.gateway.http.docs.document import AnswerModel, described
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.observability.meter import MeteredRequest
+from pdserve.gateway.service import Service
+from pdserve.services.host.errors import quoted
+
+
+class TracePhase(AnswerModel):
+    """A phase, from its start since the request came."""
+
+    name: str
+    start_ms: float
+    duration_ms: float
+
+
+class TraceAttempt(AnswerModel):
+    """Where the request was placed, first or anew; `prefill` is empty if decode computes the
+    prompt."""
+
+    attempt: str
+    start_ms: float
+    decode: str
+    prefill: str
+
+
+class RequestTrace(AnswerModel):
+    """The phases of one request. Those before `decode` add up to `time_to_first_token_ms`; of a
+    request that is not finished some are not known yet. `finish_reason` may be an error's code."""
+
+    id: str
+    object: Literal["trace"] = "trace"
+    trace_id: str | None
+    model: str
+    state: str
+    finish_reason: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    transport: str | None
+    phases: list[TracePhase]
+    attempts: list[TraceAttempt]
+    time_to_first_token_ms: float | None
+    total_ms: float
+
+
+def add_traces(app: FastAPI, service: Service, dialects: Sequence[Dialect]) -> None:
+    """Mount the route."""
+
+    @app.get("/v1/traces/{request_id:path}", **described(answer=RequestTrace))
+    async def trace(request_id: str, request: Request) -> Response:
+        """Where the time of one of the last requests of this key went. `request_id` is what its
+        answer has as `x-request-id`, or as its own id."""
+        found = service.requests.find(caller_of(request).tenant.id, request_id)
+        if found is None:
+            text = f"no such request: {quoted(request_id)}; only the last ones are kept"
+            error = HttpError(404, text, "not_found", param="request_id")
+            error = replace(error, request_id=caller_of(request).shown_id)
+            return error_response(dialect_of(dialects, request.url.path), error)
+        headers = {"cache-control": "no-store"}
+        page = _answer(found).model_dump_json()
+        return Response(page, media_type="application/json", headers=headers)
+
+
+def _answer(state: MeteredRequest) -> RequestTrace:
+    first_s, local = state.first_token_s, state.prefill_at in ("", "local")
+    return RequestTrace(
+        id=state.request_id,
+        trace_id=state.trace_id or None,
+        model=state.model,
+        state=state.phase,
+        finish_reason=state.finish or None,
+        prompt_tokens=state.prompt_tokens,
+        cached_tokens=state.cached_tokens,
+        completion_tokens=state.generated_tokens,
+        transport=None if local else state.prefill_at,
+        phases=[
+            TracePhase(name=one.name, start_ms=_ms(one.start_s), duration_ms=_ms(one.duration_s))
+            for one in state.timeline()
+        ],
+        attempts=[
+            TraceAttempt(
+                attempt=one.attempt.hex(),
+                start_ms=_ms(state.receive_s + one.at_s),
+                decode=one.decode,
+                prefill=one.prefill,
+            )
+            for one in state.attempts
+        ],
+        time_to_first_token_ms=None if first_s is None else _ms(state.receive_s + first_s),
+        total_ms=_ms(state.receive_s + state.elapsed_s),
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)

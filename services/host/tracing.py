@@ -1,0 +1,333 @@
+"""What a process did for a request, as spans that an OpenTelemetry collector takes.
+
+The only module that knows OpenTelemetry, which is imported once there is an endpoint; without one
+every span is NO_SPAN. Times are readings of time.monotonic. A span is exported, on a thread of its
+own, after it has ended; what a collector does not take in time is dropped.
+"""
+
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+log = logging.getLogger(__name__)
+
+FLAG = "--otlp-traces-endpoint"
+PATH = "/v1/traces"
+MAX_EVENTS = 32  # of one span
+MAX_QUEUED = 2048  # spans that wait for the collector
+EXPORT_S = 2.0  # for a collector to take a batch
+CLOSE_S = 1.0  # for the last batches at the end of the process
+_PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
+_STATE = re.compile(r"[\x20-\x7e]{1,512}")
+
+Value = str | bool | int | float | Sequence[str]
+
+
+class TraceSettings(Protocol):
+    """The options of tracing, which every process has."""
+
+    @property
+    def otlp_traces_endpoint(self) -> str: ...
+
+    @property
+    def otlp_traces_sample(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """A span as others name it: W3C's traceparent and tracestate. Empty: there is none."""
+
+    parent: str = ""
+    state: str = ""
+
+    @property
+    def trace_id(self) -> str:
+        """The trace's id in hex; empty if there is none."""
+        return self.parent[3:35]
+
+
+NOWHERE = TraceContext()
+
+
+class TraceSpan:
+    """What a process does for one request. This one is not recorded; `context` is for those whom it
+    asks, and `recorded` says whether anything is kept."""
+
+    recorded = False
+
+    def __init__(self, context: TraceContext = NOWHERE) -> None:
+        self.context = context
+
+    def set(self, **attributes: Value) -> None:
+        """Add attributes; in a name "__" stands for a dot."""
+
+    def event(self, name: str, at: float | None = None, **attributes: Value) -> None:
+        """Note what happened, now or at a time; beyond MAX_EVENTS nothing is noted."""
+
+    def phase(self, name: str, began: float, ended: float) -> None:
+        """Add a child span that has ended; of no length it is left out."""
+
+    def end(self, error: str = "") -> None:
+        """It is over, once. `error`: why it failed."""
+
+
+NO_SPAN = TraceSpan()
+
+
+class Tracer:
+    """Begins spans. This one records none."""
+
+    def begin(
+        self, name: str, parent: TraceContext, began: float, *, entry: bool = False
+    ) -> TraceSpan:
+        """A span of a request. Where clients ask (`entry`) a trace may begin; elsewhere there is
+        no span without a parent."""
+        return NO_SPAN
+
+
+NO_TRACER = Tracer()
+
+
+def context_of(metadata: Any) -> TraceContext:
+    """What a gRPC call's metadata name as the parent."""
+    given = dict(metadata or ())
+    return TraceContext(str(given.get("traceparent", "")), str(given.get("tracestate", "")))
+
+
+@contextmanager
+def tracing(service: str, settings: TraceSettings) -> Iterator[Tracer]:
+    """The tracer of this process, until it ends. Raises ValueError if the options cannot work."""
+    url = endpoint(settings)
+    if not url:
+        yield NO_TRACER
+        return
+    tracer = ExportingTracer(service, exporter(url), settings.otlp_traces_sample)
+    try:
+        yield tracer
+    finally:
+        tracer.close()
+
+
+def endpoint(settings: TraceSettings) -> str:
+    """The URL that takes spans; empty: none. Raises ValueError for one that is no URL, and if the
+    flag is given where OpenTelemetry is not installed."""
+    url = settings.otlp_traces_endpoint
+    if url:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{FLAG}: {url!r} is no http or https URL")
+        if parts.username is not None:
+            raise ValueError(f"{FLAG}: passwords belong into OTEL_EXPORTER_OTLP_HEADERS")
+        if not is_installed():
+            raise ValueError(f"{FLAG} needs OpenTelemetry: pip install 'pdserve[trace]'")
+        return url.rstrip("/") + PATH if parts.path in ("", "/") else url
+    # What OpenTelemetry's own settings say counts where it is installed.
+    url = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
+    if base := os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ""):
+        url = url or base.rstrip("/") + PATH
+    off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    return url if url and not off and is_installed() else ""
+
+
+def is_installed() -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # a parent of it
+        return False
+
+
+def exporter(url: str) -> "SpanExporter":
+    """Sends spans to a collector. Its log is one line when the collector stops taking them."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    # They would log every batch that is lost, and every span beside a full queue.
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL + 1)
+    sender = OTLPSpanExporter(url, timeout=EXPORT_S)
+    where = url.rpartition("@")[2]
+
+    class Exporter(SpanExporter):
+        _taken = True
+
+        def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":
+            result = sender.export(spans)
+            taken = result is SpanExportResult.SUCCESS
+            if taken != self._taken:
+                self._taken = taken
+                if taken:
+                    log.info("%s takes traces again", where)
+                else:
+                    log.warning("%s takes no traces: they are dropped until it does", where)
+            return result
+
+        def shutdown(self) -> None:
+            sender.shutdown()  # type: ignore[no-untyped-call]
+
+    return Exporter()
+
+
+class ExportingTracer(Tracer):
+    """Records the spans of traces that are sampled: as their parent says, or `sample` of those that
+    begin here."""
+
+    def __init__(self, service: str, exporter: "SpanExporter", sample: float = 1.0) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        self._exporter = exporter
+        self._processor = BatchSpanProcessor(
+            exporter, max_queue_size=MAX_QUEUED, schedule_delay_millis=500
+        )
+        self._below = round(sample * 2**64)  # of a trace id's lower half
+        self._resource = Resource.create(
+            {
+                "service.name": f"pdserve-{service}",
+                "service.namespace": "pdserve",
+                "service.instance.id": str(uuid.uuid4()),
+            }
+        )
+
+    def begin(
+        self, name: str, parent: TraceContext, began: float, *, entry: bool = False
+    ) -> TraceSpan:
+        asked = _parsed(parent.parent)
+        if asked is None:
+            if not entry:
+                return NO_SPAN
+            trace = int.from_bytes(os.urandom(16)) or 1
+            asked = trace, 0, trace % 2**64 < self._below
+            parent = NOWHERE
+        trace, parent_id, sampled = asked
+        if not sampled and not entry:
+            return NO_SPAN
+        own = _span_id()
+        state = parent.state if _STATE.fullmatch(parent.state) else ""
+        context = TraceContext(f"00-{trace:032x}-{own:016x}-{int(sampled):02x}", state)
+        if not sampled:
+            return TraceSpan(context)
+        return _RecordedSpan(self, context, name, (trace, own, parent_id), began, entry)
+
+    def export(self, span: "ReadableSpan") -> None:
+        """Queues it."""
+        self._processor.on_end(span)
+
+    @property
+    def resource(self) -> Any:
+        """What describes this process."""
+        return self._resource
+
+    def close(self) -> None:
+        """Sends what is queued, for at most CLOSE_S."""
+        ending = threading.Thread(target=self._processor.shutdown, name="traces", daemon=True)
+        ending.start()
+        ending.join(CLOSE_S)
+        if ending.is_alive():
+            self._exporter.shutdown()
+
+
+class _RecordedSpan(TraceSpan):
+    recorded = True
+
+    def __init__(
+        self,
+        tracer: ExportingTracer,
+        context: TraceContext,
+        name: str,
+        ids: tuple[int, int, int],
+        began: float,
+        entry: bool,
+    ) -> None:
+        super().__init__(context)
+        self._tracer = tracer
+        self._name = name
+        self._ids = ids  # of the trace, the span, and its parent or 0
+        self._began = began
+        self._entry = entry
+        self._attributes: dict[str, Value] = {}
+        self._events: list[tuple[str, float, dict[str, Value]]] = []
+        self._phases: list[tuple[str, float, float]] = []
+
+    def set(self, **attributes: Value) -> None:
+        self._attributes.update(_dotted(attributes))
+
+    def event(self, name: str, at: float | None = None, **attributes: Value) -> None:
+        if len(self._events) < MAX_EVENTS:
+            at = time.monotonic() if at is None else at
+            self._events.append((name, at, _dotted(attributes)))
+
+    def phase(self, name: str, began: float, ended: float) -> None:
+        if ended > began:
+            self._phases.append((name, began, ended))
+
+    def end(self, error: str = "") -> None:
+        from opentelemetry.sdk.trace import Event, ReadableSpan
+        from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+        from opentelemetry.trace.span import TraceState
+
+        offset = time.time_ns() - int(time.monotonic() * 1e9)
+        state = TraceState.from_header([self.context.state] if self.context.state else [])
+
+        def ns(at: float) -> int:
+            return offset + int(at * 1e9)
+
+        def named(span: int, *, remote: bool) -> SpanContext:
+            return SpanContext(trace, span, remote, TraceFlags(TraceFlags.SAMPLED), state)
+
+        trace, own, parent = self._ids
+        context = named(own, remote=False)
+        for name, began, ended in self._phases:
+            phase = ReadableSpan(
+                f"{self._name} {name}",
+                context=named(_span_id(), remote=False),
+                parent=context,
+                resource=self._tracer.resource,
+                start_time=ns(began),
+                end_time=ns(ended),
+            )
+            self._tracer.export(phase)
+        span = ReadableSpan(
+            self._name,
+            context=context,
+            parent=named(parent, remote=True) if parent else None,
+            resource=self._tracer.resource,
+            attributes=self._attributes,
+            events=[Event(name, values, ns(at)) for name, at, values in self._events],
+            kind=SpanKind.SERVER if self._entry else SpanKind.INTERNAL,
+            status=Status(StatusCode.ERROR, error) if error else Status(),
+            start_time=ns(self._began),
+            end_time=ns(time.monotonic()),
+        )
+        self._tracer.export(span)
+
+
+def _span_id() -> int:
+    return int.from_bytes(os.urandom(8)) or 1
+
+
+def _dotted(attributes: dict[str, Value]) -> dict[str, Value]:
+    return {name.replace("__", "."): value for name, value in attributes.items()}
+
+
+def _parsed(parent: str) -> tuple[int, int, bool] | None:
+    """The ids of the trace and the span that a traceparent names, and whether it is sampled."""
+    found = _PARENT.fullmatch(parent)
+    if found is None:
+        return None
+    version, trace, span, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(span, 16):
+        return None
+    return int(trace, 16), int(span, 16), bool(int(flags, 16) & 1)

@@ -1,0 +1,204 @@
+"""Spans, the contexts that W3C's headers name, and a collector that is gone."""
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from eventually import wait_until
+from memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_of
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from otlp_collector import OtlpCollector
+
+from pdserve.services.host import tracing as module
+from pdserve.services.host.options import HostSettings
+from pdserve.services.host.tracing import (
+    MAX_EVENTS,
+    MAX_QUEUED,
+    NO_TRACER,
+    NOWHERE,
+    ExportingTracer,
+    TraceContext,
+    context_of,
+    endpoint,
+    exporter,
+    tracing,
+)
+
+SETTINGS = HostSettings()
+
+
+def test_a_span_belongs_to_what_the_client_named() -> None:
+    tracer = MemoryTracer()
+    client = context_of({"traceparent": CLIENT, "tracestate": "vendor=1,other=2"})
+    began = time.monotonic()
+    span = tracer.begin("request", client, began, entry=True)
+    inner = tracer.begin("route", span.context, began)
+    inner.phase("queue", began, began + 0.25)
+    inner.phase("nothing", began, began)
+    inner.event("attempt", began + 0.5, pdserve__attempt="a")
+    inner.set(gen_ai__request__model="m")
+    inner.end()
+    span.end("INTERNAL")
+    assert span.context.state == inner.context.state == "vendor=1,other=2"
+    spans = tracer.spans()
+    request, route, queue = spans["request"], spans["route"], spans["route queue"]
+    assert len(spans) == 3
+    assert {trace_of(one) for one in spans.values()} == {CLIENT[3:35]}
+    assert (parent_of(request), parent_of(route)) == (CLIENT[36:52], own_id(request))
+    assert parent_of(queue) == own_id(route)
+    assert queue.end_time - queue.start_time == pytest.approx(0.25e9, abs=1e3)
+    assert abs(request.start_time - time.time_ns()) < 60e9
+    assert dict(route.attributes) == {"gen_ai.request.model": "m"}
+    assert dict(route.events[0].attributes) == {"pdserve.attempt": "a"}
+    assert route.context.trace_state.to_header() == "vendor=1,other=2"
+    assert (request.status.description, route.status.description) == ("INTERNAL", None)
+    assert request.resource.attributes["service.name"] == "pdserve-test"
+
+
+@pytest.mark.parametrize(
+    "parent",
+    [
+        "",
+        "x",
+        CLIENT[:-1],
+        CLIENT.upper(),
+        CLIENT + "-more",  # version 00 has no more
+        "ff" + CLIENT[2:],
+        f"00-{'0' * 32}-b7ad6b7169203331-01",
+        f"00-0af7651916cd43dd8448eb211c80319c-{'0' * 16}-01",
+        "é" * 55,
+    ],
+)
+def test_what_names_no_parent_is_none(parent: str) -> None:
+    tracer = MemoryTracer()
+    context = TraceContext(parent, "vendor=1")
+    assert not tracer.begin("route", context, 0.0).recorded
+    root = tracer.begin("request", context, 0.0, entry=True)
+    root.end()
+    (span,) = tracer.spans().values()
+    assert span.parent is None
+    assert root.context.state == ""  # it was of the parent
+
+
+def test_a_later_version_and_a_broken_state() -> None:
+    tracer = MemoryTracer()
+    later = tracer.begin("a", TraceContext("cc" + CLIENT[2:] + "-more", "bad\nstate"), 0.0)
+    assert later.context.trace_id == CLIENT[3:35]
+    assert later.context.parent.startswith("00-")
+    assert later.context.state == ""
+    tracer.close()
+
+
+def test_who_decides_what_is_sampled() -> None:
+    """A parent, or else the share."""
+    none, half = MemoryTracer(0.0), MemoryTracer(0.5)
+    assert none.begin("a", TraceContext(CLIENT), 0.0, entry=True).recorded
+    unsampled = TraceContext(CLIENT[:-2] + "00")
+    left_out = half.begin("a", unsampled, 0.0, entry=True)
+    assert not left_out.recorded
+    assert left_out.context.parent[:36] == CLIENT[:36]
+    assert left_out.context.parent[-2:] == "00"
+    assert not half.begin("b", left_out.context, 0.0).recorded
+    assert not none.begin("a", NOWHERE, 0.0, entry=True).recorded
+    kept = sum(half.begin("a", NOWHERE, 0.0, entry=True).recorded for _ in range(400))
+    assert 100 < kept < 300
+    none.close()
+    half.close()
+
+
+def test_events_are_bounded() -> None:
+    tracer = MemoryTracer()
+    span = tracer.begin("a", NOWHERE, 0.0, entry=True)
+    for _ in range(MAX_EVENTS + 5):
+        span.event("busy")
+    span.end()
+    assert len(tracer.spans()["a"].events) == MAX_EVENTS
+
+
+def test_without_an_endpoint_nothing_is_imported_or_recorded(monkeypatch: Any) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    with tracing("gateway", SETTINGS) as tracer:
+        assert tracer is NO_TRACER
+        span = tracer.begin("a", TraceContext(CLIENT), 0.0, entry=True)
+        assert (span.recorded, span.context) == (False, NOWHERE)
+    code = (
+        "import sys; import pdserve.gateway.main, pdserve.services.router.main, "
+        "pdserve.services.decode.main, pdserve.services.prefill.main; "
+        "sys.exit(any(name.startswith('opentelemetry.sdk') for name in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_which_endpoint(monkeypatch: Any) -> None:
+    def of(url: str = "") -> str:
+        return endpoint(replace(SETTINGS, otlp_traces_endpoint=url))
+
+    assert of("http://c:4318") == of("http://c:4318/") == "http://c:4318/v1/traces"
+    assert of("https://c/own/path") == "https://c/own/path"
+    assert of() == ""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://base:4318/")
+    assert of() == "http://base:4318/v1/traces"
+    assert of("http://c:4318") == "http://c:4318/v1/traces"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://traces/x")
+    assert of() == "http://traces/x"
+    for wrong in ("localhost:4318", "grpc://c:4317", "http://", "http://user:pass@c"):
+        with pytest.raises(ValueError, match="--otlp-traces-endpoint"):
+            of(wrong)
+    monkeypatch.setattr(module, "is_installed", lambda: False)
+    assert of() == ""  # the environment is not pdserve's alone
+    with pytest.raises(ValueError, match=r"pip install 'pdserve\[trace\]'"):
+        of("http://c:4318")
+
+
+def test_a_collector_gets_them_before_the_process_ends() -> None:
+    with OtlpCollector() as collector:
+        settings = replace(SETTINGS, otlp_traces_endpoint=collector.url)
+        with tracing("router", settings) as tracer:
+            tracer.begin("a", NOWHERE, time.monotonic(), entry=True).end()
+        (span,) = collector.spans
+    assert (span.service, span.name, span.parent_id) == ("pdserve-router", "a", "")
+
+
+def test_what_waits_for_a_collector_is_bounded() -> None:
+    go_on, kept = threading.Event(), []
+
+    class Stuck(InMemorySpanExporter):
+        def export(self, spans: Any) -> Any:
+            go_on.wait()
+            kept.extend(spans)
+            return super().export(spans)
+
+    tracer = ExportingTracer("test", Stuck())
+    for _ in range(3 * MAX_QUEUED):
+        tracer.begin("a", NOWHERE, time.monotonic(), entry=True).end()
+    go_on.set()
+    tracer.close()
+    assert MAX_QUEUED <= len(kept) <= MAX_QUEUED + 512  # one batch was on its way
+
+
+@pytest.mark.parametrize("how", ["closed", "silent"])
+def test_a_collector_that_is_gone(how: str, caplog: Any, monkeypatch: Any) -> None:
+    """Costs no time, no memory beyond a bound, one line in the log, and no wait at the end."""
+    monkeypatch.setattr(module, "EXPORT_S", 0.5)
+    with socket.socket() as listener, caplog.at_level(logging.DEBUG, "pdserve"):
+        listener.bind(("127.0.0.1", 0))
+        if how == "silent":
+            listener.listen(8)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/traces"
+        tracer = ExportingTracer("test", exporter(url))
+        for _ in range(2 * MAX_QUEUED):
+            tracer.begin("a", NOWHERE, time.monotonic(), entry=True).end()
+        wait_until(lambda: "takes no traces" in caplog.text, "the warning")
+        for _ in range(MAX_QUEUED):
+            tracer.begin("a", NOWHERE, time.monotonic(), entry=True).end()
+        began = time.monotonic()
+        tracer.close()
+        assert time.monotonic() - began < module.CLOSE_S + 0.5
+    warnings = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(warnings) == 1
