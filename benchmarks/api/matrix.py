@@ -195,6 +195,14 @@ OF_MESSAGES: Values = {
     "stop_sequences": [["."]],
     "metadata": [{"user_id": "a user"}],
 }
+# What decides on the prompt of a chat.
+OF_TOKENIZED_CHATS: Values = {
+    **STRUCTURES,
+    **CONVERSATION,
+    "tool_choice": OF_CHAT["tool_choice"],
+    "prompt_logprobs": [2],
+    "return_token_strs": [True],
+}
 TOKENIZE: Values = {"add_special_tokens": [True, False], "return_token_strs": [False, True]}
 
 # What a field needs beside it, of each path that has it.
@@ -222,6 +230,7 @@ NEEDS_OF: dict[str, dict[str, dict[str, Any]]] = {
         "tool_choice": {"tools": OF_RESPONSES["tools"][0], "max_output_tokens": 48},
         "parallel_tool_calls": {"tools": OF_RESPONSES["tools"][0]},
     },
+    "/tokenize": {"tool_choice": {"tools": [TOOL]}, **{name: {} for name in STRUCTURES}},
     "/v1/messages": {"tool_choice": {"tools": OF_MESSAGES["tools"][0], "max_tokens": 48}},
 }
 # At most one field of each group is in a mix.
@@ -264,7 +273,7 @@ ENDPOINTS = (
         "/tokenize",
         TokenizeChatBody,
         ("messages",),
-        {**CONVERSATION, "return_token_strs": [True]},
+        OF_TOKENIZED_CHATS,
         0,
     ),
 )
