@@ -59,15 +59,16 @@ def test_killing_prefill_during_a_transfer_loses_no_request(fleet: Fleet) -> Non
 @pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
 def test_the_live_view_follows_a_killed_worker(fleet: Fleet) -> None:
     live = "[...document.querySelectorAll('.worker[data-state=live]')].map((e) => e.dataset.boot)"
+    number = len(fleet.pids("decode")) + len(fleet.pids("prefill"))
     with Browser() as page:
         page.open(f"{fleet.url}/fleet")
-        page.wait(f"{live}.length === 2")
+        page.wait(f"{live}.length === {number}")
         before = page.run(live)
         (victim,) = fleet.pids("decode")
         os.kill(victim, signal.SIGKILL)
         gone = page.wait("document.querySelector('.worker[data-state=gone]')?.dataset.boot")
         assert "decode" in page.text("[data-state=gone]").lower()
-        page.wait(f"{live}.length === 2")
+        page.wait(f"{live}.length === {number}")
         assert set(before) - set(page.run(live)) == {gone}
         assert page.console == []
 
