@@ -248,9 +248,9 @@ def test_many_added_tokens_take_no_long_time(apart: bool) -> None:
         for n in range(5000)
     ]
     content, card = json.dumps(data).encode(), TextCard(first + 5000)
-    began = time.process_time()
+    began = time.thread_time()
     made = Tokenizer(content, card)
-    assert time.process_time() - began < 1
+    assert time.thread_time() - began < 1
     for n in (0, 2499, 2500, 4999):
         text = f"hello<s><reserved_{n}>hello"
         ids = made.encode(text, add_special_tokens=False, parse_special=True)
