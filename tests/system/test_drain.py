@@ -14,8 +14,7 @@ from eventually import LIMIT_S, wait_until
 from fleet import Fleet
 from streams import WORDS, Stream
 
-EXTRA = {"min_tokens": 60}
-NUM_TOKENS = 100  # of the answers that are drained
+EXTRA = {"min_tokens": 100}
 LONG = "Too long to be computed where it is answered: " + WORDS * 50  # about 650 tokens
 OPTIONS = ("--kv-tokens", "8192", "--chunk-size", "64", "--kv-transport", "tcp", "--threads", "1")
 
@@ -33,9 +32,7 @@ def streams() -> list[Stream]:
         {"temperature": 0.0, "prompt": LONG},
     ]
     return [
-        Stream(
-            {"prompt": f"Number {n}: {WORDS * (1 + n)}", "max_tokens": NUM_TOKENS, **options}, EXTRA
-        )
+        Stream({"prompt": f"Number {n}: {WORDS * (1 + n)}", "max_tokens": 160, **options}, EXTRA)
         for n, options in enumerate(each)
     ]
 
