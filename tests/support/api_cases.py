@@ -83,9 +83,10 @@ def _made(url: str) -> dict[str, str]:
         file = made("/v1/files", **form)
         batch = made("/v1/batches", json={**ANSWERED["/v1/batches"], "input_file_id": file})
         response = made("/v1/responses", json=ANSWERED["/v1/responses"])
+        chat = made("/v1/chat/completions", json=ANSWERED["/v1/chat/completions"])
         return {
             "/v1/models/{name}": "tiny", "file_id": file,
-            "input_file_id": file, "batch_id": batch, "name": response,
+            "input_file_id": file, "batch_id": batch, "name": response, "request_id": chat,
         }  # fmt: skip
 
 

@@ -1,5 +1,8 @@
 """Threads on which grammars compute the next bitmasks while the forward pass runs."""
 
+import threading
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 from pdserve.engine.constraints.grammars.thread_pool import FairThreadPool
@@ -31,6 +34,8 @@ class MaskThreads:
         self._quick = FairThreadPool[MaskTask](NUM_THREADS, "masks")
         self._slow = FairThreadPool[MaskTask](NUM_SLOW_THREADS, "slow-masks")
         self._num_new = 0  # of those awaited, since the last start
+        self._told = threading.Condition()
+        self._is_waiting = False
 
     def add(self, task: MaskTask, tenant: bytes, *, awaited: bool) -> None:
         """`awaited`: the next step waits for it, so it should be fast."""
@@ -49,6 +54,22 @@ class MaskThreads:
         self._num_new = 0
         self._quick.start(left + new + self._quick.num_waiting)
         self._slow.start(self._slow.num_waiting)
+
+    def tell(self) -> None:
+        """A mask is there; on a mask thread. To wake nobody costs nothing, and nearly always every
+        mask is there before a step waits for one."""
+        if self._is_waiting:
+            with self._told:
+                self._told.notify_all()
+
+    def wait(self, is_there: Callable[[], bool], until_s: float) -> bool:
+        """Waits for a mask, until a time of perf_counter; whether it is there."""
+        with self._told:
+            self._is_waiting = True  # before the first look, so that `tell` cannot be missed
+            try:
+                return self._told.wait_for(is_there, max(0.0, until_s - time.perf_counter()))
+            finally:
+                self._is_waiting = False
 
     def close(self) -> None:
         self._quick.close()

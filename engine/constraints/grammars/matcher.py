@@ -8,7 +8,6 @@ the matcher and what is known of it, and the engine's thread calls only `is_read
 import logging
 import time
 from collections.abc import Callable
-from threading import Event
 from typing import Any
 
 from pdserve.engine.api.request import Grammar
@@ -44,17 +43,25 @@ class StepBudget:
 
     def __init__(self) -> None:
         self._used_s = 0.0
+        self._began = 0.0  # in the thread's CPU time
 
     @property
     def is_spent(self) -> bool:
         return self._used_s > MAX_STEP_S
 
-    def spend(self, seconds: float) -> None:
-        self._used_s += seconds
+    def spend(self, wall_s: float) -> float:
+        """Count a token; returns the CPU time that it took, or more. Of a quick one the wall time
+        says enough: to ask for CPU time takes ten times as long."""
+        took = wall_s
+        if wall_s > SLOW_TOKEN_S:
+            took = min(wall_s, max(0.0, time.thread_time() - self._began))
+        self._used_s += took
+        return took
 
     def renew(self) -> None:
         """Another step begins."""
         self._used_s = 0.0
+        self._began = time.thread_time()
 
 
 class GrammarMatcher:
@@ -89,8 +96,7 @@ class GrammarMatcher:
         self._num_slow_tokens = 0  # of the last ones, in a row
         self._backoff = 0  # next masks that no step waits for, since one came too late
         self._task = _MaskTask(self, is_slow=False, is_late=True)  # the last one
-        self._done = Event()  # whether it is done; only then is there another
-        self._done.set()
+        self._is_done = True  # that task; only then is there another
         self._task_accepts = False  # whether it has ids to accept
         self.failure: GrammarError | None = None
         self.is_terminated = False  # nothing may follow
@@ -128,7 +134,7 @@ class GrammarMatcher:
     @property
     def is_ready(self) -> bool:
         """Whether the next mask is there."""
-        return self._done.is_set()
+        return self._is_done
 
     @property
     def is_behind(self) -> bool:
@@ -142,12 +148,12 @@ class GrammarMatcher:
 
     def wait(self, until_s: float) -> bool:
         """Waits for the mask; False if it is not there by then: `on_late` tells when it is."""
-        if self._done.is_set() or self._done.wait(max(0.0, until_s - time.perf_counter())):
+        if self._is_done or self._threads.wait(lambda: self._is_done, until_s):
             return True
         self._task.is_late = True
         if self._task.has_begun:  # otherwise others have kept it from its turn
             self._backoff = LATE_BACKOFF
-        return self._done.is_set()
+        return self._is_done
 
     def _compute_later(self, ids: list[int]) -> None:
         """A mask thread is to accept ids and then to compute the mask; no step waits for it."""
@@ -164,13 +170,14 @@ class GrammarMatcher:
 
     def _begin_task(self, is_slow: bool, is_late: bool) -> None:
         self._task = _MaskTask(self, is_slow, is_late)
-        self._done.clear()
+        self._is_done = False
         self._threads.add(self._task, self._tenant, awaited=not is_late)
 
     def run(self, task: "_MaskTask") -> None:
         """Accepts ids that are left and computes the next mask; on a mask thread."""
         self._compute()
-        self._done.set()
+        self._is_done = True
+        self._threads.tell()
         # Another task may have begun by now: `task` is this one's, and nothing else is touched.
         if task.is_late:
             self._on_late()
@@ -220,11 +227,12 @@ class GrammarMatcher:
 
     def _accept(self, token: int, budget: StepBudget | None = None) -> None:
         """`budget`: whose time it takes, also if it fails. Raises GrammarError."""
-        started = time.thread_time()
+        clock = time.thread_time if budget is None else time.perf_counter
+        started = clock()
         matches = self._matcher.consume_token(token)
-        took = time.thread_time() - started
+        took = clock() - started
         if budget is not None:
-            budget.spend(took)
+            took = budget.spend(took)
         raise_error(self._matcher)
         if not matches:
             raise GrammarError(NO_MATCH)
