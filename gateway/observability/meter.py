@@ -121,6 +121,14 @@ class Meter:
         self._decode = ""
         self._attempts: dict[bytes, PlacedAttempt] = {}
 
+    @property
+    def tenant(self) -> bytes:
+        return self._caller.tenant.id
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self._caller.ids
+
     def begin(self, model: str, prompt_tokens: int) -> None:
         self._begun = self._clock()
         self._model = model
@@ -166,8 +174,13 @@ class Meter:
     def finished(self, event: Finished, counts: Mapping[int, int]) -> None:
         """One of its prompts has ended; `counts` are the returned tokens of its choices."""
         self._counted += sum(counts.values())
+        if not event.HasField("phases"):  # no worker has said its end
+            return
         if self._first_phases is None and (not counts or self._first_choice in counts):
-            self._first_phases = event.phases
+            self._first_phases = Phases()
+            self._first_phases.CopyFrom(
+                event.phases
+            )  # not the message, which holds its whole batch
         self._cached += event.cached_tokens
         self._where[event.transport or "remote" if event.remote else "local"] = None
         for name in ("queue_s", "prefill_s", "transfer_s", "first_token_s"):
@@ -287,8 +300,9 @@ class Meter:
     def _count(self, total_s: float) -> None:
         m = self._metrics
         m.e2e.labels(self._model).observe(total_s)
-        m.queue.labels(self._model).observe(self._phases.queue_s)
-        m.prefill.labels(self._model).observe(self._phases.prefill_s)
+        if self._where:  # its phases are known
+            m.queue.labels(self._model).observe(self._phases.queue_s)
+            m.prefill.labels(self._model).observe(self._phases.prefill_s)
         if self._first is not None:
             m.decode.labels(self._model).observe(
                 max(self._last.values(), default=self._first) - self._first

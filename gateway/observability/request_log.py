@@ -30,15 +30,15 @@ class RequestLog:
 
     def find(self, tenant: bytes, id_: str) -> MeteredRequest | None:
         """The tenant's latest request with one of its ids."""
-        for state in reversed(self._ended):
-            if state.tenant == tenant and id_ in state.ids:
-                return state
-        return next((state for state in reversed(self.open_of(tenant)) if id_ in state.ids), None)
+        for meter in reversed(self._open.values()):  # one that is open came last
+            if meter.tenant == tenant and id_ in meter.ids:
+                return meter.state()
+        mine = (state for state in reversed(self._ended) if state.tenant == tenant)
+        return next((state for state in mine if id_ in state.ids), None)
 
     def open_of(self, tenant: bytes) -> list[MeteredRequest]:
         """The open requests of one tenant, oldest first."""
-        states = (meter.state() for meter in self._open.values())
-        return [state for state in states if state.tenant == tenant]
+        return [meter.state() for meter in self._open.values() if meter.tenant == tenant]
 
     def ended_of(self, tenant: bytes) -> list[MeteredRequest]:
         """The last MAX_SHOWN of those that were the tenant's, latest first."""

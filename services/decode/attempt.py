@@ -117,6 +117,7 @@ class ServedAttempt:
             pdserve__remote_prefill=self.received is not None,
         )
         self.span.end(error)
+        self.span = NO_SPAN  # it ends once
 
     def finished(self, cached_tokens: int) -> pb.Finished:
         """The event that ends it; `cached_tokens` counts only if no KV was received for it."""

@@ -26,8 +26,12 @@ HEAD = """\
 # Metrics
 
 `make docs` writes this page from the code. Names that begin with `vllm:` mean what they mean in
-vLLM, so that its dashboards work. A counter's samples end in `_total`, a histogram's in `_bucket`,
-`_sum` and `_count`.
+vLLM, so that its dashboards work, but for these: a worker's `vllm:prompt_tokens` counts what was
+computed, without cached tokens, and a gateway's those of answered requests;
+`vllm:request_prefill_time_seconds` ends with the prompt's KV, before it is transferred;
+`vllm:e2e_request_latency_seconds` ends when a request is closed; a call ends a choice as
+"tool_calls", and a client that leaves is in `pdserve_request_failures`. A counter's samples end in
+`_total`, a histogram's in `_bucket`, `_sum` and `_count`.
 
 ## What to scrape
 `pdserve up` is one target: `/metrics` of its HTTP port, which has the gateway's figures and those

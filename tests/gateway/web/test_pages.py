@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_router import Event, FakeRouter, placed, saying, tokens
 
-from pdserve.gateway.observability.request_log import MAX_ENDED
+from pdserve.gateway.observability.request_log import MAX_SHOWN
 from pdserve.gateway.web import fleet, pages
 from pdserve.protos import common_pb2 as pb
 
@@ -131,12 +131,12 @@ async def test_an_open_request_is_followed_from_phase_to_phase(make_http):
 
 async def test_the_last_requests_are_bounded(make_http):
     client = make_http(saying("x"), pages=True)
-    for number in range(MAX_ENDED + 3):
+    for number in range(MAX_SHOWN + 3):
         body = {"model": "none", "prompt": "x"}
         headers = {"x-request-id": f"r{number}"}
         await client.post("/v1/completions", json=body, headers=headers)
     ended = (await client.get("/fleet/state")).json()["ended"]
-    assert [one["id"] for one in ended] == [f"r{n}" for n in range(MAX_ENDED + 2, 2, -1)]
+    assert [one["id"] for one in ended] == [f"r{n}" for n in range(MAX_SHOWN + 2, 2, -1)]
 
 
 async def test_many_viewers_ask_the_router_once(make_http, monkeypatch):
