@@ -201,6 +201,8 @@ class Meter:
         total = f"total={now - self.arrived:.3f}s"
         if self._caller.client_id:
             total += f" client_id={self._caller.client_id}"
+        elif self._caller.header_id:
+            total += f" header_id={self._caller.header_id}"
         if self._caller.tenant.name:
             total += f" key={self._caller.tenant.name}"
         if error is not None and not self._decode:

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from pdserve.gateway.http.docs.document import AnswerModel, described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.observability.meter import MeteredRequest
+from pdserve.gateway.observability.request_log import MAX_SHOWN
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.service import Service
 from pdserve.protos.fleet_pb2 import Role
@@ -18,7 +19,6 @@ from pdserve.protos.router_pb2 import FleetView, WorkerView
 from pdserve.services.host.errors import ServiceError
 
 FRESH_S = 0.5  # how old the view of the fleet may be, so that many viewers cost no more than one
-MAX_SHOWN = 200  # open requests; `num_open` counts all
 
 
 class FleetBlocks(AnswerModel):

@@ -162,6 +162,7 @@ async def test_its_log_as_json(anyio_backend):
     lines = [json.loads(line) for line in gateway.log.splitlines()]
     (answered,) = (line for line in lines if "finish=stop" in line["message"])
     assert answered["request_id"] == reply.json()["id"]
+    assert f"header_id={reply.headers['x-request-id']}" in answered["message"]
     assert answered["logger"] == "pdserve.gateway.request"
     (warning,) = (line for line in lines if line["component"] == "text")
     assert "temperature" in warning["message"]

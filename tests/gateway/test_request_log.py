@@ -1,0 +1,65 @@
+"""Ended requests that are remembered: the latest, and a flood of one key leaves those of others."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from pdserve.gateway.observability import request_log
+from pdserve.gateway.observability.request_log import RequestLog
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A meter, and what it says."""
+
+    tenant: bytes
+    name: str
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def state(self) -> "Asked":
+        return self
+
+
+def end(log: RequestLog, tenant: bytes, *names: str) -> None:
+    for name in names:
+        meter: Any = Asked(tenant, name)
+        log.began(meter)
+        log.ended(meter)
+
+
+def names(log: RequestLog, tenant: bytes) -> list[str]:
+    kept: Any = log.ended_of(tenant)
+    return [one.name for one in kept]
+
+
+def test_a_flood_of_one_key_leaves_the_requests_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_log, "MAX_ENDED", 5)
+    log = RequestLog()
+    end(log, b"a", "a1", "a2")
+    end(log, b"b", *(f"b{n}" for n in range(100)))
+    assert names(log, b"a") == ["a2", "a1"]
+    assert names(log, b"b") == ["b99", "b98", "b97"]
+    assert log.find(b"b", "b96") is None
+    assert log.find(b"a", "b99") is None, "another key's"
+
+
+def test_more_keys_than_are_remembered_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_log, "MAX_ENDED", 3)
+    log = RequestLog()
+    for n in range(10):
+        end(log, b"%d" % n, f"r{n}")
+    assert [n for n in range(10) if names(log, b"%d" % n)] == [7, 8, 9]
+
+
+def test_an_open_request_is_found_before_an_ended_one_of_its_id() -> None:
+    log = RequestLog()
+    end(log, b"a", "same")
+    later: Any = Asked(b"a", "same")
+    log.began(later)
+    assert log.find(b"a", "same") is later
