@@ -59,7 +59,7 @@ def test_a_seed_makes_the_same_prompts_again(server: ApiServer, tmp_path: Path) 
     asked = []
     for words in (["--random-seed", "5"], ["--random-seed", "5"], [], []):
         server.asked.clear()
-        _, figures = bench(server, tmp_path, "--requests", "2", *words)
+        _, figures = bench(server, tmp_path, "--requests", "2", "--concurrency", "1", *words)
         asked.append([body["prompt"] for body in server.asked if "max_tokens" in body])
         assert figures["seed"] == 5 or not words
     assert asked[0] == asked[1]
