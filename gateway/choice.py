@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pdserve.gateway.requests.sampling import RequestedSampling
-from pdserve.gateway.text.choice_text import ChoiceText
+from pdserve.gateway.text.choice_text import ChoiceText, TextUpdate
 from pdserve.gateway.text.parsing.family import ContentParser
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 from pdserve.gateway.text.stop import StopMatcher
@@ -149,14 +149,22 @@ class Choice:
         """The next tokens, in order. Raises ServiceError INTERNAL if the choice was aborted."""
         if tokens.finish == ABORTED:
             raise ServiceError(INTERNAL, "an answer was cut short")
-        new = tokens.ids
-        update = self._text.push(new, _FINISH.get(tokens.finish))
+        update = self._text.push(tokens.ids, _FINISH.get(tokens.finish))
         scores: list[ScoredToken] = []
-        if tokens.logprobs:
-            for score, token, offset in zip(tokens.logprobs, new, update.offsets, strict=False):
-                self.total_logprob += score.logprob
-                if self._scored:
-                    scores.append(scored(self._vocabulary, token, score, offset))
+        for score, token, offset in zip(tokens.logprobs, tokens.ids, update.offsets, strict=False):
+            self.total_logprob += score.logprob
+            if self._scored:
+                scores.append(scored(self._vocabulary, token, score, offset))
+        return self._delta(update, tokens.ids, tuple(scores))
+
+    def push_id(self, id_: int) -> Delta:
+        """The next token, which has no score and does not end the choice by itself."""
+        ids = (id_,)
+        return self._delta(self._text.push(ids, None), ids, ())
+
+    def _delta(
+        self, update: TextUpdate, new: Sequence[int], scores: tuple[ScoredToken, ...]
+    ) -> Delta:
         counted = len(update.offsets)
         self.num_tokens += counted
         self.closed = update.finish is not None
@@ -167,7 +175,7 @@ class Choice:
             content = self._parsed(self._parser, update.text, cut=update.finish == "length")
         finish = "tool_calls" if self._calls and update.finish == "stop" else update.finish
         ids = tuple(new[:counted])
-        return Delta(self.index, content, tuple(scores), self.num_tokens, finish, ids, update.stop)
+        return Delta(self.index, content, scores, self.num_tokens, finish, ids, update.stop)
 
     def _parsed(self, parser: ContentParser, text: str, *, cut: bool) -> tuple[ContentPart, ...]:
         parts = parser.push(text) if text else []

@@ -28,6 +28,7 @@ from pdserve.protos.common_pb2 import (
     SamplingParams,
     Start,
     TokenLogprob,
+    Tokens,
 )
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
@@ -84,6 +85,9 @@ class Usage:
 
 Run = Callable[[PreparedCompletion], AsyncGenerator[Delta | Usage, None]]
 
+WriteDelta = Callable[[Delta], bool]
+"""Sends a delta to the client at once; false: it did not, and the delta is still to be sent."""
+
 
 class Rounds(Protocol):
     """What asks the model again, with the results of tools, until its answer is complete."""
@@ -100,6 +104,7 @@ class Scores(Protocol):
 
 
 S = TypeVar("S", bound=Scores)
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -148,14 +153,22 @@ class Completions:
         self._upstream = upstream
         self._clock = clock
 
-    def stream(self, completion: PreparedCompletion) -> AsyncGenerator[Delta | Usage, None]:
-        """Deltas of all choices as they come, then the Usage. Raises ServiceError."""
+    def stream(
+        self, completion: PreparedCompletion, write: WriteDelta | None = None
+    ) -> AsyncGenerator[Delta | Usage, None]:
+        """Deltas of all choices as they come, then the Usage. Those that `write` sends are left
+        out; it is called only while whoever iterates has dealt with all before. Raises
+        ServiceError."""
         if completion.rounds is not None:
             return completion.rounds.stream(completion, self._run)
-        return self._run(completion)
+        return self._run(completion, write)
 
-    async def _run(self, completion: PreparedCompletion) -> AsyncGenerator[Delta | Usage, None]:
+    async def _run(
+        self, completion: PreparedCompletion, write: WriteDelta | None = None
+    ) -> AsyncGenerator[Delta | Usage, None]:
         runs = self._runs(completion)
+        if len(runs) == 1:  # deltas of several wait for each other (merge)
+            runs[0].write = write
         async with aclosing(merge([run.events() for run in runs])) as events:
             async for delta in events:
                 yield delta
@@ -241,6 +254,7 @@ class _PromptRun:
         self._echoed: tuple[ScoredToken, ...] | None = None if completion.echo else ()
         self._withheld: dict[int, tuple[int, ...]] = {}  # ids by choice, whose text is yet to come
         self.prompt_scores: list[TokenLogprob] = []
+        self.write: WriteDelta | None = None
         self._finished = Finished()
 
     def usage(self) -> Usage:
@@ -262,20 +276,25 @@ class _PromptRun:
         )[:n]
 
     async def events(self) -> AsyncGenerator[Delta, None]:
-        async with aclosing(self._upstream.open(self._start())) as events:
-            async for event in events:
-                if event.HasField("tokens"):
+        take_token = None if self._completion.echo else self._take_token
+        async with aclosing(self._upstream.open(self._start(), take_token)) as items:
+            async for item in items:
+                if isinstance(item, RequestEvent) and not item.HasField("tokens"):
+                    self._note(item)
+                    continue
+                if isinstance(item, Delta):
+                    yield item
+                else:
                     if self._echoed is None and self._completion.sampling.logprobs is not None:
                         self._echoed = await self._scored_prompt()
-                    delta = self._push(event)
+                    delta = self._push(item.tokens)
                     if delta is not None:
                         yield delta
-                    if not self._num_open:
-                        break
-                else:
-                    self._note(event)
-            for event in await _last(events):
-                self._note(event)
+                if not self._num_open:
+                    break
+            for item in await _last(items):
+                if isinstance(item, RequestEvent):
+                    self._note(item)
         if self._num_open:
             raise ServiceError(INTERNAL, "an answer was cut short")
         counts = {choice.index: choice.num_tokens for choice in self._choices}
@@ -317,27 +336,38 @@ class _PromptRun:
         start.seed = secrets.randbits(63) if seed is None else seed % 2**64
         return start
 
-    def _push(self, event: RequestEvent) -> Delta | None:
-        tokens = event.tokens
+    def _take_token(self, number: int, id_: int) -> Delta | None:
+        """The next token of a choice; what it adds, unless that is written at once."""
+        choice = self._choices[number]
+        if choice.closed:
+            return None
+        delta = self._counted(number, choice.push_id(id_), 1, ended=False)
+        return None if delta is None or (self.write and self.write(delta)) else delta
+
+    def _push(self, tokens: Tokens) -> Delta | None:
         choice = self._choices[tokens.choice]
         if choice.closed:
             return None
         delta = choice.push(tokens)
+        return self._counted(tokens.choice, delta, len(tokens.ids), ended=bool(tokens.finish))
+
+    def _counted(self, number: int, delta: Delta, num_ids: int, *, ended: bool) -> Delta | None:
+        """Counts new tokens of a choice; the delta as it is sent. `ended`: decode ended it."""
         self._completion.admitted.first_token()
-        self._completion.meter.tokens(choice.index, len(tokens.ids))
+        self._completion.meter.tokens(delta.choice, num_ids)
         if delta.finish is not None:
             self._num_open -= 1
             self._completion.meter.ended(delta.finish)
-            if not tokens.finish:  # a stop string has ended it, and decode does not know yet
-                self._upstream.cancel(self._request, [tokens.choice])
-        if tokens.choice in self._to_echo:
-            self._to_echo.remove(tokens.choice)
+            if not ended:  # a stop string has, and decode does not know yet
+                self._upstream.cancel(self._request, [number])
+        if number in self._to_echo:
+            self._to_echo.remove(number)
             delta = self._echo(delta)
         if not (delta.content or delta.tokens or delta.finish):
-            self._withheld[choice.index] = self._withheld.get(choice.index, ()) + delta.ids
+            self._withheld[number] = self._withheld.get(number, ()) + delta.ids
             return None
         if self._withheld:
-            delta = delta._replace(ids=self._withheld.pop(choice.index, ()) + delta.ids)
+            delta = delta._replace(ids=self._withheld.pop(number, ()) + delta.ids)
         return delta
 
     async def _scored_prompt(self) -> tuple[ScoredToken, ...]:
@@ -354,7 +384,7 @@ class _PromptRun:
         return delta._replace(content=(prompt, *delta.content), tokens=scores + delta.tokens)
 
 
-async def _last(events: AsyncIterator[RequestEvent]) -> list[RequestEvent]:
+async def _last(events: AsyncIterator[T]) -> list[T]:
     """What a router still says of a request whose choices have all ended here, if it comes within
     END_EVENTS_S; else nothing."""
     try:

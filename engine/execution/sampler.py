@@ -57,11 +57,13 @@ class Sampler:
         logits = head(hidden)
         sampled = [row for row in rows if row.choices]
         late = self._late(sampled)
-        picks = self._pick([(i, row) for i, row in enumerate(sampled) if row not in late], logits)
+        # None of them is late in most steps, and to look up a row is to hash it.
+        on_time = [(i, row) for i, row in enumerate(sampled) if not (late and row in late)]
+        picks = self._pick(on_time, logits)
         outcomes: list[Outcome] = []
         taken = 0
         for i, row in enumerate(rows):
-            if row in late:
+            if late and row in late:
                 outcomes.append(LATE)
                 continue
             end = taken + len(row.choices)

@@ -8,9 +8,8 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import Histogram
-
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.observability.histogram import Observations
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.timeline import RequestPhase, timeline
 from pdserve.protos.common_pb2 import ErrorCode, Finished, Phases
@@ -106,7 +105,7 @@ class Meter:
         self._ended: float | None = None
         self._model = ""
         self._prompt_tokens = 0
-        self._itl: Histogram | None = None  # of that model
+        self._itl: Observations | None = None  # of that model
         self._first: float | None = None
         self._first_choice: int | None = None
         self._first_phases: Phases | None = None
@@ -133,7 +132,7 @@ class Meter:
         self._begun = self._clock()
         self._model = model
         self._prompt_tokens = prompt_tokens
-        self._itl = self._metrics.itl.labels(model)
+        self._itl = self._metrics.itl.of(model)
 
     def next_round(self, prompt_tokens: int) -> None:
         """The model is asked again, with the results of tools; how it ended before is no end."""
@@ -165,8 +164,7 @@ class Meter:
         last = self._last.get(choice)
         self._last[choice] = now
         if last is not None and count and self._itl is not None:
-            for _ in range(count):
-                self._itl.observe((now - last) / count)
+            self._itl.observe((now - last) / count, count)
 
     def ended(self, finish: str) -> None:
         self._finishes.append(finish)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pdserve.gateway.observability.histogram import ModelHistogram
 from pdserve.protos.fleet_pb2 import Role
 from pdserve.protos.router_pb2 import FleetView
 from pdserve.services.host.engine_metrics import Worker, engine_metrics
@@ -40,7 +41,10 @@ class GatewayMetrics:
             return Counter(name, text, labels, registry=self.registry)
 
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")
-        self.itl = histogram("vllm:inter_token_latency_seconds", "Between tokens of one choice.")
+        self.itl = ModelHistogram(
+            "vllm:inter_token_latency_seconds", "Between tokens of one choice.", _LATENCY_S
+        )
+        self.registry.register(self.itl)
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.")
         self.queue = histogram("vllm:request_queue_time_seconds", "Waiting for a first step.")
         self.prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt's KV.")

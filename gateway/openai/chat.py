@@ -6,27 +6,24 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from pydantic_core import to_json
-
 from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.completion import Usage
+from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import ChatBody
+from pdserve.gateway.openai.text_chunk import TextChunk, only_text
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.service import Service
 from pdserve.gateway.text.parts import (
     ContentPart,
-    TextPart,
     ToolCallPart,
     calls_of,
     reasoning_of,
     text_of,
 )
-
-_TEXT = "\0text\0"  # in no other field
 
 
 class ChatReply:
@@ -84,16 +81,24 @@ class ChatReply:
             texts = array_json(map(object_json, choices))
             return object_json({**head, "choices": texts, "usage": usage_object(usage)})
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any] | JsonPieces, None]:
+    async def chunks(
+        self, direct: DirectWrite
+    ) -> AsyncGenerator[dict[str, Any] | JsonPieces, None]:
         """A chunk with the role when a choice begins, its text, its calls, its finish; then the
-        usage. Each is an object, or its text."""
+        usage. Each is an object, or its text. Those with text alone go by `direct` where it can."""
         async with self._service.prepare(self._request, self._caller) as completion:
             head = self._head("chat.completion.chunk", completion.model.card.name)
             counted = StreamUsage(self._body, completion)
             body = self._body
             plain = not (body.logprobs or body.return_token_ids or body.continuous_usage)
             begun: dict[int, TextChunk] = {}
-            async with aclosing(self._service.completions.stream(completion)) as items:
+
+            def write(item: Delta) -> bool:
+                text, chunk = only_text(item), begun.get(item.choice)
+                return bool(text and chunk and direct.write(chunk.event(text)))
+
+            stream = self._service.completions.stream(completion, write if plain else None)
+            async with aclosing(stream) as items:
                 async for item in items:
                     if isinstance(item, Usage):
                         if self._body.include_usage:
@@ -105,8 +110,8 @@ class ChatReply:
                         if self._body.return_token_ids and not begun:
                             first["prompt_token_ids"] = list(completion.prompts[0].ids)
                         yield first | counted.before(item)
-                        begun[item.choice] = TextChunk(head, item.choice, counted.before(item))
-                    if plain and item.finish is None and (text := _only_text(item)):
+                        begun[item.choice] = self._text_chunk(head, item, counted)
+                    if plain and (text := only_text(item)):
                         yield begun[item.choice].of(text)
                         continue
                     after = counted.after(item)
@@ -116,6 +121,13 @@ class ChatReply:
                     if item.finish is not None:
                         ending = _choice(item.choice, {}, self._finish(item.finish))
                         yield {**head, "choices": [ending]} | after
+
+    @staticmethod
+    def _text_chunk(head: dict[str, Any], first: Delta, counted: StreamUsage) -> TextChunk:
+        after = counted.before(first)
+        return TextChunk(
+            lambda text: {**head, "choices": [_choice(first.choice, {"content": text})]} | after
+        )
 
     def _head(self, kind: str, model: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": model}
@@ -171,25 +183,6 @@ class ChatReply:
         if not self._body.logprobs:
             return None
         return logprobs.of_chat(tokens, self._as_ids)
-
-
-class TextChunk:
-    """The chunks of one choice that have nothing but text, which most of them have: written once,
-    but for the text."""
-
-    def __init__(self, head: dict[str, Any], index: int, after: dict[str, Any]) -> None:
-        chunk = {**head, "choices": [_choice(index, {"content": _TEXT})]} | after
-        self._before, self._behind = to_json(chunk).split(to_json(_TEXT))
-
-    def of(self, text: str) -> JsonPieces:
-        return JsonPieces((self._before, to_json(text), self._behind))
-
-
-def _only_text(delta: Delta) -> str:
-    """The text of a delta that has nothing else; empty if it has."""
-    if len(delta.content) == 1 and isinstance(part := delta.content[0], TextPart):
-        return part.text
-    return ""
 
 
 def _choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:

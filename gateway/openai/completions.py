@@ -7,14 +7,17 @@ from functools import partial
 from typing import Any
 
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.choice import Delta
 from pdserve.gateway.completion import PreparedCompletion, Usage
+from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import AT_ONCE, JsonPieces, array_json, object_json
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import CompletionBody
+from pdserve.gateway.openai.text_chunk import TextChunk, only_text
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.requests.completions import TextCompletionRequest
 from pdserve.gateway.service import Service
-from pdserve.gateway.text.parts import ContentPart, text_of
+from pdserve.gateway.text.parts import ContentPart, TextPart, text_of
 
 
 class CompletionReply:
@@ -73,23 +76,39 @@ class CompletionReply:
             found = {"choices": array_json(choices), "usage": usage_object(usage)}
             return object_json({**head, **found})
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any] | JsonPieces, None]:
-        """Each an object, or the text of one with many log-probabilities."""
+    async def chunks(
+        self, direct: DirectWrite
+    ) -> AsyncGenerator[dict[str, Any] | JsonPieces, None]:
+        """Each an object, or its text. Those with text alone go by `direct` where it can."""
         async with self._service.prepare(self._request, self._caller) as completion:
             self._check(completion)
             head = self._head(completion.model.card.name)
             counted = StreamUsage(self._body, completion)
+            body = self._body
+            scored = body.logprobs is not None
+            plain = not (scored or body.return_token_ids or body.continuous_usage)
             begun: set[int] = set()
-            async with aclosing(self._service.completions.stream(completion)) as items:
+            texts: dict[int, TextChunk] = {}
+
+            def write(item: Delta) -> bool:
+                text = only_text(item)
+                if not text:
+                    return False
+                if item.choice not in texts:
+                    texts[item.choice] = self._text_chunk(head, item, counted)
+                return direct.write(texts[item.choice].event(text))
+
+            stream = self._service.completions.stream(completion, write if plain else None)
+            async with aclosing(stream) as items:
                 async for item in items:
                     if not isinstance(item, Usage):
                         choice = self._choice(item.choice, item.content, item.finish)
-                        many = len(item.tokens) > AT_ONCE and self._body.logprobs is not None
+                        many = len(item.tokens) > AT_ONCE and scored
                         if many:
                             written = logprobs.CompletionLogprobsText(self._as_ids)
                             await written.add(item.tokens)
                             choice["logprobs"] = written.pieces()
-                        elif self._body.logprobs is not None:
+                        elif scored:
                             choice["logprobs"] = logprobs.of_completion(item.tokens, self._as_ids)
                         if self._body.return_token_ids:
                             choice["token_ids"] = list(item.ids)
@@ -105,6 +124,17 @@ class CompletionReply:
                             yield {**head, "choices": [choice]} | after
                     elif self._body.include_usage:
                         yield {**head, "choices": [], "usage": usage_object(item)}
+
+    def _text_chunk(self, head: dict[str, Any], delta: Delta, counted: StreamUsage) -> TextChunk:
+        after = counted.before(delta)
+
+        def chunk(text: str) -> dict[str, Any]:
+            return {
+                **head,
+                "choices": [self._choice(delta.choice, (TextPart(text),), None)],
+            } | after
+
+        return TextChunk(chunk)
 
     def _head(self, model: str) -> dict[str, Any]:
         return {

@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
 from pdserve.gateway.caller import Caller
+from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import JsonPieces
 from pdserve.gateway.http.answers.replies import EventStream, Reply
 from pdserve.gateway.http.body import BodyReader
@@ -184,7 +185,8 @@ class OpenAiDialect:
 
     def _answer(self, reply: ChatReply | CompletionReply, stream: bool | None) -> Response:
         if stream:
-            return EventStream(_events(reply.chunks()), self, self._limits)
+            direct = DirectWrite()
+            return EventStream(_events(reply.chunks(direct)), self, self._limits, direct)
         return Reply(reply.whole(), self)
 
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
@@ -17,6 +18,7 @@ from pdserve.gateway.router_client.model_files import ModelFiles
 from pdserve.gateway.router_client.resumable_request import ResumableRequest
 from pdserve.gateway.router_client.routing import choose, conversation
 from pdserve.gateway.router_client.session import RouterConnection
+from pdserve.gateway.router_client.upstream import TakeToken
 from pdserve.protos.common_pb2 import (
     DEADLINE_EXCEEDED,
     INVALID_ARGUMENT,
@@ -29,39 +31,60 @@ from pdserve.services.host.auth.access import Access
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.rpc.channel import resolve
 from pdserve.services.host.rpc.fragments import send_ids
-from pdserve.services.host.rpc.token_rows import TokenRow
+from pdserve.services.host.rpc.token_rows import NumberedChoice, TokenRow
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0  # a request that never ran fails after this without a router
 LATE_S = 2.0  # the router ends a request at its deadline; past it by this, we do
 RESOLVE_S = 1.0  # between two looks at what the names stand for
+LAST = ("finished", "failed")  # events
+
+
+T = TypeVar("T")
 
 
 class _Inbox:
     """Events of one request, in order, from the sessions' readers to its one consumer."""
 
-    def __init__(self, request: ResumableRequest, key: bytes, now: float) -> None:
+    def __init__(
+        self, request: ResumableRequest, key: bytes, now: float, take_token: TakeToken[Any] | None
+    ) -> None:
         self.request = request
         self.key = key  # of its conversation
         self.opened = now
         self.session: RouterConnection | None = None  # that has it
         self.refused_by: set[RouterConnection] = set()  # they take no new request
-        self._events: deque[RequestEvent] = deque()
+        self._take_token = take_token
+        self._items: deque[Any] = deque()  # events, what `take_token` returned, and its errors
         self._waiter: asyncio.Future[None] | None = None  # of the consumer, while there are none
 
-    def put(self, event: RequestEvent | None) -> None:
-        if event is not None:
-            self._events.append(event)
+    def put(self, item: Any) -> None:
+        if item is not None:
+            self._items.append(item)
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
 
-    async def get(self) -> RequestEvent:
-        if not self._events:
+    def put_token(self, of: NumberedChoice, position: int, id_: int) -> None:
+        waits = self._waiter is not None and not self._waiter.done()  # for what comes next
+        if not (waits and self._take_token and self.request.take_next(of, position, id_)):
+            self.put(self.request.take_token(of, position, id_))
+            return
+        try:
+            self.put(self._take_token(of.choice, id_))
+        except Exception as error:  # of this request, not of the session that brought the token
+            self.put(error)
+
+    async def get(self) -> Any:
+        """The next item. Raises what `take_token` raised."""
+        if not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
             self._waiter = None
-        return self._events.popleft()
+        item = self._items.popleft()
+        if isinstance(item, Exception):
+            raise item
+        return item
 
 
 class RouterClient:
@@ -104,12 +127,14 @@ class RouterClient:
 
     # --- requests
 
-    async def open(self, start: Start) -> AsyncGenerator[RequestEvent, None]:
+    async def open(
+        self, start: Start, take_token: TakeToken[T] | None = None
+    ) -> AsyncGenerator[RequestEvent | T, None]:
         loop = asyncio.get_running_loop()
         if start.request in self._inboxes:
             raise ServiceError(INVALID_ARGUMENT, f"request id {quoted(start.request)} is in use")
         request = ResumableRequest(start, loop.time())
-        inbox = _Inbox(request, conversation(start), loop.time())
+        inbox = _Inbox(request, conversation(start), loop.time(), take_token)
         self._inboxes[start.request] = inbox
         timer = None
         if request.deadline is not None:
@@ -117,9 +142,9 @@ class RouterClient:
         try:
             self._assign(inbox)
             while True:
-                event = await inbox.get()
-                yield event
-                if event.WhichOneof("event") in ("finished", "failed"):
+                item = await inbox.get()
+                yield item
+                if isinstance(item, RequestEvent) and item.WhichOneof("event") in LAST:
                     return
         finally:
             if timer is not None:
@@ -212,7 +237,7 @@ class RouterClient:
         for choice, position, id_ in rows:
             inbox = self._inboxes.get(choice.request)
             if inbox is not None and inbox.session is session:
-                inbox.put(inbox.request.take_token(choice, position, id_))
+                inbox.put_token(choice, position, id_)
 
     def down(self, session: RouterConnection) -> None:
         now = asyncio.get_running_loop().time()

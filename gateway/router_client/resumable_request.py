@@ -103,16 +103,20 @@ class ResumableRequest:
             self.ended = True
         return event
 
-    def take_token(self, choice: NumberedChoice, position: int, id_: int) -> RequestEvent | None:
-        """Likewise a token of a choice that goes on."""
-        if self.ended or choice.epoch != self._epoch:
-            return None
-        tokens = Tokens(choice=choice.choice, position=position, ids=(id_,))
-        if self._progress.continues(choice.choice, position):
-            self._progress.add(choice.choice, id_)
-            return RequestEvent(tokens=tokens)
-        tokens.epoch = choice.epoch
-        return self.take(RequestEvent(tokens=tokens))
+    def take_next(self, of: NumberedChoice, position: int, id_: int) -> bool:
+        """Take a token that is the next of its choice; whether it was."""
+        if self.ended or of.epoch != self._epoch:
+            return False
+        if not self._progress.continues(of.choice, position):
+            return False
+        self._progress.add(of.choice, id_)
+        return True
+
+    def take_token(self, of: NumberedChoice, position: int, id_: int) -> RequestEvent | None:
+        """A token of a choice that goes on, as `take` does it."""
+        tokens = Tokens(choice=of.choice, position=position, ids=(id_,), epoch=of.epoch)
+        event = RequestEvent(tokens=tokens)
+        return event if self.take_next(of, position, id_) else self.take(event)
 
     def finish(self) -> RequestEvent | None:
         """End it here: its choices all ended, but the router that knew the rest is gone."""

@@ -212,17 +212,17 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
 
     def _on_event(self, served: ServedAttempt, event: Event, now: float) -> None:
         match event:
+            case NewTokens():  # the first, for most are
+                served.first_token = served.first_token or now
+                served.num_generated += len(event.ids)
+                served.transcript.take(event)
+                served.send(event)
             case Scheduled():
                 served.scheduled = served.scheduled or now
             case PrefillComputed(_, _, done):
                 # After a preemption what has been computed already is computed again.
                 if done and not served.first_token:
                     served.computed = now
-            case NewTokens():
-                served.first_token = served.first_token or now
-                served.num_generated += len(event.ids)
-                served.transcript.take(event)
-                served.send(event)
             case PromptScored(_, logprobs):
                 served.transcript.take(event)
                 for scored in to_prompt_logprobs(served.name, served.attempt, logprobs):

@@ -42,12 +42,14 @@ class Transcript:
 
     def take(self, event: NewTokens | PromptScored | Pooled) -> None:
         """Add an event; the events of a choice come in order."""
-        if isinstance(event, PromptScored | Pooled):
+        if not isinstance(event, NewTokens):
             self._prompt = event
             return
         self._ids[event.choice] += event.ids
-        self._logprobs[event.choice] += event.logprobs
-        self._ends[event.choice] = event.finish or self._ends[event.choice]
+        if event.logprobs:
+            self._logprobs[event.choice] += event.logprobs
+        if event.finish is not None:
+            self._ends[event.choice] = event.finish
 
     def covers(self, counts: Sequence[int]) -> bool:
         """Whether all after the first `counts` ids of each choice can be sent again.

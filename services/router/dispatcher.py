@@ -15,7 +15,7 @@ from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.rpc.request_progress import RequestProgress
-from pdserve.services.host.rpc.token_rows import NumberedChoice, TokenRow
+from pdserve.services.host.rpc.token_rows import TokenRow
 from pdserve.services.host.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules
@@ -174,11 +174,6 @@ class Dispatcher:
             self.placer.budget.runs(request)
         request.client.put(event)
 
-    def emit_token(
-        self, request: RoutedRequest, choice: NumberedChoice, position: int, id_: int
-    ) -> bool:
-        return request.client.put_token(choice, position, id_)
-
     def place(self, request: RoutedRequest, now: float) -> None:
         self.placer.place(request, now)
 
@@ -314,6 +309,8 @@ class Dispatcher:
         """Tokens of a decode session, of choices that go on."""
         for choice, position, id_ in rows:
             request = self._by_attempt.get(choice.attempt)
+            if request is not None and request.pass_on(worker, choice, position, id_):
+                continue
             attempt = None if request is None else request.assignment_of(choice.attempt)
             if request is None or attempt is None or attempt.decode is not worker:
                 self.num_stale += 1

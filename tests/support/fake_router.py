@@ -7,10 +7,12 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from pdserve.gateway.router_client.upstream import TakeToken
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2, router_pb2
 from pdserve.services.host.errors import ServiceError
@@ -116,16 +118,28 @@ class FakeRouter:
             prefill_remote=4,
         ) if self.cards else router_pb2.FleetView()  # fmt: skip
 
-    def open(self, start: pb.Start) -> AsyncGenerator[Event, None]:
+    def open(
+        self, start: pb.Start, take_token: TakeToken[Any] | None = None
+    ) -> AsyncGenerator[Event, None]:
         self.starts.append(start)
-        return self._events(start)
+        return self._events(start, take_token)
 
-    async def _events(self, start: pb.Start) -> AsyncGenerator[Event, None]:
+    async def _events(
+        self, start: pb.Start, take_token: TakeToken[Any] | None
+    ) -> AsyncGenerator[Event | Any, None]:
+        """Every second event that has one token and nothing else is given to `take_token`."""
         ended = False
         events = self.play(self, start)
         try:
             async for event in events:
                 ended = event.WhichOneof("event") in ("finished", "failed")
+                tokens = event.tokens
+                plain = len(tokens.ids) == 1 and not (tokens.logprobs or tokens.finish)
+                if take_token is not None and plain and tokens.position % 2:
+                    item = take_token(tokens.choice, tokens.ids[0])
+                    if item is not None:
+                        yield item
+                    continue
                 yield event
                 if ended:
                     return

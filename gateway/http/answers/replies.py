@@ -17,6 +17,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.held_answers import HeldAnswer, HeldAnswers
 from pdserve.gateway.http.answers.json_text import PIECE_BYTES, JsonPieces
 from pdserve.gateway.http.dialect import ErrorShape, Event, HttpError, HttpLimits, error_response
@@ -34,6 +35,7 @@ STREAM = [
 # ASGI extensions of our server
 DROP = "pdserve.drop"  # drops the connection
 KEEPS_UP = "pdserve.keeps_up"  # whether the client takes what is written
+WRITE = "pdserve.write"  # writes a short piece of the body at once, unless the client lags
 HELD = "pdserve.held"  # the HeldAnswers of all its connections
 
 
@@ -162,6 +164,7 @@ class EventStream(Response):
     What the client does not take waits here, up to `max_buffer_bytes` and `stall_s` without
     progress; beyond either the generator is closed, which cancels its requests. Long events are
     bounded as whole answers are: several may come at once, which no client can take in time.
+    `direct` is open while the client keeps up, to what the generator would yield next.
     """
 
     def __init__(
@@ -169,8 +172,10 @@ class EventStream(Response):
         events: AsyncGenerator[Event, None],
         errors: ErrorShape,
         limits: HttpLimits,
+        direct: DirectWrite | None = None,
     ) -> None:
         self._events = events
+        self._direct = direct or DirectWrite()
         self._errors = errors
         self._backpressure = Backpressure(limits.max_buffer_bytes, limits.stall_s)
         self._complete = False  # the whole response is sent
@@ -211,7 +216,10 @@ class EventStream(Response):
 
         try:
             async with aclosing(self._with_error_event(scope, long)) as events:
-                left = await _write_through(events, begin, write, _keeps_up(scope))
+                try:
+                    left = await self._write_through(events, begin, write, scope)
+                finally:
+                    self._direct.close()
                 if left is not None:
                     await deliver(
                         left,
@@ -228,6 +236,27 @@ class EventStream(Response):
         except Exception as error:
             await error_response(self._errors, _public(error, scope))(scope, receive, send)
         self._complete = True
+
+    async def _write_through(
+        self,
+        events: AsyncGenerator[Event, None],
+        begin: Callable[[], Awaitable[None]],
+        write: Callable[[bytes], Awaitable[None]],
+        scope: Scope,
+    ) -> AsyncGenerator[Event, None] | None:
+        """Write short events as they come, while the client keeps up; what is left must wait for
+        it. This way a token costs no turn of another task. Whether the client of another server
+        keeps up is not known."""
+        extensions = scope.get("extensions", {})
+        keeps_up: Callable[[], bool] = extensions.get(KEEPS_UP, lambda: False)
+        async for event in events:
+            if keeps_up():
+                await begin()  # which alone may be more than the client takes
+            if not isinstance(event, bytes) or not keeps_up():
+                return _with_first(event, events)
+            await write(event)
+            self._direct.open(extensions.get(WRITE))
+        return None
 
     async def _with_error_event(
         self, scope: Scope, long: "_LongEvents"
@@ -246,29 +275,6 @@ class EventStream(Response):
             last = self._errors.error_event(_public(error, scope))
             long.made(last)
             yield last
-
-
-def _keeps_up(scope: Scope) -> Callable[[], bool]:
-    """Whether the client takes what is written; of another server's it is not known."""
-    keeps_up: Callable[[], bool] = scope.get("extensions", {}).get(KEEPS_UP, lambda: False)
-    return keeps_up
-
-
-async def _write_through(
-    events: AsyncGenerator[Event, None],
-    begin: Callable[[], Awaitable[None]],
-    write: Callable[[bytes], Awaitable[None]],
-    keeps_up: Callable[[], bool],
-) -> AsyncGenerator[Event, None] | None:
-    """Write short events as they come, while the client keeps up; what is left must wait for it.
-    This way a token costs no turn of another task."""
-    async for event in events:
-        if keeps_up():
-            await begin()  # which alone may be more than the client takes
-        if not isinstance(event, bytes) or not keeps_up():
-            return _with_first(event, events)
-        await write(event)
-    return None
 
 
 async def _with_first(

@@ -11,6 +11,7 @@ import re
 import socket
 import sys
 import termios
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -19,8 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.gateway.http.answers.held_answers import HeldAnswers
-from pdserve.gateway.http.answers.replies import DROP, HELD, KEEPS_UP
+from pdserve.gateway.http.answers.replies import DROP, HELD, KEEPS_UP, WRITE
 from pdserve.gateway.http.dialect import Dialect, HttpError, error_response
+from pdserve.gateway.http.serving.batched_writes import BatchedWrites
 
 log = logging.getLogger("pdserve.gateway.http")
 
@@ -69,12 +71,19 @@ class BoundedProtocol(HttpToolsProtocol):
     _progress = 0  # when `_stall` began
 
     def __init__(
-        self, *args: Any, dialect: Dialect, stall_s: float, held: HeldAnswers, **options: Any
+        self,
+        *args: Any,
+        dialect: Dialect,
+        stall_s: float,
+        held: HeldAnswers,
+        writes: BatchedWrites,
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._dialect = dialect
         self._stall_s = stall_s
         self._held = held
+        self._writes = writes
         self.lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -160,7 +169,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         extensions: dict[str, Any] = {
             DROP: self.transport.abort,
-            KEEPS_UP: lambda: self.transport.get_write_buffer_size() < MAX_LAG_BYTES,
+            KEEPS_UP: self._keeps_up,
             HELD: self._held,
         }
         self.scope["extensions"] = extensions
@@ -177,6 +186,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async def send_last(message: Message) -> None:
+                self._writes.flush(self.transport)
                 early = message["type"] == "http.response.start" and cycle.more_body
                 if early:
                     MutableHeaders(scope=message)["connection"] = "close"
@@ -184,10 +194,25 @@ class BoundedProtocol(HttpToolsProtocol):
                 if early:  # closed below: uvicorn would do so before the client reads the answer
                     self._last, cycle.keep_alive = True, True
 
+            scope["extensions"][WRITE] = partial(self._write_piece, cycle)
             old = scope["http_version"] == "1.0"
             await app(scope, receive, _unframed(cycle, send_last) if old else send_last)
 
         super()._start_asgi_task(cycle, answer)  # type: ignore[arg-type]
+
+    def _keeps_up(self) -> bool:
+        unsent = self.transport.get_write_buffer_size() + self._writes.num_held(self.transport)
+        return unsent < MAX_LAG_BYTES
+
+    def _write_piece(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """Write a piece of a body that comes in chunks, as the cycle's `send` would; False: it has
+        not begun, or is over, or its client lags."""
+        if not cycle.response_started or cycle.response_complete or not cycle.chunked_encoding:
+            return False
+        if cycle.disconnected or self.transport.is_closing() or not self._keeps_up():
+            return False
+        self._writes.write(self.transport, (b"%x\r\n" % len(data), data, b"\r\n"))
+        return True
 
     def on_response_complete(self) -> None:
         if self._last:

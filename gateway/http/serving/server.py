@@ -13,6 +13,7 @@ import uvicorn
 
 from pdserve.gateway.http.answers.held_answers import MAX_HELD_BYTES, HeldAnswers
 from pdserve.gateway.http.dialect import Dialect
+from pdserve.gateway.http.serving.batched_writes import BatchedWrites
 from pdserve.gateway.http.serving.listener import HttpListener, max_connections
 from pdserve.gateway.http.serving.protocol import BoundedProtocol
 from pdserve.services.host.files import LOOK_AGAIN_S, stamp
@@ -50,6 +51,7 @@ class HttpServer(uvicorn.Server):
                     dialect=dialect,
                     stall_s=stall_s,
                     held=HeldAnswers(max_answers_bytes),
+                    writes=BatchedWrites(),
                 ),
                 ws="none",
                 lifespan="off",

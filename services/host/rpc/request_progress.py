@@ -4,6 +4,7 @@ Only ids that continue a choice are taken, so a repeated or overlapping message 
 The router keeps one of each request that it runs.
 """
 
+from array import array
 from collections.abc import Sequence
 
 from pdserve.engine.api.sampling_bounds import MAX_CHOICES
@@ -33,12 +34,24 @@ class RequestProgress:
             raise ServiceError(pb.INVALID_ARGUMENT, "choices must be none or n", "choices")
         self.start = start  # without ids and choices
         self.prompt_ids = list(prompt_ids)
-        self.choices = [pb.ChoiceState() for _ in range(max(1, start.params.n))]
-        for mine, given in zip(self.choices, start.choices, strict=False):
+        self._choices = [pb.ChoiceState() for _ in range(max(1, start.params.n))]
+        for mine, given in zip(self._choices, start.choices, strict=False):
             mine.CopyFrom(given)
+        # The position of each choice's next id, or -1 once it has ended.
+        self._next = [-1 if one.finish else len(one.generated_ids) for one in self._choices]
+        self._added = [array("I") for _ in self._choices]  # ids that are not in `_choices` yet
         self._num_scored = 0  # prompt tokens whose log-probabilities have gone out
         del self.start.choices[:]
         del self.start.prompt_ids[:]
+
+    @property
+    def choices(self) -> list[pb.ChoiceState]:
+        """What each choice has; not to be changed."""
+        for choice, added in zip(self._choices, self._added, strict=True):
+            if added:
+                choice.generated_ids.extend(added)
+                del added[:]
+        return self._choices
 
     def take(self, tokens: pb.Tokens) -> pb.Tokens | None:
         """Add ids to their choice: the message, cut down to what is new, or None.
@@ -62,18 +75,17 @@ class RequestProgress:
             tokens.position = known
         choice.generated_ids.extend(tokens.ids)
         choice.finish = tokens.finish
+        self._next[tokens.choice] = -1 if tokens.finish else len(choice.generated_ids)
         return tokens
 
     def continues(self, choice: int, position: int) -> bool:
         """Whether the next token of that choice is at that position."""
-        if choice >= len(self.choices):
-            return False
-        state = self.choices[choice]
-        return not state.finish and len(state.generated_ids) == position
+        return choice < len(self._next) and self._next[choice] == position
 
     def add(self, choice: int, id_: int) -> None:
         """Add one that does."""
-        self.choices[choice].generated_ids.append(id_)
+        self._added[choice].append(id_)
+        self._next[choice] += 1
 
     def take_scores(self, scores: pb.PromptLogprobs) -> pb.PromptLogprobs | None:
         """Likewise for log-probabilities of the prompt, which are wanted once in a request."""
@@ -95,14 +107,18 @@ class RequestProgress:
         """The embedding that was asked for; None for a second one. Nothing is left to ask for."""
         if not self.start.pool or self.complete:
             return None
-        self.choices[0].finish = pb.STOP
+        self._finish(0, pb.STOP)
         return embedding
 
     def abort(self, choices: Sequence[int]) -> None:
         """Mark choices as ended by the client; those that have ended keep their finish reason."""
         for index in choices:
             if index < len(self.choices) and not self.choices[index].finish:
-                self.choices[index].finish = pb.ABORTED
+                self._finish(index, pb.ABORTED)
+
+    def _finish(self, choice: int, reason: pb.FinishReason) -> None:
+        self.choices[choice].finish = reason
+        self._next[choice] = -1
 
     @property
     def complete(self) -> bool:

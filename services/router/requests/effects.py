@@ -48,11 +48,6 @@ class Effects(Protocol[RequestT]):
     def emit(self, request: RequestT, event: RequestEvent) -> None:
         """Pass an event to the client."""
 
-    def emit_token(
-        self, request: RequestT, choice: NumberedChoice, position: int, id_: int
-    ) -> bool:
-        """Pass a token on to the client without an event; False: it takes an event."""
-
     def place(self, request: RequestT, now: float) -> None:
         """Begin an attempt now, or queue the request in order of arrival."""
 

@@ -94,6 +94,7 @@ class RoutedRequest:
         self._arrived = now
         self._counted = False  # its prompt was counted as local or remote
         self._assignments: dict[bytes, Assignment] = {}  # its attempt, and a migration's
+        self._passes_on: Assignment | None = None  # whose tokens change nothing here
         self._target: Worker | None = None  # of a migration
         self._so_far = pb.Finished()  # what the source of a migration has said of the beginning
 
@@ -131,6 +132,7 @@ class RoutedRequest:
         self.state, actions = machine.step(self.state, event, now)
         for action in actions:
             self._carry_out(action, message, now)
+        self._passes_on = self.assignment if self.state.only_passes_on else None
 
     # --- what the dispatcher asks for
 
@@ -183,6 +185,7 @@ class RoutedRequest:
         start.crash_count = max(start.crash_count, self.state.crash_count)
         same = progress.choices == self.progress.choices
         self.state, actions = machine.step(self.state, on.Reissued(same), now)
+        self._passes_on = None
         self.span.event("issued again", now)
         self.span.end()
         for action in actions:
@@ -220,15 +223,22 @@ class RoutedRequest:
                     self._keeps(message)
                 self.step(messages.of_decode(kind, message), now, message)
 
+    def pass_on(self, worker: Worker, of: NumberedChoice, position: int, id_: int) -> bool:
+        """Pass on a worker's token of a choice that goes on, if it changes nothing else here."""
+        assigned = self._passes_on
+        if assigned is None or assigned.id != of.attempt or assigned.decode is not worker:
+            return False
+        if not self.progress.continues(of.choice, position):
+            return False
+        ours = NumberedChoice(self.id, of.attempt, self.state.epoch, of.choice)
+        if not self.client.put_token(ours, position, id_):
+            return False
+        self.progress.add(of.choice, id_)
+        return True
+
     def on_token(self, of: NumberedChoice, position: int, id_: int, now: float) -> None:
-        """A token of a choice that goes on; most of them are only passed on."""
-        attempt, choice = of.attempt, of.choice
-        if self.state.only_passes_on(attempt) and self.progress.continues(choice, position):
-            ours = NumberedChoice(self.id, attempt, self.state.epoch, choice)
-            if self._effects.emit_token(self, ours, position, id_):
-                self.progress.add(choice, id_)
-                return
-        tokens = pb.Tokens(attempt=attempt, choice=choice, position=position, ids=(id_,))
+        """A token that is not only passed on."""
+        tokens = pb.Tokens(attempt=of.attempt, choice=of.choice, position=position, ids=(id_,))
         self.on_decode("tokens", tokens, now)
 
     def on_prefill(self, kind: str, message: Any, now: float) -> None:

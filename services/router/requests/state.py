@@ -135,11 +135,11 @@ class Routing:
             and now >= self.stays_until
         )
 
-    def only_passes_on(self, attempt: bytes) -> bool:
-        """Whether ids of that attempt that end no choice change nothing here."""
+    @property
+    def only_passes_on(self) -> bool:
+        """Whether ids of the attempt that end no choice change nothing here."""
         return (
             self.attempt is not None
-            and self.attempt.id == attempt
             and self.attempt.produced
             and self.stage is Stage.RUNNING
             and self.begun

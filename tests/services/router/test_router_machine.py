@@ -190,14 +190,12 @@ class Drive:
 
     def check_what_only_passes_on(self) -> None:
         """The machine is not asked about such tokens: it would do nothing else."""
-        for attempt in self.open:
-            if self.state.only_passes_on(attempt):
-                tokens = on.TokensReceived(attempt, True, self.state.complete)
-                assert machine.step(self.state, tokens, self.now) == (
-                    self.state,
-                    (do.PassOn(attempt),),
-                )
-                self.seen["only passed on"] += 1
+        if self.state.only_passes_on:
+            assert self.state.attempt is not None
+            attempt = self.state.attempt.id
+            tokens = on.TokensReceived(attempt, True, self.state.complete)
+            assert machine.step(self.state, tokens, self.now) == (self.state, (do.PassOn(attempt),))
+            self.seen["only passed on"] += 1
 
     def _lose(self, event: on.WorkerLost, before: Routing) -> None:
         """Who is dead needs no cancel; a migration's target ends by itself, and so does its source

@@ -1,0 +1,24 @@
+"""A way past the tasks of a streamed answer, for an event that can go to its client at once."""
+
+from collections.abc import Callable
+
+
+class DirectWrite:
+    """Of one answer; its stream (replies.py) opens and closes it."""
+
+    def __init__(self) -> None:
+        self._write: Callable[[bytes], bool] | None = None
+
+    def open(self, write: Callable[[bytes], bool] | None) -> None:
+        """`write` sends a piece of the body at once, or does nothing and returns False."""
+        self._write = write
+
+    def close(self) -> None:
+        self._write = None
+
+    def write(self, event: bytes) -> bool:
+        """Send a short event; False: it has to go the usual way.
+
+        Only for whoever knows that all events before have been sent.
+        """
+        return self._write is not None and self._write(event)
