@@ -109,6 +109,16 @@ def test_retry_asks_a_question_that_failed(server: ApiServer) -> None:
     assert [m["content"] for m in chat.messages] == ["more", "x"]
 
 
+def test_ctrl_c_before_the_question_is_sent(server: ApiServer) -> None:
+    def interrupted(shows: bool) -> PlainView:
+        raise KeyboardInterrupt
+
+    _, chat, out = talking(server)
+    assert Repl(chat, interrupted, out).run(["hi", "/reset"]) == 0
+    assert "forgotten" in out.getvalue()
+    assert not server.asked
+
+
 def test_an_answer_that_did_not_come_is_in_the_exit_code(server: ApiServer) -> None:
     talk, _, _ = talking(server)
     lines = iter(["one", "two"])
