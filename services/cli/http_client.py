@@ -33,7 +33,7 @@ def advice(error: ApiError) -> str:
     elif error.status == 401:
         told = "Give the server's key with --api-key (or PDSERVE_API_KEY)."
     elif error.code == "context_length_exceeded":
-        told = "/reset forgets the conversation; so does a new `pdserve chat`."
+        told = "/reset forgets the conversation; /retry then asks the question again."
     else:
         return ""
     return f"\n{told}"
