@@ -18,6 +18,7 @@ from pdserve.services.cli.http_client import (
     ApiError,
     address_of,
     bearer,
+    entries_of,
     error_of,
 )
 from pdserve.services.options.settings import ClientSettings
@@ -153,7 +154,11 @@ class AsyncApi:
 
     async def first_model(self) -> str:
         """The name of the model that the server lists first. Raises ApiError."""
-        models = (await self.get("/v1/models")).check().json.get("data") or []
+        answer = (await self.get("/v1/models")).check().json
+        try:
+            models = entries_of(answer)
+        except ValueError:
+            raise ApiError(f"{self.url} lists no models: is it an OpenAI server?", 502) from None
         if not models:
             raise ApiError(f"{self.url} serves no model yet", 503)
         return str(models[0]["id"])

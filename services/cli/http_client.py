@@ -33,7 +33,7 @@ def advice(error: ApiError) -> str:
     elif error.status == 401:
         told = "Give the server's key with --api-key (or PDSERVE_API_KEY)."
     elif error.code == "context_length_exceeded":
-        told = "/reset forgets the conversation; so does a new `pdserve chat`."
+        told = "/reset forgets the conversation; /retry then asks the question again."
     else:
         return ""
     return f"\n{told}"
@@ -112,6 +112,13 @@ class ApiClient:
         """Raises ApiError."""
         return self._json(self.get(path))
 
+    def models(self) -> list[dict[str, Any]]:
+        """The entries of /v1/models. Raises ApiError."""
+        try:
+            return entries_of(self.get_json("/v1/models"))
+        except ValueError:
+            raise self._foreign() from None
+
     def post_json(self, path: str, body: dict[str, Any]) -> Any:
         """Raises ApiError."""
         connection, answer = self._ask("POST", path, body)
@@ -134,8 +141,10 @@ class ApiClient:
                 if data == b"[DONE]":
                     return
                 event = self._json(data)
-                if "error" in event:
-                    raise _error(event["error"], answer.status)
+                if not isinstance(event, dict):
+                    raise self._foreign()
+                if error := event.get("error"):
+                    raise _error(error, answer.status)
                 yield event
             raise ApiError("the answer broke off", code=BROKEN)
         except (OSError, http.client.HTTPException) as error:
@@ -184,6 +193,9 @@ class ApiClient:
         except ValueError:
             raise ApiError(f"{self.url} did not answer with JSON: is it pdserve?") from None
 
+    def _foreign(self) -> ApiError:
+        return ApiError(f"{self.url} does not answer as OpenAI's API: is it pdserve?", 502)
+
 
 def client_of(settings: ClientSettings, timeout_s: float = 600.0) -> ApiClient:
     """A client of the server that the options name. Raises ApiError for a malformed URL."""
@@ -199,5 +211,17 @@ def error_of(body: bytes, status: int, otherwise: str) -> ApiError:
         return ApiError(otherwise, status)
 
 
-def _error(told: dict[str, Any], status: int) -> ApiError:
+def entries_of(models: Any) -> list[dict[str, Any]]:
+    """Of what /v1/models answers. Raises ValueError for what is no list of models."""
+    found = models.get("data") if isinstance(models, dict) else None
+    if not isinstance(found, list) or not all(
+        isinstance(one, dict) and isinstance(one.get("id"), str) for one in found
+    ):
+        raise ValueError("no list of models")
+    return found
+
+
+def _error(told: Any, status: int) -> ApiError:
+    if isinstance(told, str):
+        return ApiError(told, status)
     return ApiError(str(told.get("message", "")), status, str(told.get("code") or ""))

@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 the command failed, 2 the command line is wrong, 130 Ctrl-C ended it.
 """
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from pdserve.services.options.sources import Settings, resolve
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (sys.argv's, if none is given) and gives its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # characters that a terminal lacks
     try:
         if not words or words[0] in ("-h", "--help", "help"):
             print(overview(), end="")

@@ -23,7 +23,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """Prints a table; returns 1 if no server answers."""
     try:
         api = client_of(settings.build(ClientSettings), timeout_s=10.0)
-        models = api.get_json("/v1/models")["data"]
+        models = api.models()
     except ApiError as error:
         print(f"pdserve models: {error}{advice(error)}", file=sys.stderr)
         return 1

@@ -10,7 +10,6 @@ from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Unpack
 
-from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import Request
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.gateway.content.answer_format import AUTO, ParserChoice
@@ -22,7 +21,7 @@ from pdserve.services.llm.generation import (
     PreparedRequest,
     RequestEvent,
 )
-from pdserve.services.llm.model import Deliveries, InProcessModel, config_of, put
+from pdserve.services.llm.model import Deliveries, InProcessModel, Model, config_of, put
 from pdserve.services.llm.outputs import Conversation, OutputDelta, RequestOutput
 from pdserve.services.llm.prompts import Prompt, as_list
 from pdserve.services.llm.sampling import SamplingParams
@@ -40,7 +39,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        config: EngineConfig | str = "",
+        config: Model = "",
         *,
         tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,

@@ -9,14 +9,13 @@ from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any, Unpack, overload
 
-from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import Request
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.gateway.content.answer_format import AUTO, ParserChoice
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.services.llm.chat import ChatOptions, chat_input, conversations
 from pdserve.services.llm.generation import Embedding, Generation, PreparedRequest, RequestEvent
-from pdserve.services.llm.model import InProcessModel, config_of, put
+from pdserve.services.llm.model import InProcessModel, Model, config_of, put
 from pdserve.services.llm.outputs import Conversation, OutputDelta, RequestOutput
 from pdserve.services.llm.prompts import Prompt, as_list, per_prompt
 from pdserve.services.llm.sampling import SamplingParams
@@ -36,7 +35,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | EngineConfig = "",
+        model: Model = "",
         *,
         tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from heapq import heappop, heappush
+from os import PathLike
 from typing import Any, Protocol
 
 from pdserve.engine.api.config import EngineConfig
@@ -26,6 +27,7 @@ from pdserve.services.options.options import OptionError, options_of
 
 EXIT_POLL_S = 0.5  # so late an unclosed model notices that the main thread has ended
 CLOSED = "it is closed"
+Model = str | PathLike[str] | EngineConfig  # a path, an id, or all options
 
 
 class Inbox(Protocol):
@@ -143,21 +145,21 @@ class InProcessModel:
             self._deliver(found)
 
 
-def config_of(model: str | EngineConfig, options: dict[str, Any], owner: str) -> EngineConfig:
+def config_of(model: Model, options: dict[str, Any], owner: str) -> EngineConfig:
     """The checked options of an engine. Raises TypeError for an unknown one, ValueError for a bad
     value; both name it."""
     if isinstance(model, EngineConfig):
         if options:
             raise TypeError(f"{owner}: give an EngineConfig or {', '.join(options)}, not both")
         config = model
-    elif isinstance(model, str):
+    elif isinstance(model, str | PathLike):
         known = [own.name for own in fields(EngineConfig)]
         for name in options:
             if name not in known:
                 near = get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise TypeError(f"{owner} has no option {name!r}{hint}")
-        config = EngineConfig(model=model, **options)
+        config = EngineConfig(model=str(model), **options)
     else:
         kind = type(model).__name__
         raise TypeError(f"{owner}: model must be a path, an id or an EngineConfig, not {kind}")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from pdserve.engine.api.config import EngineConfig
@@ -34,7 +35,7 @@ from pdserve.services.local.progress import Lines, ProgressView, progress_below_
 from pdserve.services.local.run_folder import run_dir
 from pdserve.services.local.supervisor import Child, StartError, Supervisor
 from pdserve.services.options.options import OptionError
-from pdserve.services.options.settings import UpSettings
+from pdserve.services.options.settings import DEFAULT_URL, UpSettings
 from pdserve.services.options.sources import Settings
 from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.router.settings import RouterSettings
@@ -301,14 +302,23 @@ class System:
         if logs_json():
             say(ready)
             return
+        words = f"{program()} chat" + ("" if url == DEFAULT_URL else f" --url {url}")
+        words += " --api-key YOUR_KEY" if keys else ""
         print(
             f"\n{ready}\n\n"
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n"
             f'    -d \'{{"model": "{models[0]}", '
             f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n\n'
-            "or `pdserve chat` in another terminal. Ctrl-C stops it.\n",
+            f"or open {url}/ in a browser, or type in another terminal\n\n"
+            f"  {words}\n\nCtrl-C stops it.\n",
             flush=True,
         )
+
+
+def program() -> str:
+    """How a person starts another pdserve: by its name, or as this one if no PATH has it."""
+    mine = sys.argv[0]
+    return mine if Path(mine).name == "pdserve" and not which("pdserve") else "pdserve"
 
 
 def free_port() -> int:

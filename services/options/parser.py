@@ -5,6 +5,8 @@ import argparse
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Any, NoReturn
 
 from pdserve.services.options.aliases import aliases_of
@@ -30,6 +32,9 @@ class Positional:
     repeated: bool = False  # one or more; its value is a list then
 
 
+MAX_WIDTH = 100  # columns of help
+
+
 class _Parser(argparse.ArgumentParser):
     @property
     def flags(self) -> Collection[str]:
@@ -40,8 +45,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
+    """As wide as the terminal, up to MAX_WIDTH; a flag stays in one line."""
+
     def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=30, width=100)
+        width = min(MAX_WIDTH, get_terminal_size().columns)
+        super().__init__(prog, max_help_position=30, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(text, width, break_on_hyphens=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +130,11 @@ def check_flags(prog: str, words: Sequence[str], flags: Collection[str]) -> None
         if not looks_so or name in flags:
             continue
         known = [*flags, *aliases_of(flags)]
-        close = get_close_matches("--" + name.lstrip("-"), known, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else f"; `{prog} --help` lists the options"
+        names = {flag.lstrip("-"): flag for flag in known}  # dashes are no likeness
+        close = get_close_matches(name.lstrip("-"), names, n=1)
+        hint = f"; `{prog} --help` lists the options"
+        if close:
+            hint = f" (did you mean {names[close[0]]}?)"
         raise OptionError(f"option {name} is unknown{hint}")
 
 

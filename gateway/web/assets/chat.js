@@ -5,7 +5,7 @@
 
 import { answer } from "./answer.js";
 import { ApiError, key, request, setKey } from "./api.js";
-import { announce, ask, byId, h } from "./dom.js";
+import { announce, ask, byId, h, warn } from "./dom.js";
 import { MessageView } from "./message_view.js";
 import { NO_OPTIONS, Settings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
@@ -48,7 +48,7 @@ async function save(conversation) {
   try {
     await store.put(conversation);
   } catch {
-    announce("The browser has no room to keep this conversation.");
+    warn("The browser has no room to keep this conversation.");
   }
 }
 
@@ -159,7 +159,7 @@ function isReady() {
     return false;
   }
   if (picker.value) return true;
-  announce("There is no model to ask.");
+  warn("There is no model to ask.");
   loadModels();
   return false;
 }
@@ -200,6 +200,7 @@ async function respond() {
   const done = new Promise((resolve) => (ended = resolve));
   const mine = { conversation, message, done, stop: () => controller.abort() };
   going = mine;
+  warn("");
   showMessages();
   showState();
   await save(conversation);
@@ -266,7 +267,7 @@ async function loadModels() {
     picker.replaceChildren(h("option", { value: "" }, "No model"));
     if (error.status === 401) askKey();
     else {
-      announce(error.message);
+      warn(error.message);
       retry = setTimeout(loadModels, RETRY_MS);
     }
     return;
@@ -278,6 +279,7 @@ async function loadModels() {
     picker.append(h("option", { value: "" }, "No model yet"));
     retry = setTimeout(loadModels, RETRY_MS);
   }
+  warn(names.length ? "" : "The server has no model to chat with yet.");
   picker.value = [current.model, kept("model", "")].find((name) => names.includes(name)) ?? names[0] ?? "";
   settings.recommend(recommended[picker.value]);
 }

@@ -35,6 +35,12 @@ export function announce(text) {
   byId("status").textContent = text;
 }
 
+/** Shows and says what went wrong; an empty text takes it away. */
+export function warn(text) {
+  byId("warning").textContent = text;
+  if (text) announce(text);
+}
+
 /** Copies text; pages without https have only the old way. */
 export async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
@@ -51,7 +57,7 @@ export function copyButton(label, text, props = {}) {
     try {
       await copy(text());
     } catch {
-      announce("The browser does not let this page copy.");
+      warn("The browser does not let this page copy.");
       return;
     }
     announce("Copied.");

@@ -162,7 +162,7 @@ function facts({ model, usage, first_s: first, total_s: total, finish }) {
   if (tokens) said.push(`${tokens} token${tokens === 1 ? "" : "s"}`);
   if (tokens > 1 && total - first > 0.05) said.push(`${((tokens - 1) / (total - first)).toFixed(0)}/s`);
   if (first !== undefined) said.push(`first after ${first.toFixed(2)} s`);
-  if (finish === "length") said.push("cut at its longest length");
+  if (finish === "length") said.push("cut at its token limit");
   if (finish === "stopped") said.push("stopped");
   return said.filter(Boolean).join(" · ");
 }

@@ -34,6 +34,11 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
         slo = parse_slo(chosen.slo)
     except ValueError as error:
         raise OptionError(f"--slo: {error}") from None
+    if chosen.json:
+        try:
+            Path(chosen.json).open("a").close()  # before the load, not after it
+        except OSError as error:
+            raise OptionError(f"--json: {error}") from None
     view = progress_on(sys.stderr)
     bench = Bench(chosen, view)
     try:

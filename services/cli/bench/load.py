@@ -85,8 +85,8 @@ class _Events:
         if failure := event.get("error"):
             self.error = str(failure.get("message", failure))
         self.usage = event.get("usage") or self.usage
-        for choice in event.get("choices", ()):
-            delta = choice.get("delta", choice)
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or choice
             if delta.get("text") or delta.get("content") or delta.get("reasoning_content"):
                 self.arrivals.append(now)
                 return

@@ -21,9 +21,11 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     except ApiError as error:
         print(f"pdserve chat: {error}{advice(error)}", file=sys.stderr)
         return 1
-    if sys.stdin.isatty():
-        print(f"{conversation.model} at {client.url}, {conversation.sampling}. /help explains.")
+    typed = sys.stdin.isatty()
+    if typed:
+        print(f"{conversation.model} at {client.url}. /help explains.\n{conversation.sampling}")
         lines = typed_lines(history_file() if chat.history else None, COMMANDS)
     else:
         lines = piped_lines()
-    return Repl(conversation, lambda shows: view_on(sys.stdout, shows), sys.stdout).run(lines)
+    repl = Repl(conversation, lambda shows: view_on(sys.stdout, shows), sys.stdout)
+    return repl.run(lines, typed=typed)

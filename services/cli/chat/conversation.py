@@ -31,7 +31,9 @@ class Conversation:
         self.max_tokens = settings.max_tokens
         self.system = settings.system
         self.messages: list[dict[str, str]] = []
+        self.question = ""  # the last one, answered or not
         self.reasoning = ""  # of the last answer
+        self._before = self.messages  # those before the last question
 
     @property
     def sampling(self) -> str:
@@ -47,47 +49,52 @@ class Conversation:
             own.append(f"{', '.join(parts)} (recommended for this model)")
         return ", ".join(own) or "temperature 1 (nothing else is recommended for this model)"
 
-    def ask(self, text: str, view: AnswerView) -> None:
-        """Shows the answer as it comes; a question without an answer is forgotten.
+    def reset(self) -> None:
+        """Forgets the messages; the last question can still be asked again."""
+        self.messages = self._before = []
 
-        Ctrl-C stops the answer and keeps what has come. Raises ApiError.
+    def ask(self, text: str, view: AnswerView) -> bool:
+        """Shows the answer as it comes; a question without an answer is no message.
+
+        False if Ctrl-C has stopped the answer; what has come is kept. Raises ApiError.
         """
+        self.question = text
+        self._before = self.messages
         question = {"role": "user", "content": text}
         parts: list[str] = []
         thoughts: list[str] = []
         note = ""
+        ended = True
         try:
             with closing(self._events([*self.messages, question])) as events:
                 for event in events:
                     note = self._take(event, parts, thoughts, view) or note
         except KeyboardInterrupt:
-            note = "[stopped]"
+            ended, note = False, "[stopped]"
         finally:
             self.reasoning = "".join(thoughts)
             view.end(note)
         if parts:
-            self.messages += [question, {"role": "assistant", "content": "".join(parts)}]
+            answer = {"role": "assistant", "content": "".join(parts)}
+            self.messages = [*self.messages, question, answer]
+        return ended
 
     def retry(self, view: AnswerView) -> bool:
-        """Asks the last question again; False if there is none. Raises ApiError."""
-        if not self.messages:
-            return False
-        last = self.messages[-2:]
-        del self.messages[-2:]
+        """Asks the last question again; without a new answer its old one stays. As `ask`."""
+        kept, self.messages = self.messages, self._before
         try:
-            self.ask(last[0]["content"], view)
+            return self.ask(self.question, view)
         finally:
-            if not self.messages or self.messages[-2] != last[0]:
-                self.messages += last
-        return True
+            if self.messages is self._before:
+                self.messages = kept
 
     def _take(
         self, event: dict[str, Any], parts: list[str], thoughts: list[str], view: AnswerView
     ) -> str:
         """Shows what an event brings; a note if the answer was cut."""
         note = ""
-        for choice in event.get("choices", ()):
-            delta = choice.get("delta", {})
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
             if thought := delta.get("reasoning_content"):
                 thoughts.append(thought)
                 view.think(thought)
@@ -120,13 +127,13 @@ class Conversation:
 def first_model(client: ApiClient, name: str) -> dict[str, Any]:
     """The model of that name as /v1/models has it, or the first if the name is empty. Raises
     ApiError."""
-    models = client.get_json("/v1/models").get("data") or []
+    models = client.models()
     if not models:
         raise ApiError(f"{client.url} serves no model yet", 503)
     found = [model for model in models if not name or model["id"] == name]
     if not found:
-        names = ", ".join(str(model["id"]) for model in models)
+        names = ", ".join(model["id"] for model in models)
         raise ApiError(
             f"{client.url} does not serve {name!r} but {names}: choose with --model", 404
         )
-    return dict(found[0])
+    return found[0]

@@ -1,7 +1,10 @@
 """What a person types: with prompt_toolkit lines can be edited and go on, without it readline's."""
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+import io
+import sys
+import termios
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pdserve.services.local.data_folder import data_dir
@@ -16,7 +19,7 @@ def history_file() -> Path | None:
     try:
         path = data_dir() / HISTORY
         path.touch(mode=0o600)
-        return path
+        return path if path.is_file() else None
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
 
@@ -41,10 +44,27 @@ def typed_lines(history: Path | None, commands: Collection[str]) -> Iterator[str
 
 
 def piped_lines() -> Iterator[str]:
-    """Yields the lines of standard input."""
-    with suppress(EOFError, KeyboardInterrupt):
+    """Yields the lines of standard input; U+FFFD stands for bytes that are no UTF-8."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    with suppress(EOFError):
         while True:
             yield input()
+
+
+@contextmanager
+def hidden_keys() -> Iterator[None]:
+    """What is typed meanwhile does not show in an answer; the next prompt has it."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    hidden = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    try:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, hidden)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def _reader(history: Path | None, commands: Collection[str]) -> Callable[[], str]:
@@ -60,6 +80,18 @@ def _toolkit_reader(history: Path | None, commands: Collection[str]) -> Callable
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    class KeptHistory(FileHistory):
+        """A conversation goes on without a file that cannot be read or written to."""
+
+        def load_history_strings(self) -> Iterable[str]:
+            with suppress(OSError):
+                return super().load_history_strings()
+            return ()
+
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):
+                super().store_string(string)
 
     keys = KeyBindings()
 
@@ -81,7 +113,7 @@ def _toolkit_reader(history: Path | None, commands: Collection[str]) -> Callable
         multiline=True,
         prompt_continuation=MORE,
         key_bindings=keys,
-        history=FileHistory(history) if history else InMemoryHistory(),
+        history=KeptHistory(history) if history else InMemoryHistory(),
         completer=WordCompleter(list(commands), sentence=True),
         complete_while_typing=False,
         reserve_space_for_menu=0,

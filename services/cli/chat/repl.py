@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from pdserve.services.cli.chat.conversation import AnswerView, Conversation
+from pdserve.services.cli.chat.prompt import hidden_keys
+from pdserve.services.cli.commands import STOPPED
 from pdserve.services.cli.http_client import ApiError, advice
 from pdserve.services.options.settings import MAX_TEMPERATURE
 
@@ -35,8 +37,9 @@ class Repl:
         self._out = out
         self._shows_reasoning = False
 
-    def run(self, lines: Iterable[str]) -> int:
-        """Takes each line; the exit code says whether the last answer came."""
+    def run(self, lines: Iterable[str], *, typed: bool = True) -> int:
+        """Takes each line; the exit code is 1 if an answer did not come. Ctrl-C in an answer ends
+        it all unless the lines are typed."""
         code = 0
         for line in lines:
             word, _, rest = line.strip().partition(" ")
@@ -44,23 +47,30 @@ class Repl:
                 continue
             if word in ("/exit", "/quit"):
                 break
-            if word.startswith("/") and word != "/retry":
+            if word.startswith("/") and (word != "/retry" or not self._conversation.question):
                 print(self._run_command(word, rest.strip()), file=self._out, flush=True)
-            else:
-                code = self._answer(line if word != "/retry" else None)
+                continue
+            ended = self._answer(line if word != "/retry" else None)
+            if ended == STOPPED and not typed:
+                return STOPPED
+            code = 1 if ended == 1 else code
         return code
 
     def _answer(self, question: str | None) -> int:
-        view = self._make_view(self._shows_reasoning)
+        """Asks it, or the last one again; 0, 1 without an answer, STOPPED after Ctrl-C."""
         try:
-            if question is not None:
-                self._conversation.ask(question, view)
-            elif not self._conversation.retry(view):
-                print("there is no question yet", file=self._out)
+            with hidden_keys():
+                view = self._make_view(self._shows_reasoning)
+                if question is None:
+                    ended = self._conversation.retry(view)
+                else:
+                    ended = self._conversation.ask(question, view)
         except ApiError as error:
             print(f"error: {error}{advice(error)}", file=sys.stderr, flush=True)
             return 1
-        return 0
+        except KeyboardInterrupt:  # before it was asked
+            return STOPPED
+        return 0 if ended else STOPPED
 
     def _run_command(self, word: str, rest: str) -> str:
         """Runs it and returns what to tell the person."""
@@ -69,8 +79,10 @@ class Repl:
             rows = [f"  {name:14}{text}" for name, text in COMMANDS.items()]
             return "\n".join([*rows, KEYS, f"In force: {conversation.sampling}."])
         if word == "/reset":
-            conversation.messages.clear()
+            conversation.reset()
             return "the conversation is forgotten"
+        if word == "/retry":
+            return "there is no question yet"
         if word == "/system":
             conversation.system = rest
             return "the system message is set" if rest else "there is no system message now"

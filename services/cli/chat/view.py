@@ -1,5 +1,6 @@
 """An answer on the screen: Markdown on a terminal that has rich, the bare text elsewhere."""
 
+import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
 FRAME_S = 0.08  # between two pictures of an answer that comes
+PAUSE = 4  # times as long as the last picture took: a long block must not hold up its answer
 # An answer has no say over a terminal's cursor, title or colours.
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -33,10 +35,12 @@ class PlainView:
         print(text.translate(self._left_out), end="", file=self._out, flush=True)
 
     def end(self, note: str = "") -> None:
-        if note:
+        if note and self._out.isatty():
             self.write(note if self._at_start else f" {note}")
         if not self._at_start:
             print(file=self._out, flush=True)
+        if note and not self._out.isatty():  # it is no part of the answer
+            print(note, file=sys.stderr, flush=True)
 
 
 class MarkdownView:
@@ -56,6 +60,7 @@ class MarkdownView:
         self._text = ""  # of the blocks that are not printed yet
         self._printed = False
         self._drawn_at = 0.0
+        self._pause_s = FRAME_S  # until the next picture
 
     def think(self, text: str) -> None:
         if self._thought_at is None:
@@ -71,10 +76,11 @@ class MarkdownView:
             self._fold()
         self._text += text.translate(CONTROLS)
         now = time.monotonic()
-        if now - self._drawn_at < FRAME_S:
+        if now - self._drawn_at < self._pause_s:
             return
         self._print_finished()
         self._draw(self._tail())
+        self._pause_s = max(FRAME_S, PAUSE * (self._drawn_at - now))
 
     def end(self, note: str = "") -> None:
         if self._thought_at is not None:

@@ -67,10 +67,13 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def check_source(source: Path, target: Path) -> None:
-    """Raises BadLine, OSError before anything is written."""
-    with source.open("rb"):
-        if target.exists() and target.samefile(source):
-            raise BadLine(f"{target} is the input itself")
+    """Raises BadLine, OSError before anything is written. Both are read more than once."""
+    for path in (source, target):
+        if path.exists() and not path.is_file():
+            raise BadLine(f"{path} is not a regular file")
+    source.open("rb").close()
+    if target.exists() and target.samefile(source):
+        raise BadLine(f"{target} is the input itself")
 
 
 def count(source: Path, done: set[str], target: Path) -> int:

@@ -38,7 +38,7 @@ def line_id(line: Mapping[str, Any], number: int) -> str:
 def parse_line(data: bytes) -> Mapping[str, Any]:
     """Raises BadLine."""
     try:
-        line = json.loads(data)
+        line = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise BadLine(f"the line is not JSON: {error}") from None
     if not isinstance(line, dict):

@@ -50,7 +50,7 @@ def fetch_snapshot(client: ApiClient) -> Snapshot:
 def watch(client: ApiClient, before: Snapshot, interval_s: float) -> None:
     """Draws until a key ends it. A server that is away for a while is waited for."""
     taken_at = time.monotonic()
-    draw([*screen(client.url, before, None), "", "q ends"])
+    draw([*screen(client.url, before, None, columns()), "", "q ends"])
     while not key_within(interval_s):
         try:
             now = fetch_snapshot(client)
@@ -58,7 +58,8 @@ def watch(client: ApiClient, before: Snapshot, interval_s: float) -> None:
             draw([f"{client.url}: {error}", "", "it is asked again; q ends"])
             continue
         at = time.monotonic()
-        draw([*screen(client.url, now, rates(before, now, at - taken_at)), "", "q ends"])
+        shown = screen(client.url, now, rates(before, now, at - taken_at), columns())
+        draw([*shown, "", "q ends"])
         before, taken_at = now, at
 
 
@@ -73,10 +74,14 @@ def key_within(seconds: float) -> bool:
     return False
 
 
+def columns() -> int:
+    return shutil.get_terminal_size().columns
+
+
 def draw(lines: list[str]) -> None:
     """As much as the terminal has room for."""
-    columns, rows = shutil.get_terminal_size()
-    shown = [line[:columns] + CLEAR_LINE for line in lines[: rows - 1]]
+    width, rows = shutil.get_terminal_size()
+    shown = [line[:width] + CLEAR_LINE for line in lines[: rows - 1]]
     sys.stdout.write(HOME + "\r\n".join(shown) + CLEAR_REST)
     sys.stdout.flush()
 

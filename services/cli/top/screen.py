@@ -4,7 +4,8 @@ from collections.abc import Collection, Sequence
 
 from pdserve.services.cli.top.fleet import Rates, Snapshot, WorkerStats
 
-BAR = 12  # columns
+# Columns of the bar, and between two columns of the table: the first that fit are taken.
+LAYOUTS = ((12, 2), (12, 1), (6, 1), (0, 1))
 HEAD = (
     *("role", "address", "state", "run", "wait", "KV in use"),
     *("used", "cached", "free", "hits", "KV MB/s", "model"),
@@ -12,23 +13,29 @@ HEAD = (
 LEFT = ("role", "address", "state", "KV in use", "model")  # aligned so
 
 
-def screen(url: str, now: Snapshot, rates: Rates | None) -> list[str]:
-    """What is shown; without rates (there was no snapshot before) they are dashes."""
+def screen(url: str, now: Snapshot, rates: Rates | None, columns: int = 120) -> list[str]:
+    """What is shown, in so many columns if it can be; without rates (there was no snapshot before)
+    they are dashes."""
     models = {worker.model for worker in now.workers.values()}
     running = sum(worker.running for worker in now.workers.values())
     waiting = sum(worker.waiting for worker in now.workers.values())
     here = ", ".join(f"{count} {state}" for state, count in now.requests.items()) or "none"
     lines = [
-        f"{url}: {_workers(len(now.workers))}{_of(models)}, {running} running, {waiting} waiting; "
-        f"in the gateway: {here}",
-        f"{_speeds(rates)}; {now.failures:.0f} failed or stopped so far",
+        f"{url}: {_workers(len(now.workers))}{_of(models)}",
+        f"{running} running, {waiting} waiting; in the gateway: {here}",
+        _speeds(rates),
+        f"{now.failures:.0f} failed or stopped so far",
         "",
     ]
     if not now.workers:
         return [*lines, "no worker has joined"]
     order = sorted(now.workers.values(), key=lambda w: (w.model, w.role, w.address))
-    rows = [HEAD, *(_row(worker, rates) for worker in order)]
-    return lines + table([row[:-1] for row in rows] if len(models) == 1 else rows)
+    for bar, gap in LAYOUTS:
+        rows = [HEAD, *(_row(worker, rates, bar) for worker in order)]
+        shown = table([row[:-1] for row in rows] if len(models) == 1 else rows, gap)
+        if max(map(len, shown)) <= columns:
+            break
+    return lines + shown
 
 
 def _workers(count: int) -> str:
@@ -40,8 +47,8 @@ def _of(models: Collection[str]) -> str:
     return f" of {next(iter(models))}" if len(models) == 1 else ""
 
 
-def _row(worker: WorkerStats, rates: Rates | None) -> tuple[str, ...]:
-    filled = round(min(1.0, worker.kv_usage) * BAR)
+def _row(worker: WorkerStats, rates: Rates | None, bar: int) -> tuple[str, ...]:
+    filled = round(min(1.0, worker.kv_usage) * bar)
     hits = f"{worker.prefix_hits / worker.prefix_queries:.0%}" if worker.prefix_queries else "-"
     moved = rates.transfer_bytes.get(worker.address) if rates else None
     blocks = worker.blocks
@@ -51,7 +58,7 @@ def _row(worker: WorkerStats, rates: Rates | None) -> tuple[str, ...]:
         worker.state,
         str(worker.running),
         str(worker.waiting),
-        f"{'█' * filled}{'░' * (BAR - filled)} {worker.kv_usage:4.0%}",
+        f"{'█' * filled}{'░' * (bar - filled)} {worker.kv_usage:4.0%}".lstrip(),
         str(blocks["used"] + blocks["reserved"]),
         str(blocks["cached"]),
         str(blocks["free"]),
@@ -61,14 +68,16 @@ def _row(worker: WorkerStats, rates: Rates | None) -> tuple[str, ...]:
     )
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned columns."""
+def table(rows: Sequence[Sequence[str]], gap: int) -> list[str]:
+    """Aligned columns, so far apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(
+        (" " * gap)
+        .join(
             cell.ljust(width) if name in LEFT else cell.rjust(width)
             for name, cell, width in zip(HEAD, row, widths, strict=False)
-        ).rstrip()
+        )
+        .rstrip()
         for row in rows
     ]
 

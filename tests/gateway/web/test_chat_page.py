@@ -28,6 +28,7 @@ KEPT = """new Promise((resolve, reject) => {
 })"""  # how long the answer is that the browser has kept so far
 CANCELLED = """fetch("fleet/state").then((answer) => answer.json()).then(
   (state) => state.ended.filter((one) => one.finish === "CANCELLED").length)"""
+OFFLINE = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
 TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
 
 
@@ -198,7 +199,7 @@ def test_settings_are_sent_kept_and_checked(page: Browser) -> None:
     page.fill("#temperature", "0")
     page.click("#send")
     answered(page)
-    assert "cut at its longest length" in page.text(f"{LAST} .facts")
+    assert "cut at its token limit" in page.text(f"{LAST} .facts")
     page.reload()
     page.wait("document.querySelectorAll('.message').length === 2")
     assert page.run("document.querySelector('#max_tokens').value") == "3"
@@ -210,6 +211,24 @@ def test_what_the_model_recommends_is_shown_once_it_is_known(page: Browser) -> N
     answered(page)
     page.wait("document.querySelector('#temperature').placeholder === '0.25'")
     assert page.run("document.querySelector('#top_p').placeholder") == ""
+
+
+def test_what_goes_wrong_is_seen(page: Browser) -> None:
+    page.call("Network.emulateNetworkConditions", **OFFLINE, offline=True)
+    try:
+        page.run("document.querySelector('#model').replaceChildren()")
+        send(page, "hello")
+        page.wait(
+            "document.querySelector('#warning').innerText === 'The server cannot be reached.'"
+        )
+        assert page.run("document.querySelector('#prompt').value") == "hello"
+    finally:
+        page.call("Network.emulateNetworkConditions", **OFFLINE, offline=False)
+    page.wait("document.querySelector('#model').value === 'tiny'")
+    assert page.text("#warning") == ""
+    page.press("Enter")
+    answered(page)
+    page.console[:] = [line for line in page.console if "ERR_INTERNET" not in line]
 
 
 def test_conversations_are_listed_renamed_and_deleted(page: Browser) -> None:

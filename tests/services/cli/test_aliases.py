@@ -75,6 +75,7 @@ def test_no_alias_is_an_option_of_another_meaning() -> None:
         ("chat --urll x", "--urll is unknown (did you mean --url?)"),
         ("chat -temperature 1", "-temperature is unknown (did you mean --temperature?)"),
         ("up --max-num-seq 3", "did you mean --max-num-seqs"),
+        ("up --temp 1", "`pdserve up --help` lists the options"),
         ("up --zzzzzz", "`pdserve up --help` lists the options"),
         ("chta", "did you mean chat"),
         ("--w x", "a command comes first, as in `pdserve up --w ...`"),

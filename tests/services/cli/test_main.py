@@ -58,6 +58,18 @@ def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) ->
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
+@pytest.mark.parametrize("columns", [40, 80])
+def test_help_fits_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        main(["chat", "--help"])
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines()) <= columns
+    assert "--no-history" in text
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_entries_exist(name: str) -> None:
     """The functions that the table names are there, without importing what they import."""

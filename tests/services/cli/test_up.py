@@ -270,6 +270,18 @@ def test_an_open_address_without_a_key_is_warned_of(
     assert "no --api-key is set" not in capsys.readouterr().err
 
 
+def test_it_says_how_to_talk_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["somewhere/pdserve"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    serve(tmp_path, "--api-key", "k")
+    out = capsys.readouterr().out
+    assert "open http://127.0.0.1:0/ in a browser" in out
+    chat = "pdserve chat --url http://127.0.0.1:0 --api-key YOUR_KEY"
+    assert f"  somewhere/{chat}\n" in out
+
+
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """The real command in a process of its own, over fake services."""

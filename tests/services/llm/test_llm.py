@@ -225,6 +225,11 @@ def test_options_are_checked() -> None:
         LLM("nothing/")
 
 
+def test_a_path_is_a_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="none"):
+        LLM(tmp_path / "none")
+
+
 def test_parsers_are_checked(folder: Path) -> None:
     before = engine_threads()
     with pytest.raises(ValueError, match="tool_parser: 'hermse' is none of auto, none, "):

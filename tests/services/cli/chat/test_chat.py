@@ -93,6 +93,44 @@ def test_retry_asks_the_last_question_again(server: ApiServer) -> None:
     assert [m["content"] for m in chat.messages] == ["hi", "first"]
 
 
+def test_retry_asks_a_question_that_failed(server: ApiServer) -> None:
+    talk, chat, _ = talking(server)
+    fails, answers = ['{"error": "gone"}'], [*says("x"), "[DONE]"]
+    server.events = answers
+    talk.run(["hi", "hi"])
+    server.events = fails
+    talk.run(["/retry"])
+    assert [m["content"] for m in chat.messages] == ["hi", "x", "hi", "x"]
+    talk.run(["more"])
+    server.events = answers
+    talk.run(["/retry"])
+    assert [m["content"] for m in chat.messages][-2:] == ["more", "x"]
+    talk.run(["/reset", "/retry"])
+    assert [m["content"] for m in chat.messages] == ["more", "x"]
+
+
+def test_ctrl_c_before_the_question_is_sent(server: ApiServer) -> None:
+    def interrupted(shows: bool) -> PlainView:
+        raise KeyboardInterrupt
+
+    _, chat, out = talking(server)
+    assert Repl(chat, interrupted, out).run(["hi", "/reset"]) == 0
+    assert "forgotten" in out.getvalue()
+    assert not server.asked
+
+
+def test_an_answer_that_did_not_come_is_in_the_exit_code(server: ApiServer) -> None:
+    talk, _, _ = talking(server)
+    lines = iter(["one", "two"])
+
+    def typed() -> Iterator[str]:
+        for line in lines:
+            server.events = [] if line == "one" else [*says("x"), "[DONE]"]
+            yield line
+
+    assert talk.run(typed()) == 1
+
+
 def test_reasoning_is_folded_until_it_is_asked_for(server: ApiServer) -> None:
     server.events = [*says("42", thinks="six times seven"), "[DONE]"]
     talk, chat, out = talking(server)
@@ -125,20 +163,23 @@ def test_the_end_of_the_context_names_reset(
     talk, _, out = talking(server)
     server.events = [*says("long"), *ends("length", total_tokens=100, completion_tokens=60)]
     assert talk.run(["hi"]) == 0
-    assert "the context of 100 tokens is full: /reset" in out.getvalue()
+    assert out.getvalue() == "long\n"  # it is for a pipe
+    assert "the context of 100 tokens is full: /reset" in capsys.readouterr().err
     server.reply = lambda body: (400, CONTEXT_FULL)
     assert talk.run(["hi"]) == 1
     assert "/reset forgets the conversation" in capsys.readouterr().err
 
 
-def test_an_answer_that_max_tokens_cuts_says_so(server: ApiServer) -> None:
-    talk, _, out = talking(server, max_tokens=3)
+def test_an_answer_that_max_tokens_cuts_says_so(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk, _, _ = talking(server, max_tokens=3)
     server.events = [*says("a b c"), *ends("length", total_tokens=9, completion_tokens=3)]
     talk.run(["hi"])
-    assert "[cut after 3 tokens: --max-tokens]" in out.getvalue()
-    talk, _, out = talking(server)
+    assert "[cut after 3 tokens: --max-tokens]" in capsys.readouterr().err
+    talk, _, _ = talking(server)
     talk.run(["hi"])
-    assert "[cut by the server, which allows no more tokens]" in out.getvalue()
+    assert "[cut by the server, which allows no more tokens]" in capsys.readouterr().err
 
 
 def test_chat_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,6 +200,22 @@ def test_a_wrong_key_and_a_wrong_model_are_said(
         assert "pdserve up" not in err
     assert main(["chat", "--url", server.url, "--api-key", "right", "--model", "big"]) == 1
     assert "does not serve 'big' but tiny" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("models", [5, None, [1], [{"name": "x"}], [{"id": 1}]])
+def test_a_server_of_another_kind_is_said(
+    models: Any, server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.models = models
+    for command in ("chat", "models", "bench"):
+        assert main([command, "--url", server.url]) == 1
+        assert "is it " in capsys.readouterr().err.replace("is it an", "is it ")
+
+
+@pytest.mark.parametrize("event", ["5", "[]", '{"error": "no"}', '{"choices": null}'])
+def test_events_of_another_kind_are_said(event: str, server: ApiServer) -> None:
+    server.events = [event, '{"choices": [{"delta": null}]}']
+    assert talking(server)[0].run(["hi"]) == 1
 
 
 def test_chat_reads_from_a_pipe(
@@ -208,6 +265,7 @@ The end.
 def test_markdown_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """However it comes, and however often it is drawn: every block is there once, in order."""
     monkeypatch.setattr("pdserve.services.cli.chat.view.FRAME_S", 0.0)
+    monkeypatch.setattr("pdserve.services.cli.chat.view.PAUSE", 0)
     shown = drawn([MARKDOWN[n : n + 3] for n in range(0, len(MARKDOWN), 3)])
     assert shown.rstrip() == drawn([MARKDOWN]).rstrip()
     rows = [row.strip() for row in shown.splitlines() if row.strip()]
@@ -223,6 +281,23 @@ def test_markdown_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         "2 b",
         "The end.",
     ]
+
+
+def test_a_block_that_takes_long_is_drawn_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))  # each look is a second later
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+    view = MarkdownView(TerminalText(), shows_reasoning=False)
+    drawn = 0
+
+    def draw(picture: Any) -> None:
+        nonlocal drawn
+        drawn += 1
+        view._drawn_at = float(next(clock)) + 1
+
+    monkeypatch.setattr(view, "_draw", draw)
+    for _ in range(40):
+        view.write("x")
+    assert 4 <= drawn <= 8
 
 
 def test_an_answer_has_no_say_over_the_terminal() -> None:

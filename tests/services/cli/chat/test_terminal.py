@@ -1,5 +1,8 @@
 """`pdserve chat` as a person has it: in a pseudo terminal, with keys."""
 
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +13,15 @@ from api_server import CONTEXT_FULL, STALL, ApiServer, api_server, ends, says
 from eventually import wait_until
 from terminal import Terminal, in_terminal
 
+from pdserve.services.cli.commands import STOPPED
+
 MODEL = {"id": "tiny", "max_model_len": 100, "default_sampling_params": {"temperature": 0.2}}
 PROMPT = ">"  # a key that comes before is not for it
+WITH_THE_EXTRA = """
+import sys
+from pdserve.services.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
 WITHOUT_THE_EXTRA = """
 import sys
 sys.modules.update(rich=None, prompt_toolkit=None)
@@ -46,7 +56,8 @@ def asked(server: ApiServer, count: int = 1) -> list[str]:
 def test_a_conversation(server: ApiServer, tmp_path: Path) -> None:
     with pdserve("chat", "--url", server.url, data=tmp_path) as terminal:
         start = terminal.wait_for(PROMPT)
-        assert f"tiny at {server.url}, temperature 0.2 (recommended for this model)" in start
+        assert f"tiny at {server.url}. /help explains." in start
+        assert "temperature 0.2 (recommended for this model)" in start
         terminal.enter("What is the capital of France?")
         assert "**" not in terminal.wait_for("Paris.")
         terminal.wait_for(PROMPT)
@@ -110,6 +121,63 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(server: ApiServer) -> 
         terminal.type(CTRL_C)
         assert terminal.end() == 0
     assert [m["content"] for m in server.asked[1]["messages"]] == ["talk", "and so on", "again"]
+
+
+def test_what_is_typed_during_an_answer_is_for_the_next_prompt(server: ApiServer) -> None:
+    server.events = [*says("and so on"), STALL, *ends()]
+    with pdserve("chat", "--url", server.url) as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.enter("talk")
+        terminal.wait_for("and so on")
+        terminal.enter("go on")
+        server.go_on.set()
+        assert "go on" not in terminal.wait_for(PROMPT)
+        assert asked(server, 2) == ["talk", "go on"]
+
+
+@pytest.mark.parametrize("broken", ["folder", "full"])
+def test_it_goes_on_without_a_history(server: ApiServer, tmp_path: Path, broken: str) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+    code = f"{limit if broken == 'full' else ''}\n{WITH_THE_EXTRA}"
+    (tmp_path / "pdserve").mkdir()
+    if broken == "folder":
+        (tmp_path / "pdserve/chat_history").mkdir()
+    command = [sys.executable, "-c", code, "chat", "--url", server.url]
+    with in_terminal(command, {"XDG_DATA_HOME": str(tmp_path)}) as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.enter("hi")
+        terminal.wait_for("Paris.")
+        terminal.wait_for(PROMPT)
+        terminal.enter("/exit")
+        assert terminal.end() == 0
+    assert "Exception" not in terminal.text
+
+
+def test_ctrl_c_ends_the_lines_of_a_pipe(server: ApiServer) -> None:
+    server.events = [*says("and so on"), STALL]
+    command = [sys.executable, "-m", "pdserve.services.cli.main", "chat", "--url", server.url]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(b"one\ntwo\n")
+        process.stdin.close()
+        assert process.stdout.read(9) == b"and so on"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == b"\n"
+        assert process.stderr.read() == b"[stopped]\n"
+    assert process.returncode == STOPPED
+    assert asked(server) == ["one"]
+
+
+def test_a_pipe_of_other_characters(server: ApiServer) -> None:
+    server.events = [*says("caf\u00e9 \ud800"), *ends()]
+    command = [sys.executable, "-m", "pdserve.services.cli.main", "chat", "--url", server.url]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run(command, input=b"a\xffb\n", capture_output=True, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"caf? ?\n", b"")
+    assert asked(server) == ["a\ufffdb"]
 
 
 def test_reasoning_is_folded(server: ApiServer) -> None:

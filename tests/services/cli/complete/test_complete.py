@@ -1,6 +1,7 @@
 """`pdserve complete` against a small HTTP server: results, errors, and going on after a stop."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -82,6 +83,23 @@ def test_errors_are_lines(server: ApiServer, tmp_path: Path) -> None:
         assert part in reason
     assert found["line-6"]["response"]["status_code"] == 400
     assert found["line-7"]["response"]["status_code"] == 200
+
+
+def test_a_line_that_is_no_utf_8(server: ApiServer, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'\xef\xbb\xbf{"prompt": "with a mark"}\n\xff\xfe\n')
+    code, out = complete(server, source)
+    assert code == 1
+    assert "'utf-8' codec can't decode" in results(out)["line-2"]["error"]["message"]
+    assert results(out)["line-1"]["response"]["status_code"] == 200
+
+
+def test_a_pipe_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, pipe = write(tmp_path / "in.jsonl", PROMPT), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for paths in ((pipe, tmp_path / "out"), (source, pipe), (tmp_path, pipe)):
+        assert main(["complete", *map(str, paths)]) == 1
+        assert "is not a regular file" in capsys.readouterr().err
 
 
 def test_what_has_a_result_is_not_asked_again(server: ApiServer, tmp_path: Path) -> None:

@@ -71,17 +71,30 @@ def test_rates() -> None:
 def test_the_screen() -> None:
     now = parse_snapshot(metrics())
     lines = screen("url", now, rates(now, now, 1.0))
-    assert lines[0] == "url: 2 workers of tiny, 3 running, 2 waiting; in the gateway: 4 open"
+    assert lines[0] == "url: 2 workers of tiny"
+    assert lines[1] == "3 running, 2 waiting; in the gateway: 4 open"
     (row,) = (line for line in lines if line.startswith("decode"))
     assert row.split()[:5] == ["decode", "h:1", "live", "3", "0"]
     assert "███░░░░░░░░░  25%" in row
     assert "50%" in row
-    assert "model" not in lines[3]
+    assert "model" not in lines[5]
     now.workers["h:2"].model = "other"
-    assert screen("url", now, None)[3].endswith("model")
+    assert screen("url", now, None)[5].endswith("model")
     del now.workers["h:2"]
-    assert screen("url", now, None)[0].startswith("url: 1 worker of tiny, 3 running")
+    assert screen("url", now, None)[:2] == [
+        "url: 1 worker of tiny",
+        "3 running, 0 waiting; in the gateway: 4 open",
+    ]
     assert "no worker has joined" in screen("url", parse_snapshot(""), None)
+
+
+def test_the_table_fits_80_columns() -> None:
+    now = parse_snapshot(metrics())
+    for worker in now.workers.values():
+        worker.address = "127.0.0.1:35399"
+    lines = screen("http://127.0.0.1:8000", now, rates(now, now, 1.0), 80)
+    assert max(map(len, lines)) <= 80
+    assert lines[5].endswith("KV MB/s")
 
 
 def test_once(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
