@@ -1,0 +1,175 @@
+"""Tokens that are taken where they arrive: each once, in order, and only while someone waits."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from scripted_router import start
+
+from pdserve.gateway.router_client.client import RouterClient
+from pdserve.gateway.router_client.session import RouterConnection
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.services.host.rpc.token_rows import NumberedChoice
+
+pytestmark = pytest.mark.anyio
+
+
+class Session:
+    """A live session to a router that says what the test says."""
+
+    address = "r:1"
+    has_worked = True
+    num_open = 0
+    up_since = 0.0
+
+    def __init__(self) -> None:
+        self.channel = object()
+        self.sent: list[object] = []
+
+    def load(self, now: float) -> float:
+        return 0.0
+
+    def count_sent(self, now: float) -> None:
+        pass
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+@pytest.fixture
+def session() -> RouterConnection:
+    return Session()  # type: ignore[return-value]
+
+
+@pytest.fixture
+def client(session: RouterConnection) -> RouterClient:
+    client = RouterClient(["r:1"], None, b"g" * 16)  # type: ignore[arg-type]
+    client._sessions["r:1"] = session
+    return client
+
+
+def row(position: int, id_: int, epoch: int = 0) -> tuple[NumberedChoice, int, int]:
+    return NumberedChoice("r", b"a" * 16, epoch, 0), position, id_
+
+
+def first() -> RequestEvent:
+    return RequestEvent(tokens=pb.Tokens(request="r", ids=[100]))
+
+
+def finished(epoch: int = 0) -> RequestEvent:
+    return RequestEvent(finished=pb.Finished(request="r", epoch=epoch))
+
+
+class Consumer:
+    """Notes what it iterates over, and beside it what is taken where it arrives."""
+
+    def __init__(self, client: RouterClient) -> None:
+        self.seen: list[object] = []
+        self.taken: list[int] = []
+        self.pause = asyncio.Event()  # while it is not set, the consumer does not go on
+        self.pause.set()
+        self._client = client
+        self.task = asyncio.create_task(self._run())
+
+    def take(self, choice: int, id_: int) -> str | None:
+        assert choice == 0
+        if id_ == 666:
+            raise ValueError("a bad token")
+        self.taken.append(id_)
+        self.seen.append(id_)
+        return f"made of {id_}" if id_ % 2 else None
+
+    async def _run(self) -> None:
+        async with aclosing(self._client.open(start(), self.take)) as items:
+            async for item in items:
+                of_event = isinstance(item, RequestEvent) and item.HasField("tokens")
+                self.seen += list(item.tokens.ids) if of_event else [item]
+                await self.pause.wait()
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_token_is_taken_where_it_arrives(client, session):
+    consumer = Consumer(client)
+    await turns()
+    client.event(session, first())
+    await turns()
+    client.rows(session, [row(1, 102)])
+    assert consumer.taken == [102], "at once: no task had a turn"
+    client.rows(session, [row(2, 104), row(3, 106)])
+    assert consumer.seen == [100, 102, 104, 106]
+    client.rows(session, [row(3, 106), row(2, 104)])  # said again
+    client.event(session, finished())
+    await consumer.task
+    assert consumer.seen == [100, 102, 104, 106, finished()]
+
+
+async def test_what_it_makes_is_given_in_the_tokens_place(client, session):
+    """Those behind it wait for their turn, for what was made is not dealt with yet."""
+    consumer = Consumer(client)
+    await turns()
+    client.event(session, first())
+    await turns()
+    client.rows(session, [row(1, 101), row(2, 102), row(3, 103)])
+    assert consumer.taken == [101]
+    await turns()
+    assert consumer.seen == [100, 101, "made of 101", 102, 103]
+    client.rows(session, [row(4, 104)])
+    assert consumer.taken == [101, 104]
+    client.event(session, finished())
+    await consumer.task
+
+
+async def test_nothing_is_taken_from_who_does_not_wait(client, session):
+    consumer = Consumer(client)
+    consumer.pause.clear()
+    await turns()
+    client.event(session, first())
+    await turns()
+    client.rows(session, [row(1, 102), row(2, 104)])
+    await turns()
+    assert consumer.seen == [100]
+    consumer.pause.set()
+    await turns()
+    assert consumer.seen == [100, 102, 104]
+    assert consumer.taken == []
+    client.rows(session, [row(3, 106)])
+    assert consumer.taken == [106]
+    client.event(session, finished())
+    await consumer.task
+
+
+async def test_an_error_is_the_requests_and_not_the_sessions(client, session):
+    consumer = Consumer(client)
+    await turns()
+    client.event(session, first())
+    await turns()
+    client.rows(session, [row(1, 666), row(2, 104)])
+    with pytest.raises(ValueError, match="a bad token"):
+        await consumer.task
+    assert [message.WhichOneof("message") for message in session.sent] == ["start", "cancel"]
+
+
+async def test_tokens_of_an_earlier_epoch_and_a_gap(client, session):
+    """What is issued again goes on behind the tokens that were taken."""
+    consumer = Consumer(client)
+    await turns()
+    client.event(session, first())
+    await turns()
+    client.rows(session, [row(1, 102)])
+    client.down(session)
+    again = session.sent[-1].start
+    assert (again.epoch, list(again.choices[0].generated_ids)) == (1, [100, 102])
+    client.rows(session, [row(2, 104)])
+    assert consumer.taken == [102], "the epoch is over"
+    client.rows(session, [row(2, 104, epoch=1)])
+    assert consumer.taken == [102, 104]
+    client.rows(session, [row(4, 108, epoch=1)])
+    await turns()
+    assert consumer.taken == [102, 104]
+    assert consumer.seen[-1].failed.failure.code == pb.INTERNAL
+    await consumer.task
