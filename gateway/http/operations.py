@@ -93,7 +93,5 @@ async def _metrics_page(service: Service, with_fleet: bool) -> bytes:
             service.metrics.fleet.update(await service.upstream.fleet())
         except ServiceError as error:
             log.warning("metrics without a fresh view of the fleet: %s", error.message)
-    service.metrics.open.labels("waiting").set(service.limits.waiting)
-    service.metrics.open.labels("open").set(service.limits.open)
-    service.metrics.open.labels("batch").set(service.limits.background)
+    service.metrics.show_open(service.limits)
     return service.metrics.page(with_fleet)
