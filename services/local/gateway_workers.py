@@ -106,6 +106,8 @@ class _Parent:
         if event == "listening":
             self.listening = True
             log.info("%s listens at %s, gRPC at %s", child.name, figures["url"], figures["grpc"])
+        elif event == "ready":
+            log.info("%s is ready", child.name)
         elif event == "died" and not self.stopping:
             code = figures["code"]
             how = "could not start:" if code is None else f"ended ({outcome(code)})"

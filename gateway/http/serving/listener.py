@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 4096
 OTHER_FILES = 1256  # of the process: sessions, text processes, 1,000 connections of gRPC
 PAUSE_S = 1.0  # while no connection can be taken
-YIELD_S = 0.001  # for a process with fewer connections to accept one
+YIELD_S = 0.005  # for a process with fewer connections to accept one; it does at once unless busy
 BATCH = 64  # in one pass of the loop
 FULL_LOG_S = 10.0  # between log lines that there is no room
 
