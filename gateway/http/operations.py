@@ -22,7 +22,7 @@ from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 
 log = logging.getLogger("pdserve.gateway.http")
 
-SCRAPE_PAUSE_S = 0.1  # between two pages of metrics, each of which takes the loop for milliseconds
+SCRAPE_PAUSE_S = 0.1  # between two pages of metrics, each of which takes milliseconds to make
 _YES_OR_NO = ("true", "false")
 _FLEET = {
     "parameters": [
@@ -94,4 +94,4 @@ async def _metrics_page(service: Service, with_fleet: bool) -> bytes:
         except ServiceError as error:
             log.warning("metrics without a fresh view of the fleet: %s", error.message)
     service.metrics.show_open(service.limits)
-    return service.metrics.page(with_fleet)
+    return await asyncio.to_thread(service.metrics.page, with_fleet)

@@ -86,7 +86,10 @@ async def test_what_one_has_done_the_other_knows(gateway: GatewayWorkers) -> Non
         answer = await first.post(CHAT, json=BODY)
         name = answer.json()["id"]
         kept = await first.post("/v1/responses", json={"model": "tiny", "input": "hi"})
+        form = {"purpose": (None, "batch"), "file": ("in.jsonl", b"{}")}
+        file = (await first.post("/v1/files", files=form)).json()
         for client in (first, second):
+            assert (await client.get("/v1/files")).json()["data"] == [file]
             trace = (await client.get(f"/v1/traces/{name}")).json()
             assert (trace["id"], trace["state"], trace["model"]) == (name, "ended", "tiny")
             ended = (await client.get("/fleet/state")).json()["ended"]
