@@ -4,6 +4,7 @@ Invariant: an admitted request is counted until its `with` block ends, and given
 """
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 
 from pdserve.protos.common_pb2 import OVERLOADED, UNAVAILABLE
@@ -49,6 +50,7 @@ class AdmissionLimits:
         self._open = FairShare(max_requests)
         self._waiting = FairShare(max_unanswered)
         self._closed = False
+        self.on_change: Callable[[], None] = lambda: None  # of the counts
         self.background = 0  # requests that are open
         self.idle = asyncio.Event()  # no request is open
         self.idle.set()
@@ -87,13 +89,15 @@ class AdmissionLimits:
         self.idle.clear()
         if background:
             self.background += 1
-            return
-        self._open.take(tenant)
-        self._waiting.take(tenant)
+        else:
+            self._open.take(tenant)
+            self._waiting.take(tenant)
+        self.on_change()
 
     def answered(self, tenant: bytes) -> None:
         """An open request has its first token, or ends without one."""
         self._waiting.give_back(tenant)
+        self.on_change()
 
     def left(self, tenant: bytes, background: bool) -> None:
         """A request is no longer open."""
@@ -103,3 +107,4 @@ class AdmissionLimits:
             self._open.give_back(tenant)
         if not self.open and not self.background:
             self.idle.set()
+        self.on_change()

@@ -11,16 +11,19 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, TextServicer
 from pdserve.gateway.http.app import create_app, create_routes
-from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.body import MAX_VALUES, VALUE_BYTES, BodyReader
 from pdserve.gateway.http.dialect import Dialect, HttpLimits
 from pdserve.gateway.http.origin import is_loopback
-from pdserve.gateway.http.serving.server import HttpServer, host_port, listen
-from pdserve.gateway.http.serving.unix_socket import unix_listener
+from pdserve.gateway.http.serving.connection_counts import ConnectionCounts
+from pdserve.gateway.http.serving.server import HttpServer
+from pdserve.gateway.http.serving.sockets import host_port, listen, unix_listener
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.mcp.config import read_config
 from pdserve.gateway.mcp.loop import McpTools
@@ -28,6 +31,7 @@ from pdserve.gateway.mcp.servers import McpServers
 from pdserve.gateway.observability.meter import uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.observability.siblings import Siblings
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.openai.stored.late import LateParts
 from pdserve.gateway.rerank.dialect import RerankDialect
@@ -38,6 +42,7 @@ from pdserve.gateway.text_processes.pool import TextPool
 from pdserve.gateway.text_processes.protocol import TextLimits
 from pdserve.gateway.web.fleet import add_fleet
 from pdserve.gateway.web.pages import add_pages
+from pdserve.gateway.worker import GatewayWorker, worker_name
 from pdserve.protos.text_pb2_grpc import add_TextServicer_to_server
 from pdserve.services.host import lifecycle
 from pdserve.services.host.auth.access import make_access, make_tls
@@ -73,8 +78,45 @@ def run(settings: GatewaySettings, report: Report = silent) -> int:
         return lifecycle.run(_serve(settings, report, unix, tracer))
 
 
+def run_worker(settings: GatewaySettings, worker: GatewayWorker, report: Report = silent) -> int:
+    """Likewise as one of several processes, each of which has a part of what is bounded."""
+    name = worker_name(worker.index)
+    configure_logging(name, settings.log_level, log_format=settings.log_format)
+    try:
+        with tracing("gateway", settings) as tracer:
+            part = divided(settings, worker.num)
+            return lifecycle.run(_serve(part, report, worker.unix, tracer, worker))
+    except ValueError as error:  # of settings, so it is written for people
+        report("failed", {"message": str(error)})
+        return 1
+
+
+def divided(settings: GatewaySettings, num: int) -> GatewaySettings:
+    """The settings of one of `num` processes: bounds of all clients together are divided, but no
+    process has less than one request needs."""
+
+    def part(whole: int, least: int = 1) -> int:
+        return min(whole, max(whole // num, least))
+
+    return replace(
+        settings,
+        max_requests=part(settings.max_requests),
+        max_unanswered=part(settings.max_unanswered),
+        max_bodies_bytes=part(
+            settings.max_bodies_bytes, settings.max_body_bytes + MAX_VALUES * VALUE_BYTES
+        ),
+        max_answers_bytes=part(settings.max_answers_bytes),
+        batch_concurrency=part(settings.batch_concurrency),
+        text_processes=part(settings.text_processes),
+    )
+
+
 async def _serve(
-    settings: GatewaySettings, report: Report, unix: socket.socket | None, tracer: Tracer
+    settings: GatewaySettings,
+    report: Report,
+    unix: socket.socket | None,
+    tracer: Tracer,
+    worker: GatewayWorker | None = None,
 ) -> int:
     keys = make_keys(settings)
     access = make_access(settings)
@@ -82,7 +124,7 @@ async def _serve(
     limits = AdmissionLimits(settings.max_requests, settings.max_unanswered)
     stored = make_stored(settings, keys, limits)
     client = RouterClient(settings.routers, access, secrets.token_bytes(16))
-    listener = listen(settings.host, settings.port)
+    listener = worker.listener if worker else listen(settings.host, settings.port)
     rates = make_rate_limits(settings, settings.text_seconds_per_minute)
     text_pool = TextPool(
         make_text_limits(settings),
@@ -92,7 +134,13 @@ async def _serve(
         settings.log_format,
     )
     text_pool.prepare()
-    metrics = GatewayMetrics()
+    if worker:
+        metrics = GatewayMetrics(worker.metrics_folder, worker.index)
+        counts = ConnectionCounts(worker.counts_file, worker.index, worker.num)
+        siblings = Siblings(Path(worker.folder), worker.index, worker.num)
+        limits.on_change = lambda: metrics.show_open(limits)
+    else:
+        metrics, counts, siblings = GatewayMetrics(), None, Siblings()
     mcp = make_mcp(settings, metrics)
     service = Service(
         client,
@@ -108,6 +156,7 @@ async def _serve(
         stored.count if stored else uncounted,
         None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic),
         tracer,
+        siblings,
     )
     readiness = Readiness(client, service.catalog)
     http_limits = HttpLimits(
@@ -152,6 +201,7 @@ async def _serve(
         settings.tls_cert,
         settings.tls_key,
         settings.max_answers_bytes,
+        counts,
     )
     grpc_host = GrpcHost(
         access,
@@ -159,6 +209,7 @@ async def _serve(
         (*TEXT_METHODS, *(() if keys.required else (REFLECTION,))),
         (SERVICE,),
         interceptors=(KeyInterceptor(keys),),
+        shared_port=worker is not None,
     )
     backpressure = Backpressure(settings.max_buffer_bytes, settings.stall_timeout_s)
     text = TextServicer(service, keys, backpressure, settings.max_bodies_bytes)
@@ -166,6 +217,7 @@ async def _serve(
     grpc_bind = host_port(settings.host, settings.grpc_port)
     grpc_port = grpc_host.listen_for_clients(grpc_bind, tls)
     await grpc_host.start()
+    await siblings.start()
     session = await client.start()
     if mcp is not None:
         mcp.start()
@@ -188,6 +240,8 @@ async def _serve(
 
     def announced(models: list[str]) -> None:
         report("ready", {"models": models})
+        if counts:
+            counts.set_ready()
         if stored:
             stored.want()
 
@@ -222,6 +276,7 @@ async def _serve(
         await client.close()
         await service.catalog.close()
         await rates.close()
+        await siblings.close()
 
     return await run_until_signal(
         set_serving=set_serving,

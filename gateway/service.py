@@ -26,6 +26,7 @@ from pdserve.gateway.limits import AdmissionLimits, AdmittedRequest
 from pdserve.gateway.observability.meter import CountUsage, Meter, uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.request_log import RequestLog
+from pdserve.gateway.observability.siblings import Siblings
 from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
 from pdserve.gateway.requests.completions import ChatCompletionRequest, TextCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
@@ -73,9 +74,10 @@ class Service:
         count_usage: CountUsage = uncounted,
         server_tools: ServerTools | None = None,
         tracer: Tracer = NO_TRACER,
+        siblings: Siblings | None = None,
     ) -> None:
         """`template_kwargs`: names that clients may give a chat template. `count_usage` is told of
-        each request that has used a model."""
+        each request that has used a model. `siblings` know of the requests of the others."""
         self.upstream = upstream
         self.catalog = Catalog(upstream, text_pool)
         self.completions = Completions(upstream, clock)
@@ -92,6 +94,7 @@ class Service:
         self._count_usage = count_usage
         self._server_tools = server_tools
         self.tracer = tracer
+        self.siblings = siblings or Siblings()
 
     @asynccontextmanager
     async def prepare(

@@ -15,6 +15,7 @@ class GatewaySettings(PublicSettings):
     """Where the gateway listens, whom it asks, and what it lets clients do."""
 
     host: str = option("127.0.0.1", "address of the REST and gRPC servers")
+    workers: int = option(1, "processes behind the same ports (docs/gateways.md)", min=1, max=64)
     port: int = option(8000, "port of the REST API; 0: any free one", min=0, max=65535)
     unix_socket: str = option(
         "", "path at which the REST API is served too, in clear, to this user's processes"

@@ -22,7 +22,7 @@ from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 
 log = logging.getLogger("pdserve.gateway.http")
 
-SCRAPE_PAUSE_S = 0.1  # between two pages of metrics, each of which takes the loop for milliseconds
+SCRAPE_PAUSE_S = 0.1  # between two pages of metrics, each of which takes milliseconds to make
 _YES_OR_NO = ("true", "false")
 _FLEET = {
     "parameters": [
@@ -93,7 +93,5 @@ async def _metrics_page(service: Service, with_fleet: bool) -> bytes:
             service.metrics.fleet.update(await service.upstream.fleet())
         except ServiceError as error:
             log.warning("metrics without a fresh view of the fleet: %s", error.message)
-    service.metrics.open.labels("waiting").set(service.limits.waiting)
-    service.metrics.open.labels("open").set(service.limits.open)
-    service.metrics.open.labels("batch").set(service.limits.background)
-    return service.metrics.page(with_fleet)
+    service.metrics.show_open(service.limits)
+    return await asyncio.to_thread(service.metrics.page, with_fleet)

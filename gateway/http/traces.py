@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Literal
 
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
 
 from pdserve.gateway.http.dialect import Dialect, HttpError, dialect_of, error_response
 from pdserve.gateway.http.docs.document import AnswerModel, described
@@ -52,21 +53,43 @@ class RequestTrace(AnswerModel):
     total_ms: float
 
 
+class FoundTrace(BaseModel):
+    """What one of several gateway processes has found; `arrived` by the clock of their host."""
+
+    arrived: float
+    trace: RequestTrace
+
+
 def add_traces(app: FastAPI, service: Service, dialects: Sequence[Dialect]) -> None:
     """Mount the route."""
+
+    def found_here(tenant: bytes, request_id: str) -> FoundTrace | None:
+        state = service.requests.find(tenant, request_id)
+        if state is None:
+            return None
+        return FoundTrace(arrived=state.arrived, trace=_answer(state))
+
+    def answer(tenant: bytes, request_id: str) -> bytes:
+        found = found_here(tenant, request_id)
+        return found.model_dump_json().encode() if found else b""
+
+    service.siblings.answer("trace", answer)
 
     @app.get("/v1/traces/{request_id:path}", **described(answer=RequestTrace))
     async def trace(request_id: str, request: Request) -> Response:
         """Where the time of one of the last requests of this key went. `request_id` is what its
         answer has as `x-request-id`, or as its own id."""
-        found = service.requests.find(caller_of(request).tenant.id, request_id)
+        tenant = caller_of(request).tenant.id
+        others = await service.siblings.ask("trace", tenant, request_id)
+        every = [found_here(tenant, request_id), *map(FoundTrace.model_validate_json, others)]
+        found = max(filter(None, every), key=lambda one: one.arrived, default=None)
         if found is None:
             text = f"no such request: {quoted(request_id)}; only the last ones are kept"
             error = HttpError(404, text, "not_found", param="request_id")
             error = replace(error, request_id=caller_of(request).shown_id)
             return error_response(dialect_of(dialects, request.url.path), error)
         headers = {"cache-control": "no-store"}
-        page = _answer(found).model_dump_json()
+        page = found.trace.model_dump_json()
         return Response(page, media_type="application/json", headers=headers)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pdserve.gateway.caller import Caller
-from pdserve.gateway.observability.histogram import Observations
+from pdserve.gateway.observability.histogram import Observer
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.timeline import RequestPhase, timeline
 from pdserve.protos.common_pb2 import ErrorCode, Finished, Phases
@@ -105,7 +105,7 @@ class Meter:
         self._ended: float | None = None
         self._model = ""
         self._prompt_tokens = 0
-        self._itl: Observations | None = None  # of that model
+        self._itl: Observer | None = None  # of that model
         self._first: float | None = None
         self._first_choice: int | None = None
         self._first_phases: Phases | None = None

@@ -4,13 +4,17 @@ Ownership: two private registries, made here and handed down: one of the gateway
 one of the fleet's, which are the last FleetView given to `FleetCollector.update`.
 """
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from pdserve.gateway.observability.histogram import ModelHistogram
+from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.observability.histogram import FileHistogram, MemoryHistogram, TokenHistogram
 from pdserve.protos.fleet_pb2 import Role
 from pdserve.protos.router_pb2 import FleetView
 from pdserve.services.host.engine_metrics import Worker, engine_metrics
@@ -25,10 +29,20 @@ _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 
 class GatewayMetrics:
-    """The gateway's own figures, by served model, and beside them those of the fleet."""
+    """The gateway's own figures, by served model, and beside them those of the fleet.
 
-    def __init__(self) -> None:
+    Several gateway processes keep theirs in files of a folder, each under its index, and any of
+    them exports the sums; one that is started again goes on counting where the last has ended."""
+
+    def __init__(self, folder: Path | None = None, index: int = 0) -> None:
         self.registry = CollectorRegistry()
+        self._exported = self.registry
+        if folder is not None:
+            # The client library has this for the whole process alone.
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+            values.ValueClass = values.MultiProcessValue(lambda: index)  # type: ignore[no-untyped-call]
+            self._exported = CollectorRegistry()
+            MultiProcessCollector(self._exported, str(folder))  # type: ignore[no-untyped-call]
         self.fleet = FleetCollector()
         self.fleet_registry = CollectorRegistry()
         self.fleet_registry.register(self.fleet)
@@ -41,10 +55,13 @@ class GatewayMetrics:
             return Counter(name, text, labels, registry=self.registry)
 
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")
-        self.itl = ModelHistogram(
-            "vllm:inter_token_latency_seconds", "Between tokens of one choice.", _LATENCY_S
-        )
-        self.registry.register(self.itl)
+        gaps = "vllm:inter_token_latency_seconds", "Between tokens of one choice."
+        self.itl: TokenHistogram
+        if folder is None:
+            self.itl = MemoryHistogram(*gaps, _LATENCY_S)
+            self.registry.register(self.itl)
+        else:
+            self.itl = FileHistogram(histogram(*gaps))
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.")
         self.queue = histogram("vllm:request_queue_time_seconds", "Waiting for a first step.")
         self.prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt's KV.")
@@ -68,13 +85,19 @@ class GatewayMetrics:
         )
         self.open = Gauge(
             "pdserve_gateway_requests", "Requests in the gateway.", ("state",),
-            registry=self.registry,
+            registry=self.registry, multiprocess_mode="livesum",
         )  # fmt: skip
+
+    def show_open(self, limits: AdmissionLimits) -> None:
+        """The requests that are in this gateway now."""
+        self.open.labels("waiting").set(limits.waiting)
+        self.open.labels("open").set(limits.open)
+        self.open.labels("batch").set(limits.background)
 
     def page(self, with_fleet: bool) -> bytes:
         """In Prometheus' text format."""
         fleet = generate_latest(self.fleet_registry) if with_fleet else b""
-        return generate_latest(self.registry) + fleet
+        return generate_latest(self._exported) + fleet
 
 
 class FleetCollector(Collector):

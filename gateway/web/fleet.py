@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
 
 from pdserve.gateway.http.docs.document import AnswerModel, described
 from pdserve.gateway.http.guard import caller_of
@@ -98,10 +99,32 @@ class FleetState(AnswerModel):
     ended: list[FleetRequest]
 
 
+class RequestsShown(BaseModel):
+    """Those of one gateway process; the others of its port have further ones."""
+
+    open: list[FleetRequest]
+    num_open: int
+    ended: list[FleetRequest]
+
+
 def add_fleet(app: FastAPI, service: Service) -> None:
     """Mount the route."""
     clock = service.clock
     latest = _LatestView(service.upstream, clock)
+
+    def requests_here(tenant: bytes) -> RequestsShown:
+        now = clock()
+        going = service.requests.open_of(tenant)
+        return RequestsShown(
+            open=[_request(one, now) for one in going[:MAX_SHOWN]],
+            num_open=len(going),
+            ended=[_request(one, now) for one in service.requests.ended_of(tenant)],
+        )
+
+    def answer(tenant: bytes, _: str) -> bytes:
+        return requests_here(tenant).model_dump_json().encode()
+
+    service.siblings.answer("requests", answer)
 
     @app.get("/fleet/state", **described(answer=FleetState))
     async def state(request: Request) -> Response:
@@ -121,15 +144,17 @@ def add_fleet(app: FastAPI, service: Service) -> None:
                 moves=view.moves,
                 moves_failed=view.moves_failed,
             )
-        now = clock()
-        going = service.requests.open_of(tenant)
+        others = await service.siblings.ask("requests", tenant)
+        every = [requests_here(tenant), *map(RequestsShown.model_validate_json, others)]
+        going = sorted((r for one in every for r in one.open), key=lambda r: -r.arrived_s)
+        ended = sorted((r for one in every for r in one.ended), key=lambda r: r.ended_s or 0.0)
         found = FleetState(
             workers=sorted(workers, key=lambda worker: (worker.role, worker.address)),
             counters=counters,
             error=error,
-            open=[_request(one, now) for one in going[:MAX_SHOWN]],
-            num_open=len(going),
-            ended=[_request(one, now) for one in service.requests.ended_of(tenant)],
+            open=going[:MAX_SHOWN],
+            num_open=sum(one.num_open for one in every),
+            ended=ended[:MAX_SHOWN],
         )
         headers = {"cache-control": "no-store"}
         return Response(found.model_dump_json(), media_type="application/json", headers=headers)

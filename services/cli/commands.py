@@ -39,6 +39,7 @@ UP_OWNS = (
     "shm_dir",
     "metrics_port",
     "host_engines",
+    "workers",  # --gateway-workers here
 )
 
 

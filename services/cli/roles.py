@@ -19,12 +19,15 @@ log = logging.getLogger(__name__)
 
 def gateway(settings: Settings, positionals: Mapping[str, str]) -> int:
     quiet_grpc_core(settings.values["log_format"].value)
-    from pdserve.gateway.main import run
     from pdserve.gateway.settings import GatewaySettings
 
     require(settings, "routers")
     mine = settings.build(GatewaySettings)
     check_trust(mine, Role.GATEWAY)
+    if mine.workers > 1:
+        from pdserve.services.local.gateway_workers import run
+    else:
+        from pdserve.gateway.main import run
     return guarded(lambda: run(mine))
 
 

@@ -104,7 +104,8 @@ class PublicSettings(HostSettings):
     )
     rate_storage: str = option(
         "memory://",
-        "where these are counted; redis://host:port if several gateways and routers share them",
+        "where these are counted; sqlite:///FILE if gateways and routers of one host share them, "
+        "redis://host:port if those of several do",
         secret=True,
     )
     tls_cert: str = option("", "PEM file of the certificate that clients see; empty: no TLS")

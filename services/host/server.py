@@ -44,6 +44,8 @@ class GrpcHost:
     `open_methods` ("/pdserve.v1.Text/Chat") are for callers from outside the cluster: their
     servicer checks the caller itself. `services` are the full names that reflection lists. Health
     is NOT_SERVING until `set_serving(True)`. `interceptors` see a call before its message is read.
+    With `shared_port` other processes of this user may listen at its ports, too; the kernel gives
+    each new connection to one of them.
     """
 
     def __init__(
@@ -53,16 +55,20 @@ class GrpcHost:
         services: Iterable[str] = (),
         max_connections: int = MAX_CONNECTIONS,
         interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
+        shared_port: bool = False,
     ) -> None:
         self._access = access
         self._health = health.aio.HealthServicer()
         self._probes: grpc.aio.Server | None = None  # answers health checks, and nothing else
         self._updates: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
         guard = access.interceptor((HEALTH_CHECK, *open_methods))
-        most = ("grpc.max_allowed_incoming_connections", max_connections)
+        options = dict(_SERVER_OPTIONS) | {
+            "grpc.max_allowed_incoming_connections": max_connections,
+            "grpc.so_reuseport": int(shared_port),
+        }
         self.server = grpc.aio.server(
             interceptors=[guard, *interceptors, MalformedInterceptor()],
-            options=[*_SERVER_OPTIONS, most],
+            options=[*options.items()],
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -62,6 +62,11 @@ class Child:
 OnEvent = Callable[[Child, str, dict[str, Any]], None]
 
 
+def outcome(code: int) -> str:
+    """Returns an exit code in words."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
 class Supervisor:
     """It is a context manager for the main thread and owns the process's signals meanwhile."""
 

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import which
 from typing import Any
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.gateway.settings import GatewaySettings
+from pdserve.gateway.worker import worker_name
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.auth.certificates import in_settings, make_authority
 from pdserve.services.host.auth.roles import Role
@@ -27,13 +29,14 @@ from pdserve.services.host.options import GRACE_S, STOP_S
 from pdserve.services.host.process import raise_open_files
 from pdserve.services.host.tenants.keys import make_keys
 from pdserve.services.host.tracing import endpoint
+from pdserve.services.local import gateway_workers
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share, allot, machine_cores
 from pdserve.services.local.data_folder import data_dir
 from pdserve.services.local.kept_database import kept_database
 from pdserve.services.local.progress import Lines, ProgressView, progress_below_log
 from pdserve.services.local.run_folder import run_dir
-from pdserve.services.local.supervisor import Child, StartError, Supervisor
+from pdserve.services.local.supervisor import Child, StartError, Supervisor, outcome
 from pdserve.services.options.options import OptionError
 from pdserve.services.options.settings import DEFAULT_URL, UpSettings
 from pdserve.services.options.sources import Settings
@@ -46,6 +49,7 @@ log = logging.getLogger(__name__)
 ENTRIES = {
     "router": "pdserve.services.router.main:run",
     "gateway": "pdserve.gateway.main:run",
+    "gateway worker": gateway_workers.ENTRY,
     "prefill": "pdserve.services.prefill.main:run",
     "decode": "pdserve.services.decode.main:run",
 }
@@ -140,7 +144,11 @@ class System:
 
     def reloading(self) -> tuple[str, ...]:
         """The children that read API keys again at SIGHUP; without a file of keys it is a stop."""
-        return (GATEWAY, ROUTER) if self._gateway.api_key_file else ()
+        return (*self._gateway_names(), ROUTER) if self._gateway.api_key_file else ()
+
+    def _gateway_names(self) -> list[str]:
+        num = self._up.gateway_workers
+        return [GATEWAY] if num == 1 else [worker_name(index) for index in range(num)]
 
     def _make_trust(self) -> dict[Role, dict[str, Any]]:
         """What the processes show each other: a secret that was given, or else certificates that
@@ -159,10 +167,12 @@ class System:
 
     def serve(self, supervisor: Supervisor, folder: Path) -> int:
         """Starts the children, waits for a signal and ends them. Raises StartError."""
-        with self._database(folder) as database:
-            return self._serve(supervisor, folder, database)
+        with self._database(folder) as database, self._gateway_tasks(folder, database) as tasks:
+            return self._serve(supervisor, folder, tasks)
 
-    def _serve(self, supervisor: Supervisor, folder: Path, database: str) -> int:
+    def _serve(
+        self, supervisor: Supervisor, folder: Path, gateway_tasks: Mapping[str, Callable[[], Task]]
+    ) -> int:
         workers = self._workers()
         cores, worth = machine_cores()
         shares = allot(cores, worth, len(workers), self._up.threads)
@@ -170,7 +180,7 @@ class System:
             say(f"{name}: {share}")
         say(f"gateway and router: cores shared by all ({len(cores)})")
 
-        gateway = supervisor.start(GATEWAY, lambda: self._gateway_task(database))
+        gateways = [supervisor.start(name, make) for name, make in gateway_tasks.items()]
         routers: list[Child] = []
         children: list[Child] = []
         try:
@@ -178,17 +188,17 @@ class System:
             for (name, role, model), share in zip(workers, shares, strict=True):
                 make = self._worker_task(role, model, share, folder)
                 children.append(supervisor.start(name, make))
-            everyone = [gateway, *routers, *children]
+            everyone = [*gateways, *routers, *children]
             supervisor.run_until(lambda: all(child.ready for child in everyone))
             self._progress.close()
             if not supervisor.signals:
-                self._welcome(gateway, routers[0])
+                self._welcome(gateways[0], routers[0])
             supervisor.run_until(lambda: False)
         finally:
             self._progress.close()
             self._stopping = True
             say("stopping (once more to stop at once)")
-            clean = supervisor.stop([[gateway], routers, children], self._drain_s + STOP_SLACK_S)
+            clean = supervisor.stop([gateways, routers, children], self._drain_s + STOP_SLACK_S)
             say("stopped" if clean else "stopped, not all of it in order")
         return 0 if clean else 1
 
@@ -238,14 +248,24 @@ class System:
                 url = f"sqlite:///{path}"
             yield url
 
-    def _gateway_task(self, database: str) -> Task:
+    @contextmanager
+    def _gateway_tasks(
+        self, folder: Path, database: str
+    ) -> Iterator[Mapping[str, Callable[[], Task]]]:
+        """Yields what each gateway process is started with, by its name."""
         made = replace(
             self._gateway,
             routers=(self._router_address,),
             database_url=database,
             **self._trust[Role.GATEWAY],
         )
-        return Task(self._entries["gateway"], (made,))
+        names = self._gateway_names()
+        if len(names) == 1:
+            yield {GATEWAY: lambda: Task(self._entries["gateway"], (made,))}
+            return
+        entry = self._entries["gateway worker"]
+        with gateway_workers.GatewayWorkers(made, len(names), folder, entry) as workers:
+            yield {name: partial(workers.task, index) for index, name in enumerate(names)}
 
     def _worker_task(self, role: str, model: str, share: Share, folder: Path) -> Callable[[], Task]:
         num_workers = (self._up.prefill + self._up.decode) * len(self._models)
@@ -270,7 +290,7 @@ class System:
         if event == "loading":
             self._progress.update(f"{child.name}: loading", float(figures.get("fraction", 0.0)))
         elif event == "ready":
-            self.serving |= child.name == GATEWAY
+            self.serving |= child.name in self._gateway_names()
             if "fraction" in child.figures:
                 self._progress.update(f"{child.name}: loading", 1.0)
             tokens = figures.get("kv_tokens")
@@ -360,11 +380,6 @@ def check_free(flag: str, host: str, port: int) -> None:
             raise OSError(
                 f"port {port} of {host} cannot be used ({error.strerror}); choose one with {flag}"
             ) from None
-
-
-def outcome(code: int) -> str:
-    """Returns an exit code in words."""
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def say(text: str, level: int = logging.INFO) -> None:

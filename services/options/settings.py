@@ -18,6 +18,7 @@ class UpSettings:
     )
     prefill: int = option(1, "prefill workers per model; 0: decode workers do all", min=0, max=64)
     decode: int = option(1, "decode workers per model", min=1, max=64)
+    gateway_workers: int = option(1, "gateway processes behind the same ports", min=1, max=64)
     router_port: int = option(0, "port of the router's Generate; 0: any free one", min=0, max=65535)
     cluster_secret: tuple[str, ...] = option(
         (),

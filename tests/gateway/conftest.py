@@ -20,7 +20,8 @@ from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, KeyInterceptor, Tex
 from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
-from pdserve.gateway.http.serving.server import HttpServer, listen
+from pdserve.gateway.http.serving.server import HttpServer
+from pdserve.gateway.http.serving.sockets import listen
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect

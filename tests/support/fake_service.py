@@ -131,6 +131,13 @@ def gateway(settings: Any, report: Report) -> int:
     return until_sigterm_with_reloads(report)
 
 
+def gateway_worker(settings: Any, worker: Any, report: Report) -> int:
+    """Tells what it shares with the others."""
+    report("sockets", {"shared": [s.getsockname() for s in (worker.listener, worker.unix) if s]})
+    report("sockets", {"index": worker.index, "rates": settings.rate_storage})
+    return gateway(settings, report)
+
+
 def worker(settings: Any, engine: Any, report: Report) -> int:
     block()
     report("listening", {"address": "127.0.0.1:2", "data_address": "127.0.0.1:3"})

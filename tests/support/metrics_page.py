@@ -35,7 +35,8 @@ computed, without cached tokens, and a gateway's those of answered requests;
 
 ## What to scrape
 `pdserve up` is one target: `/metrics` of its HTTP port, which has the gateway's figures and those
-of the fleet. `pdserve top` reads it, too.
+of the fleet. `pdserve top` reads it, too. So is `pdserve gateway --workers N`: whichever process is
+asked has the sums of all ([gateways.md](gateways.md)).
 
 In a cluster each process is asked for its own figures. Every gateway knows the whole fleet and
 would count it once more, so gateways are asked with `fleet=false`:

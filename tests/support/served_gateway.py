@@ -16,7 +16,8 @@ from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
-from pdserve.gateway.http.serving.server import HttpServer, listen
+from pdserve.gateway.http.serving.server import HttpServer
+from pdserve.gateway.http.serving.sockets import listen
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.dialect import OpenAiDialect

@@ -2,6 +2,7 @@
 
 One address may have half of all connections, others have shares of the rest (FairShare); what is
 over is closed at once. An IPv6 network of 64 bits counts as one address: its owner has them all.
+Of several processes that accept from the socket, the one with the fewest connections goes first.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
 
+from pdserve.gateway.http.serving.connection_counts import ConnectionCounts
 from pdserve.services.host.tenants.fairness import FairShare
 
 log = logging.getLogger(__name__)
@@ -20,6 +22,7 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 4096
 OTHER_FILES = 1256  # of the process: sessions, text processes, 1,000 connections of gRPC
 PAUSE_S = 1.0  # while no connection can be taken
+YIELD_S = 0.005  # for a process with fewer connections to accept one; it does at once unless busy
 BATCH = 64  # in one pass of the loop
 FULL_LOG_S = 10.0  # between log lines that there is no room
 
@@ -32,20 +35,26 @@ class HttpListener:
     """
 
     def __init__(
-        self, sock: socket.socket, serve: Callable[[socket.socket], Awaitable[None]], most: int
+        self,
+        sock: socket.socket,
+        serve: Callable[[socket.socket], Awaitable[None]],
+        most: int,
+        counts: ConnectionCounts | None = None,
     ) -> None:
-        """`sock` is bound and listens; it stays the caller's."""
+        """`sock` is bound and listens; it stays the caller's. `counts` are those of all processes
+        that accept from it, if there are others."""
         sock.setblocking(False)
         self._sock = sock
         self._serve = serve
         self._open = FairShare(most // 2)  # of which all may have twice as much
         self._most = most
+        self._counts = counts
         self._num_refused = 0  # since the last log line that there is no room
         self._logged_at = -math.inf  # that there is no room, by the loop's clock
         self._serving: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(sock, self._accept)
+        self._resume()
 
     def close(self) -> None:
         """Takes no more; those that are taken go on."""
@@ -55,28 +64,48 @@ class HttpListener:
 
     def _accept(self) -> None:
         for _ in range(BATCH):
-            try:
-                connection, address = self._sock.accept()
-            except BlockingIOError:
+            if self._counts is not None and not self._counts.is_fewest():
+                self._pause_for(YIELD_S, self._accept_late)
                 return
-            except ConnectionAbortedError:
-                continue
-            except OSError as error:
-                log.warning("new HTTP connections wait: %s", error)
-                self._loop.remove_reader(self._sock)
-                self._pause = self._loop.call_later(
-                    PAUSE_S, self._loop.add_reader, self._sock, self._accept
-                )
+            if not self._accept_one():
                 return
-            owner = _owner(address[0]) if address else b""  # all of a Unix socket are one
-            if not self._has_room(owner):
-                connection.close()
-                continue
-            connection.setblocking(False)
-            self._open.take(owner)
-            task = self._loop.create_task(self._hold(connection, owner))
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+
+    def _accept_late(self) -> None:
+        """One that no process with fewer connections has accepted meanwhile."""
+        self._resume()
+        self._accept_one()
+
+    def _accept_one(self) -> bool:
+        """False if none waits, or none can be taken."""
+        try:
+            connection, address = self._sock.accept()
+        except BlockingIOError:
+            return False
+        except ConnectionAbortedError:
+            return True
+        except OSError as error:
+            log.warning("new HTTP connections wait: %s", error)
+            self._pause_for(PAUSE_S, self._resume)
+            return False
+        owner = _owner(address[0]) if address else b""  # all of a Unix socket are one
+        if not self._has_room(owner):
+            connection.close()
+            return True
+        connection.setblocking(False)
+        self._open.take(owner)
+        if self._counts is not None:
+            self._counts.add(1)
+        task = self._loop.create_task(self._hold(connection, owner))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+        return True
+
+    def _pause_for(self, seconds: float, then: Callable[[], None]) -> None:
+        self._loop.remove_reader(self._sock)
+        self._pause = self._loop.call_later(seconds, then)
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._sock, self._accept)
 
     def _has_room(self, owner: bytes) -> bool:
         room = self._open.total < self._most and self._open.has_room(owner)
@@ -96,6 +125,8 @@ class HttpListener:
             await self._serve(connection)
         finally:
             self._open.give_back(owner)
+            if self._counts is not None:
+                self._counts.add(-1)
 
 
 def max_connections() -> int:

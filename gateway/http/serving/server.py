@@ -14,6 +14,7 @@ import uvicorn
 from pdserve.gateway.http.answers.held_answers import MAX_HELD_BYTES, HeldAnswers
 from pdserve.gateway.http.dialect import Dialect
 from pdserve.gateway.http.serving.batched_writes import BatchedWrites
+from pdserve.gateway.http.serving.connection_counts import ConnectionCounts
 from pdserve.gateway.http.serving.listener import HttpListener, max_connections
 from pdserve.gateway.http.serving.protocol import BoundedProtocol
 from pdserve.services.host.files import LOOK_AGAIN_S, stamp
@@ -29,7 +30,8 @@ class HttpServer(uvicorn.Server):
 
     `dialect` gives shape to the errors of what is no request; `stall_s` is how long a client may
     take nothing of its answer, `max_answers_bytes` bounds what no client has taken yet. With the
-    paths of a certificate and its key, both PEM, it serves TLS, but for Unix sockets.
+    paths of a certificate and its key, both PEM, it serves TLS, but for Unix sockets. `counts` are
+    the HttpListener's.
     """
 
     def __init__(
@@ -40,7 +42,9 @@ class HttpServer(uvicorn.Server):
         certificate: str = "",
         key: str = "",
         max_answers_bytes: int = MAX_HELD_BYTES,
+        counts: ConnectionCounts | None = None,
     ) -> None:
+        self._counts = counts
         self._files = certificate, key
         self._listeners: list[HttpListener] = []
         super().__init__(
@@ -70,7 +74,9 @@ class HttpServer(uvicorn.Server):
         """Called by uvicorn."""
         for sock in sockets or ():
             sock.listen(self.config.backlog)
-            self._listeners.append(HttpListener(sock, self._connection, max_connections()))
+            self._listeners.append(
+                HttpListener(sock, self._connection, max_connections(), self._counts)
+            )
         self.servers = []
         self.started = True
 
@@ -122,25 +128,3 @@ class HttpServer(uvicorn.Server):
             else:
                 seen = now
                 log.info("HTTP has a new certificate")
-
-
-def host_port(host: str, port: int) -> str:
-    """host:port, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises OSError naming the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen()  # from here on connections wait until they are served
-    except OSError as error:
-        listener.close()
-        raise OSError(
-            error.errno, f"cannot listen on {host_port(host, port)}: {error.strerror}"
-        ) from error
-    listener.set_inheritable(False)
-    return listener

@@ -2,14 +2,14 @@
 
 Minutes are fixed windows. What is only known afterwards (tokens of an answer, seconds) is counted
 when it is, so one request may go beyond a limit, and the next one is refused; what is refused is
-not counted. Counts are kept in this process, or in a Redis that several processes share.
+not counted. Counts are kept in this process, or in a file or a Redis that several processes share.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 from pdserve.protos.common_pb2 import OVERLOADED
@@ -20,13 +20,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MEMORY = "memory://"
+FILE = "sqlite:///"
 MILLI = 1000  # seconds are counted in thousandths
 STORAGE_S = 0.5  # for an answer of the storage
 SKIP_S = 5.0  # it is not asked for so long after a failure
 
 
 class RateSettings(NamedTuple):
-    """Per key and minute; 0: no limit. `storage`: memory:// or redis://host:port."""
+    """Per key and minute; 0: no limit. `storage`: memory://, sqlite:///file or redis://host:port."""
 
     requests: int = 0
     tokens: int = 0
@@ -47,6 +48,7 @@ class RateLimits:
         self._items: dict[str, Any] = {}
         self._counting: set[asyncio.Task[bool]] = set()  # the loop keeps weak references only
         self._skip_until = 0.0
+        self._close: Callable[[], None] = lambda: None  # the storage
         if not any(amounts.values()):
             return
         # Few systems have limits, and these imports take a while.
@@ -55,8 +57,13 @@ class RateLimits:
         from limits.errors import ConfigurationError
         from limits.storage import storage_from_string
 
+        storage: Any
         try:
-            storage: Any = storage_from_string(f"async+{settings.storage}")
+            if settings.storage.startswith(FILE):
+                storage = _counts_file(settings.storage)
+                self._close = storage.close
+            else:
+                storage = storage_from_string(f"async+{settings.storage}")
         except ConfigurationError as error:
             # Without the rest of the address, which may have a password.
             scheme = settings.storage.partition("://")[0]
@@ -72,6 +79,7 @@ class RateLimits:
     async def close(self) -> None:
         """Returns when everything is counted."""
         await asyncio.gather(*self._counting, return_exceptions=True)
+        self._close()
 
     async def count_request(self, owner: bytes) -> None:
         """One more request. Raises ServiceError OVERLOADED if there were too many."""
@@ -162,6 +170,15 @@ def make_rate_limits(settings: PublicSettings, text_s: float = 0.0) -> RateLimit
             settings.requests_per_minute, settings.tokens_per_minute, text_s, settings.rate_storage
         )
     )
+
+
+def _counts_file(storage: str) -> Any:
+    from pdserve.services.host.tenants.counts_file import CountsFile
+
+    try:
+        return CountsFile(storage.removeprefix(FILE))
+    except ValueError as error:
+        raise ValueError(f"--rate-storage {error}") from None
 
 
 def _refused(what: str, reset_s: float) -> ServiceError:

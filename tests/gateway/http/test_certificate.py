@@ -11,6 +11,7 @@ import uvloop
 from eventually import LIMIT_S, eventually
 
 from pdserve.gateway.http.serving import server
+from pdserve.gateway.http.serving.sockets import listen
 from pdserve.services.host.auth.certificates import Identity, issue, make_authority
 from pdserve.services.host.auth.roles import Role
 
@@ -53,7 +54,7 @@ def test_a_peer_that_begins_no_handshake_is_left(
 
     async def run() -> None:
         http = server.HttpServer(say_ok, None, 30.0, str(certificate), str(key))  # type: ignore[arg-type]
-        listener = server.listen("127.0.0.1", 0)
+        listener = listen("127.0.0.1", 0)
         serving = asyncio.create_task(http.serve([listener]))
         await eventually(lambda: http.started)
         host, port = listener.getsockname()
@@ -81,7 +82,7 @@ async def test_a_new_certificate_is_taken_with_its_key(
     certificate.write_bytes(old.certificate)
     key.write_bytes(old.key)
     http = server.HttpServer(say_ok, None, 30.0, str(certificate), str(key))  # type: ignore[arg-type]
-    listener = server.listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0)
     serving = asyncio.create_task(http.serve([listener]))
     watching = asyncio.create_task(http.watch_certificate())
     port = listener.getsockname()[1]

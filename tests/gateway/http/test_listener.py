@@ -5,12 +5,14 @@ import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import uvloop
 from eventually import LIMIT_S, eventually
 
 from pdserve.gateway.http.serving import listener
+from pdserve.gateway.http.serving.connection_counts import ConnectionCounts
 from pdserve.gateway.http.serving.listener import HttpListener, max_connections
 
 GREETING = b"hello"
@@ -149,3 +151,59 @@ def test_a_lack_of_room_is_logged_now_and_then(
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
+
+
+class Accepting:
+    """One of two processes that accept from a socket, and how often it has."""
+
+    def __init__(self, port: socket.socket, folder: Path, index: int) -> None:
+        self.counts = ConnectionCounts(folder / "connections", index, 2)
+        self._sock = port.dup()
+        self._taking = HttpListener(self._sock, self.greet, 100, self.counts)
+        self.num = 0
+
+    async def greet(self, connection: socket.socket) -> None:
+        self.num += 1
+        await greet(connection)
+
+    def stop(self) -> None:
+        self._taking.close()
+        self._sock.close()
+
+
+@pytest.mark.anyio
+async def test_of_two_processes_the_one_with_fewer_connections_takes_the_next(
+    port: socket.socket, tmp_path: Path, anyio_backend: str
+) -> None:
+    """One that is not ready takes what the other leaves."""
+    one, other = (Accepting(port, tmp_path, index) for index in range(2))
+    open_: list[socket.socket] = []
+
+    async def connect(num: int) -> list[int]:
+        for _ in range(num):
+            open_.append(client := socket.socket())
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(client, port.getsockname())
+            assert await said(client) == GREETING
+        return [one.num, other.num]
+
+    assert await connect(4) == [2, 2]  # none is ready
+    other.counts.set_ready()
+    assert await connect(4) == [2, 6]
+    one.counts.set_ready()
+    assert await connect(6) == [7, 7]
+    for client in open_:
+        client.close()
+    await eventually(lambda: one.counts.is_fewest() and other.counts.is_fewest())
+    one.num = other.num = 0
+    open_.clear()
+    one.stop()  # as if it hung
+    assert await connect(4) == [0, 4]
+    again = Accepting(port, tmp_path, 0)  # as if it had died
+    again.counts.set_ready()
+    one = again
+    assert await connect(4) == [4, 4]
+    for accepting in (one, other):
+        accepting.stop()
+    for client in open_:
+        client.close()

@@ -6,7 +6,7 @@ import pytest
 from fake_router import FakeRouter, saying
 from http_errors import CHAT, HI, check
 
-from pdserve.gateway.http.serving.unix_socket import unix_listener
+from pdserve.gateway.http.serving.sockets import unix_listener
 
 pytestmark = pytest.mark.anyio
 

@@ -32,6 +32,7 @@ from pdserve.services.router.settings import RouterSettings
 FAKES = {
     "router": "fake_service:router",
     "gateway": "fake_service:gateway",
+    "gateway worker": "fake_service:gateway_worker",
     "prefill": "fake_service:worker",
     "decode": "fake_service:worker",
 }
@@ -104,6 +105,36 @@ def test_everybody_is_told_what_they_need(
     assert "KV pool of 1000 tokens" in said.err
     assert said.err.rstrip().endswith("stopped")
     assert "router: loading" not in said.err
+
+
+def test_several_gateway_processes_share_sockets_and_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, keys = tmp_path / "run", tmp_path / "keys"
+    folder.mkdir()
+    keys.write_text("first\n")
+    sent: list[int] = []
+
+    def hang_up(supervisor: Watched) -> bool:
+        if not sent:
+            sent.append(signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)
+        return all("reloads" in c.figures for c in supervisor.children[:3])
+
+    words = ["--gateway-workers", "2", "--unix-socket", str(tmp_path / "api")]
+    ended = serve(folder, *words, "--api-key-file", str(keys), then=hang_up)
+    names = [child.name for child in ended.children]
+    assert names == ["gateway 0", "gateway 1", "router", "decode 0", "prefill 0"]
+    first, second = (child.figures for child in ended.children[:2])
+    (host, port), unix = first["shared"]
+    assert (host, unix) == ("127.0.0.1", str(tmp_path / "api"))
+    assert first["url"] == f"http://127.0.0.1:{port}"
+    assert (first["index"], second["index"]) == (0, 1)
+    for what in ("shared", "url", "database_url", "rates"):
+        assert first[what] == second[what]
+    assert first["rates"].startswith(f"sqlite:///{folder}")
+    assert f"curl http://127.0.0.1:{port}/v1" in capsys.readouterr().out
+    assert not (tmp_path / "api").exists()
 
 
 def database_of(tmp_path: Path, *words: str) -> str:

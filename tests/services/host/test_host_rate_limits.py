@@ -1,6 +1,10 @@
 """Requests, tokens and seconds of text per key and minute."""
 
 import asyncio
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +43,50 @@ def test_an_unknown_storage_is_refused() -> None:
     with pytest.raises(ValueError, match="--rate-storage nowhere") as caught:
         RateLimits(RateSettings(requests=1, storage="nowhere://:password@x"))
     assert "password" not in str(caught.value)
+
+
+async def test_processes_that_share_a_file_count_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
+) -> None:
+    storage = f"sqlite:///{tmp_path}/rates.db"
+    one, other = (RateLimits(RateSettings(requests=3, storage=storage)) for _ in range(2))
+    for rates in (one, other, one):
+        await rates.count_request(b"a")
+    for rates in (one, other):
+        with pytest.raises(ServiceError, match="requests per minute") as caught:
+            await rates.count_request(b"a")
+        assert 55 < caught.value.retry_after_s <= 60
+        await rates.count_request(b"b")
+    assert (await other.headers(b"b"))["x-ratelimit-remaining-requests"] == "1"
+    late = time.time() + 61
+    monkeypatch.setattr("time.time", lambda: late)
+    assert (await other.headers(b"a"))["x-ratelimit-remaining-requests"] == "3"
+    await other.count_request(b"a")
+    assert (await one.headers(b"a"))["x-ratelimit-remaining-requests"] == "2"
+    assert (tmp_path / "rates.db").stat().st_mode & 0o777 == 0o600
+    for rates in (one, other):
+        await rates.close()
+
+
+async def test_a_file_that_another_process_has_locked_limits_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, anyio_backend: str
+) -> None:
+    path = tmp_path / "rates.db"
+    rates = RateLimits(RateSettings(requests=1, storage=f"sqlite:///{path}"))
+    with closing(sqlite3.connect(path, isolation_level=None)) as stopped:
+        stopped.execute("BEGIN IMMEDIATE")
+        for _ in range(3):
+            await rates.count_request(b"one")
+    assert caplog.text.count("rate limits are not counted for 5 s: database is locked") == 1
+    await rates.close()
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--rate-storage {tmp_path}/none/x: .*No such file"):
+        RateLimits(RateSettings(requests=1, storage=f"sqlite:///{tmp_path}/none/x"))
+    (tmp_path / "text").write_text("no database" * 100)
+    with pytest.raises(ValueError, match="not a database"):
+        RateLimits(RateSettings(requests=1, storage=f"sqlite:///{tmp_path}/text"))
 
 
 async def test_a_storage_that_is_down_limits_nobody(

@@ -1,10 +1,52 @@
-"""The gateway's Unix socket: only processes of its user can open it, and no browser can."""
+"""The sockets at which a gateway listens. Its Unix socket can be opened by processes of its user
+alone, and by no browser."""
 
 import contextlib
 import os
 import socket
 import stat
 from collections.abc import Iterator
+
+
+def host_port(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises OSError naming the address."""
+    sock = _bound(host, port)
+    try:
+        sock.listen()  # from here on connections wait until they are served
+    except OSError as error:
+        sock.close()
+        raise _cannot_listen(host, port, error) from error
+    return sock
+
+
+def hold_port(host: str, port: int) -> socket.socket:
+    """A socket that never listens; while it is open, several processes may listen at its port
+    together (SO_REUSEPORT). Raises OSError naming the address if somebody listens there already."""
+    if port:
+        listen(host, port).close()  # the one below would share it
+    return _bound(host, port, socket.SO_REUSEPORT)
+
+
+def _bound(host: str, port: int, *options: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        for option in (socket.SO_REUSEADDR, *options):
+            sock.setsockopt(socket.SOL_SOCKET, option, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise _cannot_listen(host, port, error) from error
+    return sock
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> OSError:
+    return OSError(error.errno, f"cannot listen on {host_port(host, port)}: {error.strerror}")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,31 @@
+"""One of several gateway processes behind the same ports: what its parent gives it."""
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayWorker:
+    """The process `index` of `num`. The parent keeps its sockets open, so that connections wait
+    there while a process is started again, and owns the folder."""
+
+    index: int
+    num: int
+    listener: socket.socket
+    unix: socket.socket | None
+    folder: str
+    """Private to the processes: their own sockets, metrics and counts."""
+
+    @property
+    def metrics_folder(self) -> Path:
+        return Path(self.folder) / "metrics"
+
+    @property
+    def counts_file(self) -> Path:
+        return Path(self.folder) / "connections"
+
+
+def worker_name(index: int) -> str:
+    """How the process is called in logs and by ps."""
+    return f"gateway {index}"

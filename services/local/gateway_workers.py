@@ -1,0 +1,116 @@
+"""Several gateway processes behind the same ports, and the parent that supervises them.
+
+The parent listens, and each process accepts from its socket: a connection that comes while one of
+them is started again waits for the others. gRPC takes no socket of another process, so there each
+listens itself at a port that the parent holds.
+"""
+
+import logging
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pdserve.gateway.http.serving.sockets import hold_port, listen, unix_listener
+from pdserve.gateway.settings import GatewaySettings
+from pdserve.gateway.worker import GatewayWorker, worker_name
+from pdserve.services.host.logs import configure_logging
+from pdserve.services.host.options import GRACE_S, STOP_S
+from pdserve.services.host.tenants.rate_limits import FILE, MEMORY
+from pdserve.services.local.child import Task
+from pdserve.services.local.run_folder import run_dir
+from pdserve.services.local.supervisor import Child, Supervisor, outcome
+
+log = logging.getLogger("pdserve.gateway")
+
+ENTRY = "pdserve.gateway.main:run_worker"
+STOP_SLACK_S = 2 * (GRACE_S + STOP_S)  # what a process may take to stop, beyond the drain
+
+
+class GatewayWorkers:
+    """What the processes share: sockets, and a folder for what they count together. A context
+    manager; `task` is what each is started with. Raises OSError for an address that is taken."""
+
+    def __init__(
+        self, settings: GatewaySettings, num: int, folder: Path, entry: str = ENTRY
+    ) -> None:
+        self._num = num
+        self._folder = folder
+        self._entry = entry
+        self._metrics = folder / "metrics"
+        self._metrics.mkdir()
+        with ExitStack() as held:
+            self._listener = held.enter_context(listen(settings.host, settings.port))
+            grpc = held.enter_context(hold_port(settings.host, settings.grpc_port))
+            self._unix = held.enter_context(unix_listener(settings.unix_socket))
+            self._held = held.pop_all()
+        rates = settings.rate_storage
+        self._settings = replace(
+            settings,
+            port=self._listener.getsockname()[1],
+            grpc_port=grpc.getsockname()[1],
+            rate_storage=f"{FILE}{folder / 'rates.db'}" if rates == MEMORY else rates,
+        )
+
+    def __enter__(self) -> "GatewayWorkers":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._held.close()
+
+    @property
+    def names(self) -> list[str]:
+        return [worker_name(index) for index in range(self._num)]
+
+    def task(self, index: int) -> Task:
+        """Of one process. What its predecessor held is no longer true."""
+        for path in self._metrics.glob(f"gauge_*_{index}.db"):
+            path.unlink()
+        worker = GatewayWorker(index, self._num, self._listener, self._unix, str(self._folder))
+        return Task(self._entry, (self._settings, worker))
+
+
+def run(settings: GatewaySettings) -> int:
+    """Serves with `settings.workers` processes until a signal; returns the exit code. Raises
+    OSError, and StartError if none can start."""
+    configure_logging("gateway", settings.log_level, log_format=settings.log_format)
+    parent = _Parent()
+    num = settings.workers
+    with (
+        run_dir() as folder,
+        GatewayWorkers(settings, num, folder) as workers,
+        Supervisor(
+            parent.on_event, serving=lambda: parent.listening, reloading=workers.names
+        ) as supervisor,
+    ):
+        children: list[Child] = []
+        try:
+            for index, name in enumerate(workers.names):
+                children.append(supervisor.start(name, partial(workers.task, index)))
+            supervisor.run_until(lambda: False)
+        finally:
+            parent.stopping = True
+            clean = supervisor.stop([children], settings.drain_s + STOP_SLACK_S)
+    return 0 if clean else 1
+
+
+class _Parent:
+    """Logs how the processes fare."""
+
+    def __init__(self) -> None:
+        self.listening = False  # one of them could start, so all can
+        self.stopping = False
+
+    def on_event(self, child: Child, event: str, figures: dict[str, Any]) -> None:
+        if event == "listening":
+            self.listening = True
+            log.info("%s listens at %s, gRPC at %s", child.name, figures["url"], figures["grpc"])
+        elif event == "ready":
+            log.info("%s is ready", child.name)
+        elif event == "died" and not self.stopping:
+            code = figures["code"]
+            how = "could not start:" if code is None else f"ended ({outcome(code)})"
+            log.warning("%s", f"{child.name} {how} {child.failure}".rstrip())
+            if figures["restart_s"]:
+                log.warning("%s starts again in %g s", child.name, figures["restart_s"])

@@ -1,0 +1,68 @@
+"""Gateway processes that ask each other: who is dead or late has no answer."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from pdserve.gateway.observability import siblings
+from pdserve.gateway.observability.siblings import Siblings
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_who_lives_answers(tmp_path: Path, anyio_backend: str) -> None:
+    folder = tmp_path / ("long " * 30)  # beyond what a socket's path may have
+    folder.mkdir()
+    every = [Siblings(folder, index, 4) for index in range(3)]  # the fourth has not started
+    for index, one in enumerate(every):
+        name = str(index).encode()
+        one.answer(
+            "echo", lambda tenant, word, name=name: b"%s %s " % (name, tenant) + word.encode()
+        )
+        one.answer("nothing", lambda tenant, word: b"")
+        await one.start()
+    word = "\n\u20ac" + "\x01" * 20_000
+    found = await every[0].ask("echo", b"\xff", word)
+    assert sorted(found) == [b"%d \xff " % index + word.encode() for index in (1, 2)]
+    assert await every[0].ask("nothing", b"") == []
+    await every[1].close()
+    assert await every[0].ask("echo", b"", "x") == [b"2  x"]
+    again = Siblings(folder, 1, 4)
+    again.answer("echo", lambda tenant, word: b"again")
+    await again.start()
+    assert sorted(await every[0].ask("echo", b"", "x")) == [b"2  x", b"again"]
+    for one in (every[0], every[2], again):
+        await one.close()
+
+
+async def test_half_an_answer_is_none_and_a_late_one_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
+) -> None:
+    monkeypatch.setattr(siblings, "ANSWER_S", 0.1)
+    asking = Siblings(tmp_path, 0, 3)
+
+    async def dies(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'{"hal')
+        writer.close()
+
+    async def hangs(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    servers = [
+        await asyncio.start_unix_server(serve, tmp_path / f"gateway-{index}.sock")
+        for index, serve in enumerate((dies, hangs), 1)
+    ]
+    assert await asking.ask("trace", b"", "x") == []
+    for server in servers:
+        server.close()
+        await server.wait_closed()
+    await asking.close()
+
+
+async def test_one_alone_asks_nobody(anyio_backend: str) -> None:
+    alone = Siblings()
+    await alone.start()
+    assert await alone.ask("trace", b"") == []
+    await alone.close()
