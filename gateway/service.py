@@ -179,7 +179,7 @@ class Service:
         """Counts a request in the limits; its line is in the log at the end."""
         began = self.clock() if caller.received is None else caller.received
         span = self.tracer.begin("request", caller.trace, began, entry=True)
-        if span.context.parent:
+        if span.context.span_id not in ("", caller.trace.span_id):  # not the client's own
             caller.headers["traceparent"] = span.context.parent
         meter = Meter(self.metrics, caller, self.clock, self._count_usage, span)
         owner = caller.tenant.id
