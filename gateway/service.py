@@ -145,13 +145,15 @@ class Service:
     @asynccontextmanager
     async def prepare_inputs(
         self,
+        operation: str,
         model_name: str,
         tokenized: Callable[[ServedModel], Awaitable[Sequence[Collection[int]]]],
         cache_salt: bytes,
         priority: int,
         caller: Caller,
     ) -> AsyncIterator[PreparedInputs]:
-        """Likewise for prompts that `tokenized` makes for the model, each with one answer."""
+        """Likewise for prompts that `tokenized` makes for the model, each with one answer.
+        `operation`: what traces call it."""
         owner = caller.tenant.id
         async with self._open(caller) as (admitted, meter):
             async with self._counted(caller):
@@ -160,7 +162,7 @@ class Service:
                 num_tokens = sum(map(len, inputs))
                 await self.rates.count_tokens(owner, num_tokens)
             meter.begin(model.card.name, num_tokens)
-            meter.span.set(gen_ai__operation__name="embeddings")
+            meter.span.set(gen_ai__operation__name=operation)
             yield PreparedInputs(
                 id=caller.request_id,
                 model=model,
