@@ -156,13 +156,13 @@ def exporter(url: str) -> "SpanExporter":
     where = shown(url)
 
     class Exporter(SpanExporter):
-        _taken = True
+        taken = True  # by the last answer
 
         def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":
             result = sender.export(spans)
             taken = result is SpanExportResult.SUCCESS
-            if taken != self._taken:
-                self._taken = taken
+            if taken != self.taken:
+                self.taken = taken
                 if taken:
                     log.info("%s takes traces again", where)
                 else:
@@ -225,10 +225,11 @@ class ExportingTracer(Tracer):
         return self._resource
 
     def close(self) -> None:
-        """Sends what is queued, for at most CLOSE_S."""
+        """Sends what is queued, for at most CLOSE_S; not to a collector that is gone."""
+        gone = not getattr(self._exporter, "taken", True)
         ending = threading.Thread(target=self._processor.shutdown, name="traces", daemon=True)
         ending.start()
-        ending.join(CLOSE_S)
+        ending.join(0.0 if gone else CLOSE_S)
         if ending.is_alive():
             self._exporter.shutdown()
 
