@@ -1,8 +1,8 @@
 # Two images: `control` (gateway and router) and `worker` (prefill and decode, with the model that
 # ships). Neither has torch. WORKER_EXTRAS: extras of pyproject.toml for workers; "worker torch" adds
 # the reference kernels, "worker torch cuda" is for GPUs. TORCH_INDEX: an extra package index for
-# torch, e.g. one with its CPU build. CONTROL_EXTRAS: the same for gateways, e.g. "redis
-# postgres".
+# torch, e.g. one with its CPU build. CONTROL_EXTRAS: the same for both images, e.g. "redis postgres
+# trace".
 FROM python:3.11-slim AS base
 ENV PATH=/opt/pdserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \

@@ -148,13 +148,15 @@ class Service:
     @asynccontextmanager
     async def prepare_inputs(
         self,
+        operation: str,
         model_name: str,
         tokenized: Callable[[ServedModel], Awaitable[Sequence[Collection[int]]]],
         cache_salt: bytes,
         priority: int,
         caller: Caller,
     ) -> AsyncIterator[PreparedInputs]:
-        """Likewise for prompts that `tokenized` makes for the model, each with one answer."""
+        """Likewise for prompts that `tokenized` makes for the model, each with one answer.
+        `operation`: what traces call it."""
         owner = caller.tenant.id
         async with self._open(caller) as (admitted, meter):
             async with self._counted(caller):
@@ -163,7 +165,7 @@ class Service:
                 num_tokens = sum(map(len, inputs))
                 await self.rates.count_tokens(owner, num_tokens)
             meter.begin(model.card.name, num_tokens)
-            meter.span.set(gen_ai__operation__name="embeddings")
+            meter.span.set(gen_ai__operation__name=operation)
             yield PreparedInputs(
                 id=caller.request_id,
                 model=model,
@@ -182,7 +184,7 @@ class Service:
         """Counts a request in the limits; its line is in the log at the end."""
         began = self.clock() if caller.received is None else caller.received
         span = self.tracer.begin("request", caller.trace, began, entry=True)
-        if span.context.parent:
+        if span.context.span_id not in ("", caller.trace.span_id):  # not the client's own
             caller.headers["traceparent"] = span.context.parent
         meter = Meter(self.metrics, caller, self.clock, self._count_usage, span)
         owner = caller.tenant.id

@@ -42,7 +42,16 @@ OPTIONS: dict[str, Option] = {
 }
 VARIABLES = {option.env for option in OPTIONS.values()} | {CONFIG_ENV}
 # Flags of pdserve that are no option, then those of docker and kubectl.
-OTHER_FLAGS = {"--help", "--config", "--version", "--build", "--from-file", "--from-literal"}
+OTHER_FLAGS = {
+    "--help",
+    "--config",
+    "--version",
+    "--build",
+    "--from-file",
+    "--from-literal",
+    "--build-arg",
+    "--target",
+}
 SCRIPT_FLAGS = {
     flag
     for folder in ("tests/simulation", "benchmarks")

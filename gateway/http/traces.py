@@ -34,8 +34,9 @@ class TraceAttempt(AnswerModel):
 
 
 class RequestTrace(AnswerModel):
-    """The phases of one request. Those before `decode` add up to `time_to_first_token_ms`; of a
-    request that is not finished some are not known yet. `finish_reason` may be an error's code."""
+    """The phases of one request. Those before `decode` add up to `time_to_first_token_ms`, which
+    begins with the request's head; of a request that is not finished some are not known yet.
+    `finish_reason` may be an error's code."""
 
     id: str
     object: Literal["trace"] = "trace"

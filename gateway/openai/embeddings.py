@@ -69,7 +69,7 @@ class EmbeddingReply:
         service, body = self._service, self._body
         salt, priority = (body.cache_salt or "").encode(), body.priority or 0
         async with service.prepare_inputs(
-            body.model, self._tokenized, salt, priority, self._caller
+            "embeddings", body.model, self._tokenized, salt, priority, self._caller
         ) as prepared:
             found: dict[int, JsonPieces] = {}
             async with aclosing(service.pooling.embeddings(prepared)) as answers:

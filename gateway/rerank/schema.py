@@ -57,10 +57,16 @@ class ScoringBody(OwnedBody):
     softmax: Literal[True] | None = None
 
     def _request(
-        self, api: str, queries: list[str], documents: list[str], names: tuple[str, str]
+        self,
+        api: str,
+        operation: str,
+        queries: list[str],
+        documents: list[str],
+        names: tuple[str, str],
     ) -> ScoreRequest:
         return ScoreRequest(
             api,
+            operation,
             self.model,
             queries,
             documents,
@@ -89,7 +95,8 @@ class RerankBody(ScoringBody):
     rank_fields: None = None  # not served
 
     def request(self) -> ScoreRequest:
-        return self._request("Rerank (Score)", [self.query], self.documents, ("query", "documents"))
+        names = ("query", "documents")
+        return self._request("Rerank (Score)", "rerank", [self.query], self.documents, names)
 
 
 class ScoreBody(ScoringBody):
@@ -115,4 +122,4 @@ class ScoreBody(ScoringBody):
         if len(first) not in (1, len(second)):
             text = f"{names[0]} must have one text, or as many as {names[1]}: {len(second)}"
             raise refuse(names[0], f"{text}, not {len(first)}")
-        return self._request("Score", first, second, names)
+        return self._request("Score", "score", first, second, names)

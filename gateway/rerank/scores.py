@@ -23,6 +23,7 @@ class ScoreRequest:
     """Documents to be scored, each for the query beside it; one query is for all of them."""
 
     api: str  # as errors call it
+    operation: str  # as traces call it
     model: str
     queries: Sequence[str]
     documents: Sequence[str]
@@ -65,7 +66,7 @@ async def score(service: Service, asked: ScoreRequest, caller: Caller) -> Scored
         )
 
     async with service.prepare_inputs(
-        asked.model, tokenized, asked.cache_salt, asked.priority, caller
+        asked.operation, asked.model, tokenized, asked.cache_salt, asked.priority, caller
     ) as prepared:
         if prepared.model.card.pooling:
             scores = await _alike(service, asked, prepared)

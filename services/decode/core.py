@@ -51,6 +51,7 @@ from pdserve.services.worker.core import WorkerCore, service_error, when_done
 log = logging.getLogger(__name__)
 
 ID_BYTES = 16
+DECLINED = ("busy", "place_again")  # answers after which the router places the request elsewhere
 
 
 class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
@@ -324,7 +325,10 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
 
     def _end(self, served: ServedAttempt, event: wire.DecodeEvent) -> None:
         kind = event.WhichOneof("event") or ""
-        self._forget(served, "" if kind == "finished" else kind.replace("_", " "))
+        name = kind.replace("_", " ")
+        if kind in DECLINED:
+            served.span.event(name)
+        self._forget(served, "" if kind in ("finished", *DECLINED) else name)
         awaited = served.admitted and kind in ("finished", "failed")
         self.leases.ended(served, event if awaited else None)
         served.session.outbox.put(event)

@@ -64,7 +64,10 @@ class HostSettings(CertificateSettings):
         "empty: as OTEL_EXPORTER_OTLP_ENDPOINT says, or none",
     )
     otlp_traces_sample: float = option(
-        1.0, "share of the traces that begin here which are recorded", min=0, max=1
+        1.0,
+        "share of the traces that begin here, or that clients sample, which are recorded",
+        min=0,
+        max=1,
     )
     drain_s: float = option(30.0, "seconds that running requests get to end at a stop", min=0)
     log_level: str = option("info", "least severity that is logged", choices=LOG_LEVELS)

@@ -1,8 +1,9 @@
 """What a process did for a request, as spans that an OpenTelemetry collector takes.
 
 The only module that knows OpenTelemetry, which is imported once there is an endpoint; without one
-every span is NO_SPAN. Times are readings of time.monotonic. A span is exported, on a thread of its
-own, after it has ended; what a collector does not take in time is dropped.
+no span is recorded, and what a client names is passed on. Times are readings of time.monotonic. A
+span is exported, on a thread of its own, after it has ended; what a collector does not take in time
+is dropped.
 """
 
 import logging
@@ -14,8 +15,16 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from pdserve.services.host.trace_endpoint import (
+    FLAG,
+    TraceSettings,
+    endpoint,
+    shown,
+    switched_off,
+)
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -23,8 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FLAG = "--otlp-traces-endpoint"
-PATH = "/v1/traces"
 MAX_EVENTS = 32  # of one span
 MAX_QUEUED = 2048  # spans that wait for the collector
 EXPORT_S = 2.0  # for a collector to take a batch
@@ -33,16 +40,6 @@ _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})
 _STATE = re.compile(r"[\x20-\x7e]{1,512}")
 
 Value = str | bool | int | float | Sequence[str]
-
-
-class TraceSettings(Protocol):
-    """The options of tracing, which every process has."""
-
-    @property
-    def otlp_traces_endpoint(self) -> str: ...
-
-    @property
-    def otlp_traces_sample(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +53,11 @@ class TraceContext:
     def trace_id(self) -> str:
         """The trace's id in hex; empty if there is none."""
         return self.parent[3:35]
+
+    @property
+    def span_id(self) -> str:
+        """The span's id in hex; empty if there is none."""
+        return self.parent[36:52]
 
 
 NOWHERE = TraceContext()
@@ -87,14 +89,34 @@ NO_SPAN = TraceSpan()
 
 
 class Tracer:
-    """Begins spans. This one records none."""
+    """Begins spans. This one records none: what a client names is passed on, for processes that
+    record. `sample` is the most of clients' traces that are."""
+
+    def __init__(self, sample: float = 1.0) -> None:
+        self._below = round(sample * 2**64)
+        self._key = os.urandom(16)
 
     def begin(
         self, name: str, parent: TraceContext, began: float, *, entry: bool = False
     ) -> TraceSpan:
         """A span of a request. Where clients ask (`entry`) a trace may begin; elsewhere there is
         no span without a parent."""
-        return NO_SPAN
+        asked = self._asked(parent, entry) if entry else None
+        return NO_SPAN if asked is None else TraceSpan(_context(*asked, parent.state))
+
+    def _asked(self, parent: TraceContext, entry: bool) -> tuple[int, int, bool] | None:
+        """The ids of the trace and of the parent's span, and whether it is sampled: of a client
+        that says so only the share is."""
+        found = _parsed(parent.parent)
+        if found is None:
+            return None
+        trace, span, sampled = found
+        return trace, span, sampled and (not entry or self._in_share(trace))
+
+    def _in_share(self, trace: int) -> bool:
+        """Of one trace always the same. With a key, since clients choose their ids."""
+        drawn = blake2b(trace.to_bytes(16), key=self._key, digest_size=8).digest()
+        return int.from_bytes(drawn) < self._below
 
 
 NO_TRACER = Tracer()
@@ -111,43 +133,15 @@ def tracing(service: str, settings: TraceSettings) -> Iterator[Tracer]:
     """The tracer of this process, until it ends. Raises ValueError if the options cannot work."""
     url = endpoint(settings)
     if not url:
-        yield NO_TRACER
+        if settings.otlp_traces_endpoint:
+            log.warning("%s counts for nothing: %s", FLAG, switched_off())
+        yield Tracer(settings.otlp_traces_sample)
         return
     tracer = ExportingTracer(service, exporter(url), settings.otlp_traces_sample)
     try:
         yield tracer
     finally:
         tracer.close()
-
-
-def endpoint(settings: TraceSettings) -> str:
-    """The URL that takes spans; empty: none. Raises ValueError for one that is no URL, and if the
-    flag is given where OpenTelemetry is not installed."""
-    url = settings.otlp_traces_endpoint
-    if url:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{FLAG}: {url!r} is no http or https URL")
-        if parts.username is not None:
-            raise ValueError(f"{FLAG}: passwords belong into OTEL_EXPORTER_OTLP_HEADERS")
-        if not is_installed():
-            raise ValueError(f"{FLAG} needs OpenTelemetry: pip install 'pdserve[trace]'")
-        return url.rstrip("/") + PATH if parts.path in ("", "/") else url
-    # What OpenTelemetry's own settings say counts where it is installed.
-    url = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
-    if base := os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ""):
-        url = url or base.rstrip("/") + PATH
-    off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    return url if url and not off and is_installed() else ""
-
-
-def is_installed() -> bool:
-    from importlib.util import find_spec
-
-    try:
-        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:  # a parent of it
-        return False
 
 
 def exporter(url: str) -> "SpanExporter":
@@ -157,17 +151,18 @@ def exporter(url: str) -> "SpanExporter":
 
     # They would log every batch that is lost, and every span beside a full queue.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL + 1)
+    logging.getLogger("urllib3").setLevel(logging.INFO)  # below it shows the URL's query
     sender = OTLPSpanExporter(url, timeout=EXPORT_S)
-    where = url.rpartition("@")[2]
+    where = shown(url)
 
     class Exporter(SpanExporter):
-        _taken = True
+        taken = True  # by the last answer
 
         def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":
             result = sender.export(spans)
             taken = result is SpanExportResult.SUCCESS
-            if taken != self._taken:
-                self._taken = taken
+            if taken != self.taken:
+                self.taken = taken
                 if taken:
                     log.info("%s takes traces again", where)
                 else:
@@ -181,18 +176,18 @@ def exporter(url: str) -> "SpanExporter":
 
 
 class ExportingTracer(Tracer):
-    """Records the spans of traces that are sampled: as their parent says, or `sample` of those that
-    begin here."""
+    """Records the spans of traces that are sampled: `sample` of those that begin here or that a
+    client asks for; inside the system as the parent says."""
 
     def __init__(self, service: str, exporter: "SpanExporter", sample: float = 1.0) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+        super().__init__(sample)
         self._exporter = exporter
         self._processor = BatchSpanProcessor(
             exporter, max_queue_size=MAX_QUEUED, schedule_delay_millis=500
         )
-        self._below = round(sample * 2**64)  # of a trace id's lower half
         self._resource = Resource.create(
             {
                 "service.name": f"pdserve-{service}",
@@ -204,19 +199,18 @@ class ExportingTracer(Tracer):
     def begin(
         self, name: str, parent: TraceContext, began: float, *, entry: bool = False
     ) -> TraceSpan:
-        asked = _parsed(parent.parent)
+        asked = self._asked(parent, entry)
         if asked is None:
             if not entry:
                 return NO_SPAN
             trace = int.from_bytes(os.urandom(16)) or 1
-            asked = trace, 0, trace % 2**64 < self._below
+            asked = trace, 0, self._in_share(trace)
             parent = NOWHERE
         trace, parent_id, sampled = asked
         if not sampled and not entry:
             return NO_SPAN
         own = _span_id()
-        state = parent.state if _STATE.fullmatch(parent.state) else ""
-        context = TraceContext(f"00-{trace:032x}-{own:016x}-{int(sampled):02x}", state)
+        context = _context(trace, own, sampled, parent.state)
         if not sampled:
             return TraceSpan(context)
         return _RecordedSpan(self, context, name, (trace, own, parent_id), began, entry)
@@ -231,10 +225,11 @@ class ExportingTracer(Tracer):
         return self._resource
 
     def close(self) -> None:
-        """Sends what is queued, for at most CLOSE_S."""
+        """Sends what is queued, for at most CLOSE_S; not to a collector that is gone."""
+        gone = not getattr(self._exporter, "taken", True)
         ending = threading.Thread(target=self._processor.shutdown, name="traces", daemon=True)
         ending.start()
-        ending.join(CLOSE_S)
+        ending.join(0.0 if gone else CLOSE_S)
         if ending.is_alive():
             self._exporter.shutdown()
 
@@ -312,6 +307,11 @@ class _RecordedSpan(TraceSpan):
             end_time=ns(time.monotonic()),
         )
         self._tracer.export(span)
+
+
+def _context(trace: int, span: int, sampled: bool, state: str) -> TraceContext:
+    state = state if _STATE.fullmatch(state) else ""
+    return TraceContext(f"00-{trace:032x}-{span:016x}-{int(sampled):02x}", state)
 
 
 def _span_id() -> int:

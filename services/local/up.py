@@ -28,7 +28,7 @@ from pdserve.services.host.logs import configure_logging, logs_json, quiet_grpc_
 from pdserve.services.host.options import GRACE_S, STOP_S
 from pdserve.services.host.process import raise_open_files
 from pdserve.services.host.tenants.keys import make_keys
-from pdserve.services.host.tracing import endpoint
+from pdserve.services.host.trace_endpoint import endpoint
 from pdserve.services.local import gateway_workers
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share, allot, machine_cores

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,21 +36,37 @@ MAX_ENDED = 1024  # attempts whose last event is kept, for a router that asks la
 PrefillSession = RouterSession[Outbox[wire.PrefillEvent]]
 
 
+@dataclass(slots=True)
+class SendingAttempt:
+    """One attempt that has not ended."""
+
+    owner: PrefillSession  # it hears of it
+    request: str
+    ticket: bytes  # its id
+    span: TraceSpan
+
+
+@dataclass(frozen=True, slots=True)
+class EndedAttempt:
+    """Its last event; and its request, for the log."""
+
+    event: wire.PrefillEvent
+    request: str
+
+
 class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
     """All attempts of one prefill process."""
 
     def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         super().__init__(Outbox[wire.PrefillEvent])
         self._tracer = tracer
-        self._spans: dict[bytes, TraceSpan] = {}  # by attempt
-        self._owners: dict[bytes, PrefillSession] = {}  # by attempt: the session that hears of it
-        self._tickets: dict[bytes, bytes] = {}  # ticket ids by attempt
-        self._ended: OrderedDict[bytes, wire.PrefillEvent] = OrderedDict()  # the oldest first
+        self._sending: dict[bytes, SendingAttempt] = {}  # by attempt, as below
+        self._ended: OrderedDict[bytes, EndedAttempt] = OrderedDict()  # the oldest first
 
     @property
     def num_attempts(self) -> int:
         """Attempts that have not ended."""
-        return len(self._owners)
+        return len(self._sending)
 
     async def drain(self) -> None:
         """Finish what has begun; the rest is handed back, so that other workers do it."""
@@ -70,11 +87,11 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         except ServiceError as error:
             self.refuse(session, start.attempt, error)
             return
-        self._owners[start.attempt] = session
-        self._tickets[start.attempt] = ticket.id
-        self._empty.clear()
         now = time.monotonic()
-        self._trace(start, len(ids), now)
+        span = self._span(start, len(ids), now)
+        attempt = SendingAttempt(session, start.request, ticket.id, span)
+        self._sending[start.attempt] = attempt
+        self._empty.clear()
         deadline = now + start.remaining_ms / 1000 if start.remaining_ms else float("inf")
         address, receiver = start.ticket.data_address, start.kv_identity.digest
         prompt = PromptToSend(tuple(ids), start.cache_salt, start.tenant, start.priority)
@@ -88,42 +105,49 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
     def cancel(self, session: PrefillSession, attempt: bytes) -> None:
         """No event follows, unless the attempt is started again. The cancel counts as stale if
         another session has taken the attempt over."""
-        owner = self._owners.get(attempt)
+        sending = self._sending.get(attempt)
+        owner = None if sending is None else sending.owner
         if self._runtime is None or owner is None or (owner is not session and not owner.lost):
             self.num_stale += 1
             return
-        self._forget(attempt, "cancelled")
-        self._remember(attempt, _failed(attempt, ServiceError(pb.UNAVAILABLE, "cancelled")))
+        error = ServiceError(pb.UNAVAILABLE, "cancelled")
+        self._remember(attempt, _failed(attempt, error), "cancelled")
         self._runtime.cancel(attempt)
 
     def on_ended(self, sent: Sent) -> None:
         """The hand-off has completed or failed."""
-        _log(sent)
-        if span := self._spans.get(sent.attempt):
-            _add_phases(span, sent)
-        session = self._forget(sent.attempt, sent.reason)
-        if session is None:
+        sending = self._sending.get(sent.attempt)
+        if sending is None:
+            ended = self._ended.get(sent.attempt)  # it was cancelled
+            _log(sent, "" if ended is None else ended.request)
             return
+        _log(sent, sending.request)
+        _add_phases(sending.span, sent)
         event = _end_of(sent)
-        self._remember(sent.attempt, event)
-        session.outbox.put(event)
+        if handed_back := sent.reason == HANDED_BACK:
+            sending.span.event(HANDED_BACK)
+        self._remember(sent.attempt, event, "" if handed_back else sent.reason)
+        sending.owner.outbox.put(event)
 
     def _again(self, session: PrefillSession, start: wire.PrefillStart) -> bool:
         """Whether the attempt has ended, or runs under this ticket; if it runs, its events go to
         this session from now on."""
         ended = self._ended.get(start.attempt)
         if ended is not None:
-            session.outbox.put(ended)
+            session.outbox.put(ended.event)
             return True
-        if self._tickets.get(start.attempt) != start.ticket.id or not start.ticket.id:
+        sending = self._sending.get(start.attempt)
+        if sending is None or sending.ticket != start.ticket.id:
             return False
-        self._owners[start.attempt] = session
+        sending.owner = session
         accepted = wire.PrefillAccepted(attempt=start.attempt)
         session.outbox.put(wire.PrefillEvent(accepted=accepted))
         return True
 
-    def _remember(self, attempt: bytes, event: wire.PrefillEvent) -> None:
-        self._ended[attempt] = event
+    def _remember(self, attempt: bytes, event: wire.PrefillEvent, error: str) -> None:
+        """It has ended so. `error`: why it has failed; empty: nothing has."""
+        sending = self._forget(attempt, error)
+        self._ended[attempt] = EndedAttempt(event, sending.request)
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
@@ -137,7 +161,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         ):
             if len(value) != size:
                 raise ServiceError(pb.INVALID_ARGUMENT, f"{name} must have {size} bytes", name)
-        if start.attempt in self._owners:
+        if start.attempt in self._sending:
             raise ServiceError(pb.INVALID_ARGUMENT, "not a new attempt id", "attempt")
         theirs = KvIdentity.of(start.kv_identity)
         other = refusal(runtime.engine.kv_identity, theirs, runtime.mixing)
@@ -146,29 +170,29 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         return Ticket(given.id, given.secret, start.attempt, runtime.boot, given.decode_boot)
 
     def _started(self, attempt: bytes, future: "Future[Any]") -> None:
-        session = self._owners.get(attempt)
-        if session is None:
+        sending = self._sending.get(attempt)
+        if sending is None:
             return
+        error = ""
         try:
             future.result()
         except QueueFull:
-            reason = "busy"
-            busy = wire.Busy(attempt=attempt)
-            session.outbox.put(wire.PrefillEvent(busy=busy))
-        except EngineError as error:
-            reason = str(error)
-            session.outbox.put(_failed(attempt, service_error(error)))
+            sending.span.event("busy")
+            event = wire.PrefillEvent(busy=wire.Busy(attempt=attempt))
+        except EngineError as failure:
+            error = str(failure)
+            event = _failed(attempt, service_error(failure))
         except CancelledError:
-            reason = "this worker stops"
-            error_ = ServiceError(pb.UNAVAILABLE, reason)
-            session.outbox.put(_failed(attempt, error_))
+            error = "this worker stops"
+            event = _failed(attempt, ServiceError(pb.UNAVAILABLE, error))
         else:
             accepted = wire.PrefillAccepted(attempt=attempt)
-            session.outbox.put(wire.PrefillEvent(accepted=accepted))
+            sending.owner.outbox.put(wire.PrefillEvent(accepted=accepted))
             return
-        self._forget(attempt, reason)
+        self._forget(attempt, error)
+        sending.owner.outbox.put(event)
 
-    def _trace(self, start: wire.PrefillStart, num_tokens: int, now: float) -> None:
+    def _span(self, start: wire.PrefillStart, num_tokens: int, now: float) -> TraceSpan:
         parent = TraceContext(start.trace_parent, start.trace_state)
         span = self._tracer.begin("prefill", parent, now)
         if span.recorded:
@@ -177,17 +201,15 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
                 pdserve__attempt=start.attempt.hex(),
                 pdserve__prompt_tokens=num_tokens,
             )
-            self._spans[start.attempt] = span
+        return span
 
-    def _forget(self, attempt: bytes, reason: str) -> PrefillSession | None:
-        """`reason`: why it has failed; empty: it is done."""
-        if span := self._spans.pop(attempt, None):
-            span.end(reason)
-        session = self._owners.pop(attempt, None)
-        self._tickets.pop(attempt, None)
-        if not self._owners:
+    def _forget(self, attempt: bytes, error: str) -> SendingAttempt:
+        """`error`: why it has failed; empty: nothing has."""
+        sending = self._sending.pop(attempt)
+        sending.span.end(error)
+        if not self._sending:
             self._empty.set()
-        return session
+        return sending
 
 
 def _end_of(sent: Sent) -> wire.PrefillEvent:
@@ -223,6 +245,8 @@ def _phases(sent: Sent) -> pb.Phases:
 
 
 def _add_phases(span: TraceSpan, sent: Sent) -> None:
+    if not span.recorded:
+        return
     times = sent.times
     span.set(
         pdserve__cached_tokens=sent.cached_tokens,
@@ -237,7 +261,7 @@ def _add_phases(span: TraceSpan, sent: Sent) -> None:
     span.phase("transfer", computed, ended)
 
 
-def _log(sent: Sent) -> None:
+def _log(sent: Sent, request: str) -> None:
     phases = _phases(sent)
     outcome = sent.reason or f"{sent.num_bytes / 1e6:.1f} MB by {sent.transport}"
     log.info(
@@ -248,4 +272,5 @@ def _log(sent: Sent) -> None:
         phases.queue_s,
         phases.prefill_s,
         phases.transfer_s,
+        extra={"request": request},
     )

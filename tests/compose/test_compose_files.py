@@ -59,9 +59,31 @@ def test_variables_are_options_with_good_values(services: dict[str, Any]) -> Non
 
 def test_every_name_is_known_to_some_command() -> None:
     known = {ENV_PREFIX + name.upper() for name in known_names()} | COMPOSE_ONLY
-    for name in ("docker-compose.yml", "docker-compose.gpu.yml", "compose.ha.yml", "Dockerfile"):
+    files = [path.name for path in ROOT.glob("*compose*.yml")]
+    assert len(files) == 4
+    for name in (*files, "Dockerfile"):
         found = set(re.findall(r"PDSERVE_[A-Z_]+[A-Z]", (ROOT / name).read_text()))
         assert found <= known, name
+
+
+def test_traces_reach_the_collector_of_the_overlay(services: dict[str, Any]) -> None:
+    overlay = yaml.safe_load((ROOT / "docker-compose.trace.yml").read_text())["services"]
+    jaeger = overlay.pop("jaeger")
+    assert set(overlay) == set(services)
+    assert jaeger["networks"] == services["gateway"]["networks"]
+    assert all(str(port).startswith("127.0.0.1:") for port in jaeger["ports"])
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for role, service in overlay.items():
+        assert default(service["build"]["args"]["CONTROL_EXTRAS"]) in extras
+        known = {o.env: o for s in COMMANDS[role].sections() for o in s.options}
+        told = {name: default(value) for name, value in service["environment"].items()}
+        parsed = {name: known[name].parse(value, name) for name, value in told.items()}
+        assert parsed == {
+            "PDSERVE_OTLP_TRACES_ENDPOINT": "http://jaeger:4318",
+            "PDSERVE_OTLP_TRACES_SAMPLE": known["PDSERVE_OTLP_TRACES_SAMPLE"].default,
+        }
 
 
 def test_there_is_time_to_drain(services: dict[str, Any]) -> None:

@@ -14,10 +14,14 @@ class MemoryTracer(ExportingTracer):
         self.exporter = InMemorySpanExporter()
         super().__init__("test", self.exporter, sample)
 
-    def spans(self) -> dict[str, Any]:
-        """By name; ends the tracer."""
+    def ended(self) -> list[Any]:
+        """All of them, in the order of their ends; ends the tracer."""
         self.close()
-        return {span.name: span for span in self.exporter.get_finished_spans()}
+        return list(self.exporter.get_finished_spans())
+
+    def spans(self) -> dict[str, Any]:
+        """Likewise, by name."""
+        return {span.name: span for span in self.ended()}
 
 
 def parent_of(span: Any) -> str:

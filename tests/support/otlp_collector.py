@@ -64,6 +64,10 @@ class OtlpCollector:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Whoever connects from now on is refused; what came is kept."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -73,7 +77,7 @@ class OtlpCollector:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def _keep(self, path: str, body: bytes) -> None:
-        assert path == "/v1/traces"
+        assert path.partition("?")[0] == "/v1/traces"
         request = ExportTraceServiceRequest.FromString(body)
         for resource in request.resource_spans:
             service = _values(resource.resource.attributes)["service.name"]

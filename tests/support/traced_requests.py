@@ -80,7 +80,20 @@ class TracedClient:
         return found
 
 
-def check_spans(collector: OtlpCollector, answer: TracedAnswer, parent_id: str = "") -> None:
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """Milliseconds that no process spent on a request, as the clocks at both ends of a way say."""
+
+    to_router: float
+    to_decode: float
+    back: float  # of the first token
+
+    @property
+    def total(self) -> float:
+        return self.to_router + self.to_decode + self.back
+
+
+def check_spans(collector: OtlpCollector, answer: TracedAnswer, parent_id: str = "") -> Ways:
     """The spans of a request whose prompt a prefill worker computed are of four processes, nested,
     in order, and say what its client was told."""
     spans = collector.trace(answer.trace_id, *SERVICES)
@@ -116,10 +129,37 @@ def check_spans(collector: OtlpCollector, answer: TracedAnswer, parent_id: str =
     for phase in answer.trace["phases"]:
         length = request.attributes[f"pdserve.phase.{phase['name']}_ms"]
         assert abs(length - phase["duration_ms"]) < 0.01
-    # What the gateway was told is what the workers measured.
-    lengths = {phase["name"]: phase["duration_ms"] for phase in answer.trace["phases"]}
-    for name, span in (("prefill", "prefill"), ("first_token", "first token")):
-        assert abs(1e3 * parts[f"decode {span}"].duration_s - lengths[name]) < 1
+    return _check_phases(answer.trace, parts)
+
+
+def _check_phases(trace: dict[str, Any], parts: dict[str, CollectedSpan]) -> Ways:
+    """What the client was told is what each process measured, within a millisecond; what it calls
+    "return" is what lies between their spans."""
+    told = {phase["name"]: phase["duration_ms"] for phase in trace["phases"]}
+    spent = {name: 1e3 * span.duration_s for name, span in parts.items()}
+    for phase, span in (
+        ("receive", "request receive"),
+        ("prepare", "request prepare"),
+        ("route", "route queue"),
+        ("prefill", "decode prefill"),
+        ("first_token", "decode first token"),
+    ):
+        assert abs(spent.get(span, 0.0) - told[phase]) < 1, phase
+    # Waiting for blocks lies within the span of the transfer, and is queueing.
+    waited = told["queue"] - spent["decode queue"]
+    assert waited > -1
+    assert abs(spent["decode transfer"] - told["transfer"] - waited) < 1
+    route, queue = parts["route"], parts.get("route queue")
+    asked = route.began if queue is None else queue.ended
+    first = next(at for name, at, _ in parts["request"].events if name == "first token")
+    ways = Ways(
+        to_router=1e3 * (route.began - parts["request prepare"].ended),
+        to_decode=1e3 * (parts["decode"].began - asked),
+        back=1e3 * (first - parts["decode first token"].ended),
+    )
+    assert min(ways.to_router, ways.to_decode, ways.back) > -1e3 * SKEW_S
+    assert abs(ways.total - told["return"]) < 1
+    return ways
 
 
 def _follow(spans: Sequence[CollectedSpan]) -> None:

@@ -62,6 +62,7 @@ class RoutedRequest:
         start = progress.start
         if span.recorded:  # otherwise workers belong to the gateway's
             start.trace_parent = span.context.parent
+            span.set(pdserve__request=start.request, gen_ai__request__model=start.model)
         queue_s = start.queue_remaining_ms / 1000
         self.progress = progress
         self.client = client
@@ -534,8 +535,6 @@ class RoutedRequest:
             extra={"request": self.id},
         )
         self.span.set(
-            pdserve__request=self.id,
-            gen_ai__request__model=self.model,
             pdserve__attempts=self.state.num_attempts,
             pdserve__decode=_address(assignment.decode if assignment else None, "none"),
             pdserve__prefill=_address(assignment.prefill if assignment else None, "local"),

@@ -179,9 +179,15 @@ async def test_a_failure_is_the_spans_status(make_http):
     assert tracer.spans()["request"].status.description == "MODEL_NOT_FOUND"
 
 
-async def test_without_tracing_nothing_travels(make_http):
+async def test_without_an_endpoint_the_clients_trace_is_passed_on(make_http):
+    """To a router and workers that have one; the answer names no span, since there is none."""
     router = FakeRouter(saying("x"))
     http = make_http(router)
-    answer = await http.post("/v1/completions", json=ASKED, headers={"traceparent": CLIENT})
+    headers = {"traceparent": CLIENT, "tracestate": "a=b", "x-request-id": "mine"}
+    answer = await http.post("/v1/completions", json=ASKED, headers=headers)
     assert "traceparent" not in answer.headers
-    assert router.starts[0].trace_parent == ""
+    assert (router.starts[0].trace_parent, router.starts[0].trace_state) == (CLIENT, "a=b")
+    assert (await http.get("/v1/traces/mine")).json()["trace_id"] == CLIENT[3:35]
+    plain = await http.post("/v1/completions", json=ASKED, headers={"traceparent": "x"})
+    assert "traceparent" not in plain.headers
+    assert router.starts[1].trace_parent == ""

@@ -11,6 +11,7 @@ import openai
 import pytest
 from eventually import eventually
 from fake_router import FakeRouter, failed, placed, saying, served
+from memory_tracer import MemoryTracer
 from pooled_answers import HIDDEN, embedder, vector_of
 from tiny_models import write_tokenizer
 
@@ -54,6 +55,13 @@ async def test_the_openai_client_which_asks_for_base64(make_app):
         assert item.embedding == pytest.approx(unit(vector_of(router.encode(text))))
     count = sum(len(router.encode(text)) for text in texts)
     assert (found.usage.prompt_tokens, found.usage.total_tokens) == (count, count)
+
+
+async def test_what_traces_call_it(make_http):
+    tracer = MemoryTracer()
+    http = make_http(embedder(), arrange=lambda service: setattr(service, "tracer", tracer))
+    await embed(http, input="hello")
+    assert tracer.spans()["request"].attributes["gen_ai.operation.name"] == "embeddings"
 
 
 async def test_base64_is_little_endian_float32(make_http):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fake_router import FakeRouter, saying
+from memory_tracer import MemoryTracer
 from pooled_answers import embedder, reranker, vector_of
 
 from pdserve.gateway.content.model_texts import ModelTexts
@@ -67,6 +68,14 @@ async def test_every_prompt_has_the_priority_of_the_request(make_http, path, bod
     router = reranker(by_length)
     await ask(make_http(router), path, {**body, "priority": 7})
     assert {start.priority for start in router.starts} == {7}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/rerank", RERANK), ("/score", SCORE)])
+async def test_what_traces_call_it(make_http, path, body):
+    tracer = MemoryTracer()
+    arrange = {"arrange": lambda service: setattr(service, "tracer", tracer)}
+    await ask(make_http(reranker(by_length), **arrange), path, body)
+    assert tracer.spans()["request"].attributes["gen_ai.operation.name"] == path[1:]
 
 
 async def test_the_best_without_their_texts(make_http):

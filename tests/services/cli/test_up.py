@@ -263,7 +263,7 @@ def test_traces_go_to_one_collector_from_every_process(monkeypatch: pytest.Monke
     for kind in (GatewaySettings, RouterSettings, PrefillSettings, DecodeSettings):
         assert settings.build(kind).otlp_traces_endpoint == "http://c:4318"
     System(settings, FAKES)
-    monkeypatch.setattr("pdserve.services.host.tracing.is_installed", lambda: False)
+    monkeypatch.setattr("pdserve.services.host.trace_endpoint.is_installed", lambda: False)
     with pytest.raises(OptionError, match="--otlp-traces-endpoint needs OpenTelemetry: pip"):
         System(settings, FAKES)
     words[-1] = "c:4318"

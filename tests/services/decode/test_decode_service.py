@@ -16,6 +16,7 @@ from cluster_secret import open_channel
 from eventually import LIMIT_S, eventually, wait_until
 from fake_decoder import FakeDecoder, fake_spec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from memory_tracer import CLIENT, MemoryTracer
 from worker_kit import CARD, Pair, SessionClient, expected, prompt
 
 from pdserve.engine.kv.codec import decode_spec
@@ -251,8 +252,10 @@ def test_a_prompt_that_breaks_the_bounds_fails_alone(with_pair: Callable[..., No
 
 
 def test_busy_beyond_the_promises(with_pair: Callable[..., None]) -> None:
+    tracer = MemoryTracer()
+
     async def test(pair: Pair) -> None:
-        attempts = [pair.admit(prompt(60, seed)) for seed in range(6)]
+        attempts = [pair.admit(prompt(60, seed), trace_parent=CLIENT) for seed in range(6)]
         for attempt in attempts[:4]:
             await pair.decode.wait("admitted", attempt)
         for attempt in attempts[4:]:
@@ -266,7 +269,10 @@ def test_busy_beyond_the_promises(with_pair: Callable[..., None]) -> None:
         await pair.at_rest()
         assert pair.decode_role.core.num_stale == 2, "the busy ones were not known any more"
 
-    with_pair(test, engine={"num_blocks": 64})
+    with_pair(test, engine={"num_blocks": 64}, tracer=tracer)
+    declined = [span for span in tracer.ended() if span.events]
+    assert [span.events[0].name for span in declined] == ["busy"] * 2
+    assert all(span.status.is_unset for span in declined)
 
 
 def test_many_requests_share_messages(with_pair: Callable[..., None]) -> None:

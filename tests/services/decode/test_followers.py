@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from eventually import eventually
 from fake_decoder import FakeDecoder, fake_spec
+from memory_tracer import CLIENT, MemoryTracer
 from worker_kit import Pair, SessionClient, expected, prompt
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub
 from pdserve.services.decode.single_flight.promised_prefixes import PromisedPrefixes
+from pdserve.services.host.tracing import NO_TRACER, Tracer
 
 IDS = prompt(200)
 BLOCK, CHUNK = 4, 16
@@ -92,9 +94,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 @pytest.fixture
 def with_bench(with_pair: Callable[..., None], bench: Bench) -> Callable[..., None]:
-    def run(test: Any, **engine: Any) -> None:
+    def run(test: Any, tracer: Tracer = NO_TRACER, **engine: Any) -> None:
         try:
-            with_pair(test, engine={"model": bench.model} | engine)
+            with_pair(test, engine={"model": bench.model} | engine, tracer=tracer)
         finally:
             bench.gate.set()
 
@@ -141,6 +143,8 @@ def test_the_rest_share_what_one_brings(
 def test_another_tail_waits_for_the_common_blocks_only(
     with_bench: Callable[..., None], bench: Bench
 ) -> None:
+    tracer = MemoryTracer()
+
     async def test(pair: Pair) -> None:
         first = await lead(pair)
         await bench.verified(pair, first)
@@ -149,7 +153,7 @@ def test_another_tail_waits_for_the_common_blocks_only(
         long, other_long = ([*IDS[:120], *prompt(60, seed)] for seed in (3, 4))
         local = await follow(pair, other_long, shared=16, remote=False)
         remote = await follow(pair, long, shared=16)
-        twin = await follow(pair, long, shared=16)
+        twin = await follow(pair, long, shared=16, trace_parent=CLIENT)
         assert pair.decode.kinds(other) == ["admitted"]
         bench.gate.set()
         for attempt, ids in ((other, short), (local, other_long)):
@@ -163,7 +167,10 @@ def test_another_tail_waits_for_the_common_blocks_only(
         assert (await load(pair)).placed_again == 2
         await pair.at_rest()
 
-    with_bench(test)
+    with_bench(test, tracer)
+    span = tracer.spans()["decode"]
+    assert [event.name for event in span.events] == ["place again"]
+    assert span.status.is_unset
 
 
 def test_who_does_not_wait(with_bench: Callable[..., None], bench: Bench) -> None:

@@ -59,8 +59,7 @@ def test_a_local_prompt_and_one_that_is_cancelled(with_pair: Callable[..., None]
         await pair.at_rest()
 
     with_pair(test, tracer=tracer)
-    tracer.close()
-    spans = tracer.exporter.get_finished_spans()
+    spans = tracer.ended()
     local, waiting = (span for span in spans if span.name == "decode")
     assert local.attributes["pdserve.remote_prefill"] is False
     assert {span.name for span in spans if parent_of(span) == own_id(local)} >= {

@@ -20,12 +20,11 @@ from pdserve.services.host.options import HostSettings
 from pdserve.services.host.tracing import (
     MAX_EVENTS,
     MAX_QUEUED,
-    NO_TRACER,
     NOWHERE,
     ExportingTracer,
     TraceContext,
+    Tracer,
     context_of,
-    endpoint,
     exporter,
     tracing,
 )
@@ -96,18 +95,28 @@ def test_a_later_version_and_a_broken_state() -> None:
 
 
 def test_who_decides_what_is_sampled() -> None:
-    """A parent, or else the share."""
+    """A client that wants none gets none; of the others the share is recorded, whoever began."""
     none, half = MemoryTracer(0.0), MemoryTracer(0.5)
-    assert none.begin("a", TraceContext(CLIENT), 0.0, entry=True).recorded
-    unsampled = TraceContext(CLIENT[:-2] + "00")
-    left_out = half.begin("a", unsampled, 0.0, entry=True)
+    left_out = half.begin("a", TraceContext(CLIENT[:-2] + "00"), 0.0, entry=True)
     assert not left_out.recorded
     assert left_out.context.parent[:36] == CLIENT[:36]
     assert left_out.context.parent[-2:] == "00"
     assert not half.begin("b", left_out.context, 0.0).recorded
-    assert not none.begin("a", NOWHERE, 0.0, entry=True).recorded
+    for parent in (NOWHERE, TraceContext(CLIENT)):
+        refused = none.begin("a", parent, 0.0, entry=True)
+        assert not refused.recorded
+        assert refused.context.parent[-2:] == "00"
+    assert refused.context.trace_id == CLIENT[3:35]
     kept = sum(half.begin("a", NOWHERE, 0.0, entry=True).recorded for _ in range(400))
     assert 100 < kept < 300
+    ids = [f"{number:032x}" for number in range(1, 401)]  # low ones are as likely as others
+    clients = [TraceContext(f"00-{id_}-{CLIENT[36:52]}-01") for id_ in ids]
+    first, again = (
+        [half.begin("a", client, 0.0, entry=True).recorded for client in clients] for _ in range(2)
+    )
+    assert 100 < sum(first) < 300
+    assert first == again  # a trace is whole
+    assert none.begin("a", TraceContext(CLIENT), 0.0).recorded  # of another process of ours
     none.close()
     half.close()
 
@@ -124,8 +133,7 @@ def test_events_are_bounded() -> None:
 def test_without_an_endpoint_nothing_is_imported_or_recorded(monkeypatch: Any) -> None:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     with tracing("gateway", SETTINGS) as tracer:
-        assert tracer is NO_TRACER
-        span = tracer.begin("a", TraceContext(CLIENT), 0.0, entry=True)
+        span = tracer.begin("a", NOWHERE, 0.0, entry=True)
         assert (span.recorded, span.context) == (False, NOWHERE)
     code = (
         "import sys; import pdserve.gateway.main, pdserve.services.router.main, "
@@ -135,25 +143,24 @@ def test_without_an_endpoint_nothing_is_imported_or_recorded(monkeypatch: Any) -
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_which_endpoint(monkeypatch: Any) -> None:
-    def of(url: str = "") -> str:
-        return endpoint(replace(SETTINGS, otlp_traces_endpoint=url))
+def test_what_a_client_names_is_passed_on_without_an_endpoint() -> None:
+    """To processes that have one; not beyond the share."""
+    client = TraceContext(CLIENT, "vendor=1")
+    assert Tracer().begin("a", client, 0.0, entry=True).context == client
+    assert Tracer(0.0).begin("a", client, 0.0, entry=True).context.parent == CLIENT[:-2] + "00"
+    for parent in (TraceContext("x" * 55), TraceContext(CLIENT[:-1])):
+        assert Tracer().begin("a", parent, 0.0, entry=True).context == NOWHERE
+    assert Tracer().begin("a", client, 0.0).context == NOWHERE  # no client's
 
-    assert of("http://c:4318") == of("http://c:4318/") == "http://c:4318/v1/traces"
-    assert of("https://c/own/path") == "https://c/own/path"
-    assert of() == ""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://base:4318/")
-    assert of() == "http://base:4318/v1/traces"
-    assert of("http://c:4318") == "http://c:4318/v1/traces"
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://traces/x")
-    assert of() == "http://traces/x"
-    for wrong in ("localhost:4318", "grpc://c:4317", "http://", "http://user:pass@c"):
-        with pytest.raises(ValueError, match="--otlp-traces-endpoint"):
-            of(wrong)
-    monkeypatch.setattr(module, "is_installed", lambda: False)
-    assert of() == ""  # the environment is not pdserve's alone
-    with pytest.raises(ValueError, match=r"pip install 'pdserve\[trace\]'"):
-        of("http://c:4318")
+
+def test_what_switches_it_off_is_said(monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    with tracing("gateway", replace(SETTINGS, otlp_traces_endpoint="http://c:4318")) as tracer:
+        assert not tracer.begin("a", NOWHERE, 0.0, entry=True).recorded
+    assert "OTEL_TRACES_EXPORTER=none" in caplog.text
+    caplog.clear()
+    with tracing("gateway", SETTINGS):
+        assert caplog.text == ""
 
 
 def test_a_collector_gets_them_before_the_process_ends() -> None:
@@ -199,6 +206,21 @@ def test_a_collector_that_is_gone(how: str, caplog: Any, monkeypatch: Any) -> No
             tracer.begin("a", NOWHERE, time.monotonic(), entry=True).end()
         began = time.monotonic()
         tracer.close()
-        assert time.monotonic() - began < module.CLOSE_S + 0.5
+        assert time.monotonic() - began < module.CLOSE_S / 2
     warnings = [one for one in caplog.records if one.levelno >= logging.WARNING]
     assert len(warnings) == 1
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_log_shows_no_secret_of_the_url(answers: bool, caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "EXPORT_S", 0.5)
+    with OtlpCollector() as collector, caplog.at_level(logging.DEBUG):
+        if not answers:
+            collector.close()
+        url = collector.url.replace("//", "//user:secret@") + "/v1/traces?token=secret"
+        tracer = ExportingTracer("test", exporter(url))
+        tracer.begin("a", NOWHERE, time.monotonic(), entry=True).end()
+        tracer.close()
+        assert len(collector.spans) == answers
+    assert "secret" not in caplog.text
+    assert (f"{collector.url}/v1/traces takes no traces" in caplog.text) is not answers

@@ -1,6 +1,7 @@
 """The prefill service over real gRPC: what it refuses, cancel, lost sessions, a dead decode."""
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from eventually import LIMIT_S, eventually
 from fake_decoder import FakeDecoder, fake_spec
+from memory_tracer import CLIENT, MemoryTracer
 from worker_kit import Pair, SessionClient, build_with, engine_maker, worker_pair
 
 from pdserve.engine.engine import Engine
@@ -24,11 +26,11 @@ OTHER = {"kv_identity": pb.KvIdentity(digest=b"other")}
 
 @pytest.fixture
 def with_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    def run_test(test: Test, engine: dict[str, Any] | None = None) -> None:
+    def run_test(test: Test, engine: dict[str, Any] | None = None, **settings: Any) -> None:
         build_with(monkeypatch, engine_maker(**(engine or {})))
 
         async def main() -> None:
-            async with worker_pair(tmp_path) as pair:
+            async with worker_pair(tmp_path, **settings) as pair:
                 await test(pair)
 
         asyncio.run(main())
@@ -110,12 +112,14 @@ async def held_up(thread: EngineThread) -> threading.Event:
 
 
 def test_busy_when_its_queue_is_full(with_pair: Callable[..., None]) -> None:
+    tracer = MemoryTracer()
+
     async def test(pair: Pair) -> None:
         part: Any = pair.prefill_worker.runtime
         release = await held_up(part.thread)
         attempts = [os.urandom(16) for _ in range(4)]
         for attempt in attempts:
-            pair.start_prefill(attempt, prompt(20), ticket(pair))
+            pair.start_prefill(attempt, prompt(20), ticket(pair), trace_parent=CLIENT)
         # Commands are handled in order: behind this one all four are in the engine thread's queue.
         pair.prefill.send(wire.PrefillCommand(cancel=wire.CancelAttempt(attempt=os.urandom(16))))
         await eventually(lambda: pair.prefill_role.core.num_stale == 1)
@@ -124,7 +128,39 @@ def test_busy_when_its_queue_is_full(with_pair: Callable[..., None]) -> None:
             await pair.prefill.wait("busy", attempt)
         await pair.at_rest()
 
-    with_pair(test, engine={"max_waiting": 2})
+    with_pair(test, engine={"max_waiting": 2}, tracer=tracer)
+    declined = [span for span in tracer.ended() if span.events]
+    assert [span.events[0].name for span in declined] == ["busy"] * 2
+    assert all(span.status.is_unset for span in declined)
+
+
+def test_its_log_names_the_request(with_pair: Callable[..., None], caplog: Any) -> None:
+    """Also of what was cancelled."""
+
+    async def test(pair: Pair) -> None:
+        part: Any = pair.prefill_worker.runtime
+        for name in ("done", "cancelled"):
+            attempt = pair.admit(prompt(100))
+            admitted = await pair.decode.wait("admitted", attempt)
+            release = await held_up(part.thread)
+            pair.start_prefill(attempt, prompt(99), admitted.ticket, request=name)
+            if name == "cancelled":
+                cancel = wire.CancelAttempt(attempt=attempt)
+                pair.prefill.send(wire.PrefillCommand(cancel=cancel))
+                pair.decode.send(wire.DecodeCommand(cancel=cancel))
+                pair.prefill.send(wire.PrefillCommand(cancel=cancel))  # stale behind the first
+                await eventually(lambda: pair.prefill_role.core.num_stale == 1)
+                release.set()
+            else:
+                release.set()
+                await pair.decode.wait("finished", attempt)
+        await pair.at_rest()
+
+    with caplog.at_level(logging.INFO, "pdserve.services.prefill.core"):
+        with_pair(test)
+    lines = [r for r in caplog.records if r.name == "pdserve.services.prefill.core"]
+    assert [line.request for line in lines] == ["done", "cancelled"]
+    assert "cancelled; " in lines[1].getMessage()
 
 
 def test_a_lower_priority_value_is_computed_first(with_pair: Callable[..., None]) -> None:
@@ -292,12 +328,13 @@ def test_drain_hands_back_what_it_has_not_begun(with_pair: Callable[..., None]) 
     """The first prompt fills the batch; the second one waits in the engine's queue."""
     Shut.opened.clear()
     Shut.entered.clear()
+    tracer = MemoryTracer()
 
     async def test(pair: Pair) -> None:
         first, second = pair.admit(prompt(200)), pair.admit(prompt(100))
         for number, (attempt, length) in enumerate(((first, 199), (second, 99)), 1):
             admitted = await pair.decode.wait("admitted", attempt)
-            pair.start_prefill(attempt, prompt(length), admitted.ticket)
+            pair.start_prefill(attempt, prompt(length), admitted.ticket, trace_parent=CLIENT)
             core = pair.prefill_role.core
             await eventually(lambda core=core, number=number: core.num_attempts == number)
             await eventually(Shut.entered.is_set)
@@ -313,4 +350,7 @@ def test_drain_hands_back_what_it_has_not_begun(with_pair: Callable[..., None]) 
         pair.decode.send(wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=second)))
         await pair.decode.wait("finished", first)
 
-    with_pair(test, engine={"model": Shut(fake_spec()), "max_running": 1})
+    with_pair(test, engine={"model": Shut(fake_spec()), "max_running": 1}, tracer=tracer)
+    spans = tracer.ended()
+    assert [span.status.is_unset for span in spans if span.name == "prefill"] == [True, True]
+    assert [e.name for span in spans for e in span.events] == ["handed back"]

@@ -55,6 +55,28 @@ async def test_a_second_try_is_an_event(make_cluster: Any) -> None:
     assert span.attributes["pdserve.attempts"] == 2
 
 
+async def test_an_issue_that_another_one_follows_names_its_request(make_cluster: Any) -> None:
+    tracer = MemoryTracer()
+    cluster = await make_cluster(tracer)
+    decode = await cluster.decode(hold_at=2)
+    gateway = await cluster.gateway()
+    await gateway.start("r", SHORT, max_tokens=4, trace_parent=CLIENT)
+    await gateway.until(lambda: len(gateway.ids("r")) == 2)
+    placement = gateway.of("r", "placed")[-1].placement
+    choices = [pb.ChoiceState(generated_ids=gateway.ids("r"))]
+    again = await cluster.gateway(boot=gateway.boot)
+    changed = {"epoch": 1, "placement": placement, "choices": choices, "trace_parent": CLIENT}
+    await again.start("r", SHORT, max_tokens=4, **changed)
+    await again.until(lambda: again.of("r", "placed"))
+    decode.released.set()
+    await again.end("r")
+    first, second = (span for span in tracer.ended() if span.name == "route")
+    assert [event.name for event in first.events][-1] == "issued again"
+    for span in (first, second):
+        assert span.attributes["pdserve.request"] == "r"
+        assert span.attributes["gen_ai.request.model"]
+
+
 async def test_no_span_without_a_parent(make_cluster: Any) -> None:
     """A gateway that does not trace, or that has not sampled the request."""
     tracer = MemoryTracer()
@@ -77,6 +99,16 @@ async def test_a_router_that_does_not_trace_passes_on_the_parent(make_cluster: A
     assert decode.of("admit")[0].start.trace_parent == CLIENT
 
 
+async def test_generate_passes_on_the_parent_without_an_endpoint(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    asked = rpc.GenerateRequest(prompt_ids=SHORT, params=pb.SamplingParams(max_tokens=3))
+    async with open_channel(cluster.router.address) as channel:
+        call = RouterStub(channel).Generate(asked, metadata=(("traceparent", CLIENT),))
+        assert [r async for r in call]
+    assert decode.of("admit")[0].start.trace_parent == CLIENT
+
+
 @pytest.mark.parametrize("parent", [CLIENT, ""])
 async def test_generate_begins_or_continues_a_trace(make_cluster: Any, parent: str) -> None:
     tracer = MemoryTracer()
@@ -90,8 +122,7 @@ async def test_generate_begins_or_continues_a_trace(make_cluster: Any, parent: s
         refused = rpc.GenerateRequest(model="none", prompt_ids=SHORT, params=params)
         with pytest.raises(Exception, match="not served"):
             assert [r async for r in RouterStub(channel).Generate(refused)]
-    tracer.close()
-    spans = tracer.exporter.get_finished_spans()
+    spans = tracer.ended()
     generate = [span for span in spans if span.name == "generate"]
     routes = [span for span in spans if span.name == "route"]
     assert parent_of(generate[0]) == parent[36:52]

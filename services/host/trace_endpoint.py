@@ -1,0 +1,95 @@
+"""Which collector takes the traces: as the flag says, or else OpenTelemetry's own settings. One of
+these that asks for something else is refused."""
+
+import os
+from importlib.util import find_spec
+from typing import Protocol
+from urllib.parse import urlsplit, urlunsplit
+
+FLAG = "--otlp-traces-endpoint"
+PATH = "/v1/traces"
+
+
+class TraceSettings(Protocol):
+    """The options of tracing, which every process has."""
+
+    @property
+    def otlp_traces_endpoint(self) -> str: ...
+
+    @property
+    def otlp_traces_sample(self) -> float: ...
+
+
+def endpoint(settings: TraceSettings) -> str:
+    """The URL that takes spans; empty: none. Raises ValueError for one that is no URL, for what
+    OpenTelemetry's settings ask beyond OTLP over HTTP, and if the flag is given where OpenTelemetry
+    is not installed."""
+    name, url = FLAG, settings.otlp_traces_endpoint
+    if not url:
+        name, url = _of_environment()
+        if not is_installed():
+            return ""  # the environment is not pdserve's alone
+    if not url or switched_off():
+        return ""
+    if not _is_http(url):
+        told = "its value" if "@" in url or "?" in url else repr(url)
+        raise ValueError(f"{name}: {told} is no http or https URL")
+    parts = urlsplit(url)
+    if name == FLAG and parts.username is not None:
+        raise ValueError(f"{FLAG}: passwords belong into OTEL_EXPORTER_OTLP_HEADERS")
+    if not is_installed():
+        raise ValueError(f"{FLAG} needs OpenTelemetry: pip install 'pdserve[trace]'")
+    _check_environment()
+    if name == "OTEL_EXPORTER_OTLP_ENDPOINT" or (name == FLAG and parts.path in ("", "/")):
+        return urlunsplit(parts._replace(path=parts.path.rstrip("/") + PATH))
+    return url
+
+
+def _of_environment() -> tuple[str, str]:
+    """The URL that OpenTelemetry's own settings name, if any, and the variable."""
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+        if url := os.environ.get(name, ""):
+            return name, url
+    return "", ""
+
+
+def switched_off() -> str:
+    """The variable that says that there are to be no traces, with its value, if one does."""
+    for name, off in (("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")):
+        if os.environ.get(name, "").strip().lower() == off:
+            return f"{name}={off}"
+    return ""
+
+
+def _check_environment() -> None:
+    """Raises ValueError for another exporter or protocol than there is."""
+    exporters = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
+    if "otlp" not in (one.strip().removesuffix("_proto_http") for one in exporters.split(",")):
+        raise ValueError(f"OTEL_TRACES_EXPORTER={exporters}: pdserve has otlp and none")
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if protocol := os.environ.get(name, "").strip():
+            if protocol != "http/protobuf":
+                setting = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf and an endpoint for it"
+                raise ValueError(f"{name}={protocol}: traces are sent by HTTP alone; set {setting}")
+            return
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port, or of brackets
+        return False
+
+
+def shown(url: str) -> str:
+    """A URL without what may be secret in it: user, password and query."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def is_installed() -> bool:
+    try:
+        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # a parent of it
+        return False
