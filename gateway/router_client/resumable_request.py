@@ -114,6 +114,8 @@ class ResumableRequest:
 
     def take_token(self, of: NumberedChoice, position: int, id_: int) -> RequestEvent | None:
         """A token of a choice that goes on, as `take` does it."""
+        if of.epoch != self._epoch:
+            return None
         tokens = Tokens(choice=of.choice, position=position, ids=(id_,), epoch=of.epoch)
         event = RequestEvent(tokens=tokens)
         return event if self.take_next(of, position, id_) else self.take(event)

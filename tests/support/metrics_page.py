@@ -80,6 +80,7 @@ def gateway_metrics() -> list[Metric]:
             with suppress(ValueError):  # it has another number of labels
                 if isinstance(metric, Counter | Gauge | Histogram):
                     metric.labels(*["x"] * number)
+    metrics.itl.of("x")
     return list(metrics.registry.collect())
 
 

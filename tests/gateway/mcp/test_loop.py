@@ -27,6 +27,7 @@ from pdserve.gateway.caller import Caller
 from pdserve.gateway.completion import PreparedCompletion
 from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
+from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import JsonPieces
 from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader
@@ -506,7 +507,7 @@ async def test_a_client_that_leaves_cancels_the_call() -> None:
         raise AssertionError
 
     async def read(reply: ChatReply) -> None:
-        async with aclosing(reply.chunks()) as chunks:
+        async with aclosing(reply.chunks(DirectWrite())) as chunks:
             async for _ in chunks:
                 pass
 
@@ -535,7 +536,9 @@ async def test_a_client_that_leaves_cancels_a_later_round() -> None:
         body = ChatBody.model_validate(
             {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "a"}]}
         )
-        async with aclosing(ChatReply(gw.service, body, Caller("r")).chunks()) as chunks:
+        async with aclosing(
+            ChatReply(gw.service, body, Caller("r")).chunks(DirectWrite())
+        ) as chunks:
             async for chunk in chunks:
                 whole = json.loads(chunk.text()) if isinstance(chunk, JsonPieces) else chunk
                 if "T" in str(whole["choices"][0]["delta"].get("content")):

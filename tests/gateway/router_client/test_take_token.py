@@ -1,11 +1,14 @@
 """Tokens that are taken where they arrive: each once, in order, and only while someone waits."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
+from eventually import eventually
 from scripted_router import start
 
+from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.protos import common_pb2 as pb
@@ -25,7 +28,11 @@ class Session:
 
     def __init__(self) -> None:
         self.channel = object()
+        self.failure = asyncio.get_running_loop().create_future()
         self.sent: list[object] = []
+
+    async def close(self) -> None:
+        pass
 
     def load(self, now: float) -> float:
         return 0.0
@@ -38,15 +45,19 @@ class Session:
 
 
 @pytest.fixture
-def session() -> RouterConnection:
+async def session(anyio_backend) -> RouterConnection:
     return Session()  # type: ignore[return-value]
 
 
 @pytest.fixture
-def client(session: RouterConnection) -> RouterClient:
+async def client(session: RouterConnection, monkeypatch) -> AsyncIterator[RouterClient]:
+    monkeypatch.setattr(client_module, "resolve", lambda name: [name])
+    monkeypatch.setattr(client_module, "RouterConnection", lambda *_: session)
     client = RouterClient(["r:1"], None, b"g" * 16)  # type: ignore[arg-type]
-    client._sessions["r:1"] = session
-    return client
+    await client.start()
+    await eventually(lambda: client.num_connected)
+    yield client
+    await client.close()
 
 
 def row(position: int, id_: int, epoch: int = 0) -> tuple[NumberedChoice, int, int]:
