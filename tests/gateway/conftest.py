@@ -1,6 +1,7 @@
 """Fixtures of the gateway's tests: an application over a scripted router, and clients for it."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -138,11 +139,13 @@ async def serve(
     """Serves an application over a scripted router on a socket; gives its URL."""
     servers: list[tuple[HttpServer, asyncio.Task[None]]] = []
 
-    async def make(play: Play | FakeRouter, **options: Any) -> str:
+    async def make(play: Play | FakeRouter, send_buffer: int = 0, **options: Any) -> str:
         router = play if isinstance(play, FakeRouter) else FakeRouter(play)
         openai = OpenAiDialect(make_service(router), BOUNDS, BodyReader(BOUNDS))
         server = HttpServer(make_app(router, **options), openai, BOUNDS.stall_s)
         listener = listen("127.0.0.1", 0)
+        if send_buffer:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         servers.append((server, asyncio.create_task(server.serve([listener]))))
         await eventually(lambda: server.started)
         return f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,0 +1,126 @@
+"""Tokens that are written where they arrive: a client cannot tell them from others."""
+
+import asyncio
+import json
+import re
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from fake_router import FakeRouter, saying, served
+
+from pdserve.gateway.http.answers.direct_write import DirectWrite
+from pdserve.gateway.http.dialect import HttpLimits
+
+pytestmark = pytest.mark.anyio
+BOUNDS = HttpLimits(1 << 16, 1 << 20, 10.0, max_buffer_bytes=1 << 20, stall_s=30.0)
+SMALL = 1 << 12  # of socket buffers
+TEXT = "hello world " * 120  # in two tokens a word
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400}
+PLAIN = {"prompt": "hi", "max_tokens": 400}
+CASES = [
+    ("chat/completions", CHAT),
+    ("chat/completions", CHAT | {"n": 3, "stream_options": {"include_usage": True}}),
+    ("completions", PLAIN),
+    ("completions", PLAIN | {"n": 2, "stream_options": {"include_usage": True}}),
+]
+APART = [
+    ("chat/completions", CHAT | {"logprobs": True}),
+    ("completions", PLAIN | {"return_token_ids": True}),
+    ("completions", PLAIN | {"prompt": ["hi", "ho"]}),
+    ("completions", PLAIN | {"echo": True}),
+]
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """How many events went directly, and how many could not."""
+    counts: Counter[bool] = Counter()
+    write = DirectWrite.write
+
+    def counted(self: DirectWrite, event: bytes) -> bool:
+        counts[done := write(self, event)] += 1
+        return done
+
+    monkeypatch.setattr(DirectWrite, "write", counted)
+    return counts
+
+
+def chunks(body: str) -> list[dict[str, Any]]:
+    """By their choices, which come in no order, less what differs from answer to answer."""
+    events = [line.removeprefix("data: ") for line in body.split("\n\n")]
+    assert events[-2:] == ["[DONE]", ""]
+    found = [json.loads(event) for event in events[:-2]]
+    for chunk in found:
+        del chunk["id"], chunk["created"]
+    return sorted(found, key=lambda chunk: [choice["index"] for choice in chunk["choices"]] or [99])
+
+
+@pytest.mark.parametrize(
+    ("directly", "path", "body"),
+    [(True, *case) for case in CASES] + [(False, *case) for case in APART],
+)
+async def test_chunks_are_the_same(
+    serve: Callable[..., Any],
+    make_http: Callable[..., httpx.AsyncClient],
+    written: Counter[bool],
+    directly: bool,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    """As through a server that knows no direct writes."""
+    body = {"model": "tiny", "stream": True, **body}
+    other = await make_http(saying(TEXT)).post(f"/v1/{path}", json=body)
+    assert not written[True]
+    url = await serve(saying(TEXT))
+    async with httpx.AsyncClient(trust_env=False) as client:
+        direct = await client.post(f"{url}/v1/{path}", json=body)
+    assert chunks(direct.text) == chunks(other.text)
+    assert (written[True] > 100) == directly
+
+
+def counting(number: int) -> str:
+    return " ".join(map(str, range(number)))
+
+
+async def answer(serve: Callable[..., Any], version: str, pause_s: float) -> str:
+    """The text of a long streamed answer, read in parts with a pause after each."""
+    card, blobs = served(context_len=50_000)
+    router = FakeRouter(saying(counting(900)), [card], blobs)
+    url = httpx.URL(await serve(router, send_buffer=SMALL, bounds=BOUNDS))
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, (url.host, url.port))
+    reader, writer = await asyncio.open_connection(sock=client, limit=1 << 10)
+    body = json.dumps({"model": "tiny", "stream": True, **CHAT, "max_tokens": 40_000}).encode()
+    head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: x\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    got = b""
+    while part := await reader.read(SMALL):
+        got += part
+        await asyncio.sleep(pause_s)
+    writer.close()
+    pieces = re.findall(rb'"content":"([^"]*)"', got)
+    return b"".join(pieces).decode()
+
+
+async def test_a_client_that_lags_gets_all_in_order(
+    serve: Callable[..., Any], written: Counter[bool]
+) -> None:
+    assert await answer(serve, "1.1", 0.002) == counting(900)
+    assert written[True] > 10
+    assert written[False] > 0
+
+
+async def test_a_client_of_http_1_0_gets_them_as_events(
+    serve: Callable[..., Any], written: Counter[bool]
+) -> None:
+    """Its answers have no chunks."""
+    assert await answer(serve, "1.0", 0) == counting(900)
+    assert not written[True]
+    assert written[False] > 100
