@@ -18,6 +18,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 
 import machine
+import uvloop
 from front import one_stream
 from front.clients import Stream, stream, streams
 from front.clock import latency_s
@@ -47,7 +48,7 @@ def latencies_ms(system: FastSystem, answers: list[Stream]) -> list[float]:
 
 
 def warm(system: FastSystem) -> None:
-    asyncio.run(streams(system.http, MODEL, 8, 100))
+    uvloop.run(streams(system.http, MODEL, 8, 100))
 
 
 def costs() -> dict[str, Any]:
@@ -57,7 +58,7 @@ def costs() -> dict[str, Any]:
         with FastSystem(step_s) as system:
             warm(system)
             before = system.cpu_s()
-            asyncio.run(streams(system.http, MODEL, count, NUM_TOKENS[count]))
+            uvloop.run(streams(system.http, MODEL, count, NUM_TOKENS[count]))
             after = system.cpu_s()
         tokens = count * NUM_TOKENS[count]
         found[count] = {role: 1e6 * (after[role] - before[role]) / tokens for role in after}
@@ -70,7 +71,7 @@ def latency() -> dict[str, Any]:
     """Milliseconds from the end of a step to the client."""
     with FastSystem(STEP_S[32]) as system:
         warm(system)
-        answers = asyncio.run(streams(system.http, MODEL, AT_ONCE, 500))
+        answers = uvloop.run(streams(system.http, MODEL, AT_ONCE, 500))
         added = latencies_ms(system, answers)
     p50, p99 = statistics.median(added), percentile(added, 0.99)
     ok = p50 <= P50_MS and p99 <= P99_MS
@@ -81,8 +82,8 @@ def long_prompt() -> dict[str, Any]:
     """How far the p99 between the tokens of others moves while one prompt of 128 KiB comes."""
     with FastSystem(STEP_S[32]) as system:
         warm(system)
-        calm = asyncio.run(streams(system.http, MODEL, 16, 500))
-        shaken, asked_at, done_at = asyncio.run(_beside_a_long_prompt(system))
+        calm = uvloop.run(streams(system.http, MODEL, 16, 500))
+        shaken, asked_at, done_at = uvloop.run(_beside_a_long_prompt(system))
     without = percentile(_gaps_ms(calm), 0.99)
     beside = percentile(_gaps_ms(shaken), 0.99)
     within = any(asked_at < t < done_at for answer in shaken for t in answer.arrived)

@@ -34,20 +34,25 @@ def in_process(engine: Engine) -> float:
 
 
 def over_http(url: str) -> float:
-    """Likewise, by when a client reads each."""
+    """Likewise, by when a client reads the first and the last text of a stream. Raises RuntimeError
+    unless nearly every token has a chunk of its own."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(str(address.hostname), address.port)
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
-    body |= {"temperature": 0, "stream": True, "return_token_ids": True}
+    body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
-    times: list[float] = []
+    arrived: list[tuple[float, bytes]] = []
     for line in connection.getresponse():
         if line.startswith(b"data: {"):
-            now = time.perf_counter()
-            times += [now] * len(json.loads(line[6:])["choices"][0]["token_ids"])
+            arrived.append((time.perf_counter(), line))
     connection.close()
-    return _rate(times)
+    chunks = [(now, json.loads(line[6:])) for now, line in arrived]
+    texts = [now for now, chunk in chunks if chunk["choices"] and chunk["choices"][0]["text"]]
+    counted = chunks[-1][1]["usage"]["completion_tokens"]
+    if counted != TOKENS or len(texts) < 0.95 * TOKENS:
+        raise RuntimeError(f"{counted} of {TOKENS} tokens in {len(texts)} chunks")
+    return (TOKENS - 1) / (texts[-1] - texts[0])
 
 
 def _rate(times: list[float]) -> float:

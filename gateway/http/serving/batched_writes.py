@@ -1,4 +1,5 @@
-"""Short writes of many connections that go to the system together, when the loop has done its turn.
+"""Short writes of several connections that go to the system together, at the latest when the loop
+has done its turn.
 
 A client process that one write has woken is still awake at the next, which then costs less; and
 what one answer writes in a turn is one segment.
@@ -8,6 +9,9 @@ import asyncio
 from collections.abc import Iterable
 
 
+MAX_HELD = 16  # connections; the first of more would wait for the others
+
+
 class BatchedWrites:
     """Of all connections of a loop."""
 
@@ -15,10 +19,12 @@ class BatchedWrites:
         self._held: dict[asyncio.Transport, list[bytes]] = {}
 
     def write(self, transport: asyncio.Transport, pieces: Iterable[bytes]) -> None:
-        """Write them at the end of the loop's turn, or at `flush`."""
+        """Write them at the end of the loop's turn, at `flush`, or when MAX_HELD have some."""
         if not self._held:
             asyncio.get_running_loop().call_soon(self._flush_all)
         self._held.setdefault(transport, []).extend(pieces)
+        if len(self._held) == MAX_HELD:
+            self._flush_all()
 
     def flush(self, transport: asyncio.Transport) -> None:
         """Write what a connection has; nothing to one that is closing."""
