@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from eventually import wait_until
 from fleet import Fleet
 from otlp_collector import OtlpCollector
 from traced_requests import TracedClient, check_spans
@@ -64,7 +65,7 @@ def test_a_collector_that_is_gone() -> None:
         with TracedClient(fleet.url) as client:
             for number in range(4):
                 assert client.ask(f"{number} one two three " * 20).traceparent
-            time.sleep(1.2)  # in which each exports at least once
+            wait_until(lambda: fleet.log().count("takes no traces") == 4, "each has tried")
             for number in range(4):
                 assert client.ask(f"{number} four five six " * 20).traceparent
         began = time.monotonic()
