@@ -1,4 +1,5 @@
-"""Of all tests: anyio's backend, the one event loop of coroutines, the collector of garbage."""
+"""Of all tests: anyio's backend, the one event loop of coroutines, the collector of garbage,
+torch's threads."""
 
 import gc
 import sys
@@ -12,6 +13,8 @@ def pytest_collection_finish() -> None:
     took half a second each time, within whichever test it fell."""
     gc.collect()
     gc.freeze()
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)  # two that wait for each other took ten times as long under load
 
 
 @pytest.fixture(scope="session")

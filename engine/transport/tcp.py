@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pdserve.engine.transport.base import (
-    SLOTS,
     KvTransport,
     Listener,
     Payload,
@@ -21,6 +20,7 @@ from pdserve.engine.transport.base import (
 )
 
 SOCKET_BUFFER_BYTES = 4 << 20
+BACKLOG = 128  # connections that wait to be accepted; the kernel has others try again after 1 s
 AT_ONCE_S = 0.005  # for what goes straight from the pool
 _SCRATCH_BYTES = 64 << 10
 
@@ -96,7 +96,7 @@ class TcpTransport(KvTransport):
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((host, port))
-            sock.listen(2 * SLOTS)
+            sock.listen(BACKLOG)
         except OSError as err:
             sock.close()
             raise OSError(err.errno, f"{os.strerror(err.errno or 0)}: {host}:{port}") from None

@@ -25,8 +25,10 @@ from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger("pdserve.gateway.batches")
 
-MAX_RUNS = 16  # batches that one gateway runs at once; a key that has none may have one more
-MAX_RUNS_OF_TENANT = 4  # beside those that wait for a model, which go on when it is there
+# No further batch begins while so many run. Those that wait for a model do not count, and all go on
+# when it is there: up to MAX_OPEN of a tenant (batches.py). LineSlots bounds the lines of all.
+MAX_RUNS = 16  # of one gateway; a key that has none may have one more
+MAX_RUNS_OF_TENANT = 4
 MAX_ENDING = 16  # batches that only have to end, beside them
 REST_S = 10.0  # after a run that has failed
 SWEEP_S = 60.0  # between two looks for uploads that have stopped

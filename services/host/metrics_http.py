@@ -61,6 +61,7 @@ class _Handler(MetricsHandler):
 
 class _Server(ThreadingTCPServer):
     daemon_threads = True
+    request_queue_size = 2 * MAX_CONNECTIONS  # beyond it the kernel has a peer try again after 1 s
     allow_reuse_address = True
 
     def __init__(self, host: str, port: int, handler: Any) -> None:

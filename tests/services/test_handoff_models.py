@@ -2,6 +2,7 @@
 same as alone and as transformers has them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,8 @@ def engine_of(path: Path) -> Engine:
     return build_engine(config)[0]
 
 
-def assert_greedy(path: Path, prompt: list[int], answer: list[int]) -> None:
+def assert_greedy(model: Any, prompt: list[int], answer: list[int]) -> None:
     """Each token is the best of transformers' logits behind those before it, or as good."""
-    model_class = getattr(transformers, read_config(path)["architectures"][0])
-    model = model_class.from_pretrained(path, attn_implementation="eager").eval()
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
     behind = logits.max(1).values - logits[torch.arange(len(answer)), answer]
@@ -46,9 +45,11 @@ def test_tokens_are_the_same_in_a_batch_and_behind_a_handoff(arch: str, tmp_path
     path = write_tiny(tmp_path / "model", arch, seed=4)
     asked = [fresh(ask("", p, max_tokens=COUNT, ignore_eos=True)) for p in PROMPTS]
     alone = [tokens(run(engine_of(path), one))[one.key, 0] for one in asked]
+    model_class = getattr(transformers, read_config(path)["architectures"][0])
+    model = model_class.from_pretrained(path, attn_implementation="eager").eval()
     for prompt, answer in zip(PROMPTS, alone, strict=True):
         assert len(answer) == COUNT
-        assert_greedy(path, prompt, answer)
+        assert_greedy(model, prompt, answer)
     together = tokens(run(engine_of(path), *asked))
     assert [together[one.key, 0] for one in asked] == alone
     for transport in ("tcp", "shm"):

@@ -74,7 +74,7 @@ TARGET = "target"
 
 
 def draw(seed: int, kind: str, phase: str) -> Scenario:
-    """A scenario around one cell of the fault matrix."""
+    """A scenario around one cell of the fault matrix; its requests have three priorities."""
     rng = Random(f"scenario {seed} {kind} {phase}")
     prefix = tuple(rng.randrange(1, 64) for _ in range(12))
 
@@ -111,6 +111,7 @@ def draw(seed: int, kind: str, phase: str) -> Scenario:
     deaf = kind == "router hears nobody"  # which takes the only router, and four workers
     routers, prefills = rng.choice((1, 2)), rng.choice((1, 2, 2))
     decodes = rng.choice((1, 1, 2) if twins else (1, 2, 2))
+    asks = [replace(ask, priority=(i + seed) % 3 - 1) for i, ask in enumerate(asks)]
     return Scenario(
         seed=seed,
         asks=tuple(sorted(asks, key=lambda a: a.at_s)),

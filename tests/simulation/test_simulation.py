@@ -62,17 +62,6 @@ def test_without_faults_every_request_is_answered_exactly() -> None:
         assert result.retries == 0
 
 
-def test_priorities_lose_and_change_nothing() -> None:
-    hits = Counter[str]()
-    for number, (kind, phase) in enumerate(cells()[::6]):
-        scenario = make(number, kind, phase)
-        asks = tuple(replace(a, priority=(i + number) % 3 - 1) for i, a in enumerate(scenario.asks))
-        result = simulate(replace(scenario, asks=asks))
-        assert not result.violations, (number, kind, phase)
-        hits.update(kind for kind, _ in result.hits)
-    assert len(hits) > 20
-
-
 def test_the_phases_of_a_request_sum_to_its_clients_time_to_the_first_token() -> None:
     """Also over tries that were lost, hand-offs, queues, and answers that were resumed."""
     seen: Counter[str] = Counter()

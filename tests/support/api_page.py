@@ -64,10 +64,10 @@ def _openai(path: str, *bodies: type[Body], remark: str = "") -> Route:
     served = {name for body in bodies for name in _served_by(body)}
     refused = {name: (None,) for body in bodies for name in body.model_fields.keys() - served}
     ignored = fields.OF_REQUESTS - served
-    if not bodies[0].generates:
-        refused |= {name: fields.REFUSED[name] for name in fields.OF_PROMPTS if name not in served}
-        return Route(path, bodies, refused, ignored, remark=remark)
     known = {**dict.fromkeys(fields.OTHER_NAMES, (None,)), **fields.REFUSED}
+    if not bodies[0].generates:
+        refused |= {name: known[name] for name in fields.OF_PROMPTS if name not in served}
+        return Route(path, bodies, refused, ignored, remark=remark)
     refused |= {name: values for name, values in known.items() if name not in served}
     return Route(path, bodies, refused, fields.IGNORED | ignored, fields.OTHER_NAMES, remark)
 

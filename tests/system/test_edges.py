@@ -3,6 +3,7 @@
 A tiny random model, so that prompts of a block or two suffice and a whole system starts fast.
 """
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,8 +12,9 @@ from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
-from eventually import wait_until
+from eventually import LIMIT_S, wait_until
 from fleet import Fleet
 from tiny_models import write_tiny
 
@@ -177,12 +179,29 @@ def strangers_get_nothing(fleet: Fleet) -> None:
             assert stranger.recv(1 << 16) == b"", "closed"
 
 
+def nothing_is_left(fleet: Fleet, family: list[psutil.Process], folder: Path) -> None:
+    assert fleet.exit_code == 0, fleet.final_log
+    assert "leaked" not in fleet.final_log  # as the bindings of the kernels would say
+    gone, alive = psutil.wait_procs(family, timeout=LIMIT_S)
+    assert not alive
+    assert len(gone) == len(family)
+    assert [p for p in folder.iterdir() if "pdserve" in p.name] == []
+    assert not [name for name in os.listdir("/dev/shm") if "pdserve" in name]
+    host, port = fleet.url.removeprefix("http://").split(":")
+    with socket.socket() as probe:
+        assert probe.connect_ex((host, int(port))) != 0
+
+
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_remote_answers_are_the_same_field_by_field(
-    model: Path, local: dict[str, Any], transport: str
+    model: Path, local: dict[str, Any], transport: str, tmp_path: Path
 ) -> None:
+    """And when the system has stopped, its sockets and memory are gone, like all else."""
     options = ("--remote-prefill", "always", "--kv-transport", transport, *OPTIONS)
-    with Fleet("--model", str(model), *options) as fleet:
+    env = {"TMPDIR": str(tmp_path)}
+    with Fleet("--model", str(model), *options, env=env, drain_s=30) as fleet:
+        family = psutil.Process(fleet.process.pid).children(recursive=True)
+        assert len(family) >= 4
         if transport == "tcp":
             strangers_get_nothing(fleet)
         answers = asked(fleet)
@@ -192,7 +211,7 @@ def test_remote_answers_are_the_same_field_by_field(
             "the workers' next load report",
         )
         wait_until(lambda: f"prefill_at={transport}" in fleet.log(), "the gateway's line")
-    assert fleet.exit_code == 0
+    nothing_is_left(fleet, family, tmp_path)
     assert remote >= 3 * (len(LENGTHS) - 1)
     assert list(answers) == list(local)
     for name, answer in answers.items():

@@ -6,6 +6,7 @@ import grpc
 import httpx
 import openai
 import pytest
+from eventually import wait_until
 from fleet import Fleet
 from whole_system import KEY
 
@@ -27,6 +28,26 @@ def model(api: openai.OpenAI) -> str:
 def chat(api: openai.OpenAI, model: str, text: str, **options: Any) -> Any:
     messages: Any = [{"role": "user", "content": text}]
     return api.chat.completions.create(model=model, messages=messages, **options)
+
+
+def test_a_long_prompt_goes_remote_and_a_short_one_stays(
+    fleet: Fleet, api: openai.OpenAI, model: str
+) -> None:
+    """And the decode worker then has the long one: it needs no other worker again."""
+    local, remote = fleet.prefills("local"), fleet.prefills("remote")
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+    short = chat(api, model, "Name the capital of France.", **options)
+    assert (fleet.prefills("local"), fleet.prefills("remote")) == (local + 1, remote)
+    assert "Paris" in short.choices[0].message.content
+    long = chat(api, model, LONG, **options)
+    assert (fleet.prefills("local"), fleet.prefills("remote")) == (local + 1, remote + 1)
+    assert long.usage.prompt_tokens > 512
+    assert long.usage.completion_tokens > 0
+    again = chat(api, model, LONG, **options)
+    assert again.choices[0].message.content == long.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+    assert fleet.prefills("local") == local + 2
+    wait_until(fleet.all_blocks_back, "blocks back")
 
 
 def test_a_stream_is_the_whole_answer(api: openai.OpenAI, model: str) -> None:

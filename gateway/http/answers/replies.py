@@ -8,6 +8,7 @@ An error before the first byte is an ordinary error response; later it is the la
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -286,24 +287,30 @@ async def _with_first(
 
 
 class _LongEvents:
-    """Those of one stream, as its server counts them."""
+    """Those of one stream, as its server counts them: a piece that several share is held once."""
 
     def __init__(self, held: HeldAnswers, answer: HeldAnswer) -> None:
         self._held = held
         self._answer = answer
+        self._num_uses: Counter[int] = Counter()  # of a held piece, by its id()
 
     def made(self, event: Event) -> None:
         if isinstance(event, JsonPieces):
-            self._held.hold(self._answer, event.num_bytes)
+            new = {id(piece): len(piece) for piece in event if id(piece) not in self._num_uses}
+            self._num_uses.update(map(id, event))
+            self._held.hold(self._answer, sum(new.values()))
 
     def parts(self, event: Event) -> Iterator[bytes]:
-        """What is written at once; the event counts no more when all is taken."""
+        """What is written at once; what no other event has counts no more when all is taken."""
         if isinstance(event, bytes):
             yield event
-        else:
-            yield from event.parts()
-            long = event.num_long if isinstance(event, _Joined) else event.num_bytes
-            self._held.release(self._answer, long)
+            return
+        yield from event.parts()
+        for piece in event.long if isinstance(event, _Joined) else event:
+            self._num_uses[id(piece)] -= 1
+            if not self._num_uses[id(piece)]:
+                del self._num_uses[id(piece)]
+                self._held.release(self._answer, len(piece))
 
 
 def _unread_bytes(event: Event) -> int:
@@ -313,7 +320,9 @@ def _unread_bytes(event: Event) -> int:
 class _Joined(JsonPieces):
     """Several events that are written together."""
 
-    num_long = 0  # bytes of the long ones
+    def __init__(self) -> None:
+        super().__init__()
+        self.long: list[bytes | bytearray] = []  # the pieces of the long ones
 
 
 def _joined(events: Sequence[Event]) -> Event:
@@ -325,7 +334,7 @@ def _joined(events: Sequence[Event]) -> Event:
             joined.append(event)
         else:
             joined += event
-            joined.num_long += event.num_bytes
+            joined.long += event
     return joined
 
 

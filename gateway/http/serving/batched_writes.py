@@ -8,7 +8,6 @@ what one answer writes in a turn is one segment.
 import asyncio
 from collections.abc import Iterable
 
-
 MAX_HELD = 16  # connections; the first of more would wait for the others
 
 

@@ -10,14 +10,18 @@ from typing import Any
 from pdserve.gateway.http.validation import NOTHING, asks_nothing
 
 # fmt: off
-# Fields of completions, which a chat has not, and of a chat, which completions have not.
+# Fields of completions, which a chat has not, of a chat, which completions have not, and of what
+# runs a model, which /tokenize does not.
 ELSEWHERE = (
     "echo", "prompt", "messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice",
-    "include_reasoning", "separate_reasoning",
+    "include_reasoning", "separate_reasoning", "truncate_prompt_tokens",
 )
 
-# Those of REFUSED that change a prompt.
-OF_PROMPTS = ("tools", "functions", "documents", "chat_template")
+# Those of REFUSED and OTHER_NAMES that change a prompt.
+OF_PROMPTS = (
+    "tools", "functions", "documents", "chat_template", "truncate_prompt_tokens", "truncate",
+    "prompt_truncate_len",
+)
 
 # Refused unless the value is one of these. Where the name is another server's, it is said whose.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -31,7 +35,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             "guided_decoding_backend", "guided_whitespace_pattern", "use_beam_search",
             "chat_template", "chat_template_kwargs",
             "prompt_embeds", "lora_request", "documents", "continue_final_message",
-            "prompt_token_ids", "truncate_prompt_tokens", "return_token_ids", "logits_processors",
+            "prompt_token_ids", "return_token_ids", "logits_processors",
             "mm_processor_kwargs", "media_io_kwargs", "kv_transfer_params",
             "vllm_xargs", "repetition_detection",
             # SGLang

@@ -21,7 +21,6 @@ from pdserve.services.host.tenants.keys import Tenant
 pytestmark = pytest.mark.anyio
 SMALL = 1 << 14  # of socket buffers
 NUM_BYTES = 1 << 20
-TEXT = JsonPieces((b"[", bytearray(b"1," * (NUM_BYTES // 2)), b"1]"))
 LIMITS = HttpLimits(1 << 16, 1 << 16, 5.0, max_buffer_bytes=1 << 16, stall_s=60.0)
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -68,20 +67,26 @@ async def test_what_is_taken_makes_room():
     holder.at_end.close()
 
 
-async def stream() -> AsyncIterator[bytes | JsonPieces]:
-    for _ in range(2):
-        yield json_event(b"data: ", TEXT)
+def text() -> JsonPieces:
+    return JsonPieces((b"[", bytearray(b"1," * (NUM_BYTES // 2)), b"1]"))
+
+
+async def stream(texts: list[JsonPieces]) -> AsyncIterator[bytes | JsonPieces]:
+    for one in texts:
+        yield json_event(b"data: ", one)
+        yield b"data: short\n\n"
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """The text to key `path[1]`, whole or as two events."""
+    """A text to key `path[1]`: whole, as two events, or the same one in four events."""
     key = scope["path"][1].encode()
     scope["state"] = {"caller": Caller("r", tenant=Tenant("", key, b""))}
-    if scope["path"].endswith("/stream"):
-        events = EventStream(stream(), None, LIMITS)  # type: ignore[arg-type]
-        await events(scope, receive, send)
-    else:
-        await Reply(asyncio.sleep(0, TEXT), None)(scope, receive, send)  # type: ignore[arg-type]
+    if scope["path"].endswith("/whole"):
+        await Reply(asyncio.sleep(0, text()), None)(scope, receive, send)  # type: ignore[arg-type]
+        return
+    texts = [text()] * 4 if scope["path"].endswith("/shared") else [text(), text()]
+    events = EventStream(stream(texts), None, LIMITS)  # type: ignore[arg-type]
+    await events(scope, receive, send)
 
 
 @pytest.fixture
@@ -136,6 +141,16 @@ async def test_clients_that_take_nothing_do_not_fill_the_memory(ask, kind):
     assert await taken(slow[0]) < num_bytes, "the oldest one of the key that holds most"
     for connection in slow[1:]:
         assert await taken(connection) >= num_bytes
+    await eventually(lambda: held.total == 0)
+
+
+async def test_what_several_events_of_a_stream_share_is_held_once(ask):
+    """As the log-probabilities of /v1/responses, which four of its events end with."""
+    clients = [(await ask("/a/shared"))[0] for _ in range(3)]
+    last, held = await ask("/a/shared")
+    assert 4 * NUM_BYTES < held.total < 4 * NUM_BYTES + 100
+    for connection in (*clients, last):
+        assert await taken(connection) >= 4 * NUM_BYTES
     await eventually(lambda: held.total == 0)
 
 

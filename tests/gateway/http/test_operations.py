@@ -275,3 +275,13 @@ async def test_a_chats_body_is_tokenized_whatever_it_asks_of_the_answer(make_htt
         ("chat_template", "x", "chat_template"),
     ):
         check(await client.post("/tokenize", json={**body, name: value}), 400, param)
+
+
+@pytest.mark.parametrize("name", ["truncate_prompt_tokens", "truncate", "prompt_truncate_len"])
+async def test_a_prompt_that_would_be_cut_is_not_tokenized_whole(make_http, name):
+    client = make_http(saying("x"))
+    for body in ({"prompt": "hello world"}, {"messages": HI}):
+        asked = {"model": "tiny", **body}
+        error = check(await client.post("/tokenize", json={**asked, name: 1}), 400, name)
+        assert error["message"].startswith(f"{name} is not ")
+        assert (await client.post("/tokenize", json={**asked, name: None})).status_code == 200

@@ -242,8 +242,9 @@ async def test_a_drained_router_sends_gateways_away_and_ends_its_own_calls(
 
 
 async def test_a_drained_router_begins_nothing_that_its_gateway_took_along(
-    make_cluster: Any,
+    make_cluster: Any, monkeypatch: Any
 ) -> None:
+    monkeypatch.setattr("pdserve.services.router.requests.machine.ORPHAN_S", 1.0)
     cluster = await make_cluster()
     decode = await cluster.decode()
     decode.busy = 2  # it is asked again after 0.1 s

@@ -64,7 +64,6 @@ IN_TEST = (
     Config("one request, single faults", (A,), FAULTS, 1),
     Config("one request, pairs of the small faults", (A,), SMALL, 2),
     Config("one request, lost session and eviction", (A,), ("lose session", "evict"), 2),
-    Config("two requests, the small faults", (A, B), SMALL, 1),
     Config("two requests, a shared block", (A, SHARED), SMALL, 1),
     Config("two equal requests", (A, A), SMALL, 1),
 )
