@@ -48,6 +48,10 @@ class ChoiceText:
     def push(self, ids: Sequence[int], finish: str | None) -> TextUpdate:
         """The next tokens. `finish` says how the engine ended the choice with the last of them:
         "stop" by an eos or stop token or where a grammar ends, "length", or None if it has not."""
+        if finish is None and len(ids) == 1 and not self._stops.active:  # as nearly always
+            text, offset = self._detokenizer.push(ids), self._offset
+            self._offset += len(text)
+            return TextUpdate(text, (offset,), None)
         pieces: list[str] = []
         offsets: list[int] = []
         for position, token in enumerate(ids):

@@ -22,18 +22,24 @@ class IncrementalDetokenizer:
         self._pieces = pieces
         self._skip = skip
         self._strip = 0 if continues else pieces.strip
+        self._waits = False  # the decoder has bytes that may become a character
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that is certain after these ids; may be empty."""
-        text = ""
+        parts = []
         for token in ids:
-            if token in self._skip:
-                continue
-            data = self._pieces.bytes_of(token)
-            if self._strip:
-                data = self._stripped(data)
-            text += self._decoder.decode(data)
+            if token not in self._skip:
+                part = self._pieces.bytes_of(token)
+                parts.append(self._stripped(part) if self._strip else part)
+        data = b"".join(parts)
+        if not self._waits:
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                self._waits = True  # perhaps
+        text = self._decoder.decode(data)
+        self._waits = bool(self._decoder.getstate()[0])
         return text
 
     def flush(self) -> str:

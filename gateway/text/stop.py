@@ -70,6 +70,11 @@ class StopMatcher:
         self._num_tokens = 0
         self._stop: str | None = None
 
+    @property
+    def active(self) -> bool:
+        """Whether there are any; without them each push gives its own text."""
+        return bool(self._patterns)
+
     def push(self, text: str) -> Emitted:
         """Take the text of one token, which may be empty. Once stopped, emits nothing more."""
         if self._stop is None:

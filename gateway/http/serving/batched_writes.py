@@ -33,7 +33,8 @@ class BatchedWrites:
 
     def num_held(self, transport: asyncio.Transport) -> int:
         """Bytes that a connection has."""
-        return sum(map(len, self._held.get(transport, ())))
+        held = self._held.get(transport)
+        return sum(map(len, held)) if held else 0
 
     def _flush_all(self) -> None:
         while self._held:
