@@ -30,6 +30,7 @@ from pdserve.services.host.auth.roles import Role
 MOST_US = {Role.GATEWAY: 30.0, Role.ROUTER: 10.0, Role.DECODE: 25.0}  # a token, at 128 streams
 STEP_S = {1: 0.002, 32: 0.01, 128: 0.02}  # by streams
 NUM_TOKENS = {1: 2000, 32: 500, 128: 400}
+MANY, FEW_TOKENS = 128, 40
 P50_MS, P99_MS, AT_ONCE = 2.0, 10.0, 64
 LONG_PROMPT, MOVES_MS = 128 << 10, 10.0
 
@@ -52,19 +53,38 @@ def warm(system: FastSystem) -> None:
 
 
 def costs() -> dict[str, Any]:
-    """Microseconds of each process for a token, by the number of streams."""
+    """Microseconds of each process for a token, by the number of streams. What a request costs but
+    for its tokens is in them, and beside them by itself, from answers of 128 streams that differ in
+    length."""
     found = {}
     for count, step_s in STEP_S.items():
         with FastSystem(step_s) as system:
             warm(system)
-            before = system.cpu_s()
-            uvloop.run(streams(system.http, MODEL, count, NUM_TOKENS[count]))
-            after = system.cpu_s()
-        tokens = count * NUM_TOKENS[count]
-        found[count] = {role: 1e6 * (after[role] - before[role]) / tokens for role in after}
-    ok = all(found[128][role] <= most for role, most in MOST_US.items())
-    rounded = {n: {role: round(us, 1) for role, us in cost.items()} for n, cost in found.items()}
-    return {"ok": ok, "us_a_token": rounded}
+            found[count] = _used_us(system, count, NUM_TOKENS[count])
+            if count == MANY:
+                short = _used_us(system, count, FEW_TOKENS)
+    long = found[MANY]
+    a_token = {
+        role: (long[role] - short[role]) / MANY / (NUM_TOKENS[MANY] - FEW_TOKENS) for role in long
+    }
+    a_request = {role: short[role] / MANY - FEW_TOKENS * a_token[role] for role in long}
+    us_a_token = {
+        count: {role: round(us / count / NUM_TOKENS[count], 1) for role, us in used.items()}
+        for count, used in found.items()
+    }
+    return {
+        "ok": all(us_a_token[MANY][role] <= most for role, most in MOST_US.items()),
+        "us_a_token": us_a_token,
+        "us_a_request": {role: round(us) for role, us in a_request.items()},
+        "us_a_token_alone": {role: round(us, 1) for role, us in a_token.items()},
+    }
+
+
+def _used_us(system: FastSystem, count: int, num_tokens: int) -> dict[Role, float]:
+    before = system.cpu_s()
+    uvloop.run(streams(system.http, MODEL, count, num_tokens))
+    after = system.cpu_s()
+    return {role: 1e6 * (after[role] - before[role]) for role in after}
 
 
 def latency() -> dict[str, Any]:
