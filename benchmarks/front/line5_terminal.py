@@ -140,7 +140,8 @@ def ours(url: str, load: Mapping[str, float], folder: Path, seed: int) -> dict[s
 
 
 def agreement(url: str, folder: Path, rounds: int) -> dict[str, Any]:
-    """Each load in rounds, who is first in turn; a figure is the median of its rounds."""
+    """Each load in rounds, who is first in turn; a figure is the median of its rounds, and how far
+    both are apart that of each round's ratio: the machine's speed differs from round to round."""
     result = {}
     seed = 0
     for name, load in LOADS.items():
@@ -160,7 +161,9 @@ def compared(
     figures = {}
     for name in mine[0]:
         a, b = (statistics.median(run[name] for run in runs) for runs in (mine, others))
-        figures[name] = {"ours": round(a, 2), "theirs": round(b, 2), "apart": round(a / b - 1, 4)}
+        pairs = zip(mine, others, strict=True)
+        apart = statistics.median(one[name] / other[name] - 1 for one, other in pairs)
+        figures[name] = {"ours": round(a, 2), "theirs": round(b, 2), "apart": round(apart, 4)}
     return figures
 
 

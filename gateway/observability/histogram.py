@@ -1,6 +1,7 @@
 """Prometheus histograms, by the label model_name, of what is observed with every token.
 
 An observation in prometheus_client's own takes two locks, which is a tenth of what a token costs.
+Ours has no series with the time of its creation.
 """
 
 from bisect import bisect_left
@@ -24,7 +25,7 @@ class TokenHistogram(Protocol):
 
 
 class _Observations:
-    """One thread changes them."""
+    """The counts of one model. Only the loop's thread changes them."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -37,7 +38,7 @@ class _Observations:
 
 
 class MemoryHistogram(Collector):
-    """Of a process that is the only one."""
+    """Kept in memory, for a gateway that is one process."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name = name

@@ -95,7 +95,7 @@ class ChatReply:
 
             def write(item: Delta) -> bool:
                 text, chunk = only_text(item), begun.get(item.choice)
-                return bool(text and chunk and direct.write(chunk.event(text)))
+                return bool(text and chunk and chunk.write(text, direct))
 
             stream = self._service.completions.stream(completion, write if plain else None)
             async with aclosing(stream) as items:

@@ -96,7 +96,7 @@ class CompletionReply:
                     return False
                 if item.choice not in texts:
                     texts[item.choice] = self._text_chunk(head, item, counted)
-                return direct.write(texts[item.choice].event(text))
+                return texts[item.choice].write(text, direct)
 
             stream = self._service.completions.stream(completion, write if plain else None)
             async with aclosing(stream) as items:

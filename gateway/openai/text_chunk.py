@@ -1,4 +1,4 @@
-"""Chunks that have nothing but text, which most of a stream's have: written once, but for it."""
+"""Chunks of a stream that have nothing but text, as most do. Only their texts differ."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,14 +6,16 @@ from typing import Any
 from pydantic_core import to_json
 
 from pdserve.gateway.choice import Delta
+from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import JsonPieces
 from pdserve.gateway.text.parts import TextPart
 
+MAX_DIRECT_CHARS = 1024
 _TEXT = "\0text\0"  # in no other field
 
 
 class TextChunk:
-    """Those of one choice; `chunk` makes one of a text."""
+    """Makes the chunks of one choice from a template: what `chunk` makes of some text."""
 
     def __init__(self, chunk: Callable[[str], dict[str, Any]]) -> None:
         self._before, self._behind = to_json(chunk(_TEXT)).split(to_json(_TEXT))
@@ -21,9 +23,12 @@ class TextChunk:
     def of(self, text: str) -> JsonPieces:
         return JsonPieces((self._before, to_json(text), self._behind))
 
-    def event(self, text: str) -> bytes:
-        """A server-sent event of a short text."""
-        return b"data: %b%b%b\n\n" % (self._before, to_json(text), self._behind)
+    def write(self, text: str, direct: DirectWrite) -> bool:
+        """Send the event of a chunk at once; False if that cannot be. A long text may be held, and
+        is then counted, so it goes the usual way."""
+        if len(text) > MAX_DIRECT_CHARS:
+            return False
+        return direct.write(b"data: %b%b%b\n\n" % (self._before, to_json(text), self._behind))
 
 
 def only_text(delta: Delta) -> str:

@@ -68,7 +68,7 @@ class _Inbox:
     def put_token(self, of: NumberedChoice, position: int, id_: int) -> None:
         waits = self._waiter is not None and not self._waiter.done()  # for what comes next
         if not (waits and self._take_token and self.request.take_next(of, position, id_)):
-            self.put(self.request.take_token(of, position, id_))
+            self.put(self.request.take_as_event(of, position, id_))
             return
         try:
             self.put(self._take_token(of.choice, id_))

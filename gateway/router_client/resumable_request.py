@@ -112,7 +112,7 @@ class ResumableRequest:
         self._progress.add(of.choice, id_)
         return True
 
-    def take_token(self, of: NumberedChoice, position: int, id_: int) -> RequestEvent | None:
+    def take_as_event(self, of: NumberedChoice, position: int, id_: int) -> RequestEvent | None:
         """A token of a choice that goes on, as `take` does it."""
         if of.epoch != self._epoch:
             return None

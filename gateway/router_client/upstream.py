@@ -9,8 +9,8 @@ from pdserve.protos.router_pb2 import FleetView, RequestEvent
 T = TypeVar("T")
 
 TakeToken = Callable[[int, int], T | None]
-"""Takes the next token of a choice, by its number and its id, where it arrives. What it returns is
-for whoever iterates over the events."""
+"""Takes the number of a choice and the id of its next token, as soon as that arrives. What it
+returns is given to whoever iterates over the events, in the token's place."""
 
 
 class Upstream(Protocol):
@@ -21,8 +21,9 @@ class Upstream(Protocol):
     ) -> AsyncGenerator[RequestEvent | T, None]:
         """Run a request. The last event is its one Finished or Failed.
 
-        `take_token` may be given a token instead of an event with it, while whoever iterates waits
-        for an event and there is none: so no task has a turn for it. What it raises is raised here.
+        `take_token` may be given a token, which then comes in no event, while whoever iterates
+        waits and there is no event: no task needs a turn for such a token. What it raises is
+        raised here.
         Closing the iterator before the last event cancels the request at once.
         """
         ...

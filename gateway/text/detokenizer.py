@@ -37,7 +37,7 @@ class IncrementalDetokenizer:
             try:
                 return data.decode()
             except UnicodeDecodeError:
-                self._waits = True  # perhaps
+                self._waits = True  # or the bytes are no text: the decoder tells
         text = self._decoder.decode(data)
         self._waits = bool(self._decoder.getstate()[0])
         return text

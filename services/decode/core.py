@@ -213,7 +213,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
 
     def _on_event(self, served: ServedAttempt, event: Event, now: float) -> None:
         match event:
-            case NewTokens():  # the first, for most are
+            case NewTokens():  # first, since most events are these
                 served.first_token = served.first_token or now
                 served.num_generated += len(event.ids)
                 served.transcript.take(event)

@@ -309,7 +309,7 @@ class Dispatcher:
         """Tokens of a decode session, of choices that go on."""
         for choice, position, id_ in rows:
             request = self._by_attempt.get(choice.attempt)
-            if request is not None and request.pass_on(worker, choice, position, id_):
+            if request is not None and request.pass_on_row(worker, choice, position, id_):
                 continue
             attempt = None if request is None else request.assignment_of(choice.attempt)
             if request is None or attempt is None or attempt.decode is not worker:

@@ -8,6 +8,7 @@ import asyncio
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pdserve.engine.api.config import EngineConfig
@@ -68,6 +69,7 @@ class Reply:
     first_at: float = 0.0  # its first token
     finished: Any = None  # as the router says it
     ended_at: float = 0.0
+    num_direct: int = 0  # tokens that were taken where they arrived
     paused: asyncio.Event | None = None
     task: Any = None
 
@@ -253,7 +255,7 @@ class Cluster:
         start.params.max_tokens = ask.max_tokens
         start.params.n = ask.n
         try:
-            async for event in process.service.open(start):
+            async for event in process.service.open(start, partial(self._taken, reply)):
                 if reply.paused is not None:
                     await reply.paused.wait()
                 self._seen(reply, event)
@@ -262,6 +264,15 @@ class Cluster:
             raise
         finally:
             reply.ended_at = self.world.now
+
+    def _taken(self, reply: Reply, choice: int, id_: int) -> None:
+        """A token that the client has where it arrives."""
+        reply.num_direct += 1
+        ids = reply.ids.setdefault(choice, [])
+        if reply.terminal or reply.finish.get(choice):
+            reply.trouble.append(f"an id of choice {choice} after its end")
+        ids.append(id_)
+        reply.first_at = reply.first_at or self.world.now
 
     def _seen(self, reply: Reply, event: Any) -> None:
         kind = event.WhichOneof("event")

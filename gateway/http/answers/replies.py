@@ -165,7 +165,8 @@ class EventStream(Response):
     What the client does not take waits here, up to `max_buffer_bytes` and `stall_s` without
     progress; beyond either the generator is closed, which cancels its requests. Long events are
     bounded as whole answers are: several may come at once, which no client can take in time.
-    `direct` is open while the client keeps up, to what the generator would yield next.
+    `direct` is open from the first event until the client lags: whoever makes the events may write
+    the next one by it instead of yielding it.
     """
 
     def __init__(

@@ -69,6 +69,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _look: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
     _progress = 0  # when `_stall` began
+    _running: RequestResponseCycle | None = None  # others may wait behind it
 
     def __init__(
         self,
@@ -96,6 +97,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._look is not None:
             self._look.cancel()
         self.lost.set()
+        running = self._running
+        if running is not None and not running.response_complete:  # uvicorn tells the last alone
+            running.disconnected = True
+            running.message_event.set()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -182,7 +187,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
-        """Called by uvicorn for each request."""
+        """Called by uvicorn for each request, when those before are answered."""
+        self._running = cycle
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async def send_last(message: Message) -> None:
@@ -201,7 +207,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, answer)  # type: ignore[arg-type]
 
     def _keeps_up(self) -> bool:
-        unsent = self.transport.get_write_buffer_size() + self._writes.num_held(self.transport)
+        unsent = self.transport.get_write_buffer_size() + self._writes.num_waiting(self.transport)
         return unsent < MAX_LAG_BYTES
 
     def _write_piece(self, cycle: RequestResponseCycle, data: bytes) -> bool:

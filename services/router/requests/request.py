@@ -95,7 +95,7 @@ class RoutedRequest:
         self._arrived = now
         self._counted = False  # its prompt was counted as local or remote
         self._assignments: dict[bytes, Assignment] = {}  # its attempt, and a migration's
-        self._passes_on: Assignment | None = None  # whose tokens change nothing here
+        self._rows_of: Assignment | None = None  # whose rows are only passed on
         self._target: Worker | None = None  # of a migration
         self._so_far = pb.Finished()  # what the source of a migration has said of the beginning
 
@@ -133,7 +133,7 @@ class RoutedRequest:
         self.state, actions = machine.step(self.state, event, now)
         for action in actions:
             self._carry_out(action, message, now)
-        self._passes_on = self.assignment if self.state.only_passes_on else None
+        self._rows_of = self.assignment if self.state.only_passes_on else None
 
     # --- what the dispatcher asks for
 
@@ -186,7 +186,7 @@ class RoutedRequest:
         start.crash_count = max(start.crash_count, self.state.crash_count)
         same = progress.choices == self.progress.choices
         self.state, actions = machine.step(self.state, on.Reissued(same), now)
-        self._passes_on = None
+        self._rows_of = None
         self.span.event("issued again", now)
         self.span.end()
         for action in actions:
@@ -224,9 +224,9 @@ class RoutedRequest:
                     self._keeps(message)
                 self.step(messages.of_decode(kind, message), now, message)
 
-    def pass_on(self, worker: Worker, of: NumberedChoice, position: int, id_: int) -> bool:
+    def pass_on_row(self, worker: Worker, of: NumberedChoice, position: int, id_: int) -> bool:
         """Pass on a worker's token of a choice that goes on, if it changes nothing else here."""
-        assigned = self._passes_on
+        assigned = self._rows_of
         if assigned is None or assigned.id != of.attempt or assigned.decode is not worker:
             return False
         if not self.progress.continues(of.choice, position):

@@ -29,7 +29,7 @@ async def test_pieces_of_a_turn_are_one_write_each():
     writes.write(a, (b"1", b"2"))
     writes.write(b, (b"x",))
     writes.write(a, (b"3",))
-    assert (log, writes.num_held(a), writes.num_held(b)) == ([], 3, 1)
+    assert (log, writes.num_waiting(a), writes.num_waiting(b)) == ([], 3, 1)
     await asyncio.sleep(0)
     assert log == [("a", b"123"), ("b", b"x")]
     writes.write(b, (b"y",))
@@ -48,4 +48,4 @@ async def test_what_is_flushed_is_not_written_again():
     b.closing = True
     await asyncio.sleep(0)
     assert log == [("a", b"1")]
-    assert writes.num_held(b) == 0
+    assert writes.num_waiting(b) == 0

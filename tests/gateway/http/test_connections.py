@@ -4,6 +4,7 @@ Over 400 lines: raw connections to one server, which all tests share.
 """
 
 import asyncio
+import itertools
 import json
 import socket
 import struct
@@ -81,13 +82,21 @@ async def endless(router, start):
         await asyncio.sleep(0)
 
 
+async def one_by_one(router, start):
+    """Likewise, each token in an event of its own."""
+    yield placed(start)
+    for position, id_ in enumerate(itertools.cycle(router.encode("hello world "))):
+        yield tokens(start, [id_], position)
+        await asyncio.sleep(0)
+
+
 async def waiting(router, start):
     yield placed(start)
     await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("play", [waiting, endless])
+@pytest.mark.parametrize("play", [waiting, endless, one_by_one])
 async def test_a_client_that_leaves(connect, stream, play):
     """It is the leaving that ends its request: no cap and no clock of the gateway would, here."""
     router = FakeRouter(play)
@@ -96,11 +105,22 @@ async def test_a_client_that_leaves(connect, stream, play):
     reader, writer = await connect(router, bounds=bounds)
     writer.write(post({"model": "tiny", "messages": HI, "stream": stream}))
     await eventually(lambda: router.starts)
-    if stream and play is endless:
+    if stream and play is not waiting:
         assert b"200 OK" in await reader.readline()
     writer.transport.abort()
     await asyncio.wait_for(router.closed.wait(), LIMIT_S)
     assert router.left == [router.starts[0].request]
+
+
+async def test_a_client_that_leaves_with_a_request_behind_another(connect):
+    """The first is cancelled when it is written to, and the second is never begun."""
+    router = FakeRouter(one_by_one)
+    reader, writer = await connect(router)
+    writer.write(2 * post({"model": "tiny", "messages": HI, "stream": True}))
+    assert b"200 OK" in await reader.readline()
+    writer.transport.abort()
+    await asyncio.wait_for(router.closed.wait(), LIMIT_S)
+    assert router.left == [start.request for start in router.starts]
 
 
 @pytest.mark.parametrize("close", ["", "connection: close\r\n"], ids=["kept", "closing"])
@@ -191,8 +211,9 @@ async def test_a_client_that_reads_has_the_events_that_repeat_many_logprobs(conn
     assert len(repeated) > 4 * bounds.max_buffer_bytes
 
 
-async def test_a_client_that_does_not_read_is_dropped_at_the_byte_cap(connect):
-    router = FakeRouter(endless)
+@pytest.mark.parametrize("play", [endless, one_by_one])
+async def test_a_client_that_does_not_read_is_dropped_at_the_byte_cap(connect, play):
+    router = FakeRouter(play)
     bounds = HttpLimits(1 << 16, 1 << 20, 0.5, max_buffer_bytes=1 << 17, stall_s=60)
     reader, writer = await connect(router, bounds=bounds)
     writer.write(post({"model": "tiny", "messages": HI, "stream": True}))

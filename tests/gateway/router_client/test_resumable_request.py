@@ -48,8 +48,8 @@ def test_ids_continue_through_repeats_old_epochs_and_reissues(pieces):
             assert request.take(stale) is None
         position = min(position, len(got))  # a router never leaves a gap
         if length == 1:  # as a row; of an old epoch it is nothing
-            assert request.take_token(choice(epoch - 1), len(got), 7) is None
-            taken = request.take_token(choice(epoch), position, ANSWER[position])
+            assert request.take_as_event(choice(epoch - 1), len(got), 7) is None
+            taken = request.take_as_event(choice(epoch), position, ANSWER[position])
             assert (taken is None) == (position < len(got))
             got += [] if taken is None else taken.tokens.ids
             event("a row was taken" if taken else "a row was repeated")
@@ -76,10 +76,10 @@ def test_a_gap_in_rows_ends_it_with_an_error() -> None:
     request = ResumableRequest(start(), 0.0)
     request.issue(0.0)
     assert request.take(tokens(0, 0, [5])) is not None
-    taken = request.take_token(choice(0), 2, 5)
+    taken = request.take_as_event(choice(0), 2, 5)
     assert taken is not None
     assert taken.failed.failure.code == pb.INTERNAL
-    assert request.take_token(choice(0), 1, 5) is None
+    assert request.take_as_event(choice(0), 1, 5) is None
 
 
 def test_remaining_time_shrinks_and_ends() -> None:

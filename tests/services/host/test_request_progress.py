@@ -132,6 +132,15 @@ def test_any_order_of_tokens_cancels_and_ends_over_many_seeds() -> None:
                 for index in aborted:
                     ended[index] = True
                 continue
+            if random.random() < 0.5:  # a row: the next id, or another
+                at = random.randint(max(0, len(ids[choice]) - 1), len(ids[choice]) + 1)
+                fits = not ended[choice] and at == len(ids[choice]) < len(TRUTH) - 1
+                if at < len(TRUTH) - 1:
+                    assert state.continues(choice, at) == fits
+                if fits:
+                    state.add(choice, TRUTH[at])
+                    ids[choice].append(TRUTH[at])
+                    continue  # what is asked for is not looked at: the ids are still apart
             start = random.randint(max(0, len(ids[choice]) - 5), len(ids[choice]) + 1)
             end = min(len(TRUTH), start + random.randint(0, 6))
             said = message(min(start, end), end, choice)
