@@ -21,9 +21,10 @@ from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.cli.main import settle
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.auth.certificates import role_in
+from pdserve.services.host.options import ECHO_S
 from pdserve.services.local.data_folder import data_dir
 from pdserve.services.local.run_folder import PREFIX, run_dir
-from pdserve.services.local.supervisor import ECHO_S, Child, StartError, Supervisor
+from pdserve.services.local.supervisor import Child, StartError, Supervisor
 from pdserve.services.local.up import System
 from pdserve.services.options.options import OptionError
 from pdserve.services.prefill.settings import PrefillSettings
