@@ -82,7 +82,7 @@ def test_a_collector_that_is_gone(fleet: Fleet, collector: OtlpCollector) -> Non
         assert client.ask("thirteen " * 40).traceparent
 
 
-def test_no_process_waits_for_it_at_its_end(fleet: Fleet, collector: OtlpCollector) -> None:
+def test_the_system_ends_in_order_without_it(fleet: Fleet, collector: OtlpCollector) -> None:
     """Each has spans left, and says nothing again. It is the last test of this fleet."""
     collector.close()
     fleet.process.terminate()
