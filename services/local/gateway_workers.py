@@ -59,6 +59,12 @@ class GatewayWorkers:
     def __exit__(self, *exc: object) -> None:
         self._held.close()
 
+    def stop_listening(self) -> None:
+        """The parent listens no more, so clients are refused as soon as no process does."""
+        self._listener.close()
+        if self._unix is not None:
+            self._unix.close()
+
     @property
     def names(self) -> list[str]:
         return [worker_name(index) for index in range(self._num)]
@@ -91,6 +97,7 @@ def run(settings: GatewaySettings) -> int:
             supervisor.run_until(lambda: False)
         finally:
             parent.stopping = True
+            workers.stop_listening()
             clean = supervisor.stop([children], settings.drain_s + STOP_SLACK_S)
     return 0 if clean else 1
 

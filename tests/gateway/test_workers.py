@@ -204,6 +204,7 @@ async def test_a_stop_drains_both(servicer: tuple[RouterServicer, str], tmp_path
             running = [await begin(held, client) for client in clients]
             gateway.process.send_signal(signal.SIGTERM)
             await eventually(lambda: gateway.log().count("SIGTERM: draining") == 2)
+            assert not gateway.listens()
             streams.go_on.set()
             for lines in running:
                 assert [line for line in [line async for line in lines] if " world" in line]
