@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pdserve.gateway.http.serving.connection_counts import ConnectionCounts
 from pdserve.gateway.http.serving.sockets import hold_port, listen, unix_listener
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.worker import GatewayWorker, worker_name
@@ -74,6 +75,7 @@ class GatewayWorkers:
         for path in self._metrics.glob(f"gauge_*_{index}.db"):
             path.unlink()
         worker = GatewayWorker(index, self._num, self._listener, self._unix, str(self._folder))
+        ConnectionCounts(worker.counts_file, index, self._num)  # unready until it has started
         return Task(self._entry, (self._settings, worker))
 
 

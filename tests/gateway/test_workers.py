@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router_process import RouterServicer, serve_router
 
 from pdserve.gateway.http.body import MAX_VALUES, VALUE_BYTES
+from pdserve.gateway.http.serving.connection_counts import ConnectionCounts
 from pdserve.gateway.main import divided
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import common_pb2 as pb
@@ -24,6 +25,7 @@ from pdserve.protos.text_pb2 import ChatMessage, ChatRequest
 from pdserve.protos.text_pb2_grpc import TextStub
 from pdserve.services.host.auth.certificates import issue, make_authority
 from pdserve.services.host.auth.roles import Role
+from pdserve.services.local.gateway_workers import GatewayWorkers as Parent
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -87,6 +89,19 @@ def test_bounds_are_divided() -> None:
     assert divided(few, 4).max_requests == 1
     assert divided(few, 4).max_bodies_bytes == 1 << 20
     assert divided(whole, 1) == whole
+
+
+def test_one_that_starts_again_has_no_turn_until_it_is_ready(tmp_path: Path) -> None:
+    with Parent(GatewaySettings(port=0, grpc_port=0), 2, tmp_path) as parent:
+        dead, other = (
+            ConnectionCounts(parent.task(index).args[1].counts_file, index, 2) for index in range(2)
+        )
+        for counts in (dead, other):
+            counts.set_ready()
+        other.add(1)
+        assert not other.is_fewest()
+        parent.task(0)
+        assert other.is_fewest()
 
 
 async def test_a_few_connections_are_spread(gateway: GatewayWorkers) -> None:
