@@ -6,6 +6,7 @@ listens itself at a port that the parent holds.
 """
 
 import logging
+import os
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from pdserve.gateway.worker import GatewayWorker, worker_name
 from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.options import GRACE_S, STOP_S
 from pdserve.services.host.tenants.rate_limits import FILE, MEMORY
+from pdserve.services.host.tracing import KEY_BYTES
 from pdserve.services.local.child import Task
 from pdserve.services.local.run_folder import run_dir
 from pdserve.services.local.supervisor import Child, Supervisor, outcome
@@ -39,6 +41,7 @@ class GatewayWorkers:
         self._num = num
         self._folder = folder
         self._entry = entry
+        self._trace_key = os.urandom(KEY_BYTES)
         self._metrics = folder / "metrics"
         self._metrics.mkdir()
         with ExitStack() as held:
@@ -74,7 +77,9 @@ class GatewayWorkers:
         """Of one process. What its predecessor held is no longer true."""
         for path in self._metrics.glob(f"gauge_*_{index}.db"):
             path.unlink()
-        worker = GatewayWorker(index, self._num, self._listener, self._unix, str(self._folder))
+        worker = GatewayWorker(
+            index, self._num, self._listener, self._unix, str(self._folder), self._trace_key
+        )
         ConnectionCounts(worker.counts_file, index, self._num)  # unready until it has started
         return Task(self._entry, (self._settings, worker))
 

@@ -1,6 +1,7 @@
 """Two gateway processes behind one port: clients see one gateway."""
 
 import asyncio
+import os
 import signal
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -30,7 +31,7 @@ from pdserve.services.local.gateway_workers import GatewayWorkers as Parent
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-KEYS = ("one", "two", "three", "four")
+KEYS = ("one", "two", "three", "four", "five")
 LIMIT = 9
 
 
@@ -48,6 +49,7 @@ async def gateway(
     folder = tmp_path_factory.mktemp("workers")
     words = [word for key in KEYS for word in ("--api-key", key)]
     words += ["--requests-per-minute", str(LIMIT), "--open-metrics"]
+    words += ["--otlp-traces-sample", "0.5"]
     words += ["--database-url", f"sqlite:///{folder}/gateway.db"]
     async with GatewayWorkers(servicer[1], folder, *words) as gateway:
         yield gateway
@@ -138,6 +140,18 @@ async def test_a_limit_of_a_key_holds_over_both(gateway: GatewayWorkers) -> None
         assert [answer.status_code for answer in answers] == [200] * LIMIT + [429] * 3
         left = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
         assert left[:LIMIT] == [str(LIMIT - n) for n in range(1, LIMIT + 1)]
+
+
+async def test_both_record_the_same_traces(
+    servicer: tuple[RouterServicer, str], gateway: GatewayWorkers
+) -> None:
+    starts = servicer[0].router.starts
+    async with gateway.both("five") as clients:
+        for _ in range(LIMIT // 2):
+            asked = {"traceparent": f"00-{os.urandom(16).hex()}-b7ad6b7169203331-01"}
+            for client in clients:
+                assert (await client.post(CHAT, json=BODY, headers=asked)).status_code == 200
+            assert starts[-2].trace_parent == starts[-1].trace_parent
 
 
 async def figures(client: httpx.AsyncClient) -> dict[str, float]:
