@@ -25,6 +25,24 @@ async def test_what_is_refused_is_not_counted(anyio_backend: str) -> None:
     assert (await rates.headers(b"one"))["x-ratelimit-remaining-tokens"] == "500"
 
 
+@pytest.mark.parametrize("file", [False, True])
+async def test_nor_is_what_another_process_was_faster_than(
+    file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
+) -> None:
+    storage = f"sqlite:///{tmp_path}/rates.db" if file else "memory://"
+    rates = RateLimits(RateSettings(tokens=10, storage=storage))
+    await rates.count_tokens(b"one", 8)
+
+    async def fits(*_: Any, **__: Any) -> bool:
+        return True
+
+    monkeypatch.setattr("limits.aio.strategies.FixedWindowRateLimiter.test", fits)
+    with pytest.raises(ServiceError, match="tokens per minute"):
+        await rates.count_tokens(b"one", 5)
+    assert (await rates.headers(b"one"))["x-ratelimit-remaining-tokens"] == "2"
+    await rates.close()
+
+
 async def test_seconds_of_text_are_limited(anyio_backend: str) -> None:
     rates = RateLimits(RateSettings(text_s=0.5))
     await rates.check_text(b"one")
