@@ -47,9 +47,10 @@ async def gateway(
     servicer: tuple[RouterServicer, str], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[GatewayWorkers]:
     folder = tmp_path_factory.mktemp("workers")
+    (folder / "keys").write_text("of a file\n")
     words = [word for key in KEYS for word in ("--api-key", key)]
     words += ["--requests-per-minute", str(LIMIT), "--open-metrics"]
-    words += ["--otlp-traces-sample", "0.5"]
+    words += ["--otlp-traces-sample", "0.5", "--api-key-file", f"{folder}/keys"]
     words += ["--database-url", f"sqlite:///{folder}/gateway.db"]
     async with GatewayWorkers(servicer[1], folder, *words) as gateway:
         yield gateway
@@ -152,6 +153,11 @@ async def test_both_record_the_same_traces(
             for client in clients:
                 assert (await client.post(CHAT, json=BODY, headers=asked)).status_code == 200
             assert starts[-2].trace_parent == starts[-1].trace_parent
+
+
+async def test_a_hang_up_reloads_the_keys_of_both(gateway: GatewayWorkers) -> None:
+    gateway.process.send_signal(signal.SIGHUP)
+    await eventually(lambda: gateway.log().count("keys has 1 API keys") == 2, gateway.log)
 
 
 async def figures(client: httpx.AsyncClient) -> dict[str, float]:
