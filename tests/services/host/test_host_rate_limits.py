@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from pdserve.protos.common_pb2 import OVERLOADED
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.counts_file import CountsFile
 from pdserve.services.host.tenants.rate_limits import STORAGE_S, RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
@@ -84,6 +86,16 @@ async def test_processes_that_share_a_file_count_together(
     assert (tmp_path / "rates.db").stat().st_mode & 0o777 == 0o600
     for rates in (one, other):
         await rates.close()
+
+
+def test_a_file_that_another_process_makes_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "rates.db"
+    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        made = threading.Timer(0.2, other.execute, ("COMMIT",))
+        made.start()
+        CountsFile(str(path)).close()
+        made.join()
 
 
 async def test_a_file_that_another_process_has_locked_limits_nobody(
