@@ -83,7 +83,7 @@ def run_worker(settings: GatewaySettings, worker: GatewayWorker, report: Report 
     name = worker_name(worker.index)
     configure_logging(name, settings.log_level, log_format=settings.log_format)
     try:
-        with tracing("gateway", settings) as tracer:
+        with tracing("gateway", settings, worker.trace_key) as tracer:
             part = divided(settings, worker.num)
             return lifecycle.run(_serve(part, report, worker.unix, tracer, worker))
     except ValueError as error:  # of settings, so it is written for people

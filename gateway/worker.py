@@ -16,6 +16,8 @@ class GatewayWorker:
     unix: socket.socket | None
     folder: str
     """Private to the processes: their own sockets, metrics and counts."""
+    trace_key: bytes
+    """Chooses the share of traces that all of them record."""
 
     @property
     def metrics_folder(self) -> Path:

@@ -77,7 +77,10 @@ class Siblings:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(ANSWER_S):
-                kind, tenant, word = json.loads(await reader.readline())
+                line = await reader.readline()
+                if not line.endswith(b"\n"):
+                    return  # who asked has gone
+                kind, tenant, word = json.loads(line)
                 writer.write(self._answers[kind](bytes.fromhex(tenant), word) + b"\n")
                 await writer.drain()
         except (OSError, TimeoutError) as error:

@@ -1,4 +1,5 @@
-"""How a service ends: a signal -> NOT_SERVING -> drain -> stop; the same signal again exits.
+"""How a service ends: a signal -> NOT_SERVING -> drain -> stop; the same signal again exits,
+unless it comes at once (ECHO_S): that is the same stop.
 
 Both are bounded: what still runs after `drain_s` is cut off by the stop, and each part of a stop
 has its own bound. Those that a parent must know, to wait long enough before it kills, are in
@@ -14,7 +15,7 @@ from typing import Any
 
 import uvloop
 
-from pdserve.services.host.options import GRACE_S
+from pdserve.services.host.options import ECHO_S, GRACE_S
 
 # How a service tells its parent what it does: "listening", "loading" or "ready", with figures.
 Report = Callable[[str, dict[str, Any]], None]
@@ -53,11 +54,14 @@ async def run_until_signal(
     """
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[signal.Signals] = loop.create_future()
+    signalled_at = 0.0
 
     def on_signal(received: signal.Signals) -> None:
+        nonlocal signalled_at
         if not signalled.done():
             signalled.set_result(received)
-        elif signalled.result() == received:
+            signalled_at = loop.time()
+        elif signalled.result() == received and loop.time() - signalled_at >= ECHO_S:
             # Only the same one: a terminal's SIGINT is often followed by a parent's SIGTERM.
             os._exit(128 + received)
 

@@ -11,6 +11,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 GRACE_S = 1.0  # for calls to end by themselves, after the drain
 STOP_S = 5.0  # then for gRPC to stop
+ECHO_S = 0.3  # one stop may come as several signals: from the terminal, a parent, the system
 
 
 def option(

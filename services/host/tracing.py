@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 MAX_EVENTS = 32  # of one span
 MAX_QUEUED = 2048  # spans that wait for the collector
 EXPORT_S = 2.0  # for a collector to take a batch
+KEY_BYTES = 16  # of what chooses the share of traces
 CLOSE_S = 1.0  # for the last batches at the end of the process
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
 _STATE = re.compile(r"[\x20-\x7e]{1,512}")
@@ -90,11 +91,12 @@ NO_SPAN = TraceSpan()
 
 class Tracer:
     """Begins spans. This one records none: what a client names is passed on, for processes that
-    record. `sample` is the most of clients' traces that are."""
+    record. `sample` is the most of clients' traces that are; processes with the same `key` choose
+    the same ones."""
 
-    def __init__(self, sample: float = 1.0) -> None:
+    def __init__(self, sample: float = 1.0, key: bytes = b"") -> None:
         self._below = round(sample * 2**64)
-        self._key = os.urandom(16)
+        self._key = key or os.urandom(KEY_BYTES)
 
     def begin(
         self, name: str, parent: TraceContext, began: float, *, entry: bool = False
@@ -129,15 +131,16 @@ def context_of(metadata: Any) -> TraceContext:
 
 
 @contextmanager
-def tracing(service: str, settings: TraceSettings) -> Iterator[Tracer]:
-    """The tracer of this process, until it ends. Raises ValueError if the options cannot work."""
+def tracing(service: str, settings: TraceSettings, key: bytes = b"") -> Iterator[Tracer]:
+    """The tracer of this process, until it ends; `key` is the Tracer's. Raises ValueError if the
+    options cannot work."""
     url = endpoint(settings)
     if not url:
         if settings.otlp_traces_endpoint:
             log.warning("%s counts for nothing: %s", FLAG, switched_off())
-        yield Tracer(settings.otlp_traces_sample)
+        yield Tracer(settings.otlp_traces_sample, key)
         return
-    tracer = ExportingTracer(service, exporter(url), settings.otlp_traces_sample)
+    tracer = ExportingTracer(service, exporter(url), settings.otlp_traces_sample, key)
     try:
         yield tracer
     finally:
@@ -179,11 +182,13 @@ class ExportingTracer(Tracer):
     """Records the spans of traces that are sampled: `sample` of those that begin here or that a
     client asks for; inside the system as the parent says."""
 
-    def __init__(self, service: str, exporter: "SpanExporter", sample: float = 1.0) -> None:
+    def __init__(
+        self, service: str, exporter: "SpanExporter", sample: float = 1.0, key: bytes = b""
+    ) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        super().__init__(sample)
+        super().__init__(sample, key)
         self._exporter = exporter
         self._processor = BatchSpanProcessor(
             exporter, max_queue_size=MAX_QUEUED, schedule_delay_millis=500

@@ -6,18 +6,21 @@ listens itself at a port that the parent holds.
 """
 
 import logging
+import os
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pdserve.gateway.http.serving.connection_counts import ConnectionCounts
 from pdserve.gateway.http.serving.sockets import hold_port, listen, unix_listener
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.worker import GatewayWorker, worker_name
 from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.options import GRACE_S, STOP_S
 from pdserve.services.host.tenants.rate_limits import FILE, MEMORY
+from pdserve.services.host.tracing import KEY_BYTES
 from pdserve.services.local.child import Task
 from pdserve.services.local.run_folder import run_dir
 from pdserve.services.local.supervisor import Child, Supervisor, outcome
@@ -38,6 +41,7 @@ class GatewayWorkers:
         self._num = num
         self._folder = folder
         self._entry = entry
+        self._trace_key = os.urandom(KEY_BYTES)
         self._metrics = folder / "metrics"
         self._metrics.mkdir()
         with ExitStack() as held:
@@ -59,6 +63,12 @@ class GatewayWorkers:
     def __exit__(self, *exc: object) -> None:
         self._held.close()
 
+    def stop_listening(self) -> None:
+        """The parent listens no more, so clients are refused as soon as no process does."""
+        self._listener.close()
+        if self._unix is not None:
+            self._unix.close()
+
     @property
     def names(self) -> list[str]:
         return [worker_name(index) for index in range(self._num)]
@@ -67,7 +77,10 @@ class GatewayWorkers:
         """Of one process. What its predecessor held is no longer true."""
         for path in self._metrics.glob(f"gauge_*_{index}.db"):
             path.unlink()
-        worker = GatewayWorker(index, self._num, self._listener, self._unix, str(self._folder))
+        worker = GatewayWorker(
+            index, self._num, self._listener, self._unix, str(self._folder), self._trace_key
+        )
+        ConnectionCounts(worker.counts_file, index, self._num)  # unready until it has started
         return Task(self._entry, (self._settings, worker))
 
 
@@ -91,6 +104,7 @@ def run(settings: GatewaySettings) -> int:
             supervisor.run_until(lambda: False)
         finally:
             parent.stopping = True
+            workers.stop_listening()
             clean = supervisor.stop([children], settings.drain_s + STOP_SLACK_S)
     return 0 if clean else 1
 

@@ -21,13 +21,13 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
+from pdserve.services.host.options import ECHO_S
 from pdserve.services.local.child import MAX_REPORT_BYTES, Task, child_main
 from pdserve.services.local.fork_server import SIGNALS, ForkedProcess, ForkServer
 
 log = logging.getLogger(__name__)
 SOON_S = 10.0  # a child that dies again within this time is restarted with a delay
 MAX_DELAY_S = 30.0
-ECHO_S = 0.3  # one stop may come as several signals: from the terminal, a parent, its group
 
 
 class StartError(Exception):

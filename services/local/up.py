@@ -109,6 +109,7 @@ class System:
         self._progress = progress or Lines(say)
         self.serving = False  # the gateway has said that a model can be asked
         self._stopping = False
+        self._stop_listening: Callable[[], None] = lambda: None  # for several gateway processes
         self._started_at = time.monotonic()
 
     def _check(self) -> None:
@@ -198,6 +199,7 @@ class System:
             self._progress.close()
             self._stopping = True
             say("stopping (once more to stop at once)")
+            self._stop_listening()
             clean = supervisor.stop([gateways, routers, children], self._drain_s + STOP_SLACK_S)
             say("stopped" if clean else "stopped, not all of it in order")
         return 0 if clean else 1
@@ -265,6 +267,7 @@ class System:
             return
         entry = self._entries["gateway worker"]
         with gateway_workers.GatewayWorkers(made, len(names), folder, entry) as workers:
+            self._stop_listening = workers.stop_listening
             yield {name: partial(workers.task, index) for index, name in enumerate(names)}
 
     def _worker_task(self, role: str, model: str, share: Share, folder: Path) -> Callable[[], Task]:

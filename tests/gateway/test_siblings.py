@@ -1,7 +1,9 @@
 """Gateway processes that ask each other: who is dead or late has no answer."""
 
 import asyncio
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +61,22 @@ async def test_half_an_answer_is_none_and_a_late_one_is_not_waited_for(
         server.close()
         await server.wait_closed()
     await asking.close()
+
+
+async def test_half_a_question_is_none(tmp_path: Path, anyio_backend: str) -> None:
+    failed: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    one = Siblings(tmp_path)
+    await one.start()
+    for question in (b"", b'["tra'):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "gateway-0.sock")
+        writer.write(question)
+        writer.write_eof()
+        assert await reader.read() == b""
+        writer.close()
+    gc.collect()  # a task that fails is told of when it goes
+    assert not failed
+    await one.close()
 
 
 async def test_one_alone_asks_nobody(anyio_backend: str) -> None:

@@ -1,6 +1,7 @@
 """Two gateway processes behind one port: clients see one gateway."""
 
 import asyncio
+import os
 import signal
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -17,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router_process import RouterServicer, serve_router
 
 from pdserve.gateway.http.body import MAX_VALUES, VALUE_BYTES
+from pdserve.gateway.http.serving.connection_counts import ConnectionCounts
 from pdserve.gateway.main import divided
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import common_pb2 as pb
@@ -24,11 +26,12 @@ from pdserve.protos.text_pb2 import ChatMessage, ChatRequest
 from pdserve.protos.text_pb2_grpc import TextStub
 from pdserve.services.host.auth.certificates import issue, make_authority
 from pdserve.services.host.auth.roles import Role
+from pdserve.services.local.gateway_workers import GatewayWorkers as Parent
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-KEYS = ("one", "two", "three", "four")
+KEYS = ("one", "two", "three", "four", "five")
 LIMIT = 9
 
 
@@ -44,8 +47,10 @@ async def gateway(
     servicer: tuple[RouterServicer, str], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[GatewayWorkers]:
     folder = tmp_path_factory.mktemp("workers")
+    (folder / "keys").write_text("of a file\n")
     words = [word for key in KEYS for word in ("--api-key", key)]
     words += ["--requests-per-minute", str(LIMIT), "--open-metrics"]
+    words += ["--otlp-traces-sample", "0.5", "--api-key-file", f"{folder}/keys"]
     words += ["--database-url", f"sqlite:///{folder}/gateway.db"]
     async with GatewayWorkers(servicer[1], folder, *words) as gateway:
         yield gateway
@@ -89,6 +94,19 @@ def test_bounds_are_divided() -> None:
     assert divided(whole, 1) == whole
 
 
+def test_one_that_starts_again_has_no_turn_until_it_is_ready(tmp_path: Path) -> None:
+    with Parent(GatewaySettings(port=0, grpc_port=0), 2, tmp_path) as parent:
+        dead, other = (
+            ConnectionCounts(parent.task(index).args[1].counts_file, index, 2) for index in range(2)
+        )
+        for counts in (dead, other):
+            counts.set_ready()
+        other.add(1)
+        assert not other.is_fewest()
+        parent.task(0)
+        assert other.is_fewest()
+
+
 async def test_a_few_connections_are_spread(gateway: GatewayWorkers) -> None:
     """tests/gateway/http/test_listener.py says how evenly; a busy process may miss its turn."""
     async with AsyncExitStack() as held:
@@ -123,6 +141,23 @@ async def test_a_limit_of_a_key_holds_over_both(gateway: GatewayWorkers) -> None
         assert [answer.status_code for answer in answers] == [200] * LIMIT + [429] * 3
         left = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
         assert left[:LIMIT] == [str(LIMIT - n) for n in range(1, LIMIT + 1)]
+
+
+async def test_both_record_the_same_traces(
+    servicer: tuple[RouterServicer, str], gateway: GatewayWorkers
+) -> None:
+    starts = servicer[0].router.starts
+    async with gateway.both("five") as clients:
+        for _ in range(LIMIT // 2):
+            asked = {"traceparent": f"00-{os.urandom(16).hex()}-b7ad6b7169203331-01"}
+            for client in clients:
+                assert (await client.post(CHAT, json=BODY, headers=asked)).status_code == 200
+            assert starts[-2].trace_parent == starts[-1].trace_parent
+
+
+async def test_a_hang_up_reloads_the_keys_of_both(gateway: GatewayWorkers) -> None:
+    gateway.process.send_signal(signal.SIGHUP)
+    await eventually(lambda: gateway.log().count("keys has 1 API keys") == 2, gateway.log)
 
 
 async def figures(client: httpx.AsyncClient) -> dict[str, float]:
@@ -204,6 +239,7 @@ async def test_a_stop_drains_both(servicer: tuple[RouterServicer, str], tmp_path
             running = [await begin(held, client) for client in clients]
             gateway.process.send_signal(signal.SIGTERM)
             await eventually(lambda: gateway.log().count("SIGTERM: draining") == 2)
+            assert not gateway.listens()
             streams.go_on.set()
             for lines in running:
                 assert [line for line in [line async for line in lines] if " world" in line]

@@ -68,6 +68,11 @@ class GatewayWorkers:
         children = psutil.Process(self.process.pid).children()
         return {name: one for one in children if (name := one.name()).startswith("gateway ")}
 
+    def listens(self) -> bool:
+        """Whether the parent does."""
+        sockets = psutil.Process(self.process.pid).net_connections("tcp")
+        return any(one.status == psutil.CONN_LISTEN for one in sockets)
+
     def connections(self) -> dict[str, set[int]]:
         """The clients' ports that each process serves."""
         return {

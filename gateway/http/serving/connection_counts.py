@@ -29,6 +29,10 @@ class ConnectionCounts:
         """The process answers from now on."""
         self._all[self._index] -= UNREADY
 
+    def set_unready(self) -> None:
+        """It takes no more, although it still holds some."""
+        self._all[self._index] += UNREADY
+
     def add(self, num: int) -> None:
         """So many more connections; less, if it is negative."""
         self._all[self._index] += num

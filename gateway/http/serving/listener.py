@@ -61,6 +61,8 @@ class HttpListener:
         self._loop.remove_reader(self._sock)
         if self._pause is not None:
             self._pause.cancel()
+        if self._counts is not None:
+            self._counts.set_unready()
 
     def _accept(self) -> None:
         for _ in range(BATCH):
@@ -71,9 +73,11 @@ class HttpListener:
                 return
 
     def _accept_late(self) -> None:
-        """One that no process with fewer connections has accepted meanwhile."""
+        """Those that no process with fewer connections has accepted meanwhile."""
         self._resume()
-        self._accept_one()
+        for _ in range(BATCH):
+            if not self._accept_one():
+                return
 
     def _accept_one(self) -> bool:
         """False if none waits, or none can be taken."""

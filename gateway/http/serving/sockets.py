@@ -15,7 +15,7 @@ def host_port(host: str, port: int) -> str:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises OSError naming the address."""
-    sock = _bound(host, port)
+    sock = _bound(host, port, socket.SO_REUSEADDR)
     try:
         sock.listen()  # from here on connections wait until they are served
     except OSError as error:
@@ -26,17 +26,21 @@ def listen(host: str, port: int) -> socket.socket:
 
 def hold_port(host: str, port: int) -> socket.socket:
     """A socket that never listens; while it is open, several processes may listen at its port
-    together (SO_REUSEPORT). Raises OSError naming the address if somebody listens there already."""
+    together (SO_REUSEPORT). Raises OSError naming the address if somebody listens there already, or
+    holds it."""
     if port:
         listen(host, port).close()  # the one below would share it
-    return _bound(host, port, socket.SO_REUSEPORT)
+    try:
+        return _bound(host, port, socket.SO_REUSEPORT)
+    except OSError:  # there are still connections of a gateway that did not share the port
+        return _bound(host, port, socket.SO_REUSEPORT, socket.SO_REUSEADDR)
 
 
 def _bound(host: str, port: int, *options: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        for option in (socket.SO_REUSEADDR, *options):
+        for option in options:
             sock.setsockopt(socket.SOL_SOCKET, option, 1)
         sock.bind((host, port))
     except OSError as error:

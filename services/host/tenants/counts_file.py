@@ -10,6 +10,7 @@ import time
 
 from limits.aio.storage import Storage
 
+OPEN_S = 10.0  # for others that open it at the same time
 LOCKED_S = 0.05  # for the write of another process; the event loop waits
 
 
@@ -23,8 +24,8 @@ class CountsFile(Storage):
         super().__init__()
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._db = sqlite3.connect(path, timeout=10.0, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL").fetchall()
+            self._db = sqlite3.connect(path, timeout=OPEN_S, isolation_level=None)
+            _switch_to_wal(self._db)
             self._db.execute("PRAGMA synchronous=OFF")
             self._db.execute(
                 "CREATE TABLE IF NOT EXISTS counts (key TEXT PRIMARY KEY, count INT, ends REAL)"
@@ -69,3 +70,16 @@ class CountsFile(Storage):
 
     def close(self) -> None:
         self._db.close()
+
+
+def _switch_to_wal(db: sqlite3.Connection) -> None:
+    """Here SQLite itself does not wait for another process that is about to do the same."""
+    deadline = time.monotonic() + OPEN_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode=WAL").fetchall()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                raise
+        time.sleep(0.005)

@@ -129,10 +129,12 @@ class RateLimits:
 
     async def _hit_if_it_fits(self, item: Any, owner: bytes, num: int) -> float | None:
         """None once it is counted; otherwise in how many seconds all is back."""
-        if await self._limiter.test(item, owner.hex(), cost=num) and await self._limiter.hit(
-            item, owner.hex(), cost=num
-        ):
-            return None
+        if await self._limiter.test(item, owner.hex(), cost=num):
+            if await self._limiter.hit(item, owner.hex(), cost=num):
+                return None
+            # Another process came between: what is counted beyond the limit is given back.
+            storage = self._limiter.storage
+            await storage.incr(item.key_for(owner.hex()), item.get_expiry(), amount=-num)
         return (await self._window(item, owner))[1]
 
     def _add(self, what: str, owner: bytes, num: int) -> None:

@@ -166,6 +166,9 @@ class Accepting:
         self.num += 1
         await greet(connection)
 
+    def hang(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._sock)
+
     def stop(self) -> None:
         self._taking.close()
         self._sock.close()
@@ -197,8 +200,9 @@ async def test_of_two_processes_the_one_with_fewer_connections_takes_the_next(
     await eventually(lambda: one.counts.is_fewest() and other.counts.is_fewest())
     one.num = other.num = 0
     open_.clear()
-    one.stop()  # as if it hung
+    one.hang()
     assert await connect(4) == [0, 4]
+    one.stop()
     again = Accepting(port, tmp_path, 0)  # as if it had died
     again.counts.set_ready()
     one = again
@@ -206,4 +210,35 @@ async def test_of_two_processes_the_one_with_fewer_connections_takes_the_next(
     for accepting in (one, other):
         accepting.stop()
     for client in open_:
+        client.close()
+
+
+@pytest.mark.anyio
+async def test_what_a_hung_process_leaves_is_taken_together(
+    port: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
+) -> None:
+    """And one that is closed has no turn."""
+    monkeypatch.setattr(listener, "YIELD_S", 0.2)
+    hung, other = (Accepting(port, tmp_path, index) for index in range(2))
+    for accepting in (hung, other):
+        accepting.counts.set_ready()
+    hung.hang()
+    clients: list[socket.socket] = []
+
+    async def connect(num: int) -> None:
+        new = [socket.create_connection(port.getsockname()) for _ in range(num)]
+        clients.extend(new)
+        for client in new:
+            client.setblocking(False)
+            assert await said(client) == GREETING
+
+    other.counts.add(1)  # so it is the turn of the hung one
+    began = asyncio.get_running_loop().time()
+    await connect(20)
+    assert asyncio.get_running_loop().time() - began < 10 * 0.2
+    hung.stop()
+    monkeypatch.setattr(listener, "YIELD_S", 2 * LIMIT_S)
+    await connect(2)
+    other.stop()
+    for client in clients:
         client.close()

@@ -6,7 +6,7 @@ import pytest
 from fake_router import FakeRouter, saying
 from http_errors import CHAT, HI, check
 
-from pdserve.gateway.http.serving.sockets import unix_listener
+from pdserve.gateway.http.serving.sockets import hold_port, unix_listener
 
 pytestmark = pytest.mark.anyio
 
@@ -39,6 +39,15 @@ def test_a_socket_that_is_served_is_not_replaced(tmp_path):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
     assert not (tmp_path / "api").exists()
+
+
+def test_a_port_that_is_held_is_not_held_again():
+    """Although nobody listens there yet."""
+    with hold_port("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            hold_port("127.0.0.1", port)
+    hold_port("127.0.0.1", port).close()
 
 
 def test_only_sockets_are_replaced(tmp_path):

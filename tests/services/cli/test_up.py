@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,9 +21,10 @@ from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.cli.main import settle
 from pdserve.services.decode.settings import DecodeSettings
 from pdserve.services.host.auth.certificates import role_in
+from pdserve.services.host.options import ECHO_S
 from pdserve.services.local.data_folder import data_dir
 from pdserve.services.local.run_folder import PREFIX, run_dir
-from pdserve.services.local.supervisor import ECHO_S, Child, StartError, Supervisor
+from pdserve.services.local.supervisor import Child, StartError, Supervisor
 from pdserve.services.local.up import System
 from pdserve.services.options.options import OptionError
 from pdserve.services.prefill.settings import PrefillSettings
@@ -45,12 +46,18 @@ class Watched(Supervisor):
     def __init__(self, system: System, then: Callable[["Watched"], bool]) -> None:
         super().__init__(system.on_event, reloading=system.reloading())
         self._then = then
+        self.ports: set[int] = set()  # at which this process listens when its children stop
 
     def run_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
         serving = len(self.children) > 1 and all(c.ready for c in self.children)
         if serving and not done():
             return super().run_until(lambda: self._then(self), 20.0)
         return super().run_until(done, timeout_s)
+
+    def stop(self, stages: Sequence[Sequence[Child]], bound_s: float) -> bool:
+        sockets = psutil.Process().net_connections("tcp")
+        self.ports = {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN}
+        return super().stop(stages, bound_s)
 
     def named(self, name: str) -> Child:
         return next(c for c in self.children if c.name == name)
@@ -129,6 +136,7 @@ def test_several_gateway_processes_share_sockets_and_limits(
     (host, port), unix = first["shared"]
     assert (host, unix) == ("127.0.0.1", str(tmp_path / "api"))
     assert first["url"] == f"http://127.0.0.1:{port}"
+    assert port not in ended.ports
     assert (first["index"], second["index"]) == (0, 1)
     for what in ("shared", "url", "database_url", "rates"):
         assert first[what] == second[what]

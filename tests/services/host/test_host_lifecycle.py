@@ -9,14 +9,17 @@ import pytest
 from eventually import LIMIT_S
 
 from pdserve.services.host.lifecycle import run_until_signal
+from pdserve.services.host.options import ECHO_S
 
 PROGRAM = """
-import asyncio, functools, sys
+import asyncio, functools, signal, sys
 from pdserve.services.host.lifecycle import run_until_signal
 
 async def main(mode):
     async def drain():
         print("drain", flush=True)
+        if mode == "twice":
+            signal.raise_signal(signal.SIGTERM)
         await asyncio.sleep(60 if mode == "stuck" else 0.05)
         print("drained", flush=True)
 
@@ -83,9 +86,18 @@ def test_the_same_signal_again_exits_at_once() -> None:
         assert process.stdout.readline() == "drain\n"
         process.send_signal(signal.SIGTERM)  # of a parent: not a second Ctrl-C
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.2)
+            process.wait(ECHO_S + 0.1)
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) == 128 + signal.SIGINT
+
+
+def test_one_stop_that_comes_twice_is_drained() -> None:
+    """From the system, which signals every process, and from the parent."""
+    with start("twice", 10) as process:
+        process.send_signal(signal.SIGTERM)
+        lines = rest_of(process)
+    assert lines == ["serving False", "drain", "drained", "stop"]
+    assert process.returncode == 0
 
 
 def test_a_failure_of_the_service_ends_it() -> None:

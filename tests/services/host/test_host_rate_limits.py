@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from pdserve.protos.common_pb2 import OVERLOADED
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.counts_file import CountsFile
 from pdserve.services.host.tenants.rate_limits import STORAGE_S, RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
@@ -23,6 +25,24 @@ async def test_what_is_refused_is_not_counted(anyio_backend: str) -> None:
         await rates.count_tokens(b"one", 2000)
     await rates.count_tokens(b"one", 500)
     assert (await rates.headers(b"one"))["x-ratelimit-remaining-tokens"] == "500"
+
+
+@pytest.mark.parametrize("file", [False, True])
+async def test_nor_is_what_another_process_was_faster_than(
+    file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
+) -> None:
+    storage = f"sqlite:///{tmp_path}/rates.db" if file else "memory://"
+    rates = RateLimits(RateSettings(tokens=10, storage=storage))
+    await rates.count_tokens(b"one", 8)
+
+    async def fits(*_: Any, **__: Any) -> bool:
+        return True
+
+    monkeypatch.setattr("limits.aio.strategies.FixedWindowRateLimiter.test", fits)
+    with pytest.raises(ServiceError, match="tokens per minute"):
+        await rates.count_tokens(b"one", 5)
+    assert (await rates.headers(b"one"))["x-ratelimit-remaining-tokens"] == "2"
+    await rates.close()
 
 
 async def test_seconds_of_text_are_limited(anyio_backend: str) -> None:
@@ -66,6 +86,16 @@ async def test_processes_that_share_a_file_count_together(
     assert (tmp_path / "rates.db").stat().st_mode & 0o777 == 0o600
     for rates in (one, other):
         await rates.close()
+
+
+def test_a_file_that_another_process_makes_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "rates.db"
+    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        made = threading.Timer(0.2, other.execute, ("COMMIT",))
+        made.start()
+        CountsFile(str(path)).close()
+        made.join()
 
 
 async def test_a_file_that_another_process_has_locked_limits_nobody(
