@@ -167,7 +167,8 @@ class Accepting:
         await greet(connection)
 
     def hang(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._sock)
+        self._taking.close()
+        self.counts.set_ready()  # as it still was
 
     def stop(self) -> None:
         self._taking.close()
