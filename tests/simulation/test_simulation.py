@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.services.host import lifecycle
 from pdserve.services.host.stall_detector import FROZEN_S
 from simulation.clock import Process
 from simulation.faults import KINDS, cells
@@ -161,6 +162,7 @@ def test_a_second_sigterm_ends_a_process_of_the_simulation_at_once(
         kill(process)
 
     monkeypatch.setattr(Process, "kill", noted)
+    monkeypatch.setattr(lifecycle, "ECHO_S", 0.0)  # the second comes with the first
     scenario = replace(make(3, f"SIGTERM {role}", "computing"), routers=1, prefills=1, decodes=1)
     took_s = []
     for times in (1, 2):

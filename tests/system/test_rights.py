@@ -37,6 +37,7 @@ def test_the_routes_are_those_of_the_application() -> None:
     from pdserve.gateway.anthropic.dialect import AnthropicDialect
     from pdserve.gateway.http.app import create_routes
     from pdserve.gateway.http.docs.pages import add_docs
+    from pdserve.gateway.observability.siblings import Siblings
     from pdserve.gateway.openai.dialect import OpenAiDialect
     from pdserve.gateway.openai.stored.routes import StoredRoutes
     from pdserve.gateway.rerank.dialect import RerankDialect
@@ -44,14 +45,14 @@ def test_the_routes_are_those_of_the_application() -> None:
     from pdserve.gateway.web.pages import add_pages
 
     none: Any = None
-    service: Any = SimpleNamespace(count=None, upstream=None, clock=None)
+    service: Any = SimpleNamespace(count=None, upstream=None, clock=None, siblings=Siblings())
     stored = StoredRoutes(none, none, none, lambda: None)
     dialects = [
         AnthropicDialect(none, none, none),
         RerankDialect(none, none),
         OpenAiDialect(service, none, none, stored=stored),
     ]
-    app = create_routes(dialects, none, none)
+    app = create_routes(dialects, service, none)
     add_fleet(app, service)
     add_pages(app, "")
     add_docs(app, dialects, "", keys=True)

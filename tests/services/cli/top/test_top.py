@@ -35,8 +35,7 @@ def metrics(tokens: int = 0, moved: int = 0) -> str:
     made = GatewayMetrics()
     made.fleet.update(view(moved))
     made.ttft.labels("tiny").observe(0.1)
-    for _ in range(tokens):
-        made.itl.labels("tiny").observe(0.01)
+    made.itl.of("tiny").observe(0.01, tokens)
     made.prompt_tokens.labels("tiny").inc(20)
     made.open.labels("open").set(4)
     return made.page(with_fleet=True).decode()
