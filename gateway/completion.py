@@ -166,18 +166,19 @@ class Completions:
     async def _run(
         self, completion: PreparedCompletion, write: WriteDelta | None = None
     ) -> AsyncGenerator[Delta | Usage, None]:
-        runs = self._runs(completion)
-        if len(runs) == 1:  # deltas of several wait for each other (merge)
-            runs[0].write = write
+        runs = self._runs(completion, write)
         async with aclosing(merge([run.events() for run in runs])) as events:
             async for delta in events:
                 yield delta
         yield sum((run.usage() for run in runs), Usage(0, 0, 0))
 
-    def _runs(self, completion: PreparedCompletion) -> list["_PromptRun"]:
+    def _runs(
+        self, completion: PreparedCompletion, write: WriteDelta | None = None
+    ) -> list["_PromptRun"]:
         now = self._clock()
+        alone = len(completion.prompts) == 1  # deltas of several wait for each other (merge)
         return [
-            _PromptRun(self._upstream, completion, index, now)
+            _PromptRun(self._upstream, completion, index, now, write if alone else None)
             for index in range(len(completion.prompts))
         ]
 
@@ -226,9 +227,15 @@ class _PromptRun:
     """One prompt of a completion at the router."""
 
     def __init__(
-        self, upstream: Upstream, completion: PreparedCompletion, index: int, now: float
+        self,
+        upstream: Upstream,
+        completion: PreparedCompletion,
+        index: int,
+        now: float,
+        write: WriteDelta | None,
     ) -> None:
         self._upstream = upstream
+        self._write = write
         self._completion = completion
         self._prompt = completion.prompts[index]
         self._request = (
@@ -254,7 +261,6 @@ class _PromptRun:
         self._echoed: tuple[ScoredToken, ...] | None = None if completion.echo else ()
         self._withheld: dict[int, tuple[int, ...]] = {}  # ids by choice, whose text is yet to come
         self.prompt_scores: list[TokenLogprob] = []
-        self.write: WriteDelta | None = None
         self._finished = Finished()
 
     def usage(self) -> Usage:
@@ -342,7 +348,7 @@ class _PromptRun:
         if choice.closed:
             return None
         delta = self._counted(number, choice.push_id(id_), 1, ended=False)
-        return None if delta is None or (self.write and self.write(delta)) else delta
+        return None if delta is None or (self._write and self._write(delta)) else delta
 
     def _push(self, tokens: Tokens) -> Delta | None:
         choice = self._choices[tokens.choice]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 
 class DirectWrite:
-    """Of one answer; its stream (replies.py) opens and closes it."""
+    """Belongs to one answer, whose stream (replies.py) opens and closes it."""
 
     def __init__(self) -> None:
         self._write: Callable[[bytes], bool] | None = None

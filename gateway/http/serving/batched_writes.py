@@ -1,5 +1,5 @@
-"""Short writes of several connections that go to the system together, at the latest when the loop
-has done its turn.
+"""Short writes to several connections that are handed to the system together, at the latest when
+the event loop has done its turn.
 
 The system wakes a client's process for a write, which takes longer than the write itself. One that
 several clients share is still awake at the next write. What one answer writes in a turn is one
@@ -16,7 +16,7 @@ MAX_TOGETHER = 16  # connections; the first of more would wait for the others
 
 
 class BatchedWrites:
-    """Of all connections of a loop."""
+    """One serves all connections of an event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Transport, list[bytes]] = {}
