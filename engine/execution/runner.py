@@ -57,21 +57,34 @@ class ModelRunner:
         starts, kv_lens, table_rows = [0], list[int](), list[int]()
         ids, positions, outputs = list[int](), list[int](), list[int]()
         slots: list[list[int]] = [[] for _ in self._tables]
-        at = 0  # of the row's first token in the flat batch
-        for sequence, start, end, _, first_output in rows:
+        size = self._block_size
+        # Decode rows are nearly all, and have one token each; they may lack an output.
+        for sequence, start, end, _, first_output in rows[:num_decode_rows]:
+            self._sync(sequence)
+            if first_output == start:
+                outputs.append(len(ids))
+            table_rows.append(sequence.slot)
+            kv_lens.append(end)
+            ids.append(sequence.ids[start])
+            positions.append(start)
+            for found, blocks in zip(slots, sequence.block_tables, strict=True):
+                found.append(blocks[start // size] * size + start % size)
+        starts += range(1, num_decode_rows + 1)
+        at = num_decode_rows  # of the row's first token in the flat batch
+        for sequence, start, end, _, first_output in rows[num_decode_rows:]:
             self._sync(sequence)
             table_rows.append(sequence.slot)
             kv_lens.append(end)
             ids += sequence.ids[start:end]
             positions += range(start, end)
             outputs += range(at + first_output - start, at + end - start)
-            for group, blocks in enumerate(sequence.block_tables):
-                slots[group] += _slots(blocks, start, end, self._block_size)
+            for found, blocks in zip(slots, sequence.block_tables, strict=True):
+                found += _slots(blocks, start, end, size)
             at += end - start
             starts.append(at)
         # One call of numpy for all: of a short step they are what the engine's own time goes to.
         token_ids, position, *token_slots = np.array([ids, positions, *slots])
-        width = blocks_for(max(kv_lens), self._block_size)
+        width = blocks_for(max(kv_lens), size)
         groups = tuple(
             GroupTable(table[table_rows, :width], some)
             for table, some in zip(self._tables, token_slots, strict=True)

@@ -8,6 +8,7 @@ and so does one without a token that its constraints allow.
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import Any
 
 from pdserve.engine.api.request import SamplingParams, TokenLogprob
@@ -45,87 +46,77 @@ class Sampler:
             return [NOTHING for _ in rows]
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
         last: list[int] = []  # outputs that are sampled from
+        constrained: list[int] = []  # rows
         output = 0
-        for i, row in enumerate(rows):
-            if row.sequence.job.prompt_scores is not None:
-                scores[i] = self._prompt_scores(row, hidden, output, head)
-            output += row.end - row.first_output
-            if row.choices:
+        for i, (sequence, _, end, choices, first_output) in enumerate(rows):
+            job = sequence.job
+            if job.prompt_scores is not None:
+                scores[i] = self._prompt_scores(rows[i], hidden, output, head)
+            output += end - first_output
+            if choices:
                 last.append(output - 1)
+                if job.constraints is not None:
+                    constrained.append(i)
         if len(last) < output:
             hidden = hidden[last]
         logits = head(hidden)
-        sampled = [row for row in rows if row.choices]
-        late = self._late(sampled)
-        # None of them is late in most steps, and to look up a row is to hash it.
-        on_time = [(i, row) for i, row in enumerate(sampled) if not (late and row in late)]
-        picks = self._pick(on_time, logits)
+        late = _late(rows, constrained)
+        picks = iter(self._pick(rows, late, logits))
         outcomes: list[Outcome] = []
-        taken = 0
         for i, row in enumerate(rows):
-            if late and row in late:
+            if i in late:
                 outcomes.append(LATE)
-                continue
-            end = taken + len(row.choices)
-            outcomes.append(Outcome(tuple(picks[taken:end]), scores.get(i, ())))
-            taken = end
+            else:
+                own = tuple(islice(picks, len(row.choices)))
+                outcomes.append(Outcome(own, scores.get(i, ())))
         return outcomes
 
-    def _late(self, rows: list[Row]) -> set[Row]:
-        """Those without their masks; waits a little for these, once in a step."""
-        late: set[Row] = set()
-        until_s: float | None = None
-        for row in rows:
-            constraints = row.sequence.job.constraints
-            if constraints is not None:
-                until_s = until_s or mask_deadline()
-                if not constraints.wait(row.choices, until_s):
-                    late.add(row)
-        return late
-
-    def _pick(self, rows: list[tuple[int, Row]], logits: Any) -> list[Pick]:
-        """One pick per choice of row after row, each with the index of its row of the logits."""
+    def _pick(self, rows: Seq[Row], late: set[int], logits: Any) -> list[Pick]:
+        """One pick per choice of row after row, but for those that are late; `logits` has a row for
+        each that is sampled from."""
         outputs: list[int] = []
         streams: list[Any] = []
         generated: list[list[int]] = []
-        masks: list[Bitmask | None] = []
-        scored: list[tuple[int, SamplingParams]] = []  # pick, what is asked for
-        errors: dict[int, Pick] = {}
+        # By pick, where there are any: what is asked for beside the token, and what bounds it.
+        scored: dict[int, SamplingParams] = {}
         constrained: dict[int, tuple[RequestConstraints, int]] = {}
-        for output, row in rows:
+        masks: dict[int, Bitmask | None] = {}
+        errors: dict[int, Pick] = {}
+        output = -1
+        for i, row in enumerate(rows):
+            output += bool(row.choices)
+            if i in late:
+                continue
             job = row.sequence.job
             for choice in row.choices:
+                pick = len(outputs)
                 if job.request.params.logprobs is not None:
-                    scored.append((len(outputs), job.request.params))
-                mask = None
+                    scored[pick] = job.request.params
                 if job.constraints is not None:
-                    constrained[len(outputs)] = (job.constraints, choice)
+                    constrained[pick] = (job.constraints, choice)
                     try:
-                        mask = job.constraints.bitmask(choice)
+                        masks[pick] = job.constraints.bitmask(choice)
                     except GrammarError as error:
-                        errors[len(outputs)] = Pick(-1, error=str(error), param=error.param)
-                masks.append(mask)
+                        errors[pick] = Pick(-1, error=str(error), param=error.param)
                 outputs.append(output)
-                streams.append(
-                    job.streams.get(choice) or self._stream(job, choice, logits.shape[-1])
-                )
+                stream = job.streams.get(choice)
+                streams.append(stream or self._stream(job, choice, logits.shape[-1]))
                 generated.append(job.generated[choice])
-        tokens = self._ops.sample(
-            logits, outputs, streams, generated, masks if constrained else None
-        )
+        all_masks = [masks.get(pick) for pick in range(len(outputs))] if masks else None
+        tokens = self._ops.sample(logits, outputs, streams, generated, all_masks)
         picks = [Pick(token) if token >= 0 else NOT_FINITE for token in tokens]
         for i, (constraints, choice) in constrained.items():
             if tokens[i] < 0 and self._is_finite(logits[outputs[i] : outputs[i] + 1]):
                 param = constraints.param(choice)
                 picks[i] = Pick(-1, error=NO_TOKEN, param=param, no_token=True)
-        for i, params in scored:
+        for i, params in scored.items():
             if tokens[i] >= 0:
                 row_logits = logits[outputs[i] : outputs[i] + 1]
                 count, also = params.logprobs or 0, params.logprob_token_ids
                 (found,) = self._logprobs(row_logits, [tokens[i]], count, also)
                 picks[i] = Pick(tokens[i], found)
-        for i, pick in errors.items():
-            picks[i] = pick
+        for i, error_pick in errors.items():
+            picks[i] = error_pick
         return picks
 
     def _logprobs(
@@ -177,3 +168,15 @@ class Sampler:
         )
         stream = job.streams[choice] = self._ops.stream(settings, vocab)
         return stream
+
+
+def _late(rows: Seq[Row], constrained: Seq[int]) -> set[int]:
+    """Which of the constrained rows are without their masks; waits a little for these, once in a
+    step."""
+    late: set[int] = set()
+    until_s = mask_deadline() if constrained else 0.0
+    for i in constrained:
+        constraints = rows[i].sequence.job.constraints
+        if constraints is not None and not constraints.wait(rows[i].choices, until_s):
+            late.add(i)
+    return late

@@ -147,11 +147,6 @@ class BlockTables:
         """
         total = blocks_for(num_tokens, self.block_size)
         at = sequence.num_computed // self.block_size
-        for pool, table in zip(self.pools, sequence.block_tables, strict=True):
-            if len(table) < total or not pool.writable(table[at]):
-                break
-        else:
-            return []  # as nearly always
         needs: list[tuple[int, bool]] = []
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             copied = at < len(table) and not pool.writable(table[at])
@@ -172,10 +167,12 @@ class BlockTables:
                 table[at] = target
             table.extend(pool.allocate(missing))
             sequence.rewritten_from[group] = min(sequence.rewritten_from[group], start)
+        sequence.writable_to = (at + 1) * self.block_size
         return copies
 
     def fork(self, sequence: Sequence, ids: list[int], choices: tuple[int, ...]) -> Sequence:
         """A new sequence that goes on from the same computed tokens and shares all blocks."""
+        sequence.writable_to = 0  # its blocks are shared now
         other = Sequence(sequence.job, ids, choices, sequence.parent_hash)
         other.num_computed = sequence.num_computed
         other.num_published = sequence.num_published

@@ -34,6 +34,7 @@ class Sequence:
         "parent_hash",
         "rewritten_from",
         "slot",
+        "writable_to",
     )
 
     def __init__(
@@ -47,6 +48,8 @@ class Sequence:
         self.slot = -1  # row of the runner's tables; -1: not in the batch
         self.block_tables: list[list[int]] = []
         self.rewritten_from: list[int] = []
+        # Tokens [num_computed, writable_to) have blocks of its own: they need no look at the pools.
+        self.writable_to = 0
         self.num_trimmed: list[int] = []  # leading blocks given back, per group
         self.num_published = 0  # leading full blocks offered to the prefix cache
         self.parent_hash = parent_hash  # of the last of them

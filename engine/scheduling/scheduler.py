@@ -68,11 +68,12 @@ class Scheduler:
         # What one tenant may have of the step, of either kind.
         share = limits.shared_step_tokens if shared else limits.step_tokens
         self._add_decode_rows(plan, in_step, share)
-        self._add_chunks(now_s, plan, in_step, share)
-        if not plan.rows and self._gave_way:  # that prompt cannot run yet
+        chunks = self._chunks(now_s, plan, in_step, share)
+        if not plan.rows and not chunks and self._gave_way:  # that prompt cannot run yet
             self._add_decode_rows(plan, in_step, share)
-        plan.rows.sort(key=lambda row: row.num_tokens > 1)
-        plan.num_decode_rows = sum(row.num_tokens == 1 for row in plan.rows)
+        plan.rows += [row for row in chunks if row.num_tokens == 1]
+        plan.num_decode_rows = len(plan.rows)
+        plan.rows += [row for row in chunks if row.num_tokens > 1]
         return plan if plan.rows or plan.events else None
 
     def _add_decode_rows(self, plan: Plan, in_step: set[int], share: int) -> None:
@@ -96,8 +97,7 @@ class Scheduler:
             first = bisect_left(jobs, next_rank, key=lambda job: job.rank)
             room = share
             for job in jobs[first:] + jobs[:first]:
-                single = [sequence for sequence in job.sequences if sequence.num_left == 1]
-                rows = [row for row in map(self._row, single) if row is not None]
+                rows = self._decode_rows(job)
                 if len(rows) > room and room < share:
                     self._left_out[tenant] = job.rank
                     break
@@ -106,7 +106,21 @@ class Scheduler:
                     in_step.add(job.order)
                     room -= len(rows)
 
-    def _add_chunks(self, now_s: float, plan: Plan, in_step: set[int], share: int) -> None:
+    def _decode_rows(self, job: RequestState) -> list[Row]:
+        """The rows of its sequences that lack the KV of one token alone."""
+        rows: list[Row] = []
+        for sequence in job.sequences:
+            end = len(sequence.ids)
+            start = end - 1
+            if sequence.num_computed != start:
+                continue
+            if job.constraints is None and not sequence.is_prefix:  # nearly all: what _row returns
+                rows.append(Row(sequence, start, end, sequence.choices, start))
+            elif (row := self._row(sequence)) is not None:
+                rows.append(row)
+        return rows
+
+    def _chunks(self, now_s: float, plan: Plan, in_step: set[int], share: int) -> list[Row]:
         """Fills the token budget with chunks, the highest response ratio first.
 
         The first chunk runs whatever its size, further ones as far as they are within their
@@ -124,7 +138,8 @@ class Scheduler:
             for sequence in job.sequences
             if sequence.num_left > 1
         ]
-        budget = self._limits.step_tokens - plan.num_tokens
+        chunks: list[Row] = []
+        budget = self._limits.step_tokens - len(plan.rows)
         lacks_slots = False
         short: RequestState | None = None
         for job, sequence in self._queue(now_s, in_prefill):
@@ -156,13 +171,14 @@ class Scheduler:
                 self._kept_out |= not used[tenant]
                 continue
             if row.num_tokens <= budget and self._grow(job, [row], plan, in_step):
-                plan.rows.append(row)
+                chunks.append(row)
                 in_step.add(job.order)
                 budget -= row.num_tokens
                 used[tenant] += row.num_tokens
                 self._turns.computed(tenant, row.num_tokens)
         self._short = short
         self._refused = None
+        return chunks
 
     def _waiting(self) -> list[RequestState]:
         """Queued jobs, but for those whose grammar is not ready: these keep their place in the
@@ -212,6 +228,8 @@ class Scheduler:
         """Gets blocks for the rows of a job, if need be by eviction and preemption; False if the
         rows cannot run in this step."""
         for row in rows:
+            if row.end <= row.sequence.writable_to:
+                continue  # as nearly always
             while (copies := self._jobs.extend(row.sequence, row.end)) is None:
                 if self.evict(plan.events):
                     continue

@@ -54,12 +54,13 @@ class StepMeter:
     def count(self, plan: Plan, wall_s: float) -> None:
         """Counts a step that took `wall_s` seconds."""
         self.step += 1
-        for row in plan.rows:
-            prompt_len = row.sequence.job.prompt_len
-            if row.start < prompt_len:
-                self.prompt_tokens += min(row.end, prompt_len) - row.start
-            new = 1 if row.choices else 0  # the last token is computed for the first time
-            self.recomputed_tokens += max(0, row.end - new - max(row.start, prompt_len))
+        for sequence, start, end, choices, _ in plan.rows:
+            prompt_len = sequence.job.prompt_len
+            if start < prompt_len:
+                self.prompt_tokens += min(end, prompt_len) - start
+            computed = end - 1 if choices else end  # the last token is new, if it is sampled from
+            if computed > start:
+                self.recomputed_tokens += max(0, computed - max(start, prompt_len))
         chunks = plan.num_tokens - plan.num_decode_rows
         if chunks >= LEAST_CHUNK:
             self._token_s = _slowest(self._token_s, wall_s / chunks)

@@ -73,10 +73,18 @@ class StepProgress:
         return [RequestFailed(job.key, message, param)]
 
     def _apply_row(self, row: Row, outcome: Outcome, events: list[Event]) -> None:
-        if outcome.is_late:
-            return
         sequence = row.sequence
         job = sequence.job
+        picks = outcome.picks
+        if not sequence.is_prefix and len(picks) == 1 and not picks[0].error:  # as nearly always
+            self._jobs.advance(sequence, row.end)
+            tokens = self._append(sequence, row.choices[0], picks[0])
+            events.append(tokens)
+            if tokens.finish is not None and not job.unfinished:
+                events += self._end(job)
+            return
+        if outcome.is_late:
+            return
         self._jobs.advance(sequence, row.end)
         if job.prompt_scores is not None:
             job.prompt_scores[row.start :] = outcome.scores  # once more after a preemption
@@ -113,7 +121,8 @@ class StepProgress:
                     new = self._finish(job, choice, FinishReason.LENGTH)
                     self._drop(job, choice)
                 else:
-                    new = [self._append(job, choice, pick)]
+                    branch = next(s for s in job.sequences if s.choices == (choice,))
+                    new = [self._append(branch, choice, pick)]
                 ended |= job.finish[choice] is not None
                 events += new
         if ended and not job.unfinished:
@@ -136,22 +145,21 @@ class StepProgress:
         prefix.ids = job.branch_ids(first)
         prefix.choices = (first,)
 
-    def _append(self, job: RequestState, choice: int, pick: Pick) -> NewTokens:
+    def _append(self, sequence: Sequence, choice: int, pick: Pick) -> NewTokens:
+        """The choice, whose sequence it is, gets its next token."""
+        job, token = sequence.job, pick.token
         ids = job.generated[choice]
-        ids.append(pick.token)
+        ids.append(token)
         self.generated_tokens += 1
-        for sequence in job.sequences:
-            if sequence.choices == (choice,):
-                break
-        sequence.ids.append(pick.token)
+        sequence.ids.append(token)
         if job.constraints is not None:
-            job.constraints.accept_token(choice, pick.token)
+            job.constraints.accept_token(choice, token)
         reason = self._finish_reason(job, choice)
         if reason is not None:
             job.finish[choice] = reason
             self._jobs.end_sequence(sequence)
         logprobs = () if pick.logprob is None else (pick.logprob,)
-        return NewTokens(job.key, choice, len(ids) - 1, (pick.token,), logprobs, reason)
+        return NewTokens(job.key, choice, len(ids) - 1, (token,), logprobs, reason)
 
     def _finish_reason(self, job: RequestState, choice: int) -> FinishReason | None:
         """How a choice has ended; None if it has not, or if its grammar does not know it yet."""

@@ -13,6 +13,7 @@ from pdserve.engine.api.errors import QueueFull
 from pdserve.engine.api.request import (
     Evicted,
     Finished,
+    NewTokens,
     PrefillComputed,
     Request,
     RequestFailed,
@@ -148,6 +149,8 @@ class SingleFlight:
         prefixes = self._prefixes
         for event in step.events:
             match event:
+                case NewTokens():  # first, since most events are these
+                    pass
                 case Scheduled(key, _):
                     prefixes.begun(key)
                 case PrefillComputed(key, num_tokens, done):
