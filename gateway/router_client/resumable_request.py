@@ -107,10 +107,7 @@ class ResumableRequest:
         """Take a token that is the next of its choice; whether it was."""
         if self.ended or of.epoch != self._epoch:
             return False
-        if not self._progress.continues(of.choice, position):
-            return False
-        self._progress.add(of.choice, id_)
-        return True
+        return self._progress.take_next(of.choice, position, id_)
 
     def take_as_event(self, of: NumberedChoice, position: int, id_: int) -> RequestEvent | None:
         """A token of a choice that goes on, as `take` does it."""

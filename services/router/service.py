@@ -43,15 +43,15 @@ class ClientSession:
     def __init__(self, key: bytes, reads_rows: bool = False) -> None:
         self.key = key
         self.outbox = TokensOutbox(rpc.RequestEvent)
-        self.outbox.in_rows = reads_rows
+        self.outbox.in_rows = self.reads_rows = reads_rows
         self.over = False  # the one request of a Generate has ended
         self.num_generated = 0  # tokens of it
 
     def put(self, event: rpc.RequestEvent) -> None:
         self.outbox.put(event)
 
-    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
-        return self.outbox.put_token(choice, position, id_)
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> None:
+        self.outbox.put_token(choice, position, id_)
 
 
 class RouterService(RouterServicer):

@@ -40,6 +40,7 @@ class World:
     """A dispatcher, its workers as names, and the one client."""
 
     key = b"gateway"
+    reads_rows = False
 
     def __init__(
         self, mixing: Mixing, prefill: str = "always", resuming: Mixing | None = None
@@ -55,8 +56,8 @@ class World:
     def put(self, event: RequestEvent) -> None:
         self.events.append(event)
 
-    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
-        return False  # so that it comes as an event
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> None:
+        raise AssertionError("it reads no rows")
 
     def _send(self, worker: Worker, command: Any) -> None:
         self.sent.append((worker, command))

@@ -14,6 +14,7 @@ class Recorder:
 
     def __init__(self, key: bytes) -> None:
         self.key = key
+        self.reads_rows = True
         self.ids: dict[tuple[str, int, int], list[int]] = {}
         self.terminal: Counter[tuple[str, int]] = Counter()
 
@@ -30,11 +31,10 @@ class Recorder:
             self.terminal[key] += 1
             HITS[kind if kind == "finished" else pb.ErrorCode.Name(message.failure.code)] += 1
 
-    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> None:
         key = (choice.request, choice.epoch)
         assert not self.terminal[key], "a token after the terminal event"
         have = self.ids.setdefault((*key, choice.choice), [])
         assert position == len(have)
         have.append(id_)
         HITS["rows"] += 1
-        return True

@@ -101,11 +101,11 @@ class TokensOutbox(Outbox[TokensEventT]):
         if not self.in_rows:
             return False
         if not self._closed:
-            if not self._rows:
-                self._wake.set()
-            elif self._rows.full:
-                self._end_rows()
             self._rows.add(choice, position, id_)
+            if len(self._rows) == 1:
+                self._wake.set()
+            if self._rows.full:
+                self._end_rows()
         return True
 
     def take(self) -> list[TokensEventT]:

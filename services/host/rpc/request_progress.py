@@ -78,14 +78,13 @@ class RequestProgress:
         self._next[tokens.choice] = -1 if tokens.finish else len(choice.generated_ids)
         return tokens
 
-    def continues(self, choice: int, position: int) -> bool:
-        """Whether the next token of that choice is at that position."""
-        return choice < len(self._next) and self._next[choice] == position
-
-    def add(self, choice: int, id_: int) -> None:
-        """Add one that does."""
+    def take_next(self, choice: int, position: int, id_: int) -> bool:
+        """Add an id if its position is that of the choice's next one; whether it is."""
+        if choice >= len(self._next) or self._next[choice] != position:
+            return False
         self._added[choice].append(id_)
-        self._next[choice] += 1
+        self._next[choice] = position + 1
+        return True
 
     def take_scores(self, scores: pb.PromptLogprobs) -> pb.PromptLogprobs | None:
         """Likewise for log-probabilities of the prompt, which are wanted once in a request."""

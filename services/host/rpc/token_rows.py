@@ -37,37 +37,29 @@ class RowWriter:
         self._clear()
 
     def __len__(self) -> int:
-        return len(self._row_ids)
+        return len(self._rows)
 
     @property
     def full(self) -> bool:
         """Whether the next row must go into another event."""
-        return len(self._row_ids) == MAX_ROWS or len(self._named) == MAX_NAMED
+        return len(self._rows) == MAX_ROWS or len(self._named) == MAX_NAMED
 
     def add(self, choice: NumberedChoice, position: int, id_: int) -> None:
         number = self._numbers.get(choice)
         if number is None:
             number = self._number(choice)
-        self._row_numbers.append(number)
-        self._row_positions.append(position)
-        self._row_ids.append(id_)
+        self._rows.append((number, position, id_))
 
     def take(self) -> TokenRows:
         """The event; the next one is empty."""
-        rows = TokenRows(
-            named=self._named,
-            numbers=self._row_numbers,
-            positions=self._row_positions,
-            ids=self._row_ids,
-        )
+        numbers, positions, ids = zip(*self._rows, strict=True)
+        rows = TokenRows(named=self._named, numbers=numbers, positions=positions, ids=ids)
         self._clear()
         return rows
 
     def _clear(self) -> None:
         self._named: list[TokenRows.Named] = []
-        self._row_numbers: list[int] = []
-        self._row_positions: list[int] = []
-        self._row_ids: list[int] = []
+        self._rows: list[tuple[int, int, int]] = []
 
     def _number(self, choice: NumberedChoice) -> int:
         """No number is given twice. A choice that loses its own gets another with its next row."""

@@ -1,6 +1,6 @@
 """What a request in the router needs of the world around it; no behaviour."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from pdserve.protos import worker_pb2 as wire
@@ -25,8 +25,12 @@ class Client(Protocol):
     def put(self, event: RequestEvent) -> None:
         """Take an event; never blocks."""
 
-    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
-        """Take a token of a choice that goes on; False: only as an event."""
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it takes tokens by `put_token`, and not only as events."""
+
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> None:
+        """Take a token without log-probabilities of a choice that goes on."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +44,8 @@ class Assignment:
     began: float  # when Admit was sent
     ticket: wire.Ticket | None = None  # of its hand-off
     adopted: bool = False  # another session began it
+    # What the client knows its choices as, by what its worker does.
+    named: dict[NumberedChoice, NumberedChoice] = field(default_factory=dict)
 
 
 class Effects(Protocol[RequestT]):

@@ -96,6 +96,7 @@ class RoutedRequest:
         self._counted = False  # its prompt was counted as local or remote
         self._assignments: dict[bytes, Assignment] = {}  # its attempt, and a migration's
         self._rows_of: Assignment | None = None  # whose rows are only passed on
+        self._due = 0.0  # until when time changes nothing
         self._target: Worker | None = None  # of a migration
         self._so_far = pb.Finished()  # what the source of a migration has said of the beginning
 
@@ -133,7 +134,9 @@ class RoutedRequest:
         self.state, actions = machine.step(self.state, event, now)
         for action in actions:
             self._carry_out(action, message, now)
-        self._rows_of = self.assignment if self.state.only_passes_on else None
+        passes_on = self.state.only_passes_on
+        self._rows_of = self.assignment if passes_on else None
+        self._due = self.state.ends_by if passes_on else 0.0
 
     # --- what the dispatcher asks for
 
@@ -169,6 +172,8 @@ class RoutedRequest:
 
     def tick(self, now: float) -> None:
         """Let time pass."""
+        if now < self._due:
+            return
         attempt = self.state.attempt
         prefill = b"" if attempt is None else attempt.sending_prefill
         decode = self._effects.reach(self.state.placed_decode, now)
@@ -186,7 +191,7 @@ class RoutedRequest:
         start.crash_count = max(start.crash_count, self.state.crash_count)
         same = progress.choices == self.progress.choices
         self.state, actions = machine.step(self.state, on.Reissued(same), now)
-        self._rows_of = None
+        self._rows_of, self._due = None, 0.0
         self.span.event("issued again", now)
         self.span.end()
         for action in actions:
@@ -227,14 +232,17 @@ class RoutedRequest:
     def pass_on_row(self, worker: Worker, of: NumberedChoice, position: int, id_: int) -> bool:
         """Pass on a worker's token of a choice that goes on, if it changes nothing else here."""
         assigned = self._rows_of
-        if assigned is None or assigned.id != of.attempt or assigned.decode is not worker:
+        if assigned is None or assigned.decode is not worker:
             return False
-        if not self.progress.continues(of.choice, position):
+        ours = assigned.named.get(of)
+        if ours is None:
+            if assigned.id != of.attempt or not self.client.reads_rows:
+                return False
+            ours = NumberedChoice(self.id, of.attempt, self.state.epoch, of.choice)
+            assigned.named[of] = ours
+        if not self.progress.take_next(of.choice, position, id_):
             return False
-        ours = NumberedChoice(self.id, of.attempt, self.state.epoch, of.choice)
-        if not self.client.put_token(ours, position, id_):
-            return False
-        self.progress.add(of.choice, id_)
+        self.client.put_token(ours, position, id_)
         return True
 
     def on_token(self, of: NumberedChoice, position: int, id_: int, now: float) -> None:

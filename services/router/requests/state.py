@@ -3,6 +3,7 @@
 Its ids and its messages are kept outside, in the shell (request.py).
 """
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -145,6 +146,14 @@ class Routing:
             and self.begun
             and self.migration is None
         )
+
+    @property
+    def ends_by(self) -> float:
+        """Until when time changes nothing, if it only passes on."""
+        settled = self.attempt is None or self.attempt.sender_died is None
+        if self.orphan_since is not None or not settled:
+            return 0.0
+        return math.inf if self.deadline is None else self.deadline
 
     def takes_output(self, attempt: bytes) -> bool:
         """Whether ids of that attempt count now. While it is being resumed they do not: what was
