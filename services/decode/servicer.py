@@ -50,7 +50,7 @@ class DecodeService(DecodeServicer):
                 case "stay":
                     self._core.migrations.stay(session, command.stay.attempt)
                 case "hello":
-                    session.outbox.in_rows = command.hello.reads_rows
+                    session.outbox.reads_rows = command.hello.reads_rows
                     log.debug("session of router %s", command.hello.router_boot.hex())
                 case _:
                     log.warning("an empty or unknown command was ignored")

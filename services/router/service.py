@@ -23,7 +23,6 @@ from pdserve.services.host.rpc.channel import AUTHORIZATION
 from pdserve.services.host.rpc.fragments import IdsCollector
 from pdserve.services.host.rpc.outbox import TokensOutbox
 from pdserve.services.host.rpc.request_progress import RequestProgress
-from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.host.tenants.fairness import FairShare
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.host.tenants.rate_limits import RateLimits
@@ -37,21 +36,15 @@ OPEN_METHODS = ("/pdserve.v1.Router/Generate", "/pdserve.v1.Router/ListModels")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class ClientSession:
+class ClientSession(TokensOutbox[rpc.RequestEvent]):
     """One client's stream of events; `key` is the gateway's boot id."""
 
     def __init__(self, key: bytes, reads_rows: bool = False) -> None:
+        super().__init__(rpc.RequestEvent)
         self.key = key
-        self.outbox = TokensOutbox(rpc.RequestEvent)
-        self.outbox.in_rows = self.reads_rows = reads_rows
+        self.reads_rows = reads_rows
         self.over = False  # the one request of a Generate has ended
         self.num_generated = 0  # tokens of it
-
-    def put(self, event: rpc.RequestEvent) -> None:
-        self.outbox.put(event)
-
-    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> None:
-        self.outbox.put_token(choice, position, id_)
 
 
 class RouterService(RouterServicer):
@@ -79,7 +72,7 @@ class RouterService(RouterServicer):
         """End the gateways' sessions after what was said: each goes on with another router, or
         with the next life of this one. Called when the core drains."""
         for session in self._sessions:
-            session.outbox.close()
+            session.close()
 
     async def Session(
         self, request_iterator: AsyncIterator[rpc.GatewayMessage], context: Context
@@ -93,7 +86,7 @@ class RouterService(RouterServicer):
         self._sessions.add(session)
         reader = asyncio.create_task(self._read(request_iterator, session))
         try:
-            async for batch in session.outbox:
+            async for batch in session:
                 yield rpc.RouterMessage(events=batch)
         finally:
             self._sessions.discard(session)
@@ -112,7 +105,7 @@ class RouterService(RouterServicer):
         except (grpc.RpcError, grpc.aio.BaseError):
             pass  # the client is gone, or the server has stopped; the session ends below
         finally:
-            session.outbox.close()
+            session.close()
 
     def _take(
         self, message: rpc.GatewayMessage, session: ClientSession, collector: IdsCollector
@@ -181,7 +174,7 @@ class RouterService(RouterServicer):
     ) -> AsyncGenerator[rpc.GenerateResponse, None]:
         """What Generate says. Raises ServiceError if the request fails."""
         try:
-            async for batch in session.outbox:
+            async for batch in session:
                 for event in batch:
                     kind = event.WhichOneof("event")
                     session.over = kind in ("finished", "failed")

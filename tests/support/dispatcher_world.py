@@ -56,7 +56,7 @@ class World:
     def put(self, event: RequestEvent) -> None:
         self.events.append(event)
 
-    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> None:
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
         raise AssertionError("it reads no rows")
 
     def _send(self, worker: Worker, command: Any) -> None:

@@ -31,10 +31,11 @@ class Recorder:
             self.terminal[key] += 1
             HITS[kind if kind == "finished" else pb.ErrorCode.Name(message.failure.code)] += 1
 
-    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> None:
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
         key = (choice.request, choice.epoch)
         assert not self.terminal[key], "a token after the terminal event"
         have = self.ids.setdefault((*key, choice.choice), [])
         assert position == len(have)
         have.append(id_)
         HITS["rows"] += 1
+        return True

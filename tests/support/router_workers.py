@@ -132,7 +132,7 @@ class FakeWorker(ABC):
             if kind == "ids_part":
                 self.collector.add(command.ids_part)
             elif kind == "hello" and isinstance(self.outboxes[-1], TokensOutbox):
-                self.outboxes[-1].in_rows = command.hello.reads_rows
+                self.outboxes[-1].reads_rows = command.hello.reads_rows
             elif kind == "cancel":
                 await self.cancel(command.cancel)
             elif kind == "resume":

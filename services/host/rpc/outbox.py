@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.protos.worker_pb2 import DecodeEvent
-from pdserve.services.host.rpc.token_rows import NumberedChoice, RowWriter
+from pdserve.services.host.rpc.token_rows import MAX_NAMED, MAX_ROWS, NumberedChoice, RowWriter
 
 MAX_BATCH_BYTES = 192 << 10  # of the events in one message; a single larger event travels alone
 MAX_MERGED_IDS = 1024
@@ -68,18 +68,18 @@ class Outbox(Generic[EventT]):
 
 
 class TokensOutbox(Outbox[TokensEventT]):
-    """One whose events of Tokens merge. `in_rows`: the receiver reads TokenRows."""
+    """One whose events of Tokens merge. `reads_rows`: the receiver reads TokenRows."""
 
     def __init__(self, kind: type[TokensEventT]) -> None:
         super().__init__()
-        self.in_rows = False
+        self.reads_rows = False
         self._kind = kind
         # The last unsent Tokens by attempt and choice.
         self._last_tokens: dict[tuple[bytes, int], TokensEventT] = {}
         self._rows = RowWriter()  # behind the events
 
     def __len__(self) -> int:
-        return len(self._events) + bool(self._rows)
+        return len(self._events) + bool(self._rows.pending)
 
     def put(self, event: TokensEventT) -> None:
         """Append, or merge Tokens into unsent ones of their choice; dropped once closed.
@@ -98,13 +98,14 @@ class TokensOutbox(Outbox[TokensEventT]):
     def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
         """Add a token without log-probabilities to a choice that goes on. False: it must be put as
         an event, since the receiver reads no rows."""
-        if not self.in_rows:
+        if not self.reads_rows:
             return False
         if not self._closed:
-            self._rows.add(choice, position, id_)
-            if len(self._rows) == 1:
+            rows = self._rows
+            if not rows.pending:
                 self._wake.set()
-            if self._rows.full:
+            rows.add(choice, position, id_)
+            if len(rows.pending) == MAX_ROWS or len(rows.named) == MAX_NAMED:
                 self._end_rows()
         return True
 
@@ -119,7 +120,7 @@ class TokensOutbox(Outbox[TokensEventT]):
 
     def _end_rows(self) -> None:
         """What comes next stands behind the rows so far: they are an event."""
-        if self._rows:
+        if self._rows.pending:
             self._events.append(self._kind(rows=self._rows.take()))
 
     def _merge(self, new: pb.Tokens) -> bool:

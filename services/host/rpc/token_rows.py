@@ -29,37 +29,29 @@ TokenRow = tuple[NumberedChoice, int, int]  # with the position and the id of it
 
 
 class RowWriter:
-    """The sender's side of one session: its numbers, and the rows of the next event."""
+    """The sender's side of one session: its numbers, and the rows of the next event.
+
+    With MAX_ROWS pending, or MAX_NAMED named, the event is full.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[NumberedChoice, int] = {}
         self._last_number = 0
-        self._clear()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def full(self) -> bool:
-        """Whether the next row must go into another event."""
-        return len(self._rows) == MAX_ROWS or len(self._named) == MAX_NAMED
+        self.pending: list[tuple[int, int, int]] = []  # numbers, positions, ids
+        self.named: list[TokenRows.Named] = []
 
     def add(self, choice: NumberedChoice, position: int, id_: int) -> None:
         number = self._numbers.get(choice)
         if number is None:
             number = self._number(choice)
-        self._rows.append((number, position, id_))
+        self.pending.append((number, position, id_))
 
     def take(self) -> TokenRows:
         """The event; the next one is empty."""
-        numbers, positions, ids = zip(*self._rows, strict=True)
-        rows = TokenRows(named=self._named, numbers=numbers, positions=positions, ids=ids)
-        self._clear()
+        numbers, positions, ids = zip(*self.pending, strict=True)
+        rows = TokenRows(named=self.named, numbers=numbers, positions=positions, ids=ids)
+        self.pending, self.named = [], []
         return rows
-
-    def _clear(self) -> None:
-        self._named: list[TokenRows.Named] = []
-        self._rows: list[tuple[int, int, int]] = []
 
     def _number(self, choice: NumberedChoice) -> int:
         """No number is given twice. A choice that loses its own gets another with its next row."""
@@ -67,7 +59,7 @@ class RowWriter:
             del self._numbers[next(iter(self._numbers))]
         self._last_number += 1
         self._numbers[choice] = self._last_number
-        self._named.append(TokenRows.Named(number=self._last_number, **choice._asdict()))
+        self.named.append(TokenRows.Named(number=self._last_number, **choice._asdict()))
         return self._last_number
 
 

@@ -27,10 +27,11 @@ class Client(Protocol):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it takes tokens by `put_token`, and not only as events."""
+        """Whether it takes tokens by `put_token`."""
 
-    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> None:
-        """Take a token without log-probabilities of a choice that goes on."""
+    def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
+        """Take a token without log-probabilities of a choice that goes on; False unless it reads
+        rows."""
 
 
 @dataclass(eq=False, slots=True)

@@ -163,7 +163,7 @@ async def test_reader_wakes_and_ends() -> None:
 
 def in_rows() -> TokensOutbox[RequestEvent]:
     outbox = TokensOutbox(RequestEvent)
-    outbox.in_rows = True
+    outbox.reads_rows = True
     return outbox
 
 
