@@ -1,5 +1,6 @@
-"""Fleet.Join: a worker's stream is its lease; reports go to the core, heartbeats come back."""
+"""Fleet.Join: a worker's stream is its lease; reports go to the core, some heartbeats come back."""
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.router.core import RouterCore
 
 BOOT_BYTES = 16
+ECHO_S = 0.5  # between two echoes; a worker joins anew after ten times that without one
 ROLES = {fleet_pb2.PREFILL: Role.PREFILL, fleet_pb2.DECODE: Role.DECODE}
 
 
@@ -65,10 +67,12 @@ class JoinService(FleetServicer):
         lease = worker.lease
         try:
             yield fleet_pb2.JoinReply(welcome=fleet_pb2.Welcome(router_boot=self._core.boot))
+            echoed = 0.0
             async for report in request_iterator:
                 if not self._core.report(worker, report):
                     return
-                if report.HasField("heartbeat"):
+                if report.HasField("heartbeat") and time.monotonic() - echoed >= ECHO_S:
+                    echoed = time.monotonic()
                     yield fleet_pb2.JoinReply(echo=fleet_pb2.HeartbeatEcho())
         finally:
             self._core.left(worker, lease)

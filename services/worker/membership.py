@@ -6,6 +6,7 @@ changes.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -24,10 +25,12 @@ from pdserve.services.worker.settings import LEAVE_S
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.1
-LOAD_INTERVAL_S = 0.05
+LOAD_INTERVAL_S = 0.05  # between two loads at least, if requests have come or gone ...
+STEADY_INTERVAL_S = 0.1  # ... and if only their blocks and counters have changed
 RESOLVE_S = 1.0
 SILENT_S = 5.0  # after this time without an echo of a heartbeat the router is joined again
 REJOIN_S = 0.1  # least time between two looks at the leases
+REQUESTS = ("running", "waiting", "blocks_held", "blocks_reserved", "last_command")  # of a Load
 HASHES_PER_EVENT = 8192  # of 16 bytes: 128 KiB
 
 
@@ -83,7 +86,8 @@ class _Lease:
 
     def _reports(self) -> Iterator[pb.WorkerReport]:
         yield pb.WorkerReport(hello=self._owner.hello)
-        next_beat = next_load = 0.0
+        next_beat = said_at = 0.0
+        said = pb.Load()
         while not self._closed:
             # Cleared before looking, so that a change after the look wakes the next wait.
             self._wake.clear()
@@ -96,15 +100,16 @@ class _Lease:
                 self._goodbye = None
             while not self._prefixes.empty():
                 yield pb.WorkerReport(prefixes=self._prefixes.get())
-            if self._load is not None and now >= next_load:
-                load, self._load = self._load, None
-                next_load = now + LOAD_INTERVAL_S
-                yield pb.WorkerReport(load=load)
+            if self._load is not None and now >= said_at + _interval_s(said, self._load):
+                said, self._load = self._load, None
+                said_at = now
+                yield pb.WorkerReport(load=said)
             if now >= next_beat:
                 next_beat = now + HEARTBEAT_S
                 yield pb.WorkerReport(heartbeat=self._owner.heartbeat())
-            until = next_beat if self._load is None else min(next_beat, next_load)
-            self._wake.wait(max(0.0, until - time.monotonic()))
+            load = self._load
+            next_load = math.inf if load is None else said_at + _interval_s(said, load)
+            self._wake.wait(max(0.0, min(next_beat, next_load) - time.monotonic()))
 
     def _run(self) -> None:
         try:
@@ -131,6 +136,12 @@ class _Lease:
         except grpc.RpcError as error:
             if not self._closed:
                 self._owner.note(self.address, str(ServiceError.from_rpc(error)))
+
+
+def _interval_s(said: pb.Load, load: pb.Load) -> float:
+    """How long after `said` the next load may go out."""
+    steady = all(getattr(said, name) == getattr(load, name) for name in REQUESTS)
+    return STEADY_INTERVAL_S if steady else LOAD_INTERVAL_S
 
 
 class Membership:
