@@ -100,7 +100,7 @@ class _Lease:
                 self._goodbye = None
             while not self._prefixes.empty():
                 yield pb.WorkerReport(prefixes=self._prefixes.get())
-            if self._load is not None and now >= said_at + _interval_s(said, self._load):
+            if self._load is not None and now >= said_at + load_interval_s(said, self._load):
                 said, self._load = self._load, None
                 said_at = now
                 yield pb.WorkerReport(load=said)
@@ -108,7 +108,7 @@ class _Lease:
                 next_beat = now + HEARTBEAT_S
                 yield pb.WorkerReport(heartbeat=self._owner.heartbeat())
             load = self._load
-            next_load = math.inf if load is None else said_at + _interval_s(said, load)
+            next_load = math.inf if load is None else said_at + load_interval_s(said, load)
             self._wake.wait(max(0.0, min(next_beat, next_load) - time.monotonic()))
 
     def _run(self) -> None:
@@ -138,7 +138,7 @@ class _Lease:
                 self._owner.note(self.address, str(ServiceError.from_rpc(error)))
 
 
-def _interval_s(said: pb.Load, load: pb.Load) -> float:
+def load_interval_s(said: pb.Load, load: pb.Load) -> float:
     """How long after `said` the next load may go out."""
     steady = all(getattr(said, name) == getattr(load, name) for name in REQUESTS)
     return STEADY_INTERVAL_S if steady else LOAD_INTERVAL_S

@@ -9,12 +9,12 @@ from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.services.worker.membership import (
     HEARTBEAT_S,
-    LOAD_INTERVAL_S,
     REJOIN_S,
     RESOLVE_S,
     SILENT_S,
     Membership,
     _Lease,
+    load_interval_s,
 )
 from simulation.clock import here
 from simulation.network import Network
@@ -77,7 +77,8 @@ class LoopLease(_Lease):
         self._changed.set()
 
     async def _report(self, call: Any, reader: Any) -> None:
-        next_beat = next_load = 0.0
+        next_beat = said_at = 0.0
+        said = pb.Load()
         while not reader.done():
             self._changed.clear()
             now = here().time()
@@ -88,14 +89,16 @@ class LoopLease(_Lease):
                 await call.write(pb.WorkerReport(goodbye=pb.Goodbye(reason=reason)))
             while not self._prefixes.empty():
                 await call.write(pb.WorkerReport(prefixes=self._prefixes.get()))
-            if self._load is not None and now >= next_load:
-                load, self._load = self._load, None
-                next_load = now + LOAD_INTERVAL_S
-                await call.write(pb.WorkerReport(load=load))
+            if self._load is not None and now >= said_at + load_interval_s(said, self._load):
+                said, self._load = self._load, None
+                said_at = now
+                await call.write(pb.WorkerReport(load=said))
             if now >= next_beat:
                 next_beat = now + HEARTBEAT_S
                 await call.write(pb.WorkerReport(heartbeat=self._owner.heartbeat()))
-            until = next_beat if self._load is None else min(next_beat, next_load)
+            until = next_beat
+            if self._load is not None:
+                until = min(until, said_at + load_interval_s(said, self._load))
             timer = here().call_at(until, self._changed.set)
             await self._changed.wait()
             timer.cancel()

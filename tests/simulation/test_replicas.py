@@ -6,6 +6,7 @@ and none of the answers' different lengths has unmade the balance.
 
 from collections import Counter
 from random import Random
+from statistics import mean
 
 from pdserve.protos import worker_pb2 as wire
 from simulation.clock import World
@@ -15,13 +16,13 @@ from simulation.oracle import expected, leftovers
 from simulation.scenario import Ask, Scenario
 from simulation.seams import entered
 
-SEED = 1
+SEEDS = range(1, 6)  # a single burst lies between 1.06 and 1.45, many have a mean of 1.18
 ROUTERS, WORKERS, BURST = 3, 8, 200
-MAX_TO_MEAN = 1.3
+MAX_TO_MEAN = 1.25
 
 
-def burst() -> Scenario:
-    rng = Random(f"burst {SEED}")
+def burst(seed: int) -> Scenario:
+    rng = Random(f"burst {seed}")
     asks = tuple(
         Ask(
             f"burst{i}",
@@ -34,7 +35,7 @@ def burst() -> Scenario:
         for i in range(BURST)
     )
     return Scenario(
-        seed=SEED,
+        seed=seed,
         asks=asks,
         gateways=ROUTERS,
         routers=ROUTERS,
@@ -50,7 +51,15 @@ def to_mean(loads: list[int]) -> float:
 
 
 def test_a_burst_over_three_routers_spreads_over_eight_workers() -> None:
-    world = World(SEED)
+    running, placed = zip(*map(spread, SEEDS), strict=True)
+    assert mean(running) <= MAX_TO_MEAN
+    assert mean(placed) <= MAX_TO_MEAN
+
+
+def spread(seed: int) -> tuple[float, float]:
+    """Of one burst: the fullest worker's requests, when most are running and in all, beside the
+    mean."""
+    world = World(seed)
     network = Network(world)
     admitted: Counter[str] = Counter()
     fullest: list[int] = [0]
@@ -60,8 +69,8 @@ def test_a_burst_over_three_routers_spreads_over_eight_workers() -> None:
             admitted[message.dst.name] += 1
 
     network.watchers.append(on_message)
-    with entered(world, network, SEED):
-        cluster = Cluster(world, network, burst())
+    with entered(world, network, seed):
+        cluster = Cluster(world, network, burst(seed))
         try:
             cluster.start()
             cluster.ask_all()
@@ -84,6 +93,5 @@ def test_a_burst_over_three_routers_spreads_over_eight_workers() -> None:
             network.closed = True
             world.close()
     assert sum(fullest) > 0.75 * BURST, "the burst was never there at once"
-    assert to_mean(fullest) <= MAX_TO_MEAN
-    assert to_mean([admitted[node.name] for node in cluster.of("decode")]) <= MAX_TO_MEAN
     assert all(counted.total() > BURST / ROUTERS / 2 for counted in outcomes)
+    return to_mean(fullest), to_mean([admitted[node.name] for node in cluster.of("decode")])
