@@ -56,8 +56,8 @@ def warm(system: FastSystem) -> None:
 def costs() -> dict[str, Any]:
     """Microseconds of each process for a token, by the number of streams. What a request costs but
     for its tokens is in them, and beside them by itself, from answers of 128 streams that differ in
-    length. Of several rounds the least counts for each process: what others do to the machine only
-    adds, here up to a half."""
+    length. Of several rounds with the same prompts the least counts, for each process by itself:
+    what others do to the machine only adds, here up to a half."""
     rounds: dict[int, list[dict[Role, float]]] = {}
     short: list[dict[Role, float]] = []
     for count, step_s in STEP_S.items():

@@ -58,7 +58,7 @@ class ModelRunner:
         ids, positions, outputs = list[int](), list[int](), list[int]()
         slots: list[list[int]] = [[] for _ in self._tables]
         size = self._block_size
-        # Decode rows are nearly all, and have one token each; they may lack an output.
+        # Most rows are decode rows: one token each, some without an output.
         for sequence, start, end, _, first_output in rows[:num_decode_rows]:
             self._sync(sequence)
             if first_output == start:

@@ -73,11 +73,11 @@ class Sampler:
 
     def _pick(self, rows: Seq[Row], late: set[int], logits: Any) -> list[Pick]:
         """One pick per choice of row after row, but for those that are late; `logits` has a row for
-        each that is sampled from."""
+        each that is sampled from, late ones included."""
         outputs: list[int] = []
         streams: list[Any] = []
         generated: list[list[int]] = []
-        # By pick, where there are any: what is asked for beside the token, and what bounds it.
+        # Few picks have these: log-probabilities to return, and constraints.
         scored: dict[int, SamplingParams] = {}
         constrained: dict[int, tuple[RequestConstraints, int]] = {}
         masks: dict[int, Bitmask | None] = {}

@@ -143,7 +143,8 @@ class BlockTables:
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
         """Adds blocks for the first `num_tokens` tokens; the block of the next token to be computed
-        can be written then. Returns None, and nothing has changed, if a pool is short.
+        can be written then, and `writable_to` says so. Returns None, and nothing has changed, if a
+        pool is short.
         """
         total = blocks_for(num_tokens, self.block_size)
         at = sequence.num_computed // self.block_size

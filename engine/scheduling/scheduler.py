@@ -121,7 +121,7 @@ class Scheduler:
         return rows
 
     def _chunks(self, now_s: float, plan: Plan, in_step: set[int], share: int) -> list[Row]:
-        """Fills the token budget with chunks, the highest response ratio first.
+        """The chunks that fill the token budget, the highest response ratio first.
 
         The first chunk runs whatever its size, further ones as far as they are within their
         tenant's share. After a step in which a tenant had none for that reason, the first chunk of

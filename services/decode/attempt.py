@@ -44,7 +44,8 @@ class ServedAttempt:
     first_token: float = 0.0
     received: Received | None = None
     num_generated: int = 0
-    named: dict[int, NumberedChoice] = field(default_factory=dict)  # its choices, in rows
+    # What the router knows its choices as, by their index.
+    numbered: dict[int, NumberedChoice] = field(default_factory=dict)
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def stop_timers(self) -> None:
@@ -57,10 +58,10 @@ class ServedAttempt:
         """Tell the router of new tokens: a single one goes in a row, if it can."""
         outbox = self.session.outbox
         if len(event.ids) == 1 and not event.logprobs and event.finish is None:
-            choice = self.named.get(event.choice)
+            choice = self.numbered.get(event.choice)
             if choice is None or choice.epoch != self.epoch:
                 choice = NumberedChoice(self.name, self.attempt, self.epoch, event.choice)
-                self.named[event.choice] = choice
+                self.numbered[event.choice] = choice
             if outbox.put_token(choice, event.position, event.ids[0]):
                 return
         outbox.put(DecodeEvent(tokens=to_tokens(self.name, self.attempt, self.epoch, event)))

@@ -15,7 +15,7 @@ from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.router.core import RouterCore
 
 BOOT_BYTES = 16
-ECHO_S = 0.5  # between two echoes; a worker joins anew after ten times that without one
+HEARTBEAT_ECHO_S = 0.5  # between two echoes; a worker joins anew after ten times that without one
 ROLES = {fleet_pb2.PREFILL: Role.PREFILL, fleet_pb2.DECODE: Role.DECODE}
 
 
@@ -71,7 +71,7 @@ class JoinService(FleetServicer):
             async for report in request_iterator:
                 if not self._core.report(worker, report):
                     return
-                if report.HasField("heartbeat") and time.monotonic() - echoed >= ECHO_S:
+                if report.HasField("heartbeat") and time.monotonic() - echoed >= HEARTBEAT_ECHO_S:
                     echoed = time.monotonic()
                     yield fleet_pb2.JoinReply(echo=fleet_pb2.HeartbeatEcho())
         finally:

@@ -25,12 +25,21 @@ from pdserve.services.worker.settings import LEAVE_S
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.1
-LOAD_INTERVAL_S = 0.05  # between two loads at least, if requests have come or gone ...
-STEADY_INTERVAL_S = 0.1  # ... and if only their blocks and counters have changed
+LOAD_INTERVAL_S = 0.05  # between two loads at least, if one of LOAD_FIELDS has changed ...
+STEADY_INTERVAL_S = 0.1  # ... and if only blocks and counters have
 RESOLVE_S = 1.0
 SILENT_S = 5.0  # after this time without an echo of a heartbeat the router is joined again
 REJOIN_S = 0.1  # least time between two looks at the leases
-REQUESTS = ("running", "waiting", "blocks_held", "blocks_reserved", "last_command")  # of a Load
+# What moves by requests that come, go or wait, not with every token.
+LOAD_FIELDS = (
+    "running",
+    "waiting",
+    "waiting_tokens",
+    "blocks_held",
+    "blocks_reserved",
+    "preemptions",
+    "last_command",
+)
 HASHES_PER_EVENT = 8192  # of 16 bytes: 128 KiB
 
 
@@ -140,7 +149,7 @@ class _Lease:
 
 def load_interval_s(said: pb.Load, load: pb.Load) -> float:
     """How long after `said` the next load may go out."""
-    steady = all(getattr(said, name) == getattr(load, name) for name in REQUESTS)
+    steady = all(getattr(said, name) == getattr(load, name) for name in LOAD_FIELDS)
     return STEADY_INTERVAL_S if steady else LOAD_INTERVAL_S
 
 
@@ -183,7 +192,7 @@ class Membership:
         self._thread.start()
 
     def report(self, load: pb.Load) -> None:
-        """Send the newest load: at once, but at most 20 times a second."""
+        """Send the newest load: at once, but at most 20 times a second, or 10 if it is steady."""
         with self._lock:
             self._load = load
             leases = list(self._leases.values())

@@ -37,7 +37,7 @@ class RowWriter:
     def __init__(self) -> None:
         self._numbers: dict[NumberedChoice, int] = {}
         self._last_number = 0
-        self.pending: list[tuple[int, int, int]] = []  # numbers, positions, ids
+        self.pending: list[tuple[int, int, int]] = []  # (number, position, id) of each row
         self.named: list[TokenRows.Named] = []
 
     def add(self, choice: NumberedChoice, position: int, id_: int) -> None:
@@ -47,7 +47,7 @@ class RowWriter:
         self.pending.append((number, position, id_))
 
     def take(self) -> TokenRows:
-        """The event; the next one is empty."""
+        """The event, which has rows; the next one is empty."""
         numbers, positions, ids = zip(*self.pending, strict=True)
         rows = TokenRows(named=self.named, numbers=numbers, positions=positions, ids=ids)
         self.pending, self.named = [], []

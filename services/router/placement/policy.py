@@ -24,8 +24,9 @@ from pdserve.engine.kv.spec import KvSpec, spec_difference
 ROW_TOKENS = 64
 # Choices within this of the best cost are as good; two of them are drawn, the less loaded wins.
 NEAR_RATIO = 1.10
-# Where no cached prefix is at stake, within this: a load report is up to 50 ms old, other routers'
-# commands are not in it, and all of them would go for the one or two that were best then.
+# Where no cached prefix is at stake, within this: a load report is up to 50 ms old (its free blocks
+# up to 100), other routers' commands are not in it, and all of them would go for the one or two
+# that were best then.
 SPREAD_RATIO = 1.5
 # A worker this much busier than the idlest one gets no credit for its cache: no hot spots.
 BUSIER_RATIO = 1.5

@@ -27,7 +27,7 @@ class Client(Protocol):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it takes tokens by `put_token`."""
+        """Whether it takes tokens by `put_token`; that never changes."""
 
     def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
         """Take a token without log-probabilities of a choice that goes on; False unless it reads
@@ -45,8 +45,8 @@ class Assignment:
     began: float  # when Admit was sent
     ticket: wire.Ticket | None = None  # of its hand-off
     adopted: bool = False  # another session began it
-    # What the client knows its choices as, by what its worker does.
-    named: dict[NumberedChoice, NumberedChoice] = field(default_factory=dict)
+    # By the worker's NumberedChoice the client's.
+    clients_choices: dict[NumberedChoice, NumberedChoice] = field(default_factory=dict)
 
 
 class Effects(Protocol[RequestT]):

@@ -96,7 +96,7 @@ class RoutedRequest:
         self._counted = False  # its prompt was counted as local or remote
         self._assignments: dict[bytes, Assignment] = {}  # its attempt, and a migration's
         self._rows_of: Assignment | None = None  # whose rows are only passed on
-        self._due = 0.0  # until when time changes nothing
+        self._quiet_until = 0.0  # before it the passing of time changes nothing
         self._target: Worker | None = None  # of a migration
         self._so_far = pb.Finished()  # what the source of a migration has said of the beginning
 
@@ -136,7 +136,7 @@ class RoutedRequest:
             self._carry_out(action, message, now)
         passes_on = self.state.only_passes_on
         self._rows_of = self.assignment if passes_on else None
-        self._due = self.state.ends_by if passes_on else 0.0
+        self._quiet_until = self.state.quiet_until if passes_on else 0.0
 
     # --- what the dispatcher asks for
 
@@ -172,7 +172,7 @@ class RoutedRequest:
 
     def tick(self, now: float) -> None:
         """Let time pass."""
-        if now < self._due:
+        if now < self._quiet_until:
             return
         attempt = self.state.attempt
         prefill = b"" if attempt is None else attempt.sending_prefill
@@ -191,7 +191,7 @@ class RoutedRequest:
         start.crash_count = max(start.crash_count, self.state.crash_count)
         same = progress.choices == self.progress.choices
         self.state, actions = machine.step(self.state, on.Reissued(same), now)
-        self._rows_of, self._due = None, 0.0
+        self._rows_of, self._quiet_until = None, 0.0
         self.span.event("issued again", now)
         self.span.end()
         for action in actions:
@@ -234,14 +234,14 @@ class RoutedRequest:
         assigned = self._rows_of
         if assigned is None or assigned.decode is not worker:
             return False
-        ours = assigned.named.get(of)
+        ours = assigned.clients_choices.get(of)
         if ours is None:
             if assigned.id != of.attempt or not self.client.reads_rows:
                 return False
             ours = NumberedChoice(self.id, of.attempt, self.state.epoch, of.choice)
-            assigned.named[of] = ours
         if not self.progress.take_next(of.choice, position, id_):
             return False
+        assigned.clients_choices[of] = ours
         self.client.put_token(ours, position, id_)
         return True
 

@@ -148,8 +148,8 @@ class Routing:
         )
 
     @property
-    def ends_by(self) -> float:
-        """Until when time changes nothing, if it only passes on."""
+    def quiet_until(self) -> float:
+        """Before this time TimePassed changes nothing, if it `only_passes_on`."""
         settled = self.attempt is None or self.attempt.sender_died is None
         if self.orphan_since is not None or not settled:
             return 0.0

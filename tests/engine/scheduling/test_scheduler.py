@@ -145,6 +145,7 @@ class Bench:
             assert row.start // limits.chunk_size == (row.end - 1) // limits.chunk_size
             assert row.end == total or row.end % limits.chunk_size == 0
             assert row.choices == (row.sequence.choices if row.end == total else ())
+            assert row.first_output == (row.end - 1 if row.choices else row.end)
             for pool, table in zip(self.jobs.tables.pools, row.sequence.block_tables, strict=True):
                 for at in range(row.start, row.end):
                     assert pool.writable(table[at // limits.block_size])

@@ -189,13 +189,19 @@ class Drive:
         self.check_what_only_passes_on()
 
     def check_what_only_passes_on(self) -> None:
-        """The machine is not asked about such tokens: it would do nothing else."""
+        """The machine is not asked about such tokens, nor before that time about the time: it would
+        do nothing else."""
         if self.state.only_passes_on:
             assert self.state.attempt is not None
             attempt = self.state.attempt.id
             tokens = on.TokensReceived(attempt, True, self.state.complete)
             assert machine.step(self.state, tokens, self.now) == (self.state, (do.PassOn(attempt),))
             self.seen["only passed on"] += 1
+            for reach in Reachability:
+                if self.now < self.state.quiet_until:
+                    passed = on.TimePassed(reach, reach)
+                    assert machine.step(self.state, passed, self.now) == (self.state, ())
+                    self.seen["quiet"] += 1
 
     def _lose(self, event: on.WorkerLost, before: Routing) -> None:
         """Who is dead needs no cancel; a migration's target ends by itself, and so does its source

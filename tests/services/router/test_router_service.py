@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import socket
 import subprocess
 import sys
 import time
@@ -14,18 +15,20 @@ from cluster_secret import BEARER, SECRET, open_channel
 from eventually import LIMIT_S, eventually
 
 from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.common_pb2_grpc import BlobsStub
-from pdserve.protos.fleet_pb2 import WorkerHello, WorkerReport
+from pdserve.protos.fleet_pb2 import Heartbeat, WorkerHello, WorkerReport
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.errors import ServiceError
+from pdserve.services.router.join_service import HEARTBEAT_ECHO_S
 
 pytestmark = pytest.mark.anyio
 PROMPT = list(range(20))
+FULL = LayerGroup((0,), "full", 0, 1, 1, "float32", 0, 1)
 
 
 def generate(model: str = "", max_tokens: int = 6) -> rpc.GenerateRequest:
@@ -163,6 +166,26 @@ async def test_join_refuses_a_hello_that_it_cannot_use(make_cluster: Any) -> Non
             call = FleetStub(channel).Join(iter([WorkerReport(hello=hello)]))
             assert (await failure_of(call)).code == pb.INVALID_ARGUMENT
     assert not cluster.router.core.fleet.workers
+
+
+async def test_some_heartbeats_are_echoed(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    count = 16
+
+    async def reports(address: str) -> AsyncIterator[WorkerReport]:
+        card = pb.ModelCard(name="m", kv_spec=encode_spec(KvSpec(16, (FULL,))))
+        yield WorkerReport(hello=WorkerHello(role=2, boot=b"b" * 16, address=address, card=card))
+        for step in range(count):
+            yield WorkerReport(heartbeat=Heartbeat(step=step))
+            await asyncio.sleep(HEARTBEAT_ECHO_S / 5)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with open_channel(cluster.router.address) as channel:
+            call = FleetStub(channel).Join(reports(address))
+            replies = [reply.WhichOneof("reply") async for reply in call]
+    assert replies[0] == "welcome"
+    assert 2 <= replies.count("echo") <= count // 3
 
 
 async def test_blobs_are_proxied_verified_and_cached(make_cluster: Any) -> None:

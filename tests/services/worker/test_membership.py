@@ -5,6 +5,8 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import pairwise
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,13 @@ from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.worker import membership
-from pdserve.services.worker.membership import HEARTBEAT_S, LOAD_INTERVAL_S, Membership, resolve
+from pdserve.services.worker.membership import (
+    HEARTBEAT_S,
+    LOAD_INTERVAL_S,
+    STEADY_INTERVAL_S,
+    Membership,
+    resolve,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -136,6 +144,23 @@ async def test_loads_are_the_newest_and_at_most_twenty_a_second(make: Any) -> No
     loads = router.leases[0].of("load")
     assert 1 < len(loads) <= (time.monotonic() - began) / LOAD_INTERVAL_S + 2
     assert [x.running for x in loads] == sorted({x.running for x in loads})
+
+
+async def test_steady_loads_go_out_ten_times_a_second(make: Any) -> None:
+    (router,), member = await make()
+    member.start()
+    await eventually(lambda: bool(router.leases))
+    for blocks in range(600):
+        member.report(pb.Load(running=1 + blocks // 300, blocks_free=blocks))
+        await asyncio.sleep(0.001)
+    await eventually(lambda: any(x.blocks_free == 599 for x in router.leases[0].of("load")))
+    loads = [(at, r.load) for at, r in router.leases[0].reports if r.HasField("load")]
+    steady: list[float] = []
+    for (at, load), (later, following) in pairwise(loads):
+        if load.running == following.running:
+            steady.append(later - at)
+    assert len(steady) >= 3
+    assert median(steady) > (LOAD_INTERVAL_S + STEADY_INTERVAL_S) / 2
 
 
 async def test_its_end_waits_for_no_look_up_of_a_name(
