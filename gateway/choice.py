@@ -65,6 +65,15 @@ class Delta(NamedTuple):
     stop: str | None = None
 
 
+def only_text(delta: Delta) -> str:
+    """The text of a delta that has nothing else and ends nothing; empty if it has, or does."""
+    if delta.finish is None and len(delta.content) == 1:
+        part = delta.content[0]
+        if isinstance(part, TextPart):
+            return part.text
+    return ""
+
+
 def scored(
     vocabulary: Vocabulary, token: int, score: TokenLogprob | None, offset: int
 ) -> ScoredToken:
@@ -161,6 +170,18 @@ class Choice:
         """The next token, which has no score and does not end the choice by itself."""
         ids = (id_,)
         return self._delta(self._text.push(ids, None), ids, ())
+
+    def push_text(self, id_: int) -> str | None:
+        """The text of such a token, if it is all that the token brings; it may be empty. None, and
+        the token is not taken, if it may be more."""
+        text = None if self._parser is not None else self._text.push_text(id_)
+        if text is not None:
+            self.num_tokens += 1
+        return text
+
+    def text_delta(self, text: str, id_: int) -> Delta:
+        """The delta of a text that `push_text` gave."""
+        return Delta(self.index, (TextPart(text),), (), self.num_tokens, None, (id_,))
 
     def _delta(
         self, update: TextUpdate, new: Sequence[int], scores: tuple[ScoredToken, ...]

@@ -9,8 +9,8 @@ from uuid import uuid4
 
 import grpc
 
-from pdserve.gateway.caller import Caller
-from pdserve.gateway.completion import Usage
+from pdserve.gateway.prepared_completion import Usage
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.requests.completions import ChatCompletionRequest, TextCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.tool_use import ToolUse

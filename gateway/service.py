@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Protocol
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import Catalog, ServedModel
-from pdserve.gateway.completion import Completions, PreparedCompletion, Prompt, Rounds
+from pdserve.gateway.completion import Completions
 from pdserve.gateway.content.answer_format import (
     AnswerFormat,
     Families,
@@ -28,6 +27,8 @@ from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.request_log import RequestLog
 from pdserve.gateway.observability.siblings import Siblings
 from pdserve.gateway.pooling.runs import PoolingRuns, PreparedInputs
+from pdserve.gateway.prepared_completion import PreparedCompletion, Prompt, Rounds
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.requests.completions import ChatCompletionRequest, TextCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.router_client.upstream import Upstream

@@ -1,8 +1,9 @@
 """A decode worker process whose model computes nothing, for what stands around the kernels.
 
-`fast_decode.py CLOCK STEP_S WORDS...`: a step with decode rows takes STEP_S and then notes the time
-(time.monotonic) in the file CLOCK; the tokens of step s are `s % MARKS`, whose texts are the MARKS
-characters from "!" on. WORDS are those of `pdserve decode`.
+`fast_decode.py CLOCK STEP_S CHUNK_S WORDS...`: a step with decode rows takes STEP_S, one with a
+chunk of a prompt CHUNK_S if that is not 0. Then it notes the time (time.monotonic) in the file
+CLOCK; the tokens of step s are `s % MARKS`, whose texts are the MARKS characters from "!" on. WORDS
+are those of `pdserve decode`.
 """
 
 import sys
@@ -64,14 +65,18 @@ CARD = CardData(
 class FastModel:
     """Waits, then has the same logits for every row."""
 
-    def __init__(self, clock: StepClock, step_s: float) -> None:
+    def __init__(self, clock: StepClock, step_s: float, chunk_s: float) -> None:
         self._clock = clock
         self._step_s = step_s
+        self._chunk_s = chunk_s
         self._logits = np.eye(MARKS, VOCAB_SIZE, dtype=np.float32)
         self._next = time.monotonic()
 
     def forward(self, batch: Batch[Ints], kv: KvCache) -> Any:
-        if batch.num_decode_rows:
+        if batch.num_decode_rows < len(batch.kv_lens) and self._chunk_s:
+            time.sleep(self._chunk_s)
+            self._next = time.monotonic()
+        elif batch.num_decode_rows:
             self._next = max(self._next + self._step_s, time.monotonic())
             time.sleep(max(0.0, self._next - time.monotonic()))
         step = self._clock.tick(time.monotonic())
@@ -85,7 +90,8 @@ class FastModel:
 
 
 def main() -> int:
-    clock, step_s, words = StepClock(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    clock, step_s, chunk_s = StepClock(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+    words = sys.argv[4:]
 
     def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Any:
         num_blocks = 3 * RUNNING * 16 + CONTEXT_LEN // BLOCK
@@ -98,7 +104,7 @@ def main() -> int:
             chunk_size=512,
         )
         engine = Engine(
-            FastModel(clock, step_s),
+            FastModel(clock, step_s, chunk_s),
             KvCache(SPEC, pool_sizes(SPEC, num_blocks, RUNNING, limits.chunk_size)),
             limits,
             CpuSampling(CpuKernels(1, "").context),

@@ -17,12 +17,14 @@ ROLES = (Role.GATEWAY, Role.ROUTER, Role.DECODE)
 
 
 class FastSystem(SingleProcesses):
-    """`with FastSystem(step_s) as system`: it answers at `system.http`."""
+    """`with FastSystem(step_s) as system`: it answers at `system.http`. `chunk_s`: what a chunk of
+    a prompt takes."""
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, chunk_s: float = 0.0) -> None:
         self._made = tempfile.TemporaryDirectory()
         super().__init__(Path(self._made.name))
         self.step_s = step_s
+        self.chunk_s = chunk_s
         self.clock_path = self.folder / "clock"
         self.clock = StepClock(str(self.clock_path))
 
@@ -43,7 +45,8 @@ class FastSystem(SingleProcesses):
     def _start_decode(self) -> None:
         authority, own, key = files_of(self.certificates, Role.DECODE)
         self.address[Role.DECODE] = self.new_address()
-        command = [sys.executable, str(FAST_DECODE), str(self.clock_path), str(self.step_s)]
+        times = str(self.step_s), str(self.chunk_s)
+        command = [sys.executable, str(FAST_DECODE), str(self.clock_path), *times]
         command += ["--cluster-ca", authority, "--cluster-cert", own, "--cluster-key", key]
         command += ["--bind", self.address[Role.DECODE], "--routers", self.address[Role.ROUTER]]
         with (self.folder / "decode.log").open("wb") as log:

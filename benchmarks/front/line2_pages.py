@@ -132,9 +132,9 @@ class Line:
         victim = fleet.pids("decode")[0]
         began = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        page.wait(f"{live}.length === 2")
-        self.found["lost_worker_shown_after_s"] = round(time.monotonic() - began, 2)
+        # A look of the page may come when the next life has joined already, but shows who has gone.
         page.wait("document.querySelectorAll('.worker[data-state=gone]').length === 1")
+        self.found["lost_worker_shown_after_s"] = round(time.monotonic() - began, 2)
         page.wait(f"{live}.length === 3")
         self.found["new_worker_shown_after_s"] = round(time.monotonic() - began, 2)
         after = page.run(f"{live}.map((e) => e.dataset.boot)")

@@ -8,8 +8,8 @@ from pydantic_core import to_json
 
 from pdserve.gateway.anthropic.output import Event, MessageContent
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
-from pdserve.gateway.caller import Caller
-from pdserve.gateway.completion import Usage
+from pdserve.gateway.prepared_completion import Usage
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.service import Service

@@ -13,9 +13,9 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.requests.caller import Caller
 from pdserve.protos.common_pb2 import CANCELLED, INVALID_ARGUMENT, OVERLOADED
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore

@@ -20,7 +20,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.dialect import (
     REQUEST_ID,
     Dialect,
@@ -29,6 +28,7 @@ from pdserve.gateway.http.dialect import (
     error_response,
 )
 from pdserve.gateway.http.origin import foreign
+from pdserve.gateway.requests.caller import Caller
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.host.tracing import TraceContext

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
-from pdserve.gateway.caller import Caller
+from pdserve.gateway.requests.caller import Caller
 from pdserve.services.host.tenants.keys import Tenant
 
 

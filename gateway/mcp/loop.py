@@ -13,9 +13,9 @@ from typing import Any
 from pydantic_core import from_json
 
 from pdserve.gateway.choice import Delta
-from pdserve.gateway.completion import PreparedCompletion, Run, Usage
 from pdserve.gateway.mcp.offer import OfferedTool, ToolResult, with_offered
 from pdserve.gateway.mcp.servers import McpServers
+from pdserve.gateway.prepared_completion import PreparedCompletion, Run, Usage
 from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.service import NextRound
 from pdserve.gateway.text.parts import (

@@ -8,10 +8,10 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.observability.histogram import Observer
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.timeline import RequestPhase, timeline
+from pdserve.gateway.requests.caller import Caller
 from pdserve.protos.common_pb2 import ErrorCode, Finished, Phases
 from pdserve.protos.router_pb2 import Placed
 from pdserve.services.host.errors import ServiceError

@@ -26,8 +26,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Mapped, mapped_column
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.observability.meter import RequestUsage
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.storage.database import Base, Database, in_own_task
 from pdserve.gateway.storage.text import may_be_id, without_nul
 from pdserve.services.host.errors import ServiceError

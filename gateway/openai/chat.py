@@ -6,15 +6,15 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import Delta, ScoredToken
-from pdserve.gateway.completion import Usage
+from pdserve.gateway.choice import Delta, ScoredToken, only_text
 from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import ChatBody
-from pdserve.gateway.openai.text_chunk import TextChunk, only_text
+from pdserve.gateway.openai.text_chunk import TextChunk
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
+from pdserve.gateway.prepared_completion import Usage
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.service import Service
 from pdserve.gateway.text.parts import (
@@ -93,9 +93,9 @@ class ChatReply:
             plain = not (body.logprobs or body.return_token_ids or body.continuous_usage)
             begun: dict[int, TextChunk] = {}
 
-            def write(item: Delta) -> bool:
-                text, chunk = only_text(item), begun.get(item.choice)
-                return bool(text and chunk and chunk.write(text, direct))
+            def write(choice: int, text: str) -> bool:
+                chunk = begun.get(choice)
+                return chunk is not None and chunk.write(text, direct)
 
             stream = self._service.completions.stream(completion, write if plain else None)
             async with aclosing(stream) as items:
@@ -109,8 +109,8 @@ class ChatReply:
                         first = {**head, "choices": [_choice(item.choice, opening)]}
                         if self._body.return_token_ids and not begun:
                             first["prompt_token_ids"] = list(completion.prompts[0].ids)
-                        yield first | counted.before(item)
-                        begun[item.choice] = self._text_chunk(head, item, counted)
+                        yield first | counted.before()
+                        begun[item.choice] = self._text_chunk(head, item.choice, counted)
                     if plain and (text := only_text(item)):
                         yield begun[item.choice].of(text)
                         continue
@@ -123,10 +123,10 @@ class ChatReply:
                         yield {**head, "choices": [ending]} | after
 
     @staticmethod
-    def _text_chunk(head: dict[str, Any], first: Delta, counted: StreamUsage) -> TextChunk:
-        after = counted.before(first)
+    def _text_chunk(head: dict[str, Any], choice: int, counted: StreamUsage) -> TextChunk:
+        after = counted.before()
         return TextChunk(
-            lambda text: {**head, "choices": [_choice(first.choice, {"content": text})]} | after
+            lambda text: {**head, "choices": [_choice(choice, {"content": text})]} | after
         )
 
     def _head(self, kind: str, model: str) -> dict[str, Any]:

@@ -6,15 +6,14 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from pdserve.gateway.caller import Caller
-from pdserve.gateway.choice import Delta
-from pdserve.gateway.completion import PreparedCompletion, Usage
 from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import AT_ONCE, JsonPieces, array_json, object_json
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import CompletionBody
-from pdserve.gateway.openai.text_chunk import TextChunk, only_text
+from pdserve.gateway.openai.text_chunk import TextChunk
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
+from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.requests.completions import TextCompletionRequest
 from pdserve.gateway.service import Service
 from pdserve.gateway.text.parts import ContentPart, TextPart, text_of
@@ -90,13 +89,10 @@ class CompletionReply:
             begun: set[int] = set()
             texts: dict[int, TextChunk] = {}
 
-            def write(item: Delta) -> bool:
-                text = only_text(item)
-                if not text:
-                    return False
-                if item.choice not in texts:
-                    texts[item.choice] = self._text_chunk(head, item, counted)
-                return texts[item.choice].write(text, direct)
+            def write(choice: int, text: str) -> bool:
+                if choice not in texts:
+                    texts[choice] = self._text_chunk(head, choice, counted)
+                return texts[choice].write(text, direct)
 
             stream = self._service.completions.stream(completion, write if plain else None)
             async with aclosing(stream) as items:
@@ -125,13 +121,13 @@ class CompletionReply:
                     elif self._body.include_usage:
                         yield {**head, "choices": [], "usage": usage_object(item)}
 
-    def _text_chunk(self, head: dict[str, Any], delta: Delta, counted: StreamUsage) -> TextChunk:
-        after = counted.before(delta)
+    def _text_chunk(self, head: dict[str, Any], choice: int, counted: StreamUsage) -> TextChunk:
+        after = counted.before()
 
         def chunk(text: str) -> dict[str, Any]:
             return {
                 **head,
-                "choices": [self._choice(delta.choice, (TextPart(text),), None)],
+                "choices": [self._choice(choice, (TextPart(text),), None)],
             } | after
 
         return TextChunk(chunk)

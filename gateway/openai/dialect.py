@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import JsonPieces
 from pdserve.gateway.http.answers.replies import EventStream, Reply
@@ -53,6 +52,7 @@ from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.openai.models import model_object
 from pdserve.gateway.openai.responses.routes import add_response_routes
 from pdserve.gateway.openai.tokens import detokenize, tokenize
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import ResponseStore

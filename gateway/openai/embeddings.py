@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema
 from pydantic_core import to_json
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.content.model_texts import check_ids, check_room, kept_ids
 from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, object_json
@@ -17,6 +16,7 @@ from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import OwnedBody
 from pdserve.gateway.openai.bodies.schema import texts_or_ids
 from pdserve.gateway.pooling.vectors import base64_of, shaped
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, not_supported
 

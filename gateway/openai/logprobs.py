@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.gateway.choice import LogprobEntry, ScoredToken, scored
-from pdserve.gateway.completion import Prompt
 from pdserve.gateway.http.answers.json_text import (
     AT_ONCE,
     JsonList,
@@ -14,6 +13,7 @@ from pdserve.gateway.http.answers.json_text import (
     list_json,
     object_json,
 )
+from pdserve.gateway.prepared_completion import Prompt
 from pdserve.gateway.sampling import MAX_LOGPROBS, refuse
 from pdserve.gateway.text.vocabulary import Vocabulary
 from pdserve.protos.common_pb2 import TokenLogprob

@@ -5,10 +5,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from pdserve.gateway.choice import Delta
 from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import JsonPieces
-from pdserve.gateway.text.parts import TextPart
 
 MAX_DIRECT_CHARS = 1024
 _TEXT = "\0text\0"  # in no other field
@@ -29,12 +27,3 @@ class TextChunk:
         if len(text) > MAX_DIRECT_CHARS:
             return False
         return direct.write(b"data: %b%b%b\n\n" % (self._before, to_json(text), self._behind))
-
-
-def only_text(delta: Delta) -> str:
-    """The text of a delta that has nothing else and ends nothing; empty if it has, or does."""
-    if delta.finish is None and len(delta.content) == 1:
-        part = delta.content[0]
-        if isinstance(part, TextPart):
-            return part.text
-    return ""

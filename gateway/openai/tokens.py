@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.openai.bodies.schema import DetokenizeBody, TokenizeBody, TokenizeChatBody
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.service import Service
 
 

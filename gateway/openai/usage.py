@@ -3,8 +3,8 @@
 from typing import Any
 
 from pdserve.gateway.choice import Delta
-from pdserve.gateway.completion import PreparedCompletion, Usage
 from pdserve.gateway.openai.bodies.sampling import Sampling
+from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -29,8 +29,8 @@ class StreamUsage:
         self._prompt_tokens = sum(len(prompt.ids) for prompt in completion.prompts)
         self._generated: dict[int, int] = {}
 
-    def before(self, delta: Delta) -> dict[str, Any]:
-        """Of a chunk that comes before the delta's tokens."""
+    def before(self) -> dict[str, Any]:
+        """Of a chunk that comes before the next tokens."""
         if not self._continuous:
             return {"usage": None} if self._wanted else {}
         generated = sum(self._generated.values())
@@ -41,4 +41,4 @@ class StreamUsage:
         """Of a chunk with the delta's tokens."""
         if self._continuous:
             self._generated[delta.choice] = delta.num_tokens
-        return self.before(delta)
+        return self.before()

@@ -10,7 +10,6 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.answers.replies import Reply
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import REQUEST_ID, HttpError
@@ -19,6 +18,7 @@ from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.openai.answers import ErrorObject
 from pdserve.gateway.openai.bodies.body import parse
 from pdserve.gateway.openai.errors import error_object
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.rerank.answers import RerankAnswer, ScoreList
 from pdserve.gateway.rerank.schema import RerankBody, ScoreBody
 from pdserve.gateway.rerank.scores import Scored, score

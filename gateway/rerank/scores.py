@@ -6,11 +6,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.openai.embeddings import embedding_ids
 from pdserve.gateway.pooling.runs import PreparedInputs
 from pdserve.gateway.pooling.vectors import cosine
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.rerank.prompt import judging_ids
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, not_supported

@@ -45,6 +45,15 @@ class ChoiceText:
         self._left_out = frozenset(() if include_stop else stop_ids)
         self._offset = offset
 
+    def push_text(self, id_: int) -> str | None:
+        """The text of one token that ends nothing, may be empty. None, and the token is not taken,
+        while a stop string could end the choice."""
+        if self._stops.active:
+            return None
+        text = self._detokenizer.push((id_,))
+        self._offset += len(text)
+        return text
+
     def push(self, ids: Sequence[int], finish: str | None) -> TextUpdate:
         """The next tokens. `finish` says how the engine ended the choice with the last of them:
         "stop" by an eos or stop token or where a grammar ends, "length", or None if it has not."""

@@ -11,7 +11,7 @@ from scripted_service import scripted_service
 from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.engine.api.sampling_bounds import MAX_SEQUENCE_IDS
-from pdserve.gateway.caller import Caller
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.requests.completions import TextCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure

@@ -5,9 +5,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.choice import Delta
-from pdserve.gateway.completion import PreparedCompletion, Usage
+from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.service import Service
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from pdserve.gateway.caller import MAX_SESSION, Caller
 from pdserve.gateway.http.validation import Priority, StrictModel, check_num_fields, parse_fields
 from pdserve.gateway.openai.bodies.fields import (
     IGNORED,
@@ -18,6 +17,7 @@ from pdserve.gateway.openai.bodies.fields import (
     REFUSED,
     refused_field,
 )
+from pdserve.gateway.requests.caller import MAX_SESSION, Caller
 from pdserve.gateway.sampling import refuse
 
 _KNOWN = IGNORED | OF_REQUESTS | REFUSED.keys()

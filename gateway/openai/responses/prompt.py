@@ -5,12 +5,12 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import CodedError
 from pdserve.gateway.openai.responses.items import MAX_ITEMS, Item, conversation, parse_input
 from pdserve.gateway.openai.responses.schema import InputTokensBody
 from pdserve.gateway.openai.responses.tools import parse_tools, tool_use
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.sampling import refuse

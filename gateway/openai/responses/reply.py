@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from pdserve.gateway.caller import Caller
-from pdserve.gateway.completion import HeldLogprobs, PreparedCompletion, Usage
+from pdserve.gateway.completion import HeldLogprobs
 from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Event as SentEvent
@@ -20,6 +19,8 @@ from pdserve.gateway.openai.responses.items import Item
 from pdserve.gateway.openai.responses.output import Event, ResponseOutput
 from pdserve.gateway.openai.responses.prompt import ResponsePrompt
 from pdserve.gateway.openai.responses.schema import ResponsesBody
+from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore
 from pdserve.services.host.errors import ServiceError

@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 
-from pdserve.gateway.caller import MAX_SESSION
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
     Priority,
@@ -14,6 +13,7 @@ from pdserve.gateway.http.validation import (
     parse_body,
 )
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
+from pdserve.gateway.requests.caller import MAX_SESSION
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.sampling import bounded, refuse

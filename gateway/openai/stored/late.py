@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Dialect, HttpLimits
 from pdserve.gateway.http.docs.pages import DOCUMENT
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.meter import RequestUsage
 from pdserve.gateway.openai.dialect import STORED
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.gateway.storage.response_store import KeptResponse
 from pdserve.gateway.storage.url import check_url

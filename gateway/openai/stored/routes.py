@@ -7,7 +7,6 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 
 from pdserve.gateway.batches.batches import Batches
 from pdserve.gateway.batches.files import Files
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Dialect, HttpLimits
 from pdserve.gateway.http.guard import caller_of
@@ -15,6 +14,7 @@ from pdserve.gateway.observability.usage_log import UsageLog
 from pdserve.gateway.openai.stored.batches import add_batch_routes
 from pdserve.gateway.openai.stored.files import add_file_routes
 from pdserve.gateway.openai.stored.usage_report import add_usage_routes
+from pdserve.gateway.requests.caller import Caller
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,11 +51,15 @@ async def exact(rng: random.Random, num_tokens: int, tokens: CountTokens) -> str
     words = rng.choices(WORDS, k=max(1, num_tokens))
     for _ in range(TRIES):
         text = " ".join(words)
-        missing = num_tokens - await tokens(text)
+        found = await tokens(text)
+        missing = num_tokens - found
         if not missing:
             return text
-        if missing < 0:
-            words = words[: max(1, len(words) + missing)]
+        part = round(abs(missing) * len(words) / found)  # in words, of some tokens each
+        if missing > 0:
+            words += rng.choices(WORDS, k=max(1, part))
+        elif part <= 1 and await tokens(text[:missing]) == num_tokens:  # letters are tokens
+            return text[:missing]
         else:
-            words += rng.choices(WORDS, k=missing)
+            words = words[: max(1, len(words) - max(1, part))]
     raise ApiError(f"no prompt of {num_tokens} tokens was found: choose more --input-tokens", 400)

@@ -12,7 +12,6 @@ from grammar_walks import Walk, compiler
 from scripted_service import scripted_service
 from tool_answers import TOOL_ANSWERS
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.content.answer_format import (
     AnswerFormat,
     ParserChoice,
@@ -20,6 +19,7 @@ from pdserve.gateway.content.answer_format import (
     shaped,
     tool_structure,
 )
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure, oversize

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.body import MAX_VALUES, SMALL_BYTES, BodyReader, num_values, parse_object
 from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.requests.caller import Caller
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.keys import Tenant
 

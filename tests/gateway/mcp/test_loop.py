@@ -23,8 +23,6 @@ from starlette.types import ASGIApp
 from tool_model import CONTEXT_LEN, TEMPLATE, THINKING, ToolModel, calls
 
 from pdserve.gateway.anthropic.dialect import AnthropicDialect
-from pdserve.gateway.caller import Caller
-from pdserve.gateway.completion import PreparedCompletion
 from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.grpc_text import SERVICE, TEXT_METHODS, TextServicer
 from pdserve.gateway.http.answers.direct_write import DirectWrite
@@ -42,6 +40,8 @@ from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.openai.bodies.schema import ChatBody
 from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.prepared_completion import PreparedCompletion
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure

@@ -16,7 +16,7 @@ from scripted_parts import MemoryStore
 from served_gateway import every_kind
 from tool_model import THINKING, calls
 
-from pdserve.gateway import completion
+from pdserve.gateway import prompt_run
 
 pytestmark = pytest.mark.anyio
 PATHS = (CHAT, PLAIN, RESPONSES, MESSAGES)
@@ -215,7 +215,7 @@ async def test_what_is_served_has_an_effect(make_http, monkeypatch, path):
     router.play = saying(ANSWER)
     router.blobs[router.cards[0].template_digest] = TEMPLATE.encode()
     client: httpx.AsyncClient = make_http(router, responses=MemoryStore(), bounds=LARGE)
-    monkeypatch.setattr(completion.secrets, "randbits", lambda bits: 5)
+    monkeypatch.setattr(prompt_run.secrets, "randbits", lambda bits: 5)
     kept = (await client.post(RESPONSES, json=LEAST[RESPONSES])).json()["id"]
     monkeypatch.setitem(GIVEN, "previous_response_id", {"previous_response_id": kept})
 

@@ -217,8 +217,8 @@ async def test_many_inputs_are_bounded_and_come_in_order(make_http):
 
 
 async def test_a_client_that_leaves_cancels_all(make_service):
-    from pdserve.gateway.caller import Caller
     from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
+    from pdserve.gateway.requests.caller import Caller
 
     slow = Slow()
     service = make_service(slow.router)

@@ -12,9 +12,9 @@ from eventually import LIMIT_S, eventually
 from sqlalchemy import text
 
 from pdserve.gateway.batches.files import FileLimits, Files
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.observability.meter import RequestUsage
 from pdserve.gateway.observability.usage_log import UsageLog
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.storage import database as database_module
 from pdserve.gateway.storage.database import Database, in_own_task
 from pdserve.gateway.storage.response_store import KeptResponse

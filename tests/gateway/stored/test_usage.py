@@ -13,11 +13,11 @@ from fake_router import FakeRouter, saying, served, tokens
 from served_gateway import served_gateway
 from stored_gateway import CHAT, ended, lines_of, start_batch, stored_gateway
 
-from pdserve.gateway.caller import Caller
 from pdserve.gateway.http.answers.json_text import AT_ONCE
 from pdserve.gateway.observability.meter import RequestUsage
 from pdserve.gateway.observability.usage_log import COUNTS, UsageLog, UsageQuery, UsageRow
 from pdserve.gateway.openai.stored.usage_report import usage_page
+from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.storage.database import Database
 from pdserve.services.host.tenants.keys import Tenant
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from eventually import wait_until
 
 from pdserve.services.cli.async_client import AsyncApi
 from pdserve.services.cli.bench.load import open_loop
-from pdserve.services.cli.bench.prompts import make_prompts
+from pdserve.services.cli.bench.prompts import exact, make_prompts
 from pdserve.services.cli.http_client import ApiError
 from pdserve.services.cli.main import main
 from pdserve.services.options.settings import ClientSettings
@@ -97,6 +98,20 @@ def test_arrivals_do_not_wait_for_answers(server: ApiServer) -> None:
     asyncio.run(load())
     assert len(samples) == 12
     assert all(sample.output_tokens == 3 for sample in samples)
+
+
+@pytest.mark.parametrize("letters", [1, 4, 100])
+def test_prompts_of_any_tokenizer(letters: int) -> None:
+    """A word has a token for so many letters."""
+
+    async def tokens(text: str) -> int:
+        words = text.split() if letters > 1 else [text]
+        return 1 + sum(-(-len(word) // letters) for word in words)
+
+    for num_tokens in (8, 33, 128, 1000):
+        for seed in range(20):
+            text = asyncio.run(exact(Random(seed), num_tokens, tokens))
+            assert asyncio.run(tokens(text)) == num_tokens
 
 
 def test_prompts_have_as_many_tokens_as_asked(server: ApiServer) -> None:

@@ -1,0 +1,75 @@
+"""A completion that is ready to run, and what its answer consists of beside its deltas."""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pdserve.gateway.catalog import ServedModel
+from pdserve.gateway.choice import Delta
+from pdserve.gateway.content.answer_format import AnswerFormat
+from pdserve.gateway.limits import AdmittedRequest
+from pdserve.gateway.observability.meter import Meter
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.protos.common_pb2 import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: Sequence[int]
+    text: str  # as echoed
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCompletion:
+    """One API call, ready to run. Choice c of prompt p is answered as p * (n or best_of) + c."""
+
+    id: str
+    model: ServedModel
+    prompts: Sequence[Prompt]
+    sampling: RequestedSampling
+    admitted: AdmittedRequest
+    meter: Meter
+    timeout_s: float
+    queue_timeout_s: float
+    continues: bool = False  # the answer goes on from the prompt's text
+    echo: bool = False
+    echo_only: bool = False  # the one generated token is not part of the answer
+    cache_salt: bytes = b""
+    priority: int = 0
+    tenant: bytes = b""
+    format: AnswerFormat = field(default_factory=AnswerFormat)  # of what the model writes
+    rounds: "Rounds | None" = None  # the answer has several of them, of one choice
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    inexact: bool = False  # KV or tokens of another KV identity took part
+    reasoning_tokens: int = 0  # of those of the completion
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.inexact or other.inexact,
+            self.reasoning_tokens + other.reasoning_tokens,
+        )
+
+
+Run = Callable[[PreparedCompletion], AsyncGenerator[Delta | Usage, None]]
+
+WriteText = Callable[[int, str], bool]
+"""Sends a choice's next text to the client at once; false: it did not, and the text is still to be
+sent."""
+
+
+class Rounds(Protocol):
+    """What asks the model again, with the results of tools, until its answer is complete."""
+
+    def stream(
+        self, completion: PreparedCompletion, run: Run
+    ) -> AsyncGenerator[Delta | Usage, None]: ...
