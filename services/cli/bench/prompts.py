@@ -55,11 +55,14 @@ async def exact(rng: random.Random, num_tokens: int, tokens: CountTokens) -> str
         missing = num_tokens - found
         if not missing:
             return text
-        part = round(abs(missing) * len(words) / found)  # in words, of some tokens each
+        part = round(abs(missing) * len(words) / max(1, found))  # in words, of some tokens each
+        cut = text[:missing] if missing < 0 and part <= 1 else ""  # where letters are tokens
         if missing > 0:
             words += rng.choices(WORDS, k=max(1, part))
-        elif part <= 1 and await tokens(text[:missing]) == num_tokens:  # letters are tokens
-            return text[:missing]
+        elif cut.endswith(" "):  # which a chat template may strip
+            words = rng.choices(WORDS, k=len(words))
+        elif cut and await tokens(cut) == num_tokens:
+            return cut
         else:
             words = words[: max(1, len(words) - max(1, part))]
     raise ApiError(f"no prompt of {num_tokens} tokens was found: choose more --input-tokens", 400)

@@ -1,6 +1,7 @@
 """Which token's text is left out where a choice ends."""
 
 from pathlib import Path
+from random import Random
 
 import pytest
 from tiny_models import write_tokenizer
@@ -38,3 +39,31 @@ def test_only_a_stop_token_is_left_out(
     )
     update = choice.push(ids, finish)
     assert (update.text, update.finish, len(update.offsets)) == (text, finish, 2)
+
+
+def test_a_text_alone_is_what_push_gives(tmp_path: Path) -> None:
+    """Either way in turn, over bytes of split characters; stop strings exclude the short one."""
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer((tmp_path / "tokenizer.json").read_bytes(), TextCard(259, (EOS,)))
+    rng, by_text, empty = Random(1), 0, 0
+    for stops in ((), ("never said",)):
+        for _ in range(100):
+            both = [
+                ChoiceText(
+                    tokenizer.incremental(continues=True), StopMatcher(stops), stop_ids={EOS}
+                )
+                for _ in range(2)
+            ]
+            said = "".join(rng.choices("aé漢😀 ", k=10))
+            for id_ in tokenizer.encode(said, add_special_tokens=False, parse_special=False):
+                text = both[0].push_text(id_) if rng.random() < 0.5 else None
+                assert text is None or not stops
+                by_text += text is not None
+                empty += text == ""
+                update = both[1].push([id_], None)
+                if text is None:
+                    assert both[0].push([id_], None) == update  # offsets, too
+                else:
+                    assert text == update.text
+    assert by_text > 500
+    assert empty > 50
