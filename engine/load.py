@@ -20,6 +20,7 @@ from pdserve.engine.checkpoints.recommended import with_recommended
 from pdserve.engine.checkpoints.resolve import Resolved, resolve
 from pdserve.engine.checkpoints.source import Checkpoint, CheckpointError, TextFiles
 from pdserve.engine.checkpoints.weight_loader import WeightLoader, check_names
+from pdserve.engine.devices import resolve_device
 from pdserve.engine.isq import isq_formats
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.identity import configuration_digest
@@ -51,7 +52,8 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     Raises CheckpointError with a message for the person who named the model, ValueError for options
     that contradict each other or name what is not known or not installed.
     """
-    chosen = choose(config)  # before anything takes time
+    config = replace(config, device=resolve_device(config.device))  # before anything takes time
+    chosen = choose(config)
     isq = find_type(config.isq) if config.isq else ""
     found = resolve(config.model, progress)
     try:

@@ -27,7 +27,11 @@ class EngineConfig:
         "(auto: as the model's files say, else last)",
         choices=("auto", "last", "mean"),
     )
-    device: str = option("cpu", "where to run", choices=("cpu", "cuda"))
+    device: str = option(
+        "cpu",
+        "where to run (auto: on a GPU if there is one)",
+        choices=("auto", "cpu", "cuda"),
+    )
     kernels: str = option(
         "auto",
         "what computes: auto, native (C++ for cpu), reference (torch), or another backend of "

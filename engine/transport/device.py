@@ -101,6 +101,9 @@ class Device(Protocol):
     def copy_in(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
         """Slot to pool; the tag is of the bytes that were copied. Raises DeviceError."""
 
+    def copy_aside(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
+        """Like `copy_in`, from any thread and in order with nothing: not into a pool."""
+
     def release(self, slot: Slot) -> None:
         """Its copies are done, and there will be no more."""
 

@@ -29,12 +29,22 @@ class PagesLike(Protocol):
     def blocks(self) -> tuple[int, ...]: ...
 
 
+class _Stream:
+    """A cudaStream_t of somebody else, as CuPy takes one."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._number  # the version of this protocol first
+
+
 class CopyHash:
     """The compiled kernel. Raises what CuPy raises."""
 
-    def __init__(self, cupy: Any, index: int) -> None:
+    def __init__(self, cupy: Any) -> None:
+        """For the device that is current now, and while `launch` is called."""
         self._cupy = cupy
-        self._index = index
         source = (FOLDER / "copy_hash.cu").read_text()
         self._kernel = cupy.RawModule(code=source, options=OPTIONS).get_function("copy_hash_kernel")
 
@@ -68,5 +78,5 @@ class CopyHash:
             np.uint64(tag),
             np.uint64(verdict),
         )
-        with self._cupy.cuda.ExternalStream(stream, self._index):
+        with self._cupy.cuda.Stream.from_external(_Stream(stream)):
             self._kernel((-(-num_bytes // TILE_BYTES),), (THREADS,), numbers)

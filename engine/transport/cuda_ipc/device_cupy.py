@@ -8,7 +8,7 @@ import ctypes
 import threading
 import uuid as uuids
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from pdserve.kernels.cuda.copy_hash import INTACT, SHARE_BYTES, SHARES_AT, CopyH
 _LOCAL, _INTERPROCESS = 2, 2 | 4  # cudaEventDisableTiming, and cudaEventInterprocess
 _NOT_READY = 600  # cudaErrorNotReady
 _VERDICT_BYTES = 16
+# What cudaMalloc takes from the driver at a time: an exported handle opens all of it to the other
+# process, so nothing else of ours may lie in it.
+EXPORT_BYTES = 2 << 20
 
 
 def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
@@ -44,7 +47,11 @@ def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
 
 
 class CudaDevice:
-    """Copies out of a pool run on a stream of the device's own, copies in on the caller's."""
+    """Copies out of a pool run on a stream of the device's own, copies in on the caller's.
+
+    All streams here are non-blocking, so nothing is ordered with the legacy default stream: memory
+    is zeroed on the stream that uses it next, or waited for.
+    """
 
     def __init__(self, index: int) -> None:
         """Raises DeviceError without CuPy, a driver or the device."""
@@ -62,8 +69,9 @@ class CudaDevice:
         with self.active():
             self.uuid = _uuid(index)
             self.name = self._torch.get_device_name(index)
-            self._kernel = CopyHash(cupy, index)
-            self._stream = int(self._cuda.streamCreateWithFlags(self._cuda.streamNonBlocking))
+            self._kernel = CopyHash(cupy)
+            self._stream = self._make_stream()  # copies out
+            self._aside = self._make_stream()  # what is waited for at once
 
     @contextmanager
     def active(self) -> Iterator[Any]:
@@ -89,8 +97,13 @@ class CudaDevice:
 
     def allocate(self, size: int) -> "_Memory":
         with self.active() as cuda:
-            address = int(cuda.malloc(size))
-            cuda.memset(address, 0, size)
+            address = int(cuda.malloc(-(-size // EXPORT_BYTES) * EXPORT_BYTES))
+            try:
+                cuda.memsetAsync(address, 0, size, self._aside)
+                cuda.streamSynchronize(self._aside)  # whoever opens it may write at once
+            except Exception:
+                cuda.free(address)
+                raise
         return _Memory(self, address, size, "free")
 
     def open_memory(self, handle: bytes, size: int) -> "_Memory":
@@ -110,14 +123,16 @@ class CudaDevice:
         with self.active() as cuda:
             if pages.ready is not None:
                 cuda.streamWaitEvent(self._stream, pages.ready.cuda_event)
-            copy = self._launch(pages, slot, key, self._stream, to_slot=True)
-            cuda.eventRecord(slot.signal.number, self._stream)
-        return copy
+            return self._launch(pages, slot, key, self._stream, slot.signal)
 
     def copy_in(self, pages: Pages, slot: Slot, key: bytes) -> "_Copy":
         with self.active():
             stream = int(self._torch.current_stream(self._index).cuda_stream)
-            return self._launch(pages, slot, key, stream, to_slot=False)
+            return self._launch(pages, slot, key, stream)
+
+    def copy_aside(self, pages: Pages, slot: Slot, key: bytes) -> "_Copy":
+        with self.active():
+            return self._launch(pages, slot, key, self._aside)
 
     def release(self, slot: Slot) -> None:
         scratch, slot.scratch = slot.scratch, None
@@ -127,38 +142,57 @@ class CudaDevice:
 
     def put(self, address: int, data: bytes) -> None:
         source = np.frombuffer(data, np.uint8)
-        with self.active() as cuda:
-            cuda.memcpy(address, source.ctypes.data, len(data), cuda.memcpyHostToDevice)
+        with self.active() as cuda:  # cudaMemcpy returns while the last bytes are on their way
+            kind = cuda.memcpyHostToDevice
+            cuda.memcpyAsync(address, source.ctypes.data, len(data), kind, self._aside)
+            cuda.streamSynchronize(self._aside)
 
     def get(self, address: int, size: int) -> bytes:
         target = np.empty(size, np.uint8)
-        with self.active() as cuda:
-            cuda.memcpy(target.ctypes.data, address, size, cuda.memcpyDeviceToHost)
+        with self.active() as cuda:  # not on the legacy stream, behind the engine's steps
+            kind = cuda.memcpyDeviceToHost
+            cuda.memcpyAsync(target.ctypes.data, address, size, kind, self._aside)
+            cuda.streamSynchronize(self._aside)
         return target.tobytes()
 
+    def _make_stream(self) -> int:
+        return int(self._cuda.streamCreateWithFlags(self._cuda.streamNonBlocking))
+
     def _launch(
-        self, pages: Pages, slot: Slot, key: bytes, stream: int, *, to_slot: bool
+        self, pages: Pages, slot: Slot, key: bytes, stream: int, signal: "_Event | None" = None
     ) -> "_Copy":
+        """Copies into the slot and records `signal`; without one, out of the slot."""
         plan = expand_key(key).tobytes() + np.array(pages.blocks, np.int32).tobytes()
         tiles = -(-pages.num_bytes // TILE_BYTES)
         scratch = self._scratch(slot, len(plan), SHARES_AT + tiles * SHARE_BYTES)
+        slot.scratch = None  # nobody's, if the device fails below: what it has done is unknown
         upload = scratch.host + _VERDICT_BYTES
         ctypes.memmove(upload, plan, len(plan))
         scratch.verdict.value = 0
         cuda = self._cuda
-        cuda.memcpyAsync(scratch.plan, upload, len(plan), cuda.memcpyHostToDevice, stream)
-        self._kernel.launch(
-            pages=pages,
-            slot=slot.address,
-            tag=slot.address + slot.capacity,
-            plan=scratch.plan,
-            shares=scratch.shares,
-            verdict=scratch.host,
-            to_slot=to_slot,
-            stream=stream,
-        )
-        cuda.eventRecord(scratch.event.number, stream)
+        try:
+            if scratch.copy is None:  # no tile has ended
+                cuda.memsetAsync(scratch.shares, 0, scratch.shares_bytes, stream)
+            cuda.memcpyAsync(scratch.plan, upload, len(plan), cuda.memcpyHostToDevice, stream)
+            self._kernel.launch(
+                pages=pages,
+                slot=slot.address,
+                tag=slot.address + slot.capacity,
+                plan=scratch.plan,
+                shares=scratch.shares,
+                verdict=scratch.host,
+                to_slot=signal is not None,
+                stream=stream,
+            )
+            if signal is not None:
+                cuda.eventRecord(signal.number, stream)  # first: a copy is done when all of it is
+            cuda.eventRecord(scratch.event.number, stream)
+        except Exception:
+            with suppress(Exception):  # nobody waits for what has been launched
+                cuda.streamSynchronize(stream)
+            raise
         scratch.copy = _Copy(scratch)
+        slot.scratch = scratch
         return scratch.copy
 
     def _scratch(self, slot: Slot, plan_bytes: int, shares_bytes: int) -> "_Scratch":
@@ -181,12 +215,16 @@ class CudaDevice:
         return found
 
     def _make_scratch(self, plan_bytes: int, shares_bytes: int) -> "_Scratch":
-        with self.active() as cuda:
-            plan, shares = int(cuda.malloc(plan_bytes)), int(cuda.malloc(shares_bytes))
-            cuda.memset(shares, 0, shares_bytes)  # the count of ended tiles begins at 0
+        with self.active() as cuda, ExitStack() as made:
+            plan = int(cuda.malloc(plan_bytes))
+            made.callback(cuda.free, plan)
+            shares = int(cuda.malloc(shares_bytes))
+            made.callback(cuda.free, shares)
             flags = cuda.hostAllocMapped | cuda.hostAllocPortable
             host = int(cuda.hostAlloc(_VERDICT_BYTES + plan_bytes, flags))
+            made.callback(cuda.freeHost, host)
             event = _Event(self, int(cuda.eventCreateWithFlags(_LOCAL)))
+            made.pop_all()
         verdict = ctypes.c_uint32.from_address(host)
         return _Scratch(plan, plan_bytes, shares, shares_bytes, host, verdict, event)
 

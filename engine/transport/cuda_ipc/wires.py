@@ -160,9 +160,11 @@ class CudaWriter(WindowWriter):
                 with contextlib.suppress(DeviceError):
                     slot.newest.wait()  # the window is mapped as long as a copy runs
             self._device.release(slot)
-            slot.signal.close()
+            with contextlib.suppress(DeviceError):
+                slot.signal.close()
         if self._memory is not None:
-            self._memory.close()
+            with contextlib.suppress(DeviceError):
+                self._memory.close()
 
     def _probe(self, offer: HandshakeOffer, source: Memory) -> Refusal:
         """Copy random bytes into decode's cell."""

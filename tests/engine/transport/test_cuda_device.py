@@ -65,7 +65,7 @@ def test_where_blocks_of_a_pool_lie() -> None:
 def test_cupy_has_every_function_that_is_called() -> None:
     if importlib.util.find_spec("cupy") is None:
         pytest.skip("NO CUPY: the names that device_cupy.py calls were not looked up")
-    from cupy.cuda import runtime
+    from cupy.cuda import Stream, runtime
 
     source = Path(device_cupy.__file__).read_text()
     names = set(re.findall(r"cuda\.(?!current|get_device|Event)([a-z]\w+)", source)) - {
@@ -73,4 +73,5 @@ def test_cupy_has_every_function_that_is_called() -> None:
         "launch",
     }
     assert len(names) > 15
+    assert hasattr(Stream, "from_external")
     assert {name for name in names if not hasattr(runtime, name)} == set()
