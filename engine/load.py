@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.architectures import find_spec, known_specs
-from pdserve.engine.backends import Backend, ModelDecoder, choose
+from pdserve.engine.backends import PREFERRED, Backend, ModelDecoder, choose
 from pdserve.engine.checkpoints.cache import DigestCache, TextCache
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.checkpoints.digest import quantized_digest
@@ -52,8 +52,11 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     Raises CheckpointError with a message for the person who named the model, ValueError for options
     that contradict each other or name what is not known or not installed.
     """
-    config = replace(config, device=resolve_device(config.device))  # before anything takes time
-    chosen = choose(config)
+    if config.device == "auto":
+        device = "cpu" if config.kernels == PREFERRED else resolve_device("auto")
+        config = replace(config, device=device)
+    chosen = choose(config)  # before anything takes time
+    resolve_device(config.device)  # or there is none
     isq = find_type(config.isq) if config.isq else ""
     found = resolve(config.model, progress)
     try:

@@ -49,8 +49,8 @@ def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
 class CudaDevice:
     """Copies out of a pool run on a stream of the device's own, copies in on the caller's.
 
-    All streams here are non-blocking, so nothing is ordered with the legacy default stream: memory
-    is zeroed on the stream that uses it next, or waited for.
+    Its own streams are non-blocking, so nothing on them is ordered with the legacy default stream,
+    on which torch computes: memory is zeroed on the stream that uses it next, or waited for.
     """
 
     def __init__(self, index: int) -> None:
