@@ -56,7 +56,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
         device = "cpu" if config.kernels == PREFERRED else resolve_device("auto")
         config = replace(config, device=device)
     chosen = choose(config)  # before anything takes time
-    resolve_device(config.device)  # or there is none
+    resolve_device(config.device)  # raises without a GPU that is asked for
     isq = find_type(config.isq) if config.isq else ""
     found = resolve(config.model, progress)
     try:

@@ -2,9 +2,8 @@
 open loop; and `pdserve complete` goes on after Ctrl-C without a line lost or twice.
 
 Both measure one server in turn, with prompts of the same length that neither has asked before.
-A step of its model takes a fixed time and no processor, so that figures differ by how they are
-measured alone: with a real model on the same cores guidellm, which takes more processor time, makes
-what it measures slower by up to 7 %.
+A step of its model takes a fixed time and no processor, so that figures differ only by how they are
+measured: with the shipped model, on the cores that the clients use, they were 2 to 7 % apart.
 guidellm is installed into build/guidellm the first time.
 """
 
@@ -200,9 +199,8 @@ def agreement(url: str, folder: Path, rounds: int) -> dict[str, Any]:
     """Each load in rounds, who is first in turn; a figure is the median of its rounds, and how far
     both are apart that of each round's ratio.
 
-    A TTFT is compared as a multiple of what the server has measured in the same run: in a closed
-    loop two prompts that come within a step are computed together, so that the server's own TTFT
-    depends on how soon a client asks again.
+    A TTFT is compared as a multiple of what the server has measured in the same run, which would
+    differ if one client asked at other times.
     """
     result = {}
     seed = miscounted = 0
