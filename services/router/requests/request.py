@@ -235,13 +235,13 @@ class RoutedRequest:
         if assigned is None or assigned.decode is not worker:
             return False
         ours = assigned.clients_choices.get(of)
-        if ours is None:
-            if assigned.id != of.attempt or not self.client.reads_rows:
-                return False
-            ours = NumberedChoice(self.id, of.attempt, self.state.epoch, of.choice)
+        if ours is None and (assigned.id != of.attempt or not self.client.reads_rows):
+            return False
         if not self.progress.take_next(of.choice, position, id_):
             return False
-        assigned.clients_choices[of] = ours
+        if ours is None:
+            ours = NumberedChoice(self.id, of.attempt, self.state.epoch, of.choice)
+            assigned.clients_choices[of] = ours
         self.client.put_token(ours, position, id_)
         return True
 
