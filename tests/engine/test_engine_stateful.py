@@ -5,6 +5,7 @@ shared for writing shows as a failed request or as wrong tokens.
 """
 
 from collections import Counter
+from itertools import count
 
 from engine_kit import ask, fake_engine
 from fake_decoder import fake_spec, reference
@@ -32,6 +33,8 @@ from pdserve.engine.api.request import (
 )
 from pdserve.engine.scheduling.reservation import Reservation
 
+TICK_S = 0.01  # between two looks at the clock, so that a run is the same when it is repeated
+
 # Few distinct prompts, so that prefixes are shared.
 PROMPTS = st.builds(
     lambda start, length: [(start + i) % 50 for i in range(length)],
@@ -50,7 +53,12 @@ class EngineMachine(RuleBasedStateMachine):
     def build(self, window: int, num_blocks: int, chunk_size: int, cache: bool) -> None:
         self.window = window
         self.engine = fake_engine(
-            num_blocks, window=window, chunk_size=chunk_size, max_running=4, prefix_cache=cache
+            num_blocks,
+            window=window,
+            chunk_size=chunk_size,
+            max_running=4,
+            prefix_cache=cache,
+            clock=count(0, TICK_S).__next__,  # the order of prompts goes by how long they wait
         )
         self.source = fake_engine(200, window=window, prefix_cache=False)
         self.asked: dict[str, Request] = {}
