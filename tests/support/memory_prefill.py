@@ -44,7 +44,9 @@ class Worker:
     def __init__(self, world: World, num_blocks: int, window: int) -> None:
         self.world = world
         self.boot = os.urandom(16)
-        self.engine = fake_engine(num_blocks=num_blocks, window=window, chunk_size=8)
+        self.engine = fake_engine(
+            num_blocks=num_blocks, window=window, chunk_size=8, clock=world.clock
+        )
         self.refusals: Counter[str] = Counter()
         self.refuses = False
         self.num_refused = 0

@@ -37,7 +37,7 @@ class EndpointsMachine(RuleBasedStateMachine):
         self.random = Random(seed)
         self.now, self.steps = 100.0, 0
         self.next_tick: dict[Any, float] = {}
-        self.decode = fake_engine(num_blocks=BLOCKS, window=WINDOW)
+        self.decode = fake_engine(num_blocks=BLOCKS, window=WINDOW, clock=self.clock)
         self.wrong: list[str] = []  # a Receiver goes on when a write raises
         self.guard_writes()
         self.received: dict[bytes, Received] = {}
