@@ -1,10 +1,12 @@
 """What tests of the Python API look at behind it."""
 
 import threading
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from pdserve import LLM, Engine
 from pdserve.engine.scheduling.stats import EngineStats
+from pdserve.engine.thread import EngineThread
 from pdserve.services.llm.model import InProcessModel
 
 
@@ -12,17 +14,48 @@ def model_of(owner: LLM | Engine) -> InProcessModel:
     return owner._model
 
 
+def thread_of(owner: LLM | Engine) -> EngineThread:
+    return model_of(owner)._thread
+
+
+def num_requests(owner: LLM | Engine) -> int:
+    """How many have not ended."""
+    return len(model_of(owner)._inboxes)
+
+
 def stats(owner: LLM | Engine) -> EngineStats:
     """Of its engine, once what was asked of it before is done."""
-    future: Any = model_of(owner)._thread.post(lambda engine: engine.stats())
-    found: EngineStats = future.result()
+    found: EngineStats = thread_of(owner).post(lambda engine: engine.stats()).result()
     return found
 
 
 def is_idle(owner: LLM | Engine) -> bool:
     """Whether no request is left, nor a block that one had."""
     blocks = stats(owner).blocks
-    return not model_of(owner)._inboxes and blocks.free + blocks.cached == blocks.total
+    return not num_requests(owner) and blocks.free + blocks.cached == blocks.total
+
+
+@contextmanager
+def held(owner: LLM | Engine) -> Iterator[None]:
+    """Its engine computes nothing until the block ends."""
+    go_on = threading.Event()
+    thread_of(owner).post(lambda _: go_on.wait(60))
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+@contextmanager
+def slow(owner: LLM | Engine) -> Iterator[None]:
+    """Each of its steps takes 10 ms until the block ends: a long request still runs when a test
+    looks at it."""
+    full_speed = threading.Event()
+    thread_of(owner).add_poll(lambda: full_speed.wait(0.01) and False)
+    try:
+        yield
+    finally:
+        full_speed.set()
 
 
 def engine_threads() -> int:

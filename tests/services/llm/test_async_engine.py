@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from eventually import eventually
-from llm_kit import engine_threads, is_idle, model_of, stats
+from llm_kit import engine_threads, held, is_idle, num_requests, slow, stats
 from tiny_embedder import write_embedder
 from tiny_models import write_tiny
 
@@ -75,35 +75,31 @@ async def test_streams_come_piece_by_piece(engine: Engine) -> None:
 
 
 async def test_the_loop_goes_on_while_a_request_runs(engine: Engine) -> None:
-    turns = 0
-
-    async def turn() -> None:
-        nonlocal turns
-        while True:
+    with held(engine):
+        task = asyncio.create_task(engine.generate("hello", GREEDY))
+        await eventually(lambda: num_requests(engine))
+        for _ in range(400):
             await asyncio.sleep(0)
-            turns += 1
-
-    turning = asyncio.create_task(turn())
-    found = await engine.generate("hello", LONG)
-    turning.cancel()
-    assert len(found.outputs[0].token_ids) == 400
-    assert turns > 400
+        assert not task.done()
+    assert len((await task).outputs[0].token_ids) == 12
 
 
 async def test_a_closed_stream_aborts(engine: Engine) -> None:
-    async with aclosing(engine.generate_stream("x", LONG)) as stream:
-        await anext(stream)
-        assert await num_running(engine) == 1
+    with slow(engine):
+        async with aclosing(engine.generate_stream("x", LONG)) as stream:
+            await anext(stream)
+            assert await num_running(engine) == 1
     assert await num_running(engine) == 0
     assert await asyncio.to_thread(is_idle, engine)
 
 
 async def test_a_cancelled_task_aborts(engine: Engine) -> None:
-    task = asyncio.create_task(engine.generate("x", LONG))
-    await eventually(lambda: num_running(engine))
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    with slow(engine):
+        task = asyncio.create_task(engine.generate("x", LONG))
+        await eventually(lambda: num_running(engine))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
     assert await num_running(engine) == 0
     assert await asyncio.to_thread(is_idle, engine)
     assert (await engine.generate("still there", GREEDY)).text
@@ -157,15 +153,16 @@ async def test_what_waits_comes_by_priority(
         ended.append(priority)
 
     async with Engine(replace(config(folder, max_waiting), max_running=1)) as engine:
-        stream = engine.generate_stream("x", LONG)
-        await anext(stream)
-        tasks = []
-        for priority in (3, 2, 1):
-            tasks.append(asyncio.create_task(run(priority)))
-            num_submitted = 1 + len(tasks)
-            await eventually(lambda n=num_submitted: len(model_of(engine)._inboxes) == n)
-            await asyncio.to_thread(stats, engine)
-        await stream.aclose()
+        with slow(engine):
+            stream = engine.generate_stream("x", LONG)
+            await anext(stream)
+            tasks = []
+            for priority in (3, 2, 1):
+                tasks.append(asyncio.create_task(run(priority)))
+                num_submitted = 1 + len(tasks)
+                await eventually(lambda n=num_submitted: num_requests(engine) == n)
+                await asyncio.to_thread(stats, engine)
+            await stream.aclose()
         await asyncio.gather(*tasks)
     assert ended == order
 
@@ -198,8 +195,9 @@ async def test_close_gives_up_what_runs(folder: Path) -> None:
     engine = Engine(config(folder))
     await engine.start()
     stream = engine.generate_stream("x", LONG)
-    await anext(stream)
-    await engine.close()
+    with slow(engine):
+        await anext(stream)
+        await engine.close()
     await engine.close()
     with pytest.raises(GenerationError, match="closed"):
         async for _ in stream:

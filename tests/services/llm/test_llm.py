@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_kit import engine_threads, is_idle, model_of, stats
+from llm_kit import engine_threads, is_idle, model_of, slow, stats
 from tiny_embedder import Oracle, write_embedder
 from tiny_models import write_tiny
 
@@ -174,9 +174,10 @@ def test_a_closed_stream_frees_its_blocks(llm: LLM) -> None:
     stream = llm.generate_stream(
         "x", SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     )
-    next(iter(stream))
-    assert stats(llm).running == 1
-    stream.close()
+    with slow(llm):
+        next(iter(stream))
+        assert stats(llm).running == 1
+        stream.close()
     assert stats(llm).running == 0
     assert is_idle(llm)
 
@@ -255,9 +256,10 @@ def test_close_ends_what_runs_and_may_be_repeated(folder: Path) -> None:
     stream = llm.generate_stream(
         "x", SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     )
-    next(iter(stream))
-    llm.close()
-    llm.close()
+    with slow(llm):
+        next(iter(stream))
+        llm.close()
+        llm.close()
     with pytest.raises(GenerationError, match="closed"):
         list(stream)
     with pytest.raises(RuntimeError, match="closed"):
