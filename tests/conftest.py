@@ -1,11 +1,14 @@
 """Of all tests: anyio's backend, the one event loop of coroutines, the collector of garbage,
-torch's threads."""
+torch's threads, Triton's interpreter."""
 
 import gc
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
 
 
 def pytest_collection_finish() -> None:

@@ -1,0 +1,115 @@
+"""A Triton driver that compiles whatever is launched and runs none of it: no GPU is needed.
+
+Not with TRITON_INTERPRET, which is read when a kernel's module is imported.
+"""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+MOST_SHARED = {80: 166912, 90: 232448}  # bytes of shared memory that a block may have
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of one launch."""
+
+    kernel: str
+    constants: dict[str, Any]
+    registers: int
+    spilled: int  # bytes of local memory of a thread
+    shared: int  # bytes
+    mma: str  # family of the matrix instructions: HGMMA, HMMA or ""
+    doubles_fused: int  # DFMA instructions
+
+
+class _Utils:
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": MOST_SHARED[self._arch], "multiprocessor_count": 132}
+
+    def load_binary(self, *args: object) -> tuple[object, object, int, int, int]:
+        return None, None, 0, 0, 1024
+
+
+@dataclass
+class CompileOnlyDriver:
+    """For compute capability arch / 10."""
+
+    arch: int
+    found: list[Compiled] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.utils = _Utils(self.arch)
+        self._known: set[int] = set()
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # a cache of its own for each
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *args: None
+
+    def note(self, kernel: Any) -> None:
+        """Adds a compiled kernel, once."""
+        if id(kernel) not in self._known:
+            self._known.add(id(kernel))
+            self.found.append(_described(kernel))
+
+
+@contextmanager
+def compile_only(arch: int) -> Iterator[CompileOnlyDriver]:
+    """Launches within it are compiled for `arch`, 80 or 90, and told to the driver, which stays
+    Triton's: this is for a process that does nothing else."""
+    made = CompileOnlyDriver(arch)
+    before = triton.JITFunction.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kernel = before(self, *args, **kwargs)
+        made.note(kernel)
+        return kernel
+
+    driver.set_active(made)
+    triton.JITFunction.run = run
+    try:
+        yield made
+    finally:
+        triton.JITFunction.run = before
+
+
+def _described(kernel: Any) -> Compiled:
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.kernel)
+        usage, code = (
+            subprocess.run([TOOL, how, file.name], capture_output=True, text=True, check=True).stdout
+            for how in ("--dump-resource-usage", "--dump-sass")
+        )
+    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z0-9]+)", code, re.M)
+    families = [name for name in ("HGMMA", "HMMA") if name in instructions]
+    names = kernel.src.fn.arg_names
+    return Compiled(
+        kernel.name,
+        {names[path[0]]: value for path, value in kernel.src.constants.items()},
+        int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
+        int(re.search(r"LOCAL:(\d+)", usage)[1]) + int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
+        kernel.metadata.shared,
+        "+".join(families),
+        instructions.count("DFMA"),
+    )
