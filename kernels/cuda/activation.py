@@ -1,0 +1,69 @@
+"""Activations in Triton, plain and gated (arXiv:2002.05202): computed in float32, rounded once."""
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+# Of gpt-oss: how steep its sigmoid is, and what its inputs are cut to (arXiv:2508.10925).
+SWIGLU_OAI_ALPHA: tl.constexpr = tl.constexpr(1.702)
+SWIGLU_OAI_LIMIT: tl.constexpr = tl.constexpr(7.0)
+
+
+@triton.jit
+def _activated(x, KIND: tl.constexpr):
+    if KIND == "silu":
+        return x / (1.0 + tl.exp(-x))
+    if KIND == "gelu_tanh":
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x / (1.0 + tl.exp(-2.0 * inner))  # (1 + tanh y) / 2 = 1 / (1 + e^-2y)
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _gated_kernel(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    at = x + token * 2 * size + column
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
+    if KIND == "swiglu_oai":
+        gate = tl.minimum(gate, SWIGLU_OAI_LIMIT)
+        up = tl.minimum(tl.maximum(up, -SWIGLU_OAI_LIMIT), SWIGLU_OAI_LIMIT)
+        result = gate / (1.0 + tl.exp(-gate * SWIGLU_OAI_ALPHA)) * (up + 1.0)
+    else:
+        result = _activated(gate, KIND) * up
+    tl.store(out + token * size + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _activated_kernel(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    value = tl.load(x + token * size + column, mask=inside, other=0.0).to(tl.float32)
+    result = _activated(value, KIND)
+    tl.store(out + token * size + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+def gated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]) -> Tensor:
+    """x [T, 2 N] to [T, N]: activation(first half) * second half. swiglu_oai: gate *
+    sigmoid(1.702 gate) * (up + 1), gate cut to at most 7, up to [-7, 7]."""
+    num_tokens, size = len(x), x.shape[1] // 2
+    out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
+    if num_tokens:
+        _gated_kernel[(num_tokens, triton.cdiv(size, BLOCK))](x, out, size, activation, BLOCK)
+    return out
+
+
+def activated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu"]) -> Tensor:
+    """x [T, N] to activation(x)."""
+    out = torch.empty_like(x)
+    num_tokens, size = x.shape
+    if num_tokens:
+        _activated_kernel[(num_tokens, triton.cdiv(size, BLOCK))](x, out, size, activation, BLOCK)
+    return out

@@ -1,0 +1,132 @@
+"""What lies between the product that makes queries, keys and values and attention, in one launch:
+norms of heads, rope, and the new keys and values into the cache. A program a head of a token."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRange:
+    """Heads within a row: `q` of them, which stay there, then `kv` of keys, then `values` (kv or
+    none), which go to the cache."""
+
+    begin: int  # the column of the first
+    q: int
+    kv: int
+    values: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over each head of q and of k: weights float32 [dim]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """cos and sin float32 [positions, rotary_dim / 2]; the half-split form (arXiv:2104.09864)."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@triton.jit
+def _kept(value, dtype: tl.constexpr):
+    """As the cache keeps it: float16 takes finite numbers beyond its largest as that one."""
+    if dtype == tl.float16:
+        is_finite = tl.abs(value) < float("inf")  # false for NaN, too
+        value = tl.where(is_finite, tl.minimum(tl.maximum(value, -65504.0), 65504.0), value)
+    return value.to(dtype)
+
+
+@triton.jit
+def _heads_kernel(
+    x, x_stride, q_weight, k_weight, eps, positions, cos, sin, kv, slots, block_stride,
+    BEGIN: tl.constexpr, Q: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr,
+    HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    source = x + token * x_stride + BEGIN + head * DIM
+    is_q, is_k = head < Q, head < Q + KV
+    half = tl.arange(0, HALF_PADDED)
+    rest = 2 * HALF + tl.arange(0, REST_PADDED)
+    in_half, in_rest = half < HALF, rest < DIM
+    first = tl.load(source + half, mask=in_half, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + half, mask=in_half, other=0.0).to(tl.float32)
+    others = tl.load(source + rest, mask=in_rest, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = x.dtype.element_ty
+    if q_weight is not None:
+        if is_k:
+            squares = tl.sum(first * first, 0) + tl.sum(second * second, 0)
+            squares += tl.sum(others * others, 0)
+            factor = 1.0 / tl.sqrt_rn(squares / DIM + eps)
+            weight = q_weight if is_q else k_weight
+            first = first * factor * tl.load(weight + half, mask=in_half, other=0.0)
+            second = second * factor * tl.load(weight + HALF + half, mask=in_half, other=0.0)
+            others = others * factor * tl.load(weight + rest, mask=in_rest, other=0.0)
+            first = first.to(dtype).to(tl.float32)
+            second = second.to(dtype).to(tl.float32)
+    if cos is not None:
+        if is_k:
+            at = tl.load(positions + token) * HALF + half
+            c = tl.load(cos + at, mask=in_half, other=0.0)
+            s = tl.load(sin + at, mask=in_half, other=0.0)
+            turned = first * c - second * s
+            second = second * c + first * s
+            first = turned
+    first, second, others = first.to(dtype), second.to(dtype), others.to(dtype)
+    if is_q:
+        tl.store(source + half, first, mask=in_half)
+        tl.store(source + HALF + half, second, mask=in_half)
+        tl.store(source + rest, others, mask=in_rest)
+    elif kv is not None:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            plane_head = head - Q  # keys first, then values
+            target = kv + slot // BLOCK_SIZE * block_stride
+            target += (plane_head.to(tl.int64) * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM
+            kept: tl.constexpr = kv.dtype.element_ty
+            tl.store(target + half, _kept(first.to(tl.float32), kept), mask=in_half)
+            tl.store(target + HALF + half, _kept(second.to(tl.float32), kept), mask=in_half)
+            tl.store(target + rest, _kept(others.to(tl.float32), kept), mask=in_rest)
+
+
+def prepare_heads(
+    x: Tensor,
+    heads: HeadRange,
+    norms: HeadNorms | None,
+    rotation: Rotation | None,
+    positions: Tensor,
+    kv: Tensor | None,
+    slots: Tensor,
+) -> None:
+    """Norm and rope of queries, in place, and of keys; keys and values to the cache.
+
+    x [T, columns] with rows of any stride; positions [T]; kv [blocks, planes, K, block_size, D] of
+    any float dtype, where slots [T] = block * block_size + offset name what is written: a negative
+    one nothing. Without `kv` keys must be counted as queries. A norm is rounded to x's dtype.
+    """
+    count = heads.q + heads.kv + heads.values
+    half = rotation.cos.shape[1] if rotation else 0
+    rest = heads.dim - 2 * half
+    if not len(x) or not count:
+        return
+    _heads_kernel[(len(x), count)](
+        x, x.stride(0),
+        norms.q if norms else None, norms.k if norms else None, norms.eps if norms else 0.0,
+        positions, rotation.cos if rotation else None, rotation.sin if rotation else None,
+        kv, slots, kv.stride(0) if kv is not None else 0,
+        heads.begin, heads.q, heads.kv, heads.dim, half,
+        triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(max(rest, 1)),
+        kv.shape[3] if kv is not None else 1,
+        num_warps=1,
+    )  # fmt: skip
