@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdserve.engine.kv.block_pool import BlockCopy
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
 
@@ -19,35 +20,58 @@ class TorchKvCache(KvCache):
 
 
 class DeviceKvCache(KvCache):
-    """A pool on a CUDA device; copies run on the stream of the thread that computes."""
+    """A pool on a CUDA device. What computes runs on `stream`; what the wires read and write goes
+    through pinned memory on a stream of its own, so that it overlaps with steps."""
 
-    def __init__(self, spec: KvSpec, num_blocks: Sequence[int]) -> None:
+    def __init__(
+        self, spec: KvSpec, num_blocks: Sequence[int], stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """`stream`: None is the current one of this thread."""
         self.device = torch.cuda.current_device()
+        self._computing = stream or torch.cuda.current_stream()
+        self._copying = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         super().__init__(spec, num_blocks)
 
     def read(self, group: int, layers: range, blocks: Sequence[int]) -> list[memoryview]:
+        """What has been launched before is in the bytes; this waits for them."""
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
-        source = self._bytes[group]
-        index = torch.tensor(list(blocks), device=source.device)
-        copies = [source[layer].index_select(0, index).cpu() for layer in layers]
-        return [copy.flatten().numpy().data for copy in copies if blocks]
+        if not blocks or not layers:
+            return []
+        with torch.cuda.stream(self._copying):
+            self._copying.wait_stream(self._computing)
+            index = torch.tensor(list(blocks)).to(self._place)
+            some = self._bytes[group][layers.start : layers.stop].index_select(1, index)
+            pinned = torch.empty(some.shape, dtype=some.dtype, pin_memory=True)
+            pinned.copy_(some, non_blocking=True)
+            self._copying.synchronize()
+        return [layer.flatten().numpy().data for layer in pinned]
 
     def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
+        """As KvCache.write: what computes waits for the copy, the caller does not."""
         self._check(group, layers, blocks, payload.nbytes)
         if not blocks or not layers:
             return
-        target = self._bytes[group]
-        # torch cannot wrap read-only memory; such a payload takes one more copy.
-        data = bytearray(payload) if payload.readonly else payload
-        rows = torch.frombuffer(data, dtype=torch.uint8).view(len(layers), len(blocks), -1)
-        moved = rows.to(target.device)
-        index = torch.tensor(list(blocks), device=target.device)
-        for i, layer in enumerate(layers):
-            target[layer].index_copy_(0, index, moved[i])
+        pinned = torch.empty(payload.nbytes, dtype=torch.uint8, pin_memory=True)
+        pinned.numpy().data[:] = payload
+        with torch.cuda.stream(self._copying):
+            self._copying.wait_stream(self._computing)  # it may still read what was there
+            rows = pinned.to(self._place, non_blocking=True).view(len(layers), len(blocks), -1)
+            index = torch.tensor(list(blocks)).to(self._place)
+            self._bytes[group][layers.start : layers.stop].index_copy_(1, index, rows)
+        self._computing.wait_stream(self._copying)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        with torch.cuda.stream(self._computing):
+            super().copy(copies)
+
+    @property
+    def _place(self) -> str:
+        return f"cuda:{self.device}"
 
     def _zeros(self, shape: tuple[int, ...], group: LayerGroup) -> Tensor:
         dtype = getattr(torch, group.dtype)
-        return torch.zeros(shape, dtype=dtype, device=f"cuda:{self.device}")
+        with torch.cuda.stream(self._computing):
+            return torch.zeros(shape, dtype=dtype, device=self._place)
 
     def _as_bytes(self) -> list[Any]:
         return [data.view(*data.shape[:2], -1).view(torch.uint8) for data in self.data]
@@ -57,5 +81,5 @@ class DeviceKvCache(KvCache):
 
     def _ready(self) -> Any:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(self._computing)
         return event
