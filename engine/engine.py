@@ -14,11 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pdserve.engine.api.errors import InvalidRequest, QueueFull
 from pdserve.engine.api.request import Event, Request, Step, prefix_ids
 from pdserve.engine.constraints.grammars.backend import GrammarBackend
 from pdserve.engine.constraints.grammars.compiled import GrammarError
 from pdserve.engine.constraints.manager import ConstraintManager, has_constraints
+from pdserve.engine.execution.batch import UnreadTokens
 from pdserve.engine.execution.pooler import with_states
 from pdserve.engine.execution.runner import Model, ModelRunner
 from pdserve.engine.execution.sampler import Sampler
@@ -26,6 +29,7 @@ from pdserve.engine.kv.block_hash import cache_seed
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import UNKNOWN, KvIdentity
 from pdserve.engine.scheduling.accounting import discrepancy
+from pdserve.engine.scheduling.ahead import plan_ahead
 from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits
@@ -35,7 +39,7 @@ from pdserve.engine.scheduling.reservation import Reservation
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.stats import EngineStats, StepMeter
 from pdserve.engine.scheduling.step_progress import StepProgress
-from pdserve.kernels.streams import SamplingOps
+from pdserve.kernels.streams import Picks, SamplingOps
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ class Pending:
     plan: Plan
     hidden: Any  # what ModelRunner.launch returned; None with an `error`
     started_s: float
+    picks: Picks | None = None  # launched behind it, if its rows are such that it can be
     error: str = ""
 
 
@@ -100,6 +105,7 @@ class Engine:
         self._constrained: list[RequestState] = []  # those with constraints
         self._meter = StepMeter(token_s)
         self._events: list[Event] = []  # of the next step
+        self._collected_s = 0.0  # when the last step was
         self._arrivals = 0
         self._refused: dict[str, int] = {}  # key to order of arrival, of refused reservations
 
@@ -199,12 +205,35 @@ class Engine:
 
     def launch(self, plan: Plan) -> Pending:
         """Starts the step. A model that raises fails the requests of this step only."""
-        started_s = self._clock()
+        return self._launch(plan, None)
+
+    def launch_ahead(self, pending: Pending) -> Pending | None:
+        """Starts the step that follows a launched one, before that is collected. It may compute a
+        token too many of a choice, which nobody is told.
+
+        None if the next step has to be planned when the tokens are known: nothing has changed then.
+        """
+        if pending.picks is None or self._events:
+            return None
+        found = plan_ahead(pending.plan, self.jobs)
+        if found is None:
+            return None
+        plan, picks = found
+        return self._launch(plan, UnreadTokens(pending.picks.tokens, np.array(picks)))
+
+    def _launch(self, plan: Plan, unread: UnreadTokens | None) -> Pending:
+        pending = Pending(plan, None, self._clock())
         try:
-            return Pending(plan, self._runner.launch(plan), started_s)
+            pending.hidden = hidden = self._runner.launch(plan, unread)
+            if hidden is not None:
+                num_unread = int(unread is not None)
+                pending.picks = self._sampler.begin(
+                    plan.rows, hidden, self.model.logits, num_unread
+                )
         except Exception as error:
             log.exception("the forward pass failed")
-            return Pending(plan, None, started_s, f"{type(error).__name__}: {error}")
+            pending.hidden, pending.error = None, f"{type(error).__name__}: {error}"
+        return pending
 
     def collect(self, pending: Pending) -> Step:
         """Waits for the step, samples, and returns what has happened."""
@@ -213,16 +242,24 @@ class Engine:
         error = pending.error
         if not error:
             try:
-                outcomes = self._sampler.sample(plan.rows, pending.hidden, self.model.logits)
-                outcomes = with_states(plan.rows, outcomes, pending.hidden, self.model)
+                outcomes = self._outcomes(pending)
             except Exception as raised:
                 log.exception("sampling failed")
                 error = f"{type(raised).__name__}: {raised}"
         events = self._fail_step(plan, error) if error else self._progress.apply(plan, outcomes)
         self._constraints.start_masks()
-        wall_s = self._clock() - pending.started_s
+        now_s = self._clock()
+        wall_s = now_s - max(pending.started_s, self._collected_s)
+        self._collected_s = now_s
         self._meter.count(plan, wall_s)
         return Step(self._meter.step, (*plan.events, *events), wall_s)
+
+    def _outcomes(self, pending: Pending) -> list[Outcome]:
+        if pending.picks is not None:
+            return self._sampler.read(pending.picks)
+        rows = pending.plan.rows
+        outcomes = self._sampler.sample(rows, pending.hidden, self.model.logits)
+        return with_states(rows, outcomes, pending.hidden, self.model)
 
     def step(self) -> Step | None:
         """schedule, launch and collect; None when there is nothing to do."""
@@ -403,6 +440,7 @@ class Engine:
         request = job.request
         if has_constraints(request.params) and request.generates:
             job.constraints = self._constraints.of_request(request, job.generated, self._clock())
+            job.is_plain = False
             self._constrained.append(job)
 
     def _poll_constraints(self) -> None:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from pdserve.engine.api.request import Step
-from pdserve.engine.engine import Engine
+from pdserve.engine.engine import Engine, Pending
 from pdserve.engine.liveness import LivenessCounter
 from pdserve.engine.scheduling.plan import Plan
 
@@ -42,6 +42,7 @@ class EngineThread:
         self._resting = True  # nothing is queued, and the thread waits to be woken
         self._liveness = LivenessCounter()
         self._step_plan: Plan | None = None  # of the step that is computed, or was the last
+        self._ahead: Pending | None = None  # launched before the step before it was collected
         engine.wake_with(self.wake)
         self._thread = threading.Thread(target=self._run, name="engine")
 
@@ -151,12 +152,17 @@ class EngineThread:
     def _step(self) -> bool:
         """Runs one step; False if the engine had nothing to do."""
         try:
-            plan = self._plan()
-            if plan is not None:
-                self._compute(plan)
+            pending, self._ahead = self._ahead, None
+            if pending is None:
+                pending = self._launch()
+            else:
+                self._note(pending.plan)
+            if pending is not None:
+                self._ahead = self._engine.launch_ahead(pending)
+                self._tell(self._engine.collect(pending))
         except Exception as error:
             return self._give_up(error)
-        return plan is not None
+        return pending is not None
 
     def _plan(self) -> Plan | None:
         """The next step; its first events are passed on at once."""
@@ -165,9 +171,18 @@ class EngineThread:
             self._tell(self._engine.announce(plan))
         return plan
 
-    def _compute(self, plan: Plan) -> None:
+    def _launch(self) -> Pending | None:
+        """Starts the next step; None if there is nothing to do."""
+        plan = self._plan()
+        if plan is None:
+            return None
+        self._note(plan)
+        return self._engine.launch(plan)
+
+    def _note(self, plan: Plan) -> None:
+        """This thread waits for that step from now on."""
+        self._step_plan = plan
         self._liveness.beat(time.monotonic(), self._engine.expected_s(plan))
-        self._tell(self._engine.collect(self._engine.launch(plan)))
 
     def _give_up(self, error: Exception) -> bool:
         """Fails all requests. False if that raises too; the next turn comes after a second then."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,17 @@ class StreamSettings:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
+class Picks(Protocol):
+    """Picks that a device makes; the host may go on meanwhile."""
+
+    @property
+    def tokens(self) -> Any:
+        """[picks], on the device, for the step that follows."""
+
+    def read(self) -> list[int]:
+        """Waits for them: what `SamplingOps.sample` returns."""
+
+
 class SamplingOps(Protocol):
     """How tokens are picked from logits, which are an array of the backend, float32 [n, vocab]."""
 
@@ -62,3 +73,14 @@ class SamplingOps(Protocol):
         self, logits: Any, tokens: list[int], count: int, also: Sequence[int] = ()
     ) -> list[TokenScores]:
         """Of tokens[r] under row r, with its `count` best tokens and those of `also`."""
+
+
+@runtime_checkable
+class AheadSampling(Protocol):
+    """Sampling whose picks the next step can take before the host has read them."""
+
+    def begin(
+        self, logits: Any, rows: list[int], streams: list[Any], num_generated: list[int]
+    ) -> Picks:
+        """Launches the picks of streams that no mask and no penalty changes: of these only the
+        number of generated tokens matters."""

@@ -5,7 +5,7 @@ a decoder that computes with torch moves it to its device.
 """
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,14 @@ class GroupTable(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
+class UnreadTokens:
+    """Tokens that the host has not read yet: row r of a batch has tokens[picks[r]]."""
+
+    tokens: Any  # [picks of the step before], on the device
+    picks: Ints  # [rows]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch(Generic[T]):
     """Rows are sequences; row r has tokens [starts[r], starts[r + 1]) of the flat batch."""
 
@@ -34,3 +42,4 @@ class Batch(Generic[T]):
     groups: tuple[GroupTable[T], ...]  # in the order of KvSpec.groups
     logit_tokens: T  # [outputs]: flat indices whose hidden states are wanted
     kv_only: bool = False  # no logits wanted: of the last layer only K and V are computed
+    unread: UnreadTokens | None = None  # in place of token_ids, where all rows are decode rows

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.engine.execution.batch import Batch, GroupTable, Ints
+from pdserve.engine.execution.batch import Batch, GroupTable, Ints, UnreadTokens
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import blocks_for
 from pdserve.engine.scheduling.plan import Plan, Row
@@ -41,19 +41,22 @@ class ModelRunner:
             np.zeros((num_slots, width), dtype=np.int64) for _ in kv.spec.groups
         ]
 
-    def launch(self, plan: Plan) -> Any:
+    def launch(self, plan: Plan, unread: UnreadTokens | None = None) -> Any:
         """Carries out the copies, then the forward pass; on CPU both are complete on return.
 
-        Returns hidden states [outputs, hidden] in the order of the rows; None without outputs.
+        `unread`: the tokens of the rows, where the sequences do not have them yet. Returns hidden
+        states [outputs, hidden] in the order of the rows; None without outputs.
         """
         self._kv.copy(plan.copies)
         if not plan.rows:
             return None
-        batch = self._batch(plan.rows, plan.num_decode_rows)
+        batch = self._batch(plan.rows, plan.num_decode_rows, unread)
         hidden = self._model.forward(batch, self._kv)
         return None if batch.kv_only else hidden
 
-    def _batch(self, rows: Seq[Row], num_decode_rows: int) -> Batch[Ints]:
+    def _batch(
+        self, rows: Seq[Row], num_decode_rows: int, unread: UnreadTokens | None
+    ) -> Batch[Ints]:
         starts, kv_lens, table_rows = [0], list[int](), list[int]()
         ids, positions, outputs = list[int](), list[int](), list[int]()
         slots: list[list[int]] = [[] for _ in self._tables]
@@ -65,7 +68,7 @@ class ModelRunner:
                 outputs.append(len(ids))
             table_rows.append(sequence.slot)
             kv_lens.append(end)
-            ids.append(sequence.ids[start])
+            ids.append(sequence.ids[start] if unread is None else 0)
             positions.append(start)
             for found, blocks in zip(slots, sequence.block_tables, strict=True):
                 found.append(blocks[start // size] * size + start % size)
@@ -98,6 +101,7 @@ class ModelRunner:
             groups=groups,
             logit_tokens=np.array(outputs, dtype=np.int64),
             kv_only=not outputs,
+            unread=unread,
         )
 
     def _sync(self, sequence: Sequence) -> None:

@@ -15,10 +15,11 @@ from pdserve.engine.api.request import SamplingParams, TokenLogprob
 from pdserve.engine.constraints.bitmask import Bitmask
 from pdserve.engine.constraints.grammars.compiled import GrammarError
 from pdserve.engine.constraints.manager import RequestConstraints, mask_deadline
+from pdserve.engine.scheduling.ahead import is_plain
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Pick, Row
 from pdserve.engine.scheduling.request_state import RequestState
-from pdserve.kernels.streams import SamplingOps, StreamSettings
+from pdserve.kernels.streams import AheadSampling, Picks, SamplingOps, StreamSettings
 
 # Hidden states and logits are arrays of the backend; here they are indexed and passed on.
 Head = Callable[[Any], Any]  # hidden states [n, hidden] to float32 logits [n, vocab]
@@ -36,6 +37,28 @@ class Sampler:
     def __init__(self, limits: EngineLimits, ops: SamplingOps) -> None:
         self._limits = limits
         self._ops = ops
+        self._ahead = ops if isinstance(ops, AheadSampling) else None
+
+    def begin(self, rows: Seq[Row], hidden: Any, head: Head, unread: int = 0) -> Picks | None:
+        """Launches the picks of a step that has plain decode rows only; None for another step, and
+        without a backend that can.
+
+        `unread`: so many tokens of each choice are picked and not known here yet.
+        """
+        if self._ahead is None or not all(map(is_plain, rows)):
+            return None
+        logits = head(hidden)
+        streams, num_generated = list[Any](), list[int]()
+        for sequence, _, _, (choice,), _ in rows:
+            job = sequence.job
+            stream = job.streams.get(choice)
+            streams.append(stream or self._stream(job, choice, logits.shape[-1]))
+            num_generated.append(len(job.generated[choice]) + unread)
+        return self._ahead.begin(logits, list(range(len(rows))), streams, num_generated)
+
+    def read(self, picks: Picks) -> list[Outcome]:
+        """Waits for what `begin` has launched: one outcome per row."""
+        return [Outcome((Pick(t) if t >= 0 else NOT_FINITE,)) for t in picks.read()]
 
     def sample(self, rows: Seq[Row], hidden: Any, head: Head) -> list[Outcome]:
         """One outcome per row; `hidden` [outputs, hidden], the outputs of row after row.

@@ -35,7 +35,7 @@ from pdserve.engine.models.parts import (
     TensorSpec,
 )
 from pdserve.engine.models.rope import RopeTable
-from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights.format import RawTensor, same_order
 from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.formats.grouped import SCALES, ZEROS, scales_of
 from pdserve.engine.weights.plain import PLAIN
@@ -312,10 +312,6 @@ class NativeDecoder:
             raise UnsupportedModel(f"tensor {name}: a scale is infinite or NaN")
         values = unpack(raw) if columns is None else unpack(raw)[:, columns]
         return self._kernels.pack(values, "F32", *raw.shape)
-
-
-def same_order(a: NDArray[np.int64] | None, b: NDArray[np.int64] | None) -> bool:
-    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def fits_groups(raw: RawTensor) -> bool:

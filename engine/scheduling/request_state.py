@@ -103,6 +103,14 @@ class RequestState:
         self.streams: dict[int, Any] = {}  # the sampler's state of each choice
         self.pooled = PooledState(pooling) if request.pool else None
         self.constraints: RequestConstraints | None = None  # None: every token may be picked
+        # Whether a next token depends on the logits and on how many came before, and nothing but
+        # the token is asked for.
+        self.is_plain = (
+            request.params.logprobs is None
+            and request.params.repetition_penalty == 1
+            and not request.params.presence_penalty
+            and not request.params.frequency_penalty
+        )
 
     def precedes(self, other: "RequestState") -> bool:
         """Whether it gets blocks before another: by rank within a tenant, otherwise by arrival."""

@@ -47,10 +47,12 @@ class StepProgress:
         return events
 
     def apply(self, plan: Plan, outcomes: Seq[Outcome]) -> list[Event]:
-        """Applies the outcomes of a computed step, one per row of the plan."""
+        """Applies the outcomes of a computed step, one per row of the plan. A row whose sequence
+        has left the batch since it was planned counts as if it had not run."""
         events: list[Event] = []
         for row, outcome in zip(plan.rows, outcomes, strict=True):
-            if row.sequence in row.sequence.job.sequences:
+            sequence = row.sequence
+            if sequence.slot >= 0 and sequence in sequence.job.sequences:
                 self._apply_row(row, outcome, events)
         return events
 

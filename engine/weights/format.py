@@ -73,6 +73,11 @@ class RawTensor:
         return RawTensor(parts, self.format, (1, *self.shape))
 
 
+def same_order(a: NDArray[np.int64] | None, b: NDArray[np.int64] | None) -> bool:
+    """Whether two orders of columns, as of RawTensor.columns, are one."""
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
+
+
 class Format(ABC):
     """A way to store a matrix."""
 

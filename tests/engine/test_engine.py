@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
+from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens, until
 from fake_decoder import fake_spec, reference, words
 
 from pdserve.engine.api.request import (
@@ -305,9 +305,7 @@ def test_a_prefill_only_request_is_never_preempted() -> None:
     for _ in range(2):  # to the end of that block
         engine.step()
     engine.submit(ask("p", range(16), prefill_only=True))
-    step = engine.step()
-    assert step is not None
-    assert of(step.events, Scheduled, "p")
+    until(engine, Scheduled, "p")
     blocks = engine.held_blocks("p")
     while engine.stats().preemptions == 0:
         assert engine.step() is not None

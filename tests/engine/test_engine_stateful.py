@@ -49,8 +49,11 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks=st.integers(9, 20),
         chunk_size=st.sampled_from([4, 7, 16]),
         cache=st.booleans(),
+        launches_ahead=st.booleans(),
     )
-    def build(self, window: int, num_blocks: int, chunk_size: int, cache: bool) -> None:
+    def build(
+        self, window: int, num_blocks: int, chunk_size: int, cache: bool, launches_ahead: bool
+    ) -> None:
         self.window = window
         self.engine = fake_engine(
             num_blocks,
@@ -59,6 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_running=4,
             prefix_cache=cache,
             clock=count(0, TICK_S).__next__,  # the order of prompts goes by how long they wait
+            ahead=launches_ahead,
         )
         self.source = fake_engine(200, window=window, prefix_cache=False)
         self.asked: dict[str, Request] = {}

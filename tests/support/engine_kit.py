@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fake_decoder import VOCAB, FakeDecoder, fake_spec
+from late_device import AheadEngine, LateSampling
 
 from pdserve.engine.api.request import Event, NewTokens, Request, SamplingParams
 from pdserve.engine.constraints.grammars.backend import GrammarBackend
@@ -16,6 +17,7 @@ from pdserve.engine.kv.spec import KvSpec, pool_sizes
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.kernels import reference
 
+launches_ahead = False  # whether engines launch a step before they have read the one before it
 made: list[Engine] = []  # by the test that runs; tests/conftest.py recounts their blocks at its end
 
 
@@ -27,10 +29,14 @@ def fake_engine(
     model: Any = None,
     clock: Callable[[], float] = time.monotonic,
     grammars: GrammarBackend | None = None,
+    ahead: bool | None = None,
     **limits: Any,
 ) -> Engine:
+    """`ahead`: see launches_ahead."""
     spec = fake_spec(block_size, window)
-    made.append(engine := _engine(spec, num_blocks, prefix_cache, model, clock, grammars, limits))
+    ahead = launches_ahead if ahead is None else ahead
+    engine = _engine(spec, num_blocks, prefix_cache, model, clock, grammars, ahead, limits)
+    made.append(engine)
     return engine
 
 
@@ -41,6 +47,7 @@ def _engine(
     model: Any,
     clock: Callable[[], float],
     grammars: GrammarBackend | None,
+    ahead: bool,
     limits: dict[str, Any],
 ) -> Engine:
     options: dict[str, Any] = {
@@ -52,16 +59,21 @@ def _engine(
         "chunk_size": 16,
     }
     bounds = EngineLimits(**(options | limits))
-    return Engine(
+    late = LateSampling()
+    kind, ops = (AheadEngine, late) if ahead else (Engine, reference)
+    engine = kind(
         model or FakeDecoder(spec),
         KvCache(spec, pool_sizes(spec, num_blocks, bounds.max_running, bounds.chunk_size)),
         bounds,
-        reference,
+        ops,
         kv_identity=KvIdentity(b"test"),
         prefix_cache=prefix_cache,
         clock=clock,
         grammars=grammars,
     )
+    if isinstance(engine, AheadEngine):
+        engine.sampling = late
+    return engine
 
 
 def ask(key: str, prompt: Iterable[int], seed: int = 0, **params: Any) -> Request:
@@ -84,6 +96,16 @@ def run(engine: Engine, *requests: Request, max_steps: int = 2000) -> list[Event
             return events
         events.extend(step.events)
     raise AssertionError(f"not at rest after {max_steps} steps")
+
+
+def until(engine: Engine, kind: type, key: str, max_steps: int = 2000) -> Event:
+    """Steps until there is such an event of a request."""
+    for _ in range(max_steps):
+        step = engine.step()
+        if step is not None and (found := of(step.events, kind, key)):
+            event: Event = found[0]
+            return event
+    raise AssertionError(f"no {kind.__name__} of {key} in {max_steps} steps")
 
 
 def tokens(events: Iterable[Event]) -> dict[tuple[str, int], list[int]]:

@@ -5,6 +5,7 @@ a wrong table, slot, copy or shared block gives wrong tokens, and a wrong bit in
 or a value an error; no weights, exact in any batch.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ class FakeDecoder:
 
     def forward(self, host_batch: Batch[Ints], kv: KvCache) -> Tensor:
         batch = on(host_batch, "cpu")
+        if host_batch.unread is not None:
+            tokens = host_batch.unread.tokens[torch.from_numpy(host_batch.unread.picks)]
+            batch = replace(batch, token_ids=tokens)
         self.steps += 1
         self.widest = max(self.widest, batch.num_decode_rows)
         self.kv_only_steps += batch.kv_only

@@ -1,0 +1,128 @@
+"""A step that is launched before the tokens of the one before it are read: what is told is what an
+engine without it tells, whatever happens to a request in between."""
+
+from collections.abc import Callable
+
+import pytest
+from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
+from fake_decoder import fake_spec, reference
+from late_device import AheadEngine, LateSampling
+
+from pdserve.engine.api.request import Event, Finished, FinishReason, NewTokens, Request
+from pdserve.engine.engine import Engine
+
+
+def ahead_engine(**options: int) -> tuple[AheadEngine, LateSampling]:
+    engine = fake_engine(ahead=True, **options)
+    assert isinstance(engine, AheadEngine)
+    return engine, engine.sampling
+
+
+def greedy(count: int, prompt: range = range(5)) -> list[int]:
+    return reference(list(prompt), fake_spec(), count)
+
+
+def stepped(engine: Engine, count: int) -> list[Event]:
+    events: list[Event] = []
+    for _ in range(count):
+        step = engine.step()
+        assert step is not None
+        events += step.events
+    return events
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_tokens_are_those_of_steps_one_after_the_other(temperature: float) -> None:
+    def requests() -> list[Request]:
+        return [
+            ask(f"r{n}", range(n, n + 5 + n), n, temperature=temperature, max_tokens=6 + 3 * n, n=1)
+            for n in range(6)
+        ]
+
+    engine, sampling = ahead_engine()
+    events = run(engine, *requests())
+    plain = run(fake_engine(ahead=False), *requests())
+    assert tokens(events) == tokens(plain)
+    assert len(of(events, Finished)) == 6
+    assert sampling.ahead >= 15
+    assert sampling.unread == 0
+    assert_at_rest(engine)
+
+
+def test_a_token_too_many_is_never_told() -> None:
+    """The choice ends by a token that the host reads when the next step runs already; others that
+    run on get their own."""
+    expected = greedy(12)
+    stop = expected[6]
+    assert stop not in expected[:6]
+    engine, sampling = ahead_engine()
+    stopped = ask("stops", range(5), max_tokens=12, stop_token_ids=[stop])
+    events = run(engine, stopped, ask("goes on", range(5), max_tokens=12))
+    found = tokens(events)
+    assert found["stops", 0] == expected[:7]
+    assert found["goes on", 0] == expected
+    ends = [e.finish for e in of(events, NewTokens, "stops") if e.finish]
+    assert ends == [FinishReason.STOP]
+    assert sampling.ahead > 6
+    assert_at_rest(engine)
+
+
+def test_no_step_is_launched_for_tokens_beyond_the_last() -> None:
+    engine, sampling = ahead_engine()
+    run(engine, ask("r", range(5), max_tokens=9))
+    assert engine.model.steps == 9  # one chunk, whose token is the first, and eight rows
+    assert sampling.ahead == 8 - 1
+
+
+@pytest.mark.parametrize("options", [{"logprobs": 2}, {"presence_penalty": 0.5}])
+def test_what_needs_the_token_waits_for_it(options: dict[str, float]) -> None:
+    engine, sampling = ahead_engine()
+    run(engine, ask("r", range(5), **options))
+    assert sampling.ahead == 0
+
+
+@pytest.mark.parametrize("how", ["park", "hold"])
+def test_a_request_that_leaves_the_batch_gets_no_token_of_a_step_in_flight(how: str) -> None:
+    engine, sampling = ahead_engine()
+    engine.submit(ask("r", range(5), max_tokens=12))
+    events = stepped(engine, 4)
+    assert engine.ahead is not None
+    leave: Callable[[str], object] = getattr(engine, how)
+    assert leave("r")
+    events += stepped(engine, 1)  # the step in flight
+    assert tokens(events)["r", 0] == greedy(12)[:4]
+    back: Callable[[str], bool] = getattr(engine, f"un{how}")
+    assert back("r")
+    assert tokens(events + run(engine))["r", 0] == greedy(12)
+    assert_at_rest(engine)
+
+
+def test_an_aborted_request_gets_no_token_of_a_step_in_flight() -> None:
+    engine, _ = ahead_engine()
+    engine.submit(ask("r", range(5), max_tokens=12))
+    before = stepped(engine, 4)
+    assert engine.ahead is not None
+    engine.abort("r")
+    after = run(engine, ask("next", range(40), max_tokens=5))  # which gets its blocks
+    assert tokens(before)["r", 0] == greedy(12)[:4]
+    assert [e.ids for e in of(after, NewTokens, "r")] == [()]
+    assert tokens(after)["next", 0] == greedy(5, range(40))
+    assert_at_rest(engine)
+
+
+def test_who_waits_for_a_place_is_planned_with_the_tokens_known() -> None:
+    engine, sampling = ahead_engine(max_running=2)
+    requests = [ask(f"r{n}", range(5), max_tokens=4 + 2 * n) for n in range(5)]
+    found = tokens(run(engine, *requests))
+    assert [found[f"r{n}", 0] for n in range(5)] == [greedy(4 + 2 * n) for n in range(5)]
+    assert sampling.ahead >= 5  # while both places are taken
+
+
+def test_blocks_run_out_while_a_step_is_in_flight() -> None:
+    engine, sampling = ahead_engine(num_blocks=12)
+    requests = [ask(f"r{n}", range(5), max_tokens=24) for n in range(3)]
+    found = tokens(run(engine, *requests))
+    assert all(found[f"r{n}", 0] == greedy(24) for n in range(3))
+    assert engine.stats().preemptions > 0
+    assert sampling.ahead > 10
+    assert_at_rest(engine)
