@@ -147,19 +147,21 @@ def _floor(
     BLOCK: tl.constexpr,
 ):
     """The largest float, as an integer, with enough on or above it; `low` has enough, or nothing
-    has. If count <= BLOCK, what lies from `low` on has been gathered."""
+    has. If count <= BLOCK, what lies from `low` on has been gathered.
+
+    What equals `low` need not be looked at: there may be many scores of -inf."""
     bounded = 0  # whether a guess has had enough: until then guesses go down in longer steps
     high = order_of(peak) + 1
     above = tl.full((), 0.0, tl.float64)
     step = tl.full((), STEP, tl.float32)
     turn = 0
     while (count > BLOCK) & (low + 1 < high):
-        guess = tl.minimum(tl.maximum(guess, low), high - 1)
+        guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
         found = _gather(scores, vocab, temperature, guess, high, kept, BLOCK)
         has = above + _measure(
             scores, vocab, temperature, peak, guess, high, kept, found, MASS, BLOCK
         )
-        if (has >= enough) | (guess == low):
+        if has >= enough:
             low = guess
             count = found
             bounded = 1
@@ -173,7 +175,6 @@ def _floor(
             guess = order_of(value_of(low) * 0.5 + value_of(high) * 0.5)
         else:
             guess = _middle(low, high)
-        guess = tl.maximum(guess, low + bounded)
         turn += 1
     order, weights = _kept(kept, tl.minimum(count, BLOCK), peak, MASS, BLOCK)
     return _descend(order, weights, low, high, above, enough)
@@ -297,7 +298,7 @@ def floors_of(
         floors,
         TILES=triton.next_power_of_2(found.num_tiles),
         BLOCK=BLOCK,
-        num_warps=16,
+        num_warps=8,
         enable_fp_fusion=False,
     )
     return floors

@@ -142,7 +142,7 @@ def launch(logits: Tensor, ids: Tensor, count: int) -> Tensor:
         TILES=triton.next_power_of_2(num_tiles),
         ENTRIES=triton.next_power_of_2(num_tiles * max(count, 1)),
         ALSO=triton.next_power_of_2(max(num_also, 1)),
-        num_warps=4,
+        num_warps=8,
         enable_fp_fusion=False,
     )
     return out
