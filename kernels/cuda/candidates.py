@@ -1,0 +1,304 @@
+"""top_k, top_p and min_p on the device: the floor under each filtered pick's logits / T.
+
+Both top_k and top_p ask for the largest float that enough lies on or above: enough tokens, or
+enough of the probability. One program a pick finds it between `low`, which has enough, and `high`,
+which has not, both as integers in the order of the floats. It guesses a float between them and
+gathers what lies from there to `high`; once these are at most BLOCK and enough, the rest happens in
+registers. A guess that is wrong costs one more pass over the row, never the result.
+
+Masses are sums of doubles in an order that the row alone decides. The reference sums in another
+order: the two floors may differ where a running sum is within 1e-12 of top_p, and only there.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.cuda.picks import Survey
+from pdserve.kernels.cuda.records import (
+    LOG_MIN_P,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    field,
+    scores_of,
+)
+
+BLOCK = 4096  # of more than this no token has a probability over 2^-12
+LOWEST = tl.constexpr(-2139095041)  # order_of(-inf)
+STEP = tl.constexpr(0.7)  # about ln 2: the first step down from a guess that was too high
+
+
+@triton.jit
+def order_of(x):
+    """int32 in the order of the floats; -0.0 is 0.0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(order):
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _middle(low, high):
+    return ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
+
+
+@triton.jit
+def _weights(scaled, inside, peak, MASS: tl.constexpr):
+    """What each score counts: 1, or its probability times a constant."""
+    if MASS:
+        weights = tl.exp(scaled.to(tl.float64) - peak.to(tl.float64))
+    else:
+        weights = tl.full(scaled.shape, 1.0, tl.float64)
+    return tl.where(inside, weights, 0.0)
+
+
+@triton.jit
+def _scaled(scores, ids, vocab, temperature):
+    x = tl.load(scores + ids, mask=ids < vocab, other=float("-inf"))
+    return tl.math.div_rn(x, temperature)
+
+
+@triton.jit
+def _gather(scores, vocab, temperature, low, high, kept, BLOCK: tl.constexpr):
+    """How many scores are in [low, high); the first BLOCK of them go to `kept`."""
+    tl.debug_barrier()  # what was kept before has been read
+    count = 0
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        scaled = _scaled(scores, ids, vocab, temperature)
+        order = order_of(scaled)
+        inside = (ids < vocab) & (order >= low) & (order < high)
+        here = tl.sum(inside.to(tl.int32), 0)
+        if here > 0:
+            at = count + tl.cumsum(inside.to(tl.int32), 0) - 1
+            tl.store(kept + at, scaled, mask=inside & (at < BLOCK))
+        count += here
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _kept(kept, count, peak, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """What was gathered: its order and its weights."""
+    at = tl.arange(0, BLOCK)
+    scaled = tl.load(kept + at, mask=at < count, other=float("-inf"))
+    return order_of(scaled), _weights(scaled, at < count, peak, MASS)
+
+
+@triton.jit
+def _measure(
+    scores,
+    vocab,
+    temperature,
+    peak,
+    low,
+    high,
+    kept,
+    count,
+    MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The weight of the `count` scores in [low, high), which were gathered if they fit."""
+    found = count.to(tl.float64)
+    if MASS:
+        if count <= BLOCK:
+            _, weights = _kept(kept, count, peak, MASS, BLOCK)
+            found = tl.sum(weights, 0)
+        else:
+            sums = tl.zeros([BLOCK], tl.float64)
+            for start in range(0, vocab, BLOCK):
+                ids = start + tl.arange(0, BLOCK)
+                scaled = _scaled(scores, ids, vocab, temperature)
+                order = order_of(scaled)
+                inside = (ids < vocab) & (order >= low) & (order < high)
+                sums += _weights(scaled, inside, peak, MASS)
+            found = tl.sum(sums, 0)
+    return found
+
+
+@triton.jit
+def _descend(order, weights, low, high, above, enough):
+    """The largest float with enough on or above it, in registers; `above` lies from `high` on."""
+    while low + 1 < high:
+        middle = _middle(low, high)
+        has = above + tl.sum(tl.where(order >= middle, weights, 0.0), 0)
+        low = tl.where(has >= enough, middle, low)
+        high = tl.where(has >= enough, high, middle)
+    return low
+
+
+@triton.jit
+def _floor(
+    scores,
+    vocab,
+    temperature,
+    peak,
+    low,
+    guess,
+    enough,
+    kept,
+    count,
+    MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest float, as an integer, with enough on or above it; `low` has enough, or nothing
+    has. If count <= BLOCK, what lies from `low` on has been gathered.
+
+    What equals `low` need not be looked at: there may be many scores of -inf."""
+    bounded = 0  # whether a guess has had enough: until then guesses go down in longer steps
+    high = order_of(peak) + 1
+    above = tl.full((), 0.0, tl.float64)
+    step = tl.full((), STEP, tl.float32)
+    turn = 0
+    while (count > BLOCK) & (low + 1 < high):
+        guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+        found = _gather(scores, vocab, temperature, guess, high, kept, BLOCK)
+        has = above + _measure(
+            scores, vocab, temperature, peak, guess, high, kept, found, MASS, BLOCK
+        )
+        if has >= enough:
+            low = guess
+            count = found
+            bounded = 1
+        else:
+            high = guess
+            above = has
+        if bounded == 0:
+            guess = order_of(value_of(high) - step)
+            step *= 2
+        elif turn % 2 == 0:
+            guess = order_of(value_of(low) * 0.5 + value_of(high) * 0.5)
+        else:
+            guess = _middle(low, high)
+        turn += 1
+    order, weights = _kept(kept, tl.minimum(count, BLOCK), peak, MASS, BLOCK)
+    return _descend(order, weights, low, high, above, enough)
+
+
+@triton.jit
+def _guess_kth(scores, vocab, temperature, k, BLOCK: tl.constexpr):
+    """A float that a good many more than k scores reach, but likely not BLOCK, told by a sample."""
+    stride = (vocab + BLOCK - 1) // BLOCK
+    ids = tl.arange(0, BLOCK) * stride
+    order = order_of(_scaled(scores, ids, vocab, temperature))
+    wanted = tl.maximum(k.to(tl.float32), tl.sqrt(k.to(tl.float32) * (BLOCK // 2)))
+    rank = tl.floor(wanted / stride).to(tl.float64) + 1
+    weights = (ids < vocab).to(tl.float64)
+    none = tl.full((), 0.0, tl.float64)
+    return _descend(order, weights, tl.full((), LOWEST, tl.int32), tl.max(order, 0) + 1, none, rank)
+
+
+@triton.jit
+def floors_kernel(
+    records,
+    filtered_picks,
+    logits,
+    stride,
+    edited_scores,
+    vocab,
+    num_tiles,
+    best,
+    mass,
+    kept,
+    floors,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The floor of one filtered pick: tokens whose logit / T is below it are left out."""
+    slot = tl.program_id(0).to(tl.int64)
+    pick = tl.load(filtered_picks + slot).to(tl.int64)
+    kept += slot * BLOCK
+    temperature = field(records, pick, TEMPERATURE, tl.float32)
+    tiles = tl.arange(0, TILES)
+    at = pick * num_tiles + tiles
+    tops = tl.load(best + at, mask=tiles < num_tiles, other=float("-inf"))
+    tops = tl.math.div_rn(tops, temperature)
+    peak = tl.max(tops, 0)
+    if (peak > float("-inf")) & (peak < float("inf")):
+        scores = scores_of(records, pick, logits, stride, edited_scores, vocab)
+        low = tl.full((), LOWEST, tl.int32)
+        top_k = field(records, pick, TOP_K, tl.int32)
+        top_p = field(records, pick, TOP_P, tl.float64)
+        unknown = tl.full((), BLOCK + 1, tl.int32)
+        narrowed = (top_k > 0) & (top_k < vocab)
+        if narrowed:
+            guess = low
+            if vocab > BLOCK:
+                guess = _guess_kth(scores, vocab, temperature, top_k, BLOCK)
+            low = _floor(
+                scores,
+                vocab,
+                temperature,
+                peak,
+                low,
+                guess,
+                top_k.to(tl.float64),
+                kept,
+                unknown,
+                False,
+                BLOCK,
+            )
+        if top_p < 1:
+            count = unknown
+            if narrowed | (vocab <= BLOCK):
+                high = order_of(peak) + 1
+                count = _gather(scores, vocab, temperature, low, high, kept, BLOCK)
+                total = _measure(
+                    scores, vocab, temperature, peak, low, high, kept, count, True, BLOCK
+                )
+            else:
+                sums = tl.load(mass + at, mask=tiles < num_tiles, other=0.0)
+                total = tl.sum(sums * _weights(tops, tiles < num_tiles, peak, True), 0)
+            least = peak + tl.log(total.to(tl.float32)) - 12 * 0.6931472
+            low = _floor(
+                scores,
+                vocab,
+                temperature,
+                peak,
+                low,
+                order_of(least),
+                top_p * total,
+                kept,
+                count,
+                True,
+                BLOCK,
+            )
+        floor = tl.maximum(value_of(low), peak + field(records, pick, LOG_MIN_P, tl.float32))
+        tl.store(floors + pick, tl.minimum(floor, peak))
+
+
+def floors_of(
+    records: Tensor,
+    filtered_picks: Tensor,
+    logits: Tensor,
+    edited_scores: Tensor,
+    vocab: int,
+    found: Survey,
+) -> Tensor:
+    """float32 [picks]: the floors of the filtered picks, int32 [n]; the others stay as they are."""
+    num_picks, num = len(found.best), len(filtered_picks)
+    floors = torch.empty(num_picks, device=logits.device)
+    kept = torch.empty(num, BLOCK, device=logits.device)
+    floors_kernel[(num,)](
+        records,
+        filtered_picks,
+        logits,
+        logits.stride(0),
+        edited_scores,
+        vocab,
+        found.num_tiles,
+        found.best,
+        found.mass,
+        kept,
+        floors,
+        TILES=triton.next_power_of_2(found.num_tiles),
+        BLOCK=BLOCK,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return floors

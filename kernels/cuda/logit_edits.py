@@ -1,0 +1,119 @@
+"""Edits of logits before the pick: those of kernels/reference/logit_edits.py, in one launch.
+
+A stream with edits owns a tensor of marks, int32 [vocab]: how often an id was generated, whether it
+was seen (in prompt or output), whether it is hidden until min_tokens; and a float32 bias if it has
+one. A step brings the marks up to date with the ids they do not count yet and writes the edited
+scores of the picks that have edits; the other picks read the logits as they are.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.cuda.records import (
+    BIAS,
+    FREQUENCY,
+    FRESH,
+    HIDE,
+    MARKS,
+    MASK,
+    NUM_FRESH,
+    PRESENCE,
+    REPETITION,
+    ROW,
+    field,
+)
+from pdserve.kernels.streams import StreamSettings
+
+TILE = 2048
+SEEN = tl.constexpr(-(1 << 31))
+HIDDEN = tl.constexpr(1 << 30)
+COUNT = tl.constexpr((1 << 30) - 1)
+
+
+def new_marks(settings: StreamSettings, vocab: int, device: torch.device) -> Tensor:
+    """The marks of a stream that has generated nothing, int32 [vocab]."""
+    marks = torch.zeros(vocab, dtype=torch.int32, device=device)
+    if settings.repetition_penalty != 1:
+        marks[_ids(settings.prompt_ids, device)] = SEEN.value
+    hidden = _ids(settings.masked_ids, device)
+    marks[hidden] = marks[hidden] | HIDDEN.value
+    return marks
+
+
+def new_bias(settings: StreamSettings, vocab: int, device: torch.device) -> Tensor:
+    """What is added to the logits, float32 [vocab]; -0.0 changes no number."""
+    bias = torch.full((vocab,), -0.0, device=device)
+    bias[_ids(list(settings.logit_bias), device)] = torch.tensor(
+        list(settings.logit_bias.values()), device=device
+    )
+    return bias
+
+
+def _ids(ids: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(list(ids), dtype=torch.int64, device=device)
+
+
+@triton.jit
+def edit_kernel(
+    records, words, edited_picks, logits, stride, edited_scores, vocab, TILE: tl.constexpr
+):
+    """One tile of one edited pick: reads its logits and marks, writes its scores."""
+    slot = tl.program_id(1).to(tl.int64)
+    pick = tl.load(edited_picks + slot)
+    ids = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = ids < vocab
+    row = field(records, pick, ROW, tl.int32).to(tl.int64)
+    x = tl.load(logits + row * stride + ids, mask=inside, other=0.0)
+
+    bias = field(records, pick, BIAS, tl.int64)
+    x += tl.load(bias.to(tl.pointer_type(tl.float32)) + ids, mask=inside & (bias != 0), other=-0.0)
+
+    address = field(records, pick, MARKS, tl.int64)
+    own_marks = address.to(tl.pointer_type(tl.int32)) + ids
+    marks = tl.load(own_marks, mask=inside & (address != 0), other=0)
+    num_fresh = field(records, pick, NUM_FRESH, tl.int32)
+    if num_fresh > 0:
+        fresh = words + field(records, pick, FRESH, tl.int32)
+        before = marks
+        for i in range(num_fresh):
+            marks = tl.where(ids == tl.load(fresh + i), (marks + 1) | SEEN, marks)
+        tl.store(own_marks, marks, mask=inside & (marks != before))
+
+    repetition = field(records, pick, REPETITION, tl.float32)
+    lowered = tl.where(x > 0, tl.math.div_rn(x, repetition), x * repetition)
+    x = tl.where(marks < 0, lowered, x)
+    count = marks & COUNT
+    x -= tl.where(count > 0, field(records, pick, PRESENCE, tl.float32), 0.0)
+    x -= field(records, pick, FREQUENCY, tl.float32) * count.to(tl.float32)
+    hide = field(records, pick, HIDE, tl.int32) != 0
+    x = tl.where(hide & ((marks & HIDDEN) != 0), float("-inf"), x)
+
+    mask = field(records, pick, MASK, tl.int32)
+    allowed = tl.load(words + mask + (ids >> 5), mask=inside & (mask >= 0), other=-1)
+    x = tl.where(((allowed >> (ids & 31)) & 1) != 0, x, float("-inf"))
+    tl.store(edited_scores + slot * vocab + ids, x, mask=inside)
+
+
+def edit(
+    records: Tensor, words: Tensor, edited_picks: Tensor, logits: Tensor, vocab: int
+) -> Tensor:
+    """Scores of the picks edited_picks int32 [n], float32 [n, vocab]."""
+    num = len(edited_picks)
+    scores = torch.empty(num, vocab, device=logits.device)
+    edit_kernel[triton.cdiv(vocab, TILE), num](
+        records,
+        words,
+        edited_picks,
+        logits,
+        logits.stride(0),
+        scores,
+        vocab,
+        TILE=TILE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return scores

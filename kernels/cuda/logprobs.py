@@ -1,0 +1,174 @@
+"""Log-probabilities on the device, before anything edits the logits: two launches, one copy back.
+
+Sums are doubles in an order that the vocabulary alone decides. NaN counts as the largest; where a
+row has one, all its log-probabilities are NaN.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.streams import TokenScores
+
+TILE = 2048
+
+
+@triton.jit
+def best_kernel(logits, stride, vocab, count, best, best_id, mass, TILE: tl.constexpr):
+    """One tile of one row: its best scores with their ids, best first, ties to the lowest id; and
+    the sum of exp(score - the tile's best). NaN is written as inf, and its sum is NaN."""
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = row * tl.num_programs(0) + tile
+    ids = tile * TILE + tl.arange(0, TILE)
+    inside = ids < vocab
+    x = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf"))
+    top = tl.max(tl.where(x == x, x, float("inf")), 0)
+    peak = tl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
+    tl.store(mass + at, tl.sum(tl.exp(x.to(tl.float64) - peak.to(tl.float64)), 0))
+    # Integers in the order of the floats, NaN over all of them, and -1 << 31 for what is taken.
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    order = tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    taken = tl.full((), -(1 << 31), tl.int32)
+    order = tl.where(inside, order, taken)
+    for i in range(tl.maximum(count, 1)):
+        most = tl.max(order, 0)
+        first = tl.min(tl.where((order == most) & (most > taken), ids, vocab), 0)
+        tl.store(best + at * tl.maximum(count, 1) + i, most)
+        tl.store(best_id + at * tl.maximum(count, 1) + i, first)
+        order = tl.where(ids == first, taken, order)
+
+
+@triton.jit
+def scores_kernel(
+    logits,
+    stride,
+    num_tiles,
+    count,
+    num_also,
+    best,
+    best_id,
+    mass,
+    own_ids,
+    also_ids,
+    out,
+    TILES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ALSO: tl.constexpr,
+):
+    """One row of `out`: its token's log-probability, `count` ids, theirs, those of also_ids."""
+    row = tl.program_id(0).to(tl.int64)
+    out += row * (1 + 2 * count + num_also)
+    each = tl.maximum(count, 1)
+    tiles = tl.arange(0, TILES)
+    tops = tl.load(
+        best + (row * num_tiles + tiles) * each, mask=tiles < num_tiles, other=-(1 << 31)
+    )
+    tops = (tops ^ ((tops >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    tops = tl.where(tiles < num_tiles, tops, float("-inf"))
+    sums = tl.load(mass + row * num_tiles + tiles, mask=tiles < num_tiles, other=0.0)
+    nan = tl.max((tops != tops).to(tl.int32), 0) > 0
+    peak = tl.max(tl.where(tops == tops, tops, float("inf")), 0)
+    finite = (peak > float("-inf")) & (peak < float("inf"))
+    base = tl.where(finite, peak, 0.0).to(tl.float64)
+    # A tile without a finite score summed to 0 relative to 0.
+    scale = tl.exp(tl.where(tops > float("-inf"), tops, base.to(tl.float32)).to(tl.float64) - base)
+    total = base + tl.log(tl.sum(sums * scale, 0))
+    total = tl.where(finite, total, peak.to(tl.float64))
+    total = tl.where(nan, float("nan"), total)
+
+    own = tl.load(logits + row * stride + tl.load(own_ids + row)).to(tl.float64)
+    tl.store(out, own - total)
+    if count > 0:
+        entries = tl.arange(0, ENTRIES)
+        real = entries < num_tiles * count
+        at = row * num_tiles * count + entries
+        taken = tl.full((), -(1 << 31), tl.int32)
+        order = tl.load(best + at, mask=real, other=-(1 << 31))
+        ids = tl.load(best_id + at, mask=real, other=0x7FFFFFFF)
+        for i in range(count):
+            most = tl.max(order, 0)
+            first = tl.min(tl.where((order == most) & (most > taken), ids, 0x7FFFFFFF), 0)
+            value = (most ^ ((most >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            tl.store(out + 1 + i, first.to(tl.float64))
+            tl.store(out + 1 + count + i, value.to(tl.float64) - total)
+            order = tl.where(ids == first, taken, order)
+    also = tl.arange(0, ALSO)
+    asked = also < num_also
+    ids = tl.load(also_ids + also, mask=asked, other=0)
+    value = tl.load(logits + row * stride + ids, mask=asked, other=0.0).to(tl.float64)
+    tl.store(out + 1 + 2 * count + also, value - total, mask=asked)
+
+
+@torch.inference_mode()
+def launch(logits: Tensor, ids: Tensor, count: int) -> Tensor:
+    """Doubles [rows, 1 + 2 count + also]: see scores_kernel. `ids` int32: rows tokens, then also's.
+
+    logits float32 [rows, vocab] with adjacent columns.
+    """
+    rows, vocab = logits.shape
+    num_tiles, num_also = triton.cdiv(vocab, TILE), len(ids) - rows
+    shape = rows, num_tiles, max(count, 1)
+    best = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    best_id = torch.empty_like(best)
+    mass = torch.empty(shape[:2], dtype=torch.float64, device=logits.device)
+    out = torch.empty(rows, 1 + 2 * count + num_also, dtype=torch.float64, device=logits.device)
+    best_kernel[num_tiles, rows](
+        logits,
+        logits.stride(0),
+        vocab,
+        count,
+        best,
+        best_id,
+        mass,
+        TILE=TILE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    scores_kernel[(rows,)](
+        logits,
+        logits.stride(0),
+        num_tiles,
+        count,
+        num_also,
+        best,
+        best_id,
+        mass,
+        ids[:rows],
+        ids[rows:],
+        out,
+        TILES=triton.next_power_of_2(num_tiles),
+        ENTRIES=triton.next_power_of_2(num_tiles * max(count, 1)),
+        ALSO=triton.next_power_of_2(max(num_also, 1)),
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def logprobs(
+    logits: Tensor, tokens: Sequence[int], count: int, also: Sequence[int] = ()
+) -> list[TokenScores]:
+    """Of tokens[r] under row r of raw logits [rows, vocab], with the `count` best of each row and
+    then the ids of `also`. Raises ValueError for ids or a count outside the vocabulary."""
+    rows, vocab = logits.shape
+    if len(tokens) != rows:
+        raise ValueError("tokens: not one for each row of logits")
+    if not 0 <= count <= vocab:
+        raise ValueError(f"count: outside 0 to {vocab}")
+    for name, ids in (("tokens", tokens), ("also", also)):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab):
+            raise ValueError(f"{name}: an id outside the vocabulary of {vocab}")
+    if not rows:
+        return []
+    sent = torch.tensor([*tokens, *also], dtype=torch.int32)
+    if logits.is_cuda:
+        sent = sent.pin_memory()
+    found = launch(logits, sent.to(logits.device, non_blocking=True), count).tolist()
+    answers: list[TokenScores] = []
+    for own, *rest in found:
+        best = zip(map(int, rest[:count]), rest[count : 2 * count], strict=True)
+        answers.append((own, (*best, *zip(also, rest[2 * count :], strict=True))))
+    return answers

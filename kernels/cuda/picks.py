@@ -1,0 +1,216 @@
+"""The best token of each pick: argmax of scores, or of scores / T + noise.
+
+Programs over tiles of the vocabulary find each tile's best score and, for picks with a temperature,
+a bound that no score + noise of the tile exceeds. One program a pick then computes the noise in
+doubles for the tile with the highest bound, and for others only while their bound reaches the best
+sum: sums are monotonic under rounding, so what is not looked at cannot win. So the pick is exactly
+the reference's, ties go to the lowest id, and it does not depend on the tiles.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.cuda.noise import noise_bits, noise_bound, noise_key, noise_of
+from pdserve.kernels.cuda.records import TEMPERATURE, TOP_P, field, is_filtered, scores_of
+
+TILE = 2048
+
+
+@triton.jit
+def survey_kernel(
+    records, logits, stride, edited_scores, vocab, best, best_id, mass, bound, TILE: tl.constexpr
+):
+    """One tile of one pick: its best score (inf for NaN) and the lowest id that has it.
+
+    With top_p also the sum of exp(score / T - the tile's best / T); with a temperature and no
+    filter the bound of score / T + noise.
+    """
+    tile, pick = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = pick * tl.num_programs(0) + tile
+    ids = tile * TILE + tl.arange(0, TILE)
+    scores = scores_of(records, pick, logits, stride, edited_scores, vocab)
+    x = tl.load(scores + ids, mask=ids < vocab, other=float("-inf"))
+    x = tl.where(x == x, x, float("inf"))
+    top = tl.max(x, 0)
+    tl.store(best + at, top)
+    tl.store(best_id + at, tl.min(tl.where(x == top, ids, vocab), 0))
+    temperature = field(records, pick, TEMPERATURE, tl.float32)
+    if temperature > 0:
+        scaled = tl.math.div_rn(x, temperature)
+        if is_filtered(records, pick):
+            if field(records, pick, TOP_P, tl.float64) < 1:
+                peak = tl.math.div_rn(top, temperature)
+                peak = tl.where(peak == float("-inf"), 0.0, peak).to(tl.float64)
+                tl.store(mass + at, tl.sum(tl.exp(scaled.to(tl.float64) - peak), 0))
+        else:
+            most = scaled + noise_bound(noise_bits(noise_key(records, pick), ids))
+            tl.store(bound + at, tl.max(most, 0))
+
+
+@triton.jit
+def bound_kernel(
+    records,
+    filtered_picks,
+    floors,
+    logits,
+    stride,
+    edited_scores,
+    vocab,
+    bound,
+    TILE: tl.constexpr,
+):
+    """One tile of one filtered pick: the bound of score / T + noise over its candidates."""
+    tile, slot = tl.program_id(0), tl.program_id(1)
+    pick = tl.load(filtered_picks + slot).to(tl.int64)
+    ids = tile * TILE + tl.arange(0, TILE)
+    scores = scores_of(records, pick, logits, stride, edited_scores, vocab)
+    x = tl.load(scores + ids, mask=ids < vocab, other=float("-inf"))
+    scaled = tl.math.div_rn(x, field(records, pick, TEMPERATURE, tl.float32))
+    kept = scaled >= tl.load(floors + pick)
+    most = tl.full((), float("-inf"), tl.float32)
+    if tl.max(kept.to(tl.int32), 0) > 0:
+        noise = noise_bound(noise_bits(noise_key(records, pick), ids))
+        most = tl.max(tl.where(kept, scaled + noise, float("-inf")), 0)
+    tl.store(bound + pick * tl.num_programs(0) + tile, most)
+
+
+@triton.jit
+def choose_kernel(
+    records,
+    floors,
+    logits,
+    stride,
+    edited_scores,
+    vocab,
+    num_tiles,
+    best,
+    best_id,
+    bound,
+    tokens,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The token of one pick; -1 where its best score is not finite."""
+    pick = tl.program_id(0).to(tl.int64)
+    tiles = tl.arange(0, TILES)
+    real = tiles < num_tiles
+    at = pick * num_tiles + tiles
+    tops = tl.load(best + at, mask=real, other=float("-inf"))
+    top = tl.max(tops, 0)
+    token = tl.min(tl.where(tops == top, tl.load(best_id + at, mask=real, other=vocab), vocab), 0)
+    finite = (top > float("-inf")) & (top < float("inf"))
+    temperature = field(records, pick, TEMPERATURE, tl.float32)
+    if finite & (temperature > 0):
+        floor = tl.load(floors + pick, mask=is_filtered(records, pick), other=float("-inf"))
+        scores = scores_of(records, pick, logits, stride, edited_scores, vocab)
+        key = noise_key(records, pick)
+        bounds = tl.load(bound + at, mask=real, other=float("-inf"))
+        most = tl.max(bounds, 0)
+        value = tl.full((), float("-inf"), tl.float32)
+        while (most > float("-inf")) & (most >= value):
+            tile = tl.min(tl.where(bounds == most, tiles, TILES), 0)
+            ids = tile * TILE + tl.arange(0, TILE)
+            x = tl.load(scores + ids, mask=ids < vocab, other=float("-inf"))
+            scaled = tl.math.div_rn(x, temperature)
+            drawn = scaled + noise_of(noise_bits(key, ids))
+            drawn = tl.where((ids < vocab) & (scaled >= floor), drawn, float("-inf"))
+            here = tl.max(drawn, 0)
+            first = tl.min(tl.where(drawn == here, ids, vocab), 0)
+            wins = (here > value) | ((here == value) & (first < token))
+            token = tl.where(wins, first, token)
+            value = tl.where(wins, here, value)
+            bounds = tl.where(tiles == tile, float("-inf"), bounds)
+            most = tl.max(bounds, 0)
+    tl.store(tokens + pick, tl.where(finite, token, -1))
+
+
+class Survey:
+    """What the programs over tiles found: [picks, tiles] each, on the device."""
+
+    def __init__(self, num_picks: int, vocab: int, device: torch.device) -> None:
+        self.num_tiles = triton.cdiv(vocab, TILE)
+        shape = num_picks, self.num_tiles
+        self.best = torch.empty(shape, device=device)
+        self.best_id = torch.empty(shape, dtype=torch.int32, device=device)
+        self.mass = torch.empty(shape, dtype=torch.float64, device=device)
+        self.bound = torch.empty(shape, device=device)
+
+
+def survey(
+    records: Tensor, logits: Tensor, edited_scores: Tensor, vocab: int, num_picks: int
+) -> Survey:
+    """Reads the scores of every pick once."""
+    found = Survey(num_picks, vocab, logits.device)
+    survey_kernel[found.num_tiles, num_picks](
+        records,
+        logits,
+        logits.stride(0),
+        edited_scores,
+        vocab,
+        found.best,
+        found.best_id,
+        found.mass,
+        found.bound,
+        TILE=TILE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return found
+
+
+def bound_filtered(
+    records: Tensor,
+    filtered_picks: Tensor,
+    floors: Tensor,
+    logits: Tensor,
+    edited_scores: Tensor,
+    vocab: int,
+    found: Survey,
+) -> None:
+    """Fills in the bounds of the filtered picks, int32 [n]; `floors` float32 [picks]."""
+    bound_kernel[found.num_tiles, len(filtered_picks)](
+        records,
+        filtered_picks,
+        floors,
+        logits,
+        logits.stride(0),
+        edited_scores,
+        vocab,
+        found.bound,
+        TILE=TILE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+def choose(
+    records: Tensor,
+    floors: Tensor,
+    logits: Tensor,
+    edited_scores: Tensor,
+    vocab: int,
+    found: Survey,
+) -> Tensor:
+    """The token of each pick, int32 [picks]."""
+    num_picks = len(found.best)
+    tokens = torch.empty(num_picks, dtype=torch.int32, device=logits.device)
+    choose_kernel[(num_picks,)](
+        records,
+        floors,
+        logits,
+        logits.stride(0),
+        edited_scores,
+        vocab,
+        found.num_tiles,
+        found.best,
+        found.best_id,
+        found.bound,
+        tokens,
+        TILES=triton.next_power_of_2(found.num_tiles),
+        TILE=TILE,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return tokens

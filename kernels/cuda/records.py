@@ -1,0 +1,71 @@
+"""What the host tells the device of each pick of a step: one record of RECORD, packed.
+
+`position` counts the generated ids. `edited` is the pick's row in the edited scores, -1 where the
+logits are used as they are; `mask` is where its mask starts in the step's words, -1 for none;
+`fresh` and `num_fresh` say which of the step's words are ids that its marks do not count yet.
+`marks` and `bias` are addresses of the stream's tensors [vocab], 0 for none.
+"""
+
+import numpy as np
+import triton
+import triton.language as tl
+
+RECORD = np.dtype(
+    [
+        ("seed", "<u8"),
+        ("choice", "<i8"),
+        ("position", "<i8"),
+        ("marks", "<i8"),  # int32: see logit_edits.py
+        ("bias", "<i8"),  # float32
+        ("top_p", "<f8"),
+        ("row", "<i4"),
+        ("edited", "<i4"),
+        ("top_k", "<i4"),
+        ("temperature", "<f4"),  # 0: greedy
+        ("log_min_p", "<f4"),
+        ("repetition", "<f4"),
+        ("presence", "<f4"),
+        ("frequency", "<f4"),
+        ("hide", "<i4"),  # whether the ids marked as hidden are left out
+        ("mask", "<i4"),
+        ("fresh", "<i4"),
+        ("num_fresh", "<i4"),
+    ]
+)
+SIZE = tl.constexpr(RECORD.itemsize)
+
+
+def _offset(name: str) -> tl.constexpr:
+    return tl.constexpr(RECORD.fields[name][1])  # type: ignore[index]
+
+
+SEED, CHOICE, POSITION = _offset("seed"), _offset("choice"), _offset("position")
+MARKS, BIAS, TOP_P = _offset("marks"), _offset("bias"), _offset("top_p")
+ROW, EDITED, TOP_K = _offset("row"), _offset("edited"), _offset("top_k")
+TEMPERATURE, LOG_MIN_P = _offset("temperature"), _offset("log_min_p")
+REPETITION, PRESENCE, FREQUENCY = _offset("repetition"), _offset("presence"), _offset("frequency")
+HIDE, MASK = _offset("hide"), _offset("mask")
+FRESH, NUM_FRESH = _offset("fresh"), _offset("num_fresh")
+
+
+@triton.jit
+def field(records, pick, offset: tl.constexpr, dtype: tl.constexpr):
+    """One field of a pick's record; `records` points to bytes."""
+    return tl.load((records + pick * SIZE + offset).to(tl.pointer_type(dtype)))
+
+
+@triton.jit
+def is_filtered(records, pick):
+    """Whether top_k, top_p or min_p leave tokens out."""
+    narrowed = (field(records, pick, TOP_K, tl.int32) > 0) | (
+        field(records, pick, TOP_P, tl.float64) < 1
+    )
+    return narrowed | (field(records, pick, LOG_MIN_P, tl.float32) > float("-inf"))
+
+
+@triton.jit
+def scores_of(records, pick, logits, stride, edited_scores, vocab):
+    """Where the pick's scores [vocab] start: its row of the logits, or of the edited ones."""
+    edited = field(records, pick, EDITED, tl.int32).to(tl.int64)
+    row = field(records, pick, ROW, tl.int32).to(tl.int64)
+    return tl.where(edited >= 0, edited_scores + edited * vocab, logits + row * stride)

@@ -1,0 +1,242 @@
+"""Sampling of a whole step on the device: `stream`, `sample` and `logprobs` of kernels/streams.py.
+
+A step is one upload (a record a pick, ids and masks), two to five launches whatever the number of
+picks, and one copy back. A pick depends on its own logits and stream alone.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.kernels.cuda.candidates import floors_of
+from pdserve.kernels.cuda.logit_edits import edit, new_bias, new_marks
+from pdserve.kernels.cuda.logprobs import logprobs
+from pdserve.kernels.cuda.picks import bound_filtered, choose, survey
+from pdserve.kernels.cuda.records import RECORD
+from pdserve.kernels.streams import GREEDY_BELOW, Mask, StreamSettings, TokenScores
+
+
+class CudaStream:
+    """A stream's constant record, and its marks on the device once its logits are edited.
+
+    It owns these tensors; a step that still runs may read them, as the allocator gives memory away
+    in the order of the device's stream only.
+    """
+
+    def __init__(self, settings: StreamSettings, vocab: int) -> None:
+        _check(settings, vocab)
+        self.settings = settings
+        self.vocab = vocab
+        hot = settings.temperature >= GREEDY_BELOW
+        self.is_filtered = hot and settings.filters
+        self.counts = settings.repetition_penalty != 1 or bool(
+            settings.presence_penalty or settings.frequency_penalty
+        )
+        self.always_edits = self.counts or bool(settings.logit_bias)
+        self.hides_until = settings.min_tokens if settings.masked_ids else 0
+        self.num_counted = 0
+        self._tensors: list[Tensor] = []
+        constant = np.zeros((), RECORD)
+        constant["seed"] = settings.seed
+        constant["choice"] = settings.choice
+        constant["edited"] = constant["mask"] = -1
+        constant["temperature"] = settings.temperature if hot else 0
+        constant["top_k"] = settings.top_k if self.is_filtered else 0
+        constant["top_p"] = settings.top_p if self.is_filtered else 1
+        bounded = self.is_filtered and settings.min_p > 0
+        constant["log_min_p"] = math.log(settings.min_p) if bounded else -math.inf
+        constant["repetition"] = settings.repetition_penalty
+        constant["presence"] = settings.presence_penalty
+        constant["frequency"] = settings.frequency_penalty
+        self._constant = constant
+        self.record = constant.tobytes()
+
+    def edits(self, num_generated: int) -> bool:
+        """Whether the next pick's logits are edited, masks aside."""
+        return self.always_edits or num_generated < self.hides_until
+
+    def to_device(self, device: torch.device) -> None:
+        """Makes the tensors of its edits, once."""
+        if self._tensors or not (self.always_edits or self.hides_until):
+            return
+        if self.counts or self.hides_until:
+            marks = new_marks(self.settings, self.vocab, device)
+            self._constant["marks"] = marks.data_ptr()
+            self._tensors.append(marks)
+        if self.settings.logit_bias:
+            bias = new_bias(self.settings, self.vocab, device)
+            self._constant["bias"] = bias.data_ptr()
+            self._tensors.append(bias)
+        self.record = self._constant.tobytes()
+
+    def fresh(self, generated: list[int]) -> list[int]:
+        """The generated ids that the marks do not count yet; ValueError if some were taken back."""
+        if not self.counts:
+            return []
+        ids = generated[self.num_counted :]
+        if len(generated) < self.num_counted:
+            raise ValueError("generated: shorter than at the stream's last pick")
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab):
+            raise ValueError(f"generated: an id outside the vocabulary of {self.vocab}")
+        return ids
+
+
+class CudaSampling:
+    """Works on the current stream of the logits' device; a stream has one pick in a step."""
+
+    def stream(self, settings: StreamSettings, vocab: int) -> CudaStream:
+        """A new stream of tokens. Raises ValueError for ids outside the vocabulary."""
+        return CudaStream(settings, vocab)
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: list[int],
+        streams: list[CudaStream],
+        generated: list[list[int]],
+        masks: list[Mask | None] | None = None,
+    ) -> list[int]:
+        """As kernels/reference/sampling.py, in one step on the device."""
+        if not rows:
+            return []
+        tokens: list[int] = self.launch(logits, rows, streams, generated, masks).tolist()
+        return tokens
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        logits: Tensor,
+        rows: list[int],
+        streams: list[CudaStream],
+        generated: list[list[int]],
+        masks: list[Mask | None] | None = None,
+    ) -> Tensor:
+        """The tokens of at least one pick, int32 [picks] on the device, which it does not wait for.
+
+        Raises ValueError for a row, an id, a mask or a vocabulary that does not fit, TypeError for
+        logits that are not float32 with adjacent columns.
+        """
+        vocab = _check_step(logits, rows, streams, generated, masks)
+        num_picks, device = len(rows), logits.device
+        edited = [
+            i
+            for i, stream in enumerate(streams)
+            if stream.edits(len(generated[i])) or (masks and masks[i] is not None)
+        ]
+        filtered = [i for i, stream in enumerate(streams) if stream.is_filtered]
+        fresh = [streams[i].fresh(generated[i]) for i in edited]
+        for i in edited:
+            streams[i].to_device(device)
+
+        packed = np.frombuffer(bytearray(b"".join([s.record for s in streams])), RECORD)
+        packed["row"] = rows
+        packed["position"] = [len(ids) for ids in generated]
+        words = _add_edits(packed, edited, fresh, streams, generated, masks)
+        lists = np.array([*edited, *filtered], np.int32)
+        sent = _upload([packed.view(np.uint8), lists.view(np.uint8), words.view(np.uint8)], device)
+        records, numbers = sent[: packed.nbytes], sent[packed.nbytes :].view(torch.int32)
+        edited_picks, filtered_picks = numbers[: len(edited)], numbers[len(edited) : len(lists)]
+
+        scores = logits
+        if edited:
+            scores = edit(records, numbers[len(lists) :], edited_picks, logits, vocab)
+            for i in edited:
+                streams[i].num_counted = len(generated[i])
+        found = survey(records, logits, scores, vocab, num_picks)
+        floors = found.best  # read for filtered picks only
+        if filtered:
+            floors = floors_of(records, filtered_picks, logits, scores, vocab, found)
+            bound_filtered(records, filtered_picks, floors, logits, scores, vocab, found)
+        return choose(records, floors, logits, scores, vocab, found)
+
+    def logprobs(
+        self, logits: Tensor, tokens: list[int], count: int, also: Sequence[int] = ()
+    ) -> list[TokenScores]:
+        """As kernels/reference/logprobs.py, summed in doubles."""
+        return logprobs(logits, tokens, count, also)
+
+
+def _add_edits(
+    packed: NDArray[np.void],
+    edited: list[int],
+    fresh: list[list[int]],
+    streams: list[CudaStream],
+    generated: list[list[int]],
+    masks: list[Mask | None] | None,
+) -> NDArray[np.int32]:
+    """Fills in what the records say of edits; returns the step's words, fresh ids and masks."""
+    parts: list[NDArray[np.int32]] = []
+    at = 0
+    for slot, (i, ids) in enumerate(zip(edited, fresh, strict=True)):
+        record = packed[i]
+        record["edited"] = slot
+        record["hide"] = len(generated[i]) < streams[i].hides_until
+        record["fresh"], record["num_fresh"] = at, len(ids)
+        parts.append(np.array(ids, np.int32))
+        at += len(ids)
+        mask = masks[i] if masks else None
+        if mask is not None:
+            record["mask"] = at
+            parts.append(mask.view(np.int32))
+            at += len(mask)
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def _upload(parts: list[NDArray[np.uint8]], device: torch.device) -> Tensor:
+    """Bytes on the device, sent in one copy that nothing waits for."""
+    size = sum(part.nbytes for part in parts)
+    # Torch gives pinned memory away only when the copies out of it are done.
+    staged = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    np.concatenate(parts, out=staged.numpy())
+    return staged.to(device, non_blocking=True)
+
+
+def _check_step(
+    logits: Tensor,
+    rows: list[int],
+    streams: list[CudaStream],
+    generated: list[list[int]],
+    masks: list[Mask | None] | None,
+) -> int:
+    """Raises as `launch`; returns the size of the vocabulary."""
+    if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
+        raise TypeError("logits: not float32 [n, vocab] with adjacent columns")
+    num_rows, vocab = logits.shape
+    if not len(rows) == len(streams) == len(generated):
+        raise ValueError("rows, streams and generated: not of one length")
+    if not (min(rows) >= 0 and max(rows) < num_rows):
+        raise ValueError(f"rows: one is outside the {num_rows} rows of logits")
+    if any(stream.vocab != vocab for stream in streams):
+        raise ValueError(f"streams: one is for another vocabulary than the logits' {vocab}")
+    if masks is not None:
+        if len(masks) != len(rows):
+            raise ValueError("masks: not one for each pick")
+        for mask in masks:
+            if mask is None:
+                continue
+            if mask.dtype != np.uint32 or mask.ndim != 1:
+                raise TypeError("masks: one is not uint32 [(vocab + 31) // 32]")
+            if len(mask) != (vocab + 31) // 32:
+                raise ValueError(f"masks: one is not for a vocabulary of {vocab}")
+    return vocab
+
+
+def _check(settings: StreamSettings, vocab: int) -> None:
+    prompt = settings.prompt_ids if settings.repetition_penalty != 1 else ()
+    for name, ids in (
+        ("logit_bias", settings.logit_bias),
+        ("masked_ids", settings.masked_ids),
+        ("prompt_ids", prompt),
+    ):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab):
+            raise ValueError(f"{name}: an id outside the vocabulary of {vocab}")
+    if not 0 <= settings.temperature < math.inf:
+        raise ValueError("temperature: not a finite number from 0 on")
+    if not 0 < settings.top_p <= 1:
+        raise ValueError("top_p: not in (0, 1]")
+    if not 0 <= settings.min_p <= 1:
+        raise ValueError("min_p: not in [0, 1]")

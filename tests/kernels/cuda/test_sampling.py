@@ -1,0 +1,365 @@
+"""Sampling in Triton equals the reference: the same noise, edits, filters and tokens."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton_interpreter  # noqa: F401
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.kernels import reference
+from pdserve.kernels.cuda import candidates, logit_edits, picks
+from pdserve.kernels.cuda.records import RECORD
+from pdserve.kernels.cuda.sampling import CudaSampling
+from pdserve.kernels.reference.candidates import candidates as reference_candidates
+from pdserve.kernels.streams import StreamSettings
+
+OPS = CudaSampling()
+VOCABS = st.sampled_from([1, 2, 63, 64, 65, 100, 300])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_tiles() -> Iterator[None]:
+    """So that small vocabularies have several tiles, and more tokens than a block holds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (logit_edits, picks):
+            patch.setattr(module, "TILE", 64)
+        patch.setattr(candidates, "BLOCK", 128)
+        yield
+
+
+def some_logits(seed: int, rows: int, vocab: int, spread: float = 3.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, vocab, generator=generator) * spread
+
+
+def sample(
+    ops: Any,
+    logits: torch.Tensor,
+    kinds: list[StreamSettings],
+    generated: list[list[int]] | None = None,
+    rows: list[int] | None = None,
+    masks: Any = None,
+) -> list[int]:
+    streams = [ops.stream(kind, logits.shape[1]) for kind in kinds]
+    ids = generated or [[] for _ in kinds]
+    tokens: list[int] = ops.sample(logits, rows or list(range(len(kinds))), streams, ids, masks)
+    return tokens
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), VOCABS, st.sampled_from(["", "coarse", "masked", "flat"]))
+def test_greedy_is_the_lowest_of_the_best(seed: int, vocab: int, kind: str) -> None:
+    logits = some_logits(seed, 3, vocab)
+    if kind == "coarse":
+        logits = logits.round()
+    elif kind == "flat":
+        logits = torch.zeros(3, vocab)
+    elif kind == "masked":
+        logits[:, 1 : vocab - 1] = -math.inf
+    assert sample(OPS, logits, [StreamSettings()] * 3) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("vocab", [1, 40, 150])
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
+def test_rows_that_are_not_finite_fail_alone(vocab: int, bad: float) -> None:
+    at = [0, vocab // 2, vocab - 1]
+    logits = some_logits(1, 8, vocab)
+    for row, column in enumerate(at, start=1):
+        logits[row, column] = bad
+    logits[4, :] = bad
+    logits[5, :] = -math.inf
+    logits[6, 0], logits[6, -1] = math.inf, -math.inf
+    for kind in (
+        StreamSettings(),
+        StreamSettings(temperature=1.0),
+        StreamSettings(temperature=1.0, top_p=0.5, top_k=3),
+    ):
+        got = sample(OPS, logits, [kind] * 8)
+        assert [t < 0 for t in got] == [False, True, True, True, True, True, True, False]
+        assert got == sample(reference, logits, [kind] * 8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    VOCABS,
+    st.sampled_from([1.0, 0.7, 0.01, 1e-6, 50.0]),
+    st.sampled_from([0.0, 0.1, 3.0, 60.0]),
+    st.booleans(),
+)
+def test_gumbel_argmax(
+    seed: int, vocab: int, temperature: float, spread: float, coarse: bool
+) -> None:
+    logits = some_logits(seed, 3, vocab, spread)
+    if coarse:
+        logits = logits.round()
+    logits[:, 2::3] = -math.inf
+    kinds = [
+        StreamSettings(
+            temperature=temperature, seed=(seed * 0x9E3779B97F4A7C15) % (1 << 64), choice=c
+        )
+        for c in range(3)
+    ]
+    ids = [[1] * (vocab > 1) * n for n in (0, 3, 7)]
+    assert sample(OPS, logits, kinds, ids) == sample(reference, logits, kinds, ids)
+
+
+def floor_of(logits: torch.Tensor, one: StreamSettings) -> float:
+    """The floor that the device finds under one row of logits / T."""
+    vocab = logits.shape[1]
+    packed = np.frombuffer(OPS.stream(one, vocab).record, RECORD)
+    records = torch.from_numpy(packed.view(np.uint8).copy())
+    found = picks.survey(records, logits, logits, vocab, 1)
+    which = torch.zeros(1, dtype=torch.int32)
+    return float(candidates.floors_of(records, which, logits, logits, vocab, found)[0])
+
+
+def kept_by(scaled: torch.Tensor, one: StreamSettings, top_p: float) -> list[int]:
+    moved = StreamSettings(top_k=one.top_k, top_p=top_p, min_p=one.min_p)
+    kept: list[int] = reference_candidates(scaled, moved).tolist()
+    return kept
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([1, 2, 127, 128, 129, 300]),
+    st.integers(0, 310),
+    st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
+    st.sampled_from([0.0, 0.001, 0.1, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.3, 3.0, 12.0, 1e30]),
+    st.sampled_from(["", "coarse", "masked", "rising", "few", "steps"]),
+)
+def test_filters_keep_what_the_reference_keeps(
+    seed: int, vocab: int, top_k: int, top_p: float, min_p: float, spread: float, kind: str
+) -> None:
+    """Equal but where a running sum is within 1e-12 of top_p: there as for a top_p beside it."""
+    logits = some_logits(seed, 1, vocab, spread)
+    if kind == "coarse":
+        logits = logits.round()
+    elif kind == "masked":
+        logits[:, 1::3] = -math.inf
+    elif kind == "rising":
+        logits = logits.sort(dim=-1).values
+    elif kind == "few":
+        logits[:, 3:] = -math.inf
+    elif kind == "steps":
+        logits = logits.sign()
+    temperature = (0.8, 1.0, 5.0)[seed % 3]
+    one = StreamSettings(temperature, top_k, top_p, min_p, seed)
+    scaled = logits[0] / one.temperature
+    if not one.filters:
+        return
+    floor = floor_of(logits, one)
+    kept = (scaled >= floor).nonzero()[:, 0].tolist()
+    expected = [kept_by(scaled, one, top_p)]
+    if top_p < 1:
+        expected += [kept_by(scaled, one, top_p + off) for off in (-1e-12, 1e-12)]
+    assert kept in expected
+    if seed % 3 == 0 and kept == expected[0]:
+        assert sample(OPS, logits, [one]) == sample(reference, logits, [one])
+
+
+def test_many_equal_scores_and_wrong_guesses_end() -> None:
+    """More equal scores than a block holds, and the best where the sample does not look."""
+    logits = torch.zeros(1, 400)
+    logits[0, 1:60:6] = 5.0
+    logits[0, 200:] = -math.inf
+    for top_k in (1, 10, 11, 200, 201):
+        one = StreamSettings(temperature=1.0, top_k=top_k)
+        expected = float(logits[0].topk(top_k).values[-1])
+        assert floor_of(logits, one) == expected
+    for top_p in (0.5, 0.98, 1 - 1e-15):
+        one = StreamSettings(temperature=1.0, top_p=top_p)
+        kept = (logits[0] >= floor_of(logits, one)).nonzero()[:, 0].tolist()
+        assert kept in [kept_by(logits[0], one, top_p + off) for off in (-1e-12, 0, 1e-12)]
+
+
+EDITS: list[dict[str, Any]] = [
+    {"logit_bias": {3: 0.5, 40: -1e6, 0: 1e-3}},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.7, "logit_bias": {5: 0.1}},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -0.7},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.31, "repetition_penalty": 1.9},
+    {"masked_ids": (1, 2, 3, 4), "min_tokens": 6},
+    {"masked_ids": tuple(range(100)), "min_tokens": 6, "frequency_penalty": 0.3},
+]
+
+
+@pytest.mark.parametrize("edits", EDITS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_edits_equal_the_reference_token_after_token(
+    edits: dict[str, Any], temperature: float
+) -> None:
+    vocab, prompt = 100, (9, 8, 9, 50, 99)
+    one = StreamSettings(**{"temperature": temperature, **edits}, prompt_ids=prompt, seed=77)
+    fast, slow = OPS.stream(one, vocab), reference.stream(one, vocab)
+    generated: list[int] = []
+    seen = set()
+    for turn in range(9):
+        logits = some_logits(turn % 5, 1, vocab, 1.0)
+        before = logits.clone()
+        (expected,) = reference.sample(logits, [0], [slow], [generated])
+        assert OPS.sample(logits, [0], [fast], [generated]) == [expected]
+        assert torch.equal(logits, before)
+        # A fresh stream that is told everything at once agrees: marks are only notes.
+        if turn % 4 == 3:
+            assert sample(OPS, logits, [one], [generated]) == [expected]
+        generated.append(expected if expected >= 0 else turn)
+        seen.add(expected)
+    assert len(seen) > 1
+
+
+def test_edited_scores_are_the_same_floats() -> None:
+    vocab = 300
+    one = StreamSettings(
+        presence_penalty=0.3,
+        frequency_penalty=0.07,
+        repetition_penalty=1.17,
+        logit_bias={i: 0.1 * i for i in range(0, vocab, 3)},
+        masked_ids=(4, 4, 299),
+        min_tokens=50,
+        prompt_ids=tuple(range(0, vocab, 2)) * 2,
+    )
+    logits, generated = some_logits(3, 1, vocab), [i * i % vocab for i in range(40)]
+    expected = logits[0].clone()
+    reference.stream(one, vocab).edits(expected.device).apply(expected, generated)
+    seen: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "pdserve.kernels.cuda.sampling.edit",
+            lambda *args: seen.append(logit_edits.edit(*args)) or seen[0],
+        )
+        sample(OPS, logits, [one], [generated])
+    assert torch.equal(seen[0][0], expected)
+
+
+MIX = [
+    StreamSettings(),
+    StreamSettings(temperature=1.0, seed=1),
+    StreamSettings(temperature=0.7, seed=2, top_p=0.8),
+    StreamSettings(temperature=1.0, seed=3, top_k=5, min_p=0.05),
+    StreamSettings(repetition_penalty=1.3),
+    StreamSettings(logit_bias={4: 100.0}, temperature=1.0, seed=(1 << 64) - 1),
+]
+
+
+def test_a_token_depends_on_its_own_stream_only() -> None:
+    logits = some_logits(4, 4, 500)
+    rows = [3, 0, 0, 2, 1, 0]
+    ids = [[5, 6, 5]] * 6
+    together = sample(OPS, logits, MIX, ids, rows)
+    for i, kind in enumerate(MIX):
+        assert sample(OPS, logits[rows[i]][None], [kind], [ids[i]]) == [together[i]]
+    assert together == sample(reference, logits, MIX, ids, rows)
+
+
+@pytest.mark.parametrize("num_picks", [1, 2, 17, 33])
+def test_any_number_of_picks_in_as_many_launches(num_picks: int) -> None:
+    logits = some_logits(8, 5, 200)
+    kinds = [MIX[i % len(MIX)] for i in range(num_picks)]
+    rows = [i * 3 % 5 for i in range(num_picks)]
+    ids = [[i, 2 * i] for i in range(num_picks)]
+    names: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        run = triton.runtime.interpreter.InterpretedFunction.run
+
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            names.append(self.fn.__name__)
+            return run(self, *args, **kwargs)
+
+        patch.setattr(triton.runtime.interpreter.InterpretedFunction, "run", noted)
+        assert sample(OPS, logits, kinds, ids, rows) == sample(reference, logits, kinds, ids, rows)
+    assert len(names) == (2 if num_picks < 3 else 5)
+
+
+def test_rows_of_a_wider_tensor() -> None:
+    wide = some_logits(8, 3, 230)
+    logits = wide[:, 30:]
+    assert sample(OPS, logits, MIX[:3]) == sample(reference, logits, MIX[:3])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    VOCABS,
+    st.sampled_from([0.02, 0.5, 0.98]),
+    st.sampled_from([{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1}, {"logit_bias": {0: 3.0}}]),
+    st.sampled_from([0.0, 1.0]),
+)
+def test_masked_picks_equal_the_reference(
+    seed: int, vocab: int, share: float, options: dict[str, Any], temperature: float
+) -> None:
+    """Of three rows the last has no mask; masks have more bits than there are tokens."""
+    logits = some_logits(seed, 3, vocab)
+    rng = np.random.default_rng(seed)
+    allowed = rng.random((2, (vocab + 31) // 32 * 32)) < share
+    masks = [*np.packbits(allowed, axis=1, bitorder="little").view(np.uint32), None]
+    kinds = [StreamSettings(temperature=temperature, seed=seed + i, **options) for i in range(3)]
+    found = sample(OPS, logits, kinds, masks=masks)
+    assert found == sample(reference, logits, kinds, masks=masks)
+    for token, bits in zip(found[:2], allowed[:, :vocab], strict=True):
+        assert bits[token] if bits.any() else token == -1
+
+
+@pytest.mark.parametrize("inside", [None, math.nan, math.inf, -math.inf])
+def test_what_a_mask_leaves_out_may_be_anything(inside: float | None) -> None:
+    vocab = 200
+    ids = np.arange(3, vocab, 7)
+    bits = np.zeros(224, dtype=bool)
+    bits[ids] = True
+    logits = torch.full((1, vocab), 9.0)
+    logits[0, ::2], logits[0, 1::4] = math.nan, math.inf
+    logits[0, ids] = torch.from_numpy(np.arange(len(ids)) % 5).float()
+    if inside is not None:
+        logits[0, ids[4]] = inside
+    mask = np.packbits(bits, bitorder="little").view(np.uint32)
+    for kind in (StreamSettings(), StreamSettings(temperature=0.7), MIX[3]):
+        found = sample(OPS, logits, [kind], masks=[mask])
+        assert found == sample(reference, logits, [kind], masks=[mask])
+        assert (found == [-1]) == (inside is not None and inside != -math.inf)
+
+
+def test_bad_input_raises() -> None:
+    logits = some_logits(0, 2, 10)
+    stream = OPS.stream(StreamSettings(), 10)
+    counting = OPS.stream(StreamSettings(presence_penalty=1.0), 10)
+    for rows, streams, ids in (
+        ([2], [stream], [[]]),
+        ([-1], [stream], [[]]),
+        ([0, 1], [stream], [[]]),
+        ([0], [OPS.stream(StreamSettings(), 11)], [[]]),
+        ([0], [counting], [[10]]),
+    ):
+        with pytest.raises(ValueError):
+            OPS.sample(logits, rows, streams, ids)
+    for bad_logits in (logits.double(), logits.t(), logits[0]):
+        with pytest.raises(TypeError, match="logits"):
+            OPS.sample(bad_logits, [0], [stream], [[]])
+    for masks in ([], [np.zeros(2, np.uint32)], [None, None]):
+        with pytest.raises(ValueError, match="mask"):
+            OPS.sample(logits, [0], [stream], [[]], masks)
+    for mask in (np.zeros(1, np.int32), np.zeros((1, 1), np.uint32)):
+        with pytest.raises(TypeError, match="mask"):
+            OPS.sample(logits, [0], [stream], [[]], [mask])  # type: ignore[list-item]
+    OPS.sample(logits, [0], [counting], [[1, 2]])
+    with pytest.raises(ValueError, match="shorter"):
+        OPS.sample(logits, [0], [counting], [[1]])
+    assert OPS.sample(logits, [], [], []) == []
+    for bad in (
+        StreamSettings(logit_bias={10: 1.0}),
+        StreamSettings(masked_ids=(-1,)),
+        StreamSettings(prompt_ids=(10,), repetition_penalty=2.0),
+        StreamSettings(temperature=math.nan),
+        StreamSettings(min_p=1.5),
+        StreamSettings(top_p=0.0),
+    ):
+        with pytest.raises(ValueError):
+            OPS.stream(bad, 10)
