@@ -107,11 +107,12 @@ def paged_attention(
         "SPLIT": shape.split,
         "num_warps": shape.num_warps,
         "num_stages": shape.num_stages,
-        "maxnreg": 255,  # or fewer are taken for more programs at once, and a few values spilled
         "enable_fp_fusion": False,
         **parts,
     }
     few = min(shape.columns, 16 if group <= 16 else 32)  # columns for one token
+    # For 16 columns fewer registers are taken, so that more programs fit, and a few values spilled.
+    most = {columns: 255 if columns == 16 else None for columns in (16, 32)}
 
     def attend(tiles: Tensor | None, num_tiles: int, tokens: int, columns: int) -> None:
         grid = (num_tiles * -(-tokens * group // columns), kv.shape[2])
@@ -128,6 +129,7 @@ def paged_attention(
             *last,
             TOKENS=tokens,
             N=columns,
+            maxnreg=most[columns],
             **how,
         )
 
@@ -142,7 +144,17 @@ def paged_attention(
         sums = torch.empty(*places, out.shape[2], dtype=torch.float32, device=q.device)
         grid = (rows.num_decode_rows * -(-group // few), kv.shape[2], num_splits)
         split_kernel[grid](
-            q, kv, stats, sums, rows.block_table, rows.kv_lens, *strides, *last, N=few, **how
+            q,
+            kv,
+            stats,
+            sums,
+            rows.block_table,
+            rows.kv_lens,
+            *strides,
+            *last,
+            N=few,
+            maxnreg=most[few],
+            **how,
         )
         merge_kernel[rows.num_decode_rows, num_heads](
             stats,
@@ -217,7 +229,7 @@ def _shape(head_dim: int, latent: int, dtype: torch.dtype, kv_dtype: torch.dtype
     return _Shape(
         main,
         side,
-        tile=32 if exact else 64,
+        tile=(16 if long else 32) if exact else 64,
         split=LATENT_SPLIT if latent else SPLIT,
         num_warps=8 if long or exact else 4,
         columns=16 if long or exact or kv_dtype == torch.float32 else 32,

@@ -186,7 +186,7 @@ def store_result(
         highest = tl.maximum(peak, sink)
         factor = tl.exp2(peak - highest)
         total = tl.fma(total, factor, tl.exp2(sink - highest))
-    factor = tl.where(total > 0.0, factor / total, 0.0)
+    factor = tl.where(total == 0.0, 0.0, factor / total)
     dtype: tl.constexpr = out.dtype.element_ty
     main, side = (main * factor[None, :]).to(dtype), (side * factor[None, :]).to(dtype)
     store_values(out, heads, used, main, side, D, LATENT, MAIN, SIDE)

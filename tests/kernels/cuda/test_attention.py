@@ -7,7 +7,10 @@ More random cases: ATTENTION_CASES=1000, or `random_case(seed)` and `error(case)
 import math
 import os
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from pdserve.kernels.cuda.attention import paged_attention, plan_rows
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 MOST_ERROR = {F32: 1e-5, BF16: 1e-2, F16: 2e-3}
-NUM_CASES = int(os.environ.get("ATTENTION_CASES", "12"))
+NUM_CASES = int(os.environ.get("ATTENTION_CASES", "10"))
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ ODD = {
     "a soft cap": Case(soft_cap=1.5, sinks=True, group=8, kv_heads=1),
     "latent": Case(head_dim=96, latent=64, kv_heads=1, group=16),
     "latent, all of it": Case(head_dim=80, latent=80, kv_heads=1, group=3),
-    "DeepSeek": Case(((1, 70), (1, 3), (2, 66)), 2, head_dim=576, latent=512, kv_heads=1, group=4),
+    "DeepSeek": Case(((1, 66), (2, 20)), 1, head_dim=576, latent=512, kv_heads=1, group=4),
 }
 
 
@@ -215,25 +218,25 @@ VARIANTS = {
     "window": Case(kv_heads=1, group=2, window=70, head_dim=80),
     "soft cap and sinks": Case(kv_heads=2, group=1, soft_cap=1.5, sinks=True),
     "all": Case(kv_heads=1, group=7, window=65, soft_cap=2.0, sinks=True, head_dim=32),
-    "latent": Case(kv_heads=1, group=8, head_dim=96, latent=64),
-    "float16 values": Case(kv_heads=1, group=2, kv_dtype=F16),
+    "latent": Case(kv_heads=1, group=8, head_dim=48, latent=32),
+    "float16 values": Case(kv_heads=1, group=2, kv_dtype=F16, head_dim=32),
+    "float32": Case(kv_heads=1, group=2, window=65, sinks=True, head_dim=32, dtype=F32),
 }
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.usefixtures("_short_splits")
-def test_a_token_has_the_same_bits_in_every_step(name: str, dtype: torch.dtype) -> None:
-    case = replace(VARIANTS[name], dtype=dtype)
-    total = 150
+def test_a_token_has_the_same_bits_in_every_step(name: str) -> None:
+    case = replace(VARIANTS[name], dtype=F32 if name == "float32" else BF16)
+    total = 140
     chunk = step(replace(case, rows=((total, total),), num_decode_rows=0)).attend()
     for new in (1, 7, 32):
         again = step(replace(case, rows=((new, total),), num_decode_rows=0)).attend()
         assert torch.equal(again, chunk[-new:])
     alone = step(replace(case, rows=((1, total),), num_decode_rows=1)).attend()
     assert torch.equal(alone, chunk[-1:])
-    for others in (1, 2, 16):
-        rows = tuple((1, 3 + 11 * other) for other in range(others))
+    for others in (1, 4, 16):
+        rows = tuple((1, 3 + 5 * other) for other in range(others))
         at = others // 2
         batch = replace(
             case, rows=(*rows[:at], (1, total), *rows[at:], (3, 20)), num_decode_rows=others + 1
@@ -247,6 +250,53 @@ def test_decode_rows_of_one_split_have_the_same_bits_without_it() -> None:
     """Whether there are more splits is known of the step, not of the row."""
     made = step(Case(((1, 60), (1, 33)), 2, sinks=True, dtype=BF16))
     assert torch.equal(made.attend(), made.attend(max_kv_len=65))
+
+
+REDUCTIONS = """
+import re, sys
+sys.path[:0] = sys.argv[1:]
+import triton
+from compile_attention import launches
+from compile_only import compile_only
+
+run = triton.JITFunction.run
+found = []
+
+def noted(self, *args, **kwargs):
+    kernel = run(self, *args, **kwargs)
+    code = kernel.asm["ttgir"]
+    named = dict(re.findall(r"^(#[a-z0-9]+) = (.*)$", code, re.M))
+    if kernel.name != "merge_kernel":
+        for tile, name in re.findall(r"tensor<([0-9]+)x[0-9]+xf32, (#[a-z0-9]+)>\\) ->", code):
+            layout = re.sub(r"instrShape = \\[16, [0-9]+, 16\\]", "", named[name])
+            found.append((kernel.name, kernel.metadata.num_warps, tile, layout))
+    return kernel
+
+triton.JITFunction.run = noted
+for arch in (80, 90):
+    with compile_only(arch):
+        for label, launch in launches():
+            if label.endswith("bfloat16 over bfloat16, heads of 128, groups of 2"):
+                launch()
+    kernels, *layouts = zip(*found)
+    assert set(kernels) == {"attend_kernel", "split_kernel"}
+    assert len(set(zip(*layouts))) == 1, found
+    found.clear()
+"""
+
+
+@pytest.mark.slow
+def test_compiled_kernels_divide_sums_over_keys_in_the_same_way() -> None:
+    """Which the interpreter cannot tell: how a tile's keys lie in the threads."""
+    folders = [Path(__file__).parents[2] / "support", Path(__file__).parent]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", REDUCTIONS, *map(str, folders)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_view_of_rows_that_hold_more() -> None:
@@ -263,6 +313,16 @@ def test_a_row_of_no_keys_gives_zero() -> None:
         out = paged_attention(made.q, made.kv, rows, 0.1, sinks=made.sinks)
         assert not out[1].any()
         assert out[0].all()
+
+
+def test_a_query_that_is_no_number_gives_none() -> None:
+    made = step(Case(((1, 30), (1, 30), (5, 9)), 2))
+    plain = made.attend()
+    made.q[0] = made.q[4] = math.nan
+    out = made.attend()
+    assert out[[0, 4]].isnan().all()
+    keep = [1, 2, 3, 5, 6]
+    assert torch.equal(out[keep], plain[keep])
 
 
 @pytest.mark.parametrize(
