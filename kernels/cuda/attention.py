@@ -41,8 +41,11 @@ def plan_rows(
     max_kv_len: int = 0,
 ) -> Rows:
     """Puts a step's rows beside their block table, in one copy. The arguments are those of
-    `reference.paged_attention`; max_kv_len is for decode rows whose lengths will change.
+    `reference.paged_attention`; max_kv_len is for decode rows whose lengths will change. Raises
+    ValueError of a block table whose columns do not follow each other.
     """
+    if block_table.stride(1) != 1:
+        raise ValueError(f"block_table: columns must follow each other, not {block_table.stride()}")
     tiles = []
     for row in range(num_decode_rows, len(kv_lens)):
         num_tokens = starts[row + 1] - starts[row]
@@ -111,8 +114,8 @@ def paged_attention(
         **parts,
     }
     few = min(shape.columns, 16 if group <= 16 else 32)  # columns for one token
-    # For 16 columns fewer registers are taken, so that more programs fit, and a few values spilled.
-    most = {columns: 255 if columns == 16 else None for columns in (16, 32)}
+    # Left alone, ptxas spills a few values for more programs at once, where there are 16 columns.
+    most_registers = {16: 255, 32: None}
 
     def attend(tiles: Tensor | None, num_tiles: int, tokens: int, columns: int) -> None:
         grid = (num_tiles * -(-tokens * group // columns), kv.shape[2])
@@ -129,16 +132,17 @@ def paged_attention(
             *last,
             TOKENS=tokens,
             N=columns,
-            maxnreg=most[columns],
+            maxnreg=most_registers[columns],
             **how,
         )
 
-    num_splits = _num_splits(rows.max_kv_len, window, shape.split)
     if len(rows.tiles):
         attend(rows.tiles, len(rows.tiles), TOKENS, shape.columns)
-    if rows.num_decode_rows and num_splits <= 1:
+    most_seen = min(rows.max_kv_len, window or NO_WINDOW)
+    if rows.num_decode_rows and most_seen <= shape.split:
         attend(None, rows.num_decode_rows, 1, few)
     elif rows.num_decode_rows:
+        num_splits = _num_splits(rows.max_kv_len, window, shape.split)
         places = (rows.num_decode_rows, num_heads, num_splits)
         stats = torch.empty(*places, 2, dtype=torch.float32, device=q.device)
         sums = torch.empty(*places, out.shape[2], dtype=torch.float32, device=q.device)
@@ -153,7 +157,7 @@ def paged_attention(
             *strides,
             *last,
             N=few,
-            maxnreg=most[few],
+            maxnreg=most_registers[few],
             **how,
         )
         merge_kernel[rows.num_decode_rows, num_heads](
@@ -201,7 +205,7 @@ def _num_splits(max_kv_len: int, window: int, split: int) -> int:
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """How heads of some length are computed. Sums depend on all but the last two, so these are the
-    same for every step; the last are what compiles without spilling registers.
+    same for every step; the last are what was compiled without spilling registers.
     """
 
     main: int
@@ -222,10 +226,7 @@ def _shape(head_dim: int, latent: int, dtype: torch.dtype, kv_dtype: torch.dtype
         if side == main:
             main, side = 2 * main, 0
     long, exact = main + side > 128, dtype == torch.float32
-    if exact or (main > 256 and not latent):
-        num_stages = 1
-    else:
-        num_stages = 3 if dtype == kv_dtype else 2
+    num_stages = 3 if dtype == kv_dtype else 2  # of 3 the block table is a stage ahead, too
     return _Shape(
         main,
         side,
@@ -233,7 +234,7 @@ def _shape(head_dim: int, latent: int, dtype: torch.dtype, kv_dtype: torch.dtype
         split=LATENT_SPLIT if latent else SPLIT,
         num_warps=8 if long or exact else 4,
         columns=16 if long or exact or kv_dtype == torch.float32 else 32,
-        num_stages=num_stages,
+        num_stages=1 if exact or (main > 256 and not latent) else num_stages,
     )
 
 

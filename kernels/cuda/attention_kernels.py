@@ -106,9 +106,7 @@ def attend_kernel(
     heads = (column // GROUP).to(tl.int64) * (tl.num_programs(1) * GROUP) + head
     if sinks is not None:
         sinks += head
-    store_result(
-        out, heads, sinks, used, peak, total, main, side, D, LATENT, MAIN, SIDE
-    )
+    store_result(out, heads, sinks, used, peak, total, main, side, D, LATENT, MAIN, SIDE)
 
 
 @triton.jit(do_not_specialize=["kv_lens", "table", "table_stride", "window"])
@@ -205,7 +203,7 @@ def merge_kernel(
     heads = row.to(tl.int64) * tl.num_programs(1) + head + tl.arange(0, 1)
     used = tl.full((1,), True, tl.int1)
     peak, total, main, side = no_split(LATENT, MAIN, SIDE, 1)
-    for split in range(0, tl.cdiv(kv_len, SPLIT) - first):
+    for split in range(tl.cdiv(kv_len, SPLIT) - first):
         place = heads * num_splits + split
         split_main = tl.trans(load_part(sums, place * VALUE, used, FIRST, MAIN))
         split_side = side

@@ -141,10 +141,7 @@ def attend_split(
         weight = tl.exp2(tl.fma(score, factor, -shift[None, :]))
         total = tl.fma(total, decay, tl.sum(weight, 0))
         weight = weight.to(dtype)
-        if LATENT:
-            v = k
-        else:
-            v = _load_main(values, rows, held, D, LATENT, MAIN).to(dtype)
+        v = k if LATENT else _load_main(values, rows, held, D, LATENT, MAIN).to(dtype)
         main = tl.dot(tl.trans(v), weight, main * decay[None, :], input_precision="ieee")
         if SIDE and not LATENT:
             v_side = _load_side(values, rows, held, D, LATENT, MAIN, SIDE).to(dtype)

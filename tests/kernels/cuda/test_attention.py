@@ -348,3 +348,8 @@ def test_what_does_not_fit_is_named(change: dict[str, object], field: str) -> No
     }
     with pytest.raises(ValueError, match=f"^{field}: "):
         paged_attention(**{**arguments, **change})  # type: ignore[arg-type]
+
+
+def test_a_block_table_with_gaps_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^block_table: "):
+        plan_rows((0, 1), (1,), 1, torch.zeros(2, 2).int().t())
