@@ -1,0 +1,243 @@
+"""Paged attention on a GPU, in Triton: a token has the same bits whatever else is in its step.
+
+They depend on its query, on the keys and values that it sees and on their positions; not on other
+rows, on how the row's tokens are cut into chunks, or on the kernel that computes it. Nothing here
+waits for the device, and grids depend on what the host knows, so launches can be captured in a CUDA
+graph.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.cuda.attention_kernels import attend_kernel, merge_kernel, split_kernel
+
+SPLIT = 512  # keys
+LATENT_SPLIT = 1024  # of keys that many heads share, or partial results would be most of the bytes
+TOKENS = 64  # of one of Rows.tiles: with all heads of a group they fill columns, whatever its size
+MOST_HEAD_DIM = 512  # or as many of latent values: what fits in shared memory
+LOG2_E = 1.4426950408889634
+NO_WINDOW = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a step, on the device: made once a step for all layers with one block table."""
+
+    block_table: Tensor  # int32 or int64 [rows, max_blocks]
+    starts: Tensor  # int32 [rows + 1]
+    kv_lens: Tensor  # int32 [rows]
+    tiles: Tensor  # int32 [tiles, 2]: row, and the first of at most TOKENS of its tokens
+    num_decode_rows: int  # the first rows, of one token each
+    max_kv_len: int  # of the decode rows, or more: programs past a row's end leave at once
+
+
+def plan_rows(
+    starts: tuple[int, ...],
+    kv_lens: tuple[int, ...],
+    num_decode_rows: int,
+    block_table: Tensor,
+    max_kv_len: int = 0,
+) -> Rows:
+    """Puts a step's rows beside their block table, in one copy. The arguments are those of
+    `reference.paged_attention`; max_kv_len is for decode rows whose lengths will change. Raises
+    ValueError of a block table whose columns do not follow each other.
+    """
+    if block_table.stride(1) != 1:
+        raise ValueError(f"block_table: columns must follow each other, not {block_table.stride()}")
+    tiles = []
+    for row in range(num_decode_rows, len(kv_lens)):
+        num_tokens = starts[row + 1] - starts[row]
+        for first in range(0, num_tokens, TOKENS):
+            tiles.append((kv_lens[row] - num_tokens + first, row, first))
+    tiles.sort(reverse=True)  # those with most keys first, so that none of them ends last alone
+    numbers = [*starts, *kv_lens]
+    for _, row, first in tiles:
+        numbers += (row, first)
+    packed = torch.tensor(numbers, dtype=torch.int32)
+    if block_table.is_cuda:
+        packed = packed.pin_memory()
+    packed = packed.to(block_table.device, non_blocking=True)
+    rows = len(kv_lens)
+    return Rows(
+        block_table,
+        packed[: rows + 1],
+        packed[rows + 1 : 2 * rows + 1],
+        packed[2 * rows + 1 :].view(-1, 2),
+        num_decode_rows,
+        max(max_kv_len, *kv_lens[:num_decode_rows], 0),
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    rows: Rows,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    latent: int = 0,
+) -> Tensor:
+    """Causal attention as `reference.paged_attention` has it, over keys and values that are cast to
+    q's dtype; q [T, H, D] may be a view of rows that hold more. Of kv [blocks, 1, K, block_size, D]
+    the last `latent` values of a key are its value, or all of them if that is 0. Returns
+    [T, H, latent or D], in which a row of no keys has 0. Raises ValueError of what does not fit.
+    """
+    _check(q, kv, scale, latent)
+    num_tokens, num_heads, head_dim = q.shape
+    group = num_heads // kv.shape[2]
+    shape = _shape(head_dim, latent, q.dtype, kv.dtype)
+    if soft_cap:
+        inner, factor = 2 * LOG2_E * scale / soft_cap, LOG2_E * soft_cap
+    else:
+        inner, factor = 0.0, LOG2_E * scale
+    out = torch.empty(num_tokens, num_heads, latent or head_dim, dtype=q.dtype, device=q.device)
+    strides = (
+        q.stride(0),
+        kv.stride(0),
+        kv.stride(1) if kv.shape[1] == 2 else 0,
+        rows.block_table.stride(0),
+    )
+    last = (window or NO_WINDOW, inner, factor)
+    parts = {"D": head_dim, "LATENT": latent, "MAIN": shape.main, "SIDE": shape.side}
+    how = {
+        "GROUP": group,
+        "CAPPED": bool(soft_cap),
+        "BLOCK": kv.shape[3],
+        "TILE": shape.tile,
+        "SPLIT": shape.split,
+        "num_warps": shape.num_warps,
+        "num_stages": shape.num_stages,
+        "enable_fp_fusion": False,
+        **parts,
+    }
+    few = min(shape.columns, 16 if group <= 16 else 32)  # columns for one token
+    # Left alone, ptxas spills a few values for more programs at once, where there are 16 columns.
+    most_registers = {16: 255, 32: None}
+
+    def attend(tiles: Tensor | None, num_tiles: int, tokens: int, columns: int) -> None:
+        grid = (num_tiles * -(-tokens * group // columns), kv.shape[2])
+        attend_kernel[grid](
+            q,
+            kv,
+            out,
+            rows.block_table,
+            rows.starts,
+            rows.kv_lens,
+            tiles,
+            sinks,
+            *strides,
+            *last,
+            TOKENS=tokens,
+            N=columns,
+            maxnreg=most_registers[columns],
+            **how,
+        )
+
+    if len(rows.tiles):
+        attend(rows.tiles, len(rows.tiles), TOKENS, shape.columns)
+    most_seen = min(rows.max_kv_len, window or NO_WINDOW)
+    if rows.num_decode_rows and most_seen <= shape.split:
+        attend(None, rows.num_decode_rows, 1, few)
+    elif rows.num_decode_rows:
+        num_splits = _num_splits(rows.max_kv_len, window, shape.split)
+        places = (rows.num_decode_rows, num_heads, num_splits)
+        stats = torch.empty(*places, 2, dtype=torch.float32, device=q.device)
+        sums = torch.empty(*places, out.shape[2], dtype=torch.float32, device=q.device)
+        grid = (rows.num_decode_rows * -(-group // few), kv.shape[2], num_splits)
+        split_kernel[grid](
+            q,
+            kv,
+            stats,
+            sums,
+            rows.block_table,
+            rows.kv_lens,
+            *strides,
+            *last,
+            N=few,
+            maxnreg=most_registers[few],
+            **how,
+        )
+        merge_kernel[rows.num_decode_rows, num_heads](
+            stats,
+            sums,
+            out,
+            rows.kv_lens,
+            sinks,
+            num_splits,
+            window or NO_WINDOW,
+            SPLIT=shape.split,
+            enable_fp_fusion=False,
+            **parts,
+        )
+    return out
+
+
+def _check(q: Tensor, kv: Tensor, scale: float, latent: int) -> None:
+    _, num_heads, head_dim = q.shape
+    _, planes, kv_heads, block_size, kv_dim = kv.shape
+    if q.stride()[1:] != (head_dim, 1):
+        raise ValueError(f"q: the heads of a token must follow each other, not at {q.stride()}")
+    if kv.stride()[2:] != (block_size * kv_dim, kv_dim, 1):
+        raise ValueError(f"kv: a block's keys must follow each other, not at {kv.stride()}")
+    if kv_dim != head_dim or head_dim % 16:
+        raise ValueError(f"head_dim: {head_dim} in q, {kv_dim} in kv: one multiple of 16 is needed")
+    if num_heads % kv_heads:
+        raise ValueError(f"kv: {num_heads} query heads are no multiple of {kv_heads} kv heads")
+    if planes != 1 and (planes != 2 or latent):
+        raise ValueError(f"kv: {planes} planes with latent {latent}")
+    if latent % 16 or not 0 <= latent <= head_dim:
+        raise ValueError(f"latent: {latent} is no multiple of 16 up to head_dim {head_dim}")
+    if (latent or head_dim) > MOST_HEAD_DIM:
+        raise ValueError(f"head_dim: values of {latent or head_dim}, at most {MOST_HEAD_DIM}")
+    if scale <= 0:
+        raise ValueError(f"scale: {scale} is not positive")
+
+
+def _num_splits(max_kv_len: int, window: int, split: int) -> int:
+    """The most that a row of max_kv_len keys or fewer sees any key of."""
+    most = -(-max_kv_len // split)
+    return min(most, (window + split - 2) // split + 1) if window else most
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How heads of some length are computed. Sums depend on all but the last two, so these are the
+    same for every step; the last are what was compiled without spilling registers.
+    """
+
+    main: int
+    side: int
+    tile: int  # keys: 64 are the rows of a warp group's product
+    split: int  # keys
+    num_warps: int
+    columns: int  # most of a tile
+    num_stages: int
+
+
+def _shape(head_dim: int, latent: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> _Shape:
+    if latent:
+        main, side = _padded(latent, 64), _padded(head_dim - latent, 16)
+    else:
+        main = max(64, 1 << head_dim.bit_length() - 1)
+        side = _padded(head_dim - main, 64)
+        if side == main:
+            main, side = 2 * main, 0
+    long, exact = main + side > 128, dtype == torch.float32
+    num_stages = 3 if dtype == kv_dtype else 2  # of 3 the block table is a stage ahead, too
+    return _Shape(
+        main,
+        side,
+        tile=(16 if long else 32) if exact else 64,
+        split=LATENT_SPLIT if latent else SPLIT,
+        num_warps=8 if long or exact else 4,
+        columns=16 if long or exact or kv_dtype == torch.float32 else 32,
+        num_stages=1 if exact or (main > 256 and not latent) else num_stages,
+    )
+
+
+def _padded(length: int, least: int) -> int:
+    """The next power of two, of at least `least`; 0 of nothing."""
+    return max(least, 1 << (length - 1).bit_length()) if length > 0 else 0
