@@ -1,4 +1,4 @@
-"""Products of tokens with a weight matrix, in Triton; a token's result does not depend on the others.
+"""Products of tokens with a weight matrix, in Triton. A token's result does not depend on others.
 
 y^T = W x^T: weights are the rows of a tile and tokens its columns, so that on Hopper one family of
 instructions (HGMMA) serves every number of tokens. A row of weights is cut into splits by its shape
@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.cuda.weights import PLAIN_BLOCK, TILE_ROWS, WORDS, Matrix
+from pdserve.kernels.cuda.weights import PLAIN_BLOCK, TILE_ROWS, Matrix
 
 PROCESSORS = 132  # of an H100: it is the aim; the results of another device are the same
 SPLIT_COLUMNS = 256  # at least: shorter splits take longer to add than to multiply
 ADD_ROWS = 512
+NARROW_BYTES, WIDE_BYTES = 72 << 10, 144 << 10  # of shared memory for loads under way
 SIDE = tl.constexpr(8)  # row tiles whose programs run side by side: what they read stays in L2
-TILE, WIDTH, PLAIN_COLUMNS = (tl.constexpr(n) for n in (TILE_ROWS, WORDS, PLAIN_BLOCK))
+TILE, PLAIN_COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(PLAIN_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,24 @@ class Tiles:
 def splits_of(matrix: Matrix) -> tuple[int, int]:
     """The number of splits of a row, and the blocks of each but the last; by the shape alone."""
     wanted = -(-2 * PROCESSORS // -(-matrix.rows // 64))
-    length = max(-(-matrix.blocks // wanted), SPLIT_COLUMNS // matrix.block)
+    length = max(-(-matrix.blocks // wanted), SPLIT_COLUMNS // matrix.layout.block)
     return -(-matrix.blocks // length), length
 
 
 def tiles_of(matrix: Matrix, tokens: int) -> Tiles:
-    """Few tokens: narrow tiles with many loads under way, and a program for each split as long as
-    there are too few tiles to occupy the device. Many: wide tiles, which read weights less often.
+    """Few tokens: narrow tiles, several programs a multiprocessor, and a program for each split as
+    long as there are too few tiles to occupy the device. Many: wide tiles, which read less often.
     """
-    wide = 64 if matrix.dtype == torch.float32 else 128
-    width = next((n for n in (16, 32, 64) if tokens <= n), wide)
+    single = matrix.dtype == torch.float32  # no tensor cores: more accumulators would not fit
+    width = next((n for n in (16, 32, 64) if tokens <= n), 64 if single else 128)
     height = 128 if width == 128 else 64
     programs = -(-matrix.rows // height) * -(-tokens // width)
     looped = splits_of(matrix)[0] == 1 or programs >= PROCESSORS
-    stages = {16: 6, 32: 5, 64: 4, 128: 3}[width]
-    return Tiles(height, width, 8 if height == 128 else 4, stages, looped)
+    size, layout = matrix.dtype.itemsize, matrix.layout
+    row_bytes = layout.words * 4 or layout.block * size
+    stage_bytes = height * row_bytes + width * layout.block * size
+    stages = (WIDE_BYTES if width == 128 else NARROW_BYTES) // stage_bytes
+    return Tiles(height, width, 8 if height == 128 else 4, min(6, max(2, stages)), looped)
 
 
 def linear(
@@ -97,16 +101,11 @@ def product(
     splits, split_blocks = splits_of(matrix)
     weights = (matrix.values, matrix.scales, matrix.zeros, matrix.supers)
     strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in weights)
-    stored = (weights, strides, max(1, matrix.group // matrix.block))
+    stored = (weights, strides, matrix.group_blocks)
     row_tiles, token_tiles = -(-rows // tiles.rows), -(-tokens // tiles.tokens)
     shape = (tokens, rows, matrix.cols, x.stride(0), matrix.blocks, split_blocks)
     constants = {
-        "FORMAT": _format(matrix),
-        "BITS": 32 * WORDS // matrix.block,
-        "GROUPS": max(1, matrix.block // matrix.group) if matrix.group else 1,
-        "PER_WORD": matrix.per_word,
-        "SCALE_TYPE": matrix.scale_type,
-        "ZERO_BYTE": matrix.zero_byte,
+        "LAYOUT": matrix.layout,
         "BM": tiles.rows,
         "BN": tiles.tokens,
         "num_warps": tiles.warps,
@@ -124,14 +123,6 @@ def product(
     return out
 
 
-def _format(matrix: Matrix) -> str:
-    """The way in which kernels make weights of what is stored."""
-    if matrix.format not in ("INT4", "INT8"):
-        return matrix.format
-    fast = matrix.format == "INT4" and matrix.scale_type != "F32" and matrix.modest
-    return "FAST_LEVELS" if fast else "LEVELS"
-
-
 @triton.jit
 def _add(total, sum):
     """The one way in which sums of splits are added."""
@@ -147,42 +138,40 @@ def _finish(total, bias, rows, valid):
 
 
 @triton.jit
-def _float(word, shift, SCALE_TYPE: tl.constexpr):
+def _float(word, shift, TYPE: tl.constexpr):
     """The float32 in a word, or the float of 16 bits from bit `shift` on."""
-    if SCALE_TYPE == "F32":
+    if TYPE == "F32":
         return word.to(tl.float32, bitcast=True)
-    elif SCALE_TYPE == "F16":
+    elif TYPE == "F16":
         return (word >> shift).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         return (word >> shift << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _weights(words, scale, zero, FORMAT: tl.constexpr, FIELD: tl.constexpr, BITS: tl.constexpr):
-    """float32 [BM, WORDS]: that field of each word as a weight. scale and zero: float32 [BM, 1];
-    for Q4_K the latter is the minimum.
+def _weights(words, scale, zero, LAYOUT: tl.constexpr, FIELD: tl.constexpr):
+    """float32 [BM, words]: that field of each word as a weight. scale and zero: float32 [BM, 1],
+    of Q4_K the minimum.
 
     The unsigned n of a field becomes the lower bits of a mantissa, base + n, since integers are
     converted at a fourth of the speed; two fields need the same shift. FAST_LEVELS multiplies
     before it subtracts: a scale has 11 bits and base + n 12, so all of it is exact, and the result
     that of LEVELS, unless a scale is not modest.
     """
-    if FORMAT == "FP8":  # sign and 7 bits where float32 has them; exponents differ by 120
+    if LAYOUT.kind == "FP8":  # sign and 7 bits where float32 has them; exponents differ by 120
         bits = ((words << (24 - 8 * FIELD)) >> 4) & -0x78100000
         return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * scale
     else:
-        at: tl.constexpr = 16 - 4 * (FIELD % 2) if BITS == 4 else 8 * (FIELD % 2)
-        up: tl.constexpr = at - BITS * FIELD
-        if up > 0:
-            moved = words << up
-        else:
-            moved = words >> -up
+        at: tl.constexpr = 16 - 4 * (FIELD % 2) if LAYOUT.bits == 4 else 8 * (FIELD % 2)
+        up: tl.constexpr = at - LAYOUT.bits * FIELD
+        moved = words << up if up > 0 else words >> -up
+        mask: tl.constexpr = ((1 << LAYOUT.bits) - 1) << at
+        bits = (moved & mask) | ((127 + 23 - at) << 23)
         base: tl.constexpr = 1 << (23 - at)
-        bits = (moved & (((1 << BITS) - 1) << at)) | ((127 + 23 - at) << 23)
         level = bits.to(tl.float32, bitcast=True)
-        if FORMAT == "FAST_LEVELS":
+        if LAYOUT.kind == "FAST_LEVELS":
             return tl.fma(level, scale, -((zero + base) * scale))
-        elif FORMAT == "LEVELS":
+        elif LAYOUT.kind == "LEVELS":
             return (level - (zero + base)) * scale
         else:
             return tl.fma(level - base, scale, -zero)
@@ -190,48 +179,48 @@ def _weights(words, scale, zero, FORMAT: tl.constexpr, FIELD: tl.constexpr, BITS
 
 @triton.jit
 def _add_block(
-    acc, block, x, cols, weights, row_stride, group_blocks, rows, lanes, valid,
-    FORMAT: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, PER_WORD: tl.constexpr,
-    SCALE_TYPE: tl.constexpr, ZERO_BYTE: tl.constexpr,
+    acc, block, x, cols, weights, row_stride, group_blocks, rows, lanes, valid, LAYOUT: tl.constexpr
 ):  # fmt: skip
     """acc [BM, BN] plus the products of one block of columns, in ascending order.
 
-    x: pointers to the first column of the tokens, [1, BN]; valid: which there are. weights: pointers
-    to the tile's first word, or, for plain numbers, to the matrix.
+    x: pointers to the tokens' first column, [1, BN]; valid: which of them there are. weights:
+    pointers to the first word of the tile, or, for plain numbers, to the matrix.
     """
     values, scales, zeros, supers = weights
-    if FORMAT == "PLAIN":
+    if LAYOUT.kind == "PLAIN":
         k = block * PLAIN_COLUMNS + tl.arange(0, PLAIN_COLUMNS)
         w = tl.load(values + rows[:, None] * row_stride + k[None, :])
         tokens = tl.load(x + k[:, None], mask=valid & (k[:, None] < cols), other=0.0)
         acc = tl.dot(w, tokens, acc, input_precision="ieee")
     else:
-        fields: tl.constexpr = 32 // BITS
-        shared: tl.constexpr = fields // GROUPS  # fields with the same scale
-        lane = tl.arange(0, WIDTH)
-        words = tl.load(values + block * (TILE * WIDTH) + lanes[:, None] * WIDTH + lane[None, :])
-        first = block // group_blocks * GROUPS // PER_WORD * TILE + lanes
-        zero = 128.0 if BITS == 8 else 8.0
-        if FORMAT == "Q4_K":
-            super = tl.load(supers + block // 2 * TILE + lanes)
-            minima = tl.load(zeros + first)
-        for group in tl.static_range(GROUPS):
-            if group % PER_WORD == 0:
-                word = tl.load(scales + first + group // PER_WORD * TILE)
-            if FORMAT == "Q4_K":
-                scale = ((word >> group * 8) & 255).to(tl.float32) * _float(super, 0, "F16")
-                zero = ((minima >> group * 8) & 255).to(tl.float32) * _float(super, 16, "F16")
+        fields: tl.constexpr = 32 // LAYOUT.bits
+        shared: tl.constexpr = fields // LAYOUT.groups  # fields with the same scale
+        width: tl.constexpr = LAYOUT.words
+        lane = tl.arange(0, width)
+        words = tl.load(values + (block * TILE + lanes[:, None]) * width + lane[None, :])
+        first = block // group_blocks * LAYOUT.groups // LAYOUT.per_word * TILE + lanes
+        zero = 128.0 if LAYOUT.bits == 8 else 8.0
+        if LAYOUT.kind == "Q4_K":
+            super = tl.load(supers + block * TILE + lanes)
+        for group in tl.static_range(LAYOUT.groups):
+            if group % LAYOUT.per_word == 0:
+                word = tl.load(scales + first + group // LAYOUT.per_word * TILE)
+                if LAYOUT.kind == "Q4_K":
+                    minima = tl.load(zeros + first + group // LAYOUT.per_word * TILE)
+            if LAYOUT.kind == "Q4_K":
+                scale = ((word >> group % 4 * 8) & 255).to(tl.float32) * _float(super, 0, "F16")
+                zero = ((minima >> group % 4 * 8) & 255).to(tl.float32) * _float(super, 16, "F16")
                 zero = zero[:, None]
             else:
-                scale = _float(word, group % PER_WORD * 16, SCALE_TYPE)
+                scale = _float(word, group % LAYOUT.per_word * 16, LAYOUT.scale_type)
                 if zeros is not None:
                     zero = tl.load(zeros + first + group * TILE).to(tl.float32)[:, None]
-                elif ZERO_BYTE:
+                elif LAYOUT.zero_byte:
                     zero = ((word >> 16) & 255).to(tl.float32)[:, None]
             scale = scale[:, None]
             for part in tl.static_range(shared):
-                w = _weights(words, scale, zero, FORMAT, group * shared + part, BITS)
-                k = (block * fields + group * shared + part) * WIDTH + lane
+                w = _weights(words, scale, zero, LAYOUT, group * shared + part)
+                k = (block * fields + group * shared + part) * width + lane
                 tokens = tl.load(x + k[:, None], mask=valid & (k[:, None] < cols), other=0.0)
                 acc = tl.dot(w.to(x.dtype.element_ty), tokens, acc, input_precision="ieee")
     return acc
@@ -240,9 +229,7 @@ def _add_block(
 @triton.jit
 def _split_sum(
     first, last, row, token, x, x_stride, tokens, rows, cols, weights, strides, group_blocks,
-    FORMAT: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, PER_WORD: tl.constexpr,
-    SCALE_TYPE: tl.constexpr, ZERO_BYTE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """float32 [BM, BN]: the products of the blocks [first, last), for the rows from `row` on and
     the tokens from `token` on. `weights` point to the matrix, of whatever table it is taken from.
@@ -253,9 +240,9 @@ def _split_sum(
     token_lanes = token + tl.arange(0, BN)[None, :]
     x = x + token_lanes.to(tl.int64) * x_stride
     valid_rows = tl.minimum(row + lanes, rows - 1).to(tl.int64)
-    if FORMAT != "PLAIN":
+    if LAYOUT.kind != "PLAIN":
         tile = (row // TILE).to(tl.int64)
-        values += tile * value_stride + row % TILE * WIDTH
+        values += tile * value_stride + row % TILE * LAYOUT.words
         scales += tile * scale_stride + row % TILE
         if zeros is not None:
             zeros += tile * zero_stride + row % TILE
@@ -265,31 +252,29 @@ def _split_sum(
     for block in range(first, last):
         acc = _add_block(
             acc, block, x, cols, (values, scales, zeros, supers), value_stride, group_blocks,
-            valid_rows, lanes, token_lanes < tokens, FORMAT, BITS, GROUPS, PER_WORD, SCALE_TYPE, ZERO_BYTE,
+            valid_rows, lanes, token_lanes < tokens, LAYOUT,
         )  # fmt: skip
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks", "split_blocks"])
 def _separate(
     x, weights, strides, group_blocks, partials, tokens, rows, cols, x_stride, blocks, split_blocks,
-    FORMAT: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, PER_WORD: tl.constexpr,
-    SCALE_TYPE: tl.constexpr, ZERO_BYTE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of one split: partials float32 [splits, tokens, rows]. Grid: row tiles, splits, token tiles."""
+    """Writes partials, float32 [splits, tokens, rows]. Grid: row tiles, splits, token tiles."""
     row, split, token = tl.program_id(0) * BM, tl.program_id(1), tl.program_id(2) * BN
     first = split * split_blocks
     acc = _split_sum(
         first, tl.minimum(first + split_blocks, blocks), row, token, x, x_stride, tokens, rows,
-        cols, weights, strides, group_blocks, FORMAT, BITS, GROUPS, PER_WORD, SCALE_TYPE, ZERO_BYTE, BM, BN,
+        cols, weights, strides, group_blocks, LAYOUT, BM, BN,
     )  # fmt: skip
     r, t = row + tl.arange(0, BM)[:, None], token + tl.arange(0, BN)[None, :]
     at = (split * tokens + t).to(tl.int64) * rows + r
     tl.store(partials + at, acc, mask=(r < rows) & (t < tokens))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _add_splits(partials, bias, out, tokens, rows, out_stride, splits, BLOCK: tl.constexpr):
     """Adds the splits' sums. Grid: blocks of rows, tokens."""
     r, t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
@@ -302,13 +287,11 @@ def _add_splits(partials, bias, out, tokens, rows, out_stride, splits, BLOCK: tl
     tl.store(out + t * out_stride + r, total.to(out.dtype.element_ty), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks", "split_blocks", "splits"])
 def _looped(
     x, weights, strides, group_blocks, bias, out, tokens, rows, cols, x_stride, blocks,
     split_blocks, out_stride, splits,
-    FORMAT: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, PER_WORD: tl.constexpr,
-    SCALE_TYPE: tl.constexpr, ZERO_BYTE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """All splits of a tile. Grid: row tiles times token tiles, in runs of SIDE tiles of rows."""
     row_tiles, token_tiles = tl.cdiv(rows, BM), tl.cdiv(tokens, BN)
@@ -321,7 +304,7 @@ def _looped(
         first = split * split_blocks
         acc = _split_sum(
             first, tl.minimum(first + split_blocks, blocks), row, token, x, x_stride, tokens, rows,
-            cols, weights, strides, group_blocks, FORMAT, BITS, GROUPS, PER_WORD, SCALE_TYPE, ZERO_BYTE, BM, BN,
+            cols, weights, strides, group_blocks, LAYOUT, BM, BN,
         )  # fmt: skip
         total = _add(total, acc)
     r, t = row + tl.arange(0, BM)[:, None], token + tl.arange(0, BN)[None, :]
