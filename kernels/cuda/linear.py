@@ -20,6 +20,7 @@ PROCESSORS = 132  # of an H100: it is the aim; the results of another device are
 SPLIT_COLUMNS = 256  # at least: shorter splits take longer to add than to multiply
 ADD_ROWS = 512
 NARROW_BYTES, WIDE_BYTES = 72 << 10, 144 << 10  # of shared memory for loads under way
+REGISTERS = {4: 168, 8: 255}  # or the compiler spills, for more programs than have shared memory
 SIDE = tl.constexpr(8)  # row tiles whose programs run side by side: what they read stays in L2
 TILE, PLAIN_COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(PLAIN_BLOCK)
 
@@ -42,20 +43,23 @@ def splits_of(matrix: Matrix) -> tuple[int, int]:
     return -(-matrix.blocks // length), length
 
 
-def tiles_of(matrix: Matrix, tokens: int) -> Tiles:
+def tiles_of(matrix: Matrix, tokens: int, hopper: bool = True) -> Tiles:
     """Few tokens: narrow tiles, several programs a multiprocessor, and a program for each split as
     long as there are too few tiles to occupy the device. Many: wide tiles, which read less often.
+    Before Hopper products of 4 bits have too few registers for the widest.
     """
-    single = matrix.dtype == torch.float32  # no tensor cores: more accumulators would not fit
-    width = next((n for n in (16, 32, 64) if tokens <= n), 64 if single else 128)
-    height = 128 if width == 128 else 64
+    layout, size = matrix.layout, matrix.dtype.itemsize
+    single = matrix.dtype == torch.float32  # no tensor cores: products take registers, too
+    widest = 32 if single else 128 if hopper or layout.bits > 4 else 64
+    width = next(n for n in (16, 32, 64, 128) if tokens <= n or n == widest)
+    many = tokens > 64 and not single
+    height = 128 if many else 64
     programs = -(-matrix.rows // height) * -(-tokens // width)
     looped = splits_of(matrix)[0] == 1 or programs >= PROCESSORS
-    size, layout = matrix.dtype.itemsize, matrix.layout
     row_bytes = layout.words * 4 or layout.block * size
     stage_bytes = height * row_bytes + width * layout.block * size
-    stages = (WIDE_BYTES if width == 128 else NARROW_BYTES) // stage_bytes
-    return Tiles(height, width, 8 if height == 128 else 4, min(6, max(2, stages)), looped)
+    stages = (WIDE_BYTES if many else NARROW_BYTES) // stage_bytes
+    return Tiles(height, width, 8 if many else 4, min(6, max(2, stages)), looped)
 
 
 def linear(
@@ -70,7 +74,8 @@ def linear(
     x is of the matrix's dtype; the result is of out's dtype, or of out_dtype, or of x's. Rows of x
     and of `out` may lie apart. Raises ValueError for what does not fit together.
     """
-    return product(x, matrix, bias, out, out_dtype, tiles_of(matrix, len(x)))
+    hopper = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return product(x, matrix, bias, out, out_dtype, tiles_of(matrix, len(x), hopper))
 
 
 def product(
@@ -110,6 +115,7 @@ def product(
         "BN": tiles.tokens,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
+        "maxnreg": 255 if x.dtype == torch.float32 else REGISTERS[tiles.warps],
         "enable_fp_fusion": False,
     }
     if tiles.looped:
@@ -184,7 +190,7 @@ def _add_block(
     """acc [BM, BN] plus the products of one block of columns, in ascending order.
 
     x: pointers to the tokens' first column, [1, BN]; valid: which of them there are. weights:
-    pointers to the first word of the tile, or, for plain numbers, to the matrix.
+    pointers to the first word of the tile, or, for plain numbers, to the first row's.
     """
     values, scales, zeros, supers = weights
     if LAYOUT.kind == "PLAIN":
@@ -194,15 +200,18 @@ def _add_block(
         acc = tl.dot(w, tokens, acc, input_precision="ieee")
     else:
         fields: tl.constexpr = 32 // LAYOUT.bits
-        shared: tl.constexpr = fields // LAYOUT.groups  # fields with the same scale
+        groups: tl.constexpr = LAYOUT.groups
+        shared: tl.constexpr = fields // groups  # fields with the same scale
         width: tl.constexpr = LAYOUT.words
         lane = tl.arange(0, width)
         words = tl.load(values + (block * TILE + lanes[:, None]) * width + lane[None, :])
-        first = block // group_blocks * LAYOUT.groups // LAYOUT.per_word * TILE + lanes
+        first = block // group_blocks * groups // LAYOUT.per_word * TILE + lanes
+        k = block * (fields * width) + lane[:, None]
+        x = x + k
         zero = 128.0 if LAYOUT.bits == 8 else 8.0
         if LAYOUT.kind == "Q4_K":
             super = tl.load(supers + block * TILE + lanes)
-        for group in tl.static_range(LAYOUT.groups):
+        for group in tl.static_range(groups):
             if group % LAYOUT.per_word == 0:
                 word = tl.load(scales + first + group // LAYOUT.per_word * TILE)
                 if LAYOUT.kind == "Q4_K":
@@ -220,8 +229,8 @@ def _add_block(
             scale = scale[:, None]
             for part in tl.static_range(shared):
                 w = _weights(words, scale, zero, LAYOUT, group * shared + part)
-                k = (block * fields + group * shared + part) * width + lane
-                tokens = tl.load(x + k[:, None], mask=valid & (k[:, None] < cols), other=0.0)
+                ahead = (group * shared + part) * width
+                tokens = tl.load(x + ahead, mask=valid & (k < cols - ahead), other=0.0)
                 acc = tl.dot(w.to(x.dtype.element_ty), tokens, acc, input_precision="ieee")
     return acc
 
@@ -237,10 +246,12 @@ def _split_sum(
     values, scales, zeros, supers = weights
     value_stride, scale_stride, zero_stride, super_stride = strides
     lanes = tl.arange(0, BM)
-    token_lanes = token + tl.arange(0, BN)[None, :]
-    x = x + token_lanes.to(tl.int64) * x_stride
-    valid_rows = tl.minimum(row + lanes, rows - 1).to(tl.int64)
-    if LAYOUT.kind != "PLAIN":
+    token_lanes = tl.arange(0, BN)[None, :]
+    x = x + token.to(tl.int64) * x_stride + token_lanes * x_stride
+    row_lanes = tl.minimum(lanes, rows - 1 - row)  # those after the last row read it again
+    if LAYOUT.kind == "PLAIN":
+        values += row.to(tl.int64) * value_stride
+    else:
         tile = (row // TILE).to(tl.int64)
         values += tile * value_stride + row % TILE * LAYOUT.words
         scales += tile * scale_stride + row % TILE
@@ -252,7 +263,7 @@ def _split_sum(
     for block in range(first, last):
         acc = _add_block(
             acc, block, x, cols, (values, scales, zeros, supers), value_stride, group_blocks,
-            valid_rows, lanes, token_lanes < tokens, LAYOUT,
+            row_lanes, lanes, token_lanes < tokens - token, LAYOUT,
         )  # fmt: skip
     return acc
 

@@ -2,29 +2,37 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
+from triton.runtime import driver
 
 from pdserve.kernels.cuda import linear
 from pdserve.kernels.cuda.weights import Matrix, pack
 
 ROWS, COLS = 256, 1024
 TOKENS = (1, 32, 64, 256)  # one for each width of tiles
+EVERY = tuple((tokens, looped) for tokens in TOKENS for looped in (False, True))
+ENDS = ((1, False), (256, True))  # the fewest and the most registers
 
-# format, group, type of scales, whether there are zeros
-STORED = (
-    ("BF16", 0, np.uint16, False),
-    ("Q4_K", 0, np.uint8, False),
-    ("Q8_0", 0, np.uint8, False),
-    ("INT4", 32, np.float16, False),
-    ("INT4", 128, np.float16, True),
-    ("INT4", 64, np.float32, True),
-    ("INT4", COLS, np.uint16, False),
-    ("INT8", 16, np.float32, False),
-    ("INT8", 128, np.float16, True),
-    ("FP8", 128, np.float32, False),
-    ("FP8", COLS, np.uint16, False),
+# Format, columns of a group, type of scales, whether there are zeros.
+PLAIN = ("BF16", 0, np.uint16, False)
+Q4_K = ("Q4_K", 0, np.uint8, False)
+Q8_0 = ("Q8_0", 0, np.uint8, False)
+GPTQ = ("INT4", 128, np.float16, True)
+EXACT_INT4 = ("INT4", 32, np.float32, True)
+INT4_PAIRS = ("INT4", 32, np.float16, False)
+INT8_16 = ("INT8", 16, np.float32, False)
+INT8_ROWS = ("INT8", COLS, np.float16, True)
+FP8 = ("FP8", 128, np.float32, False)
+FP8_ROWS = ("FP8", COLS, np.uint16, False)
+
+LAUNCHED = (
+    (torch.bfloat16, (PLAIN, GPTQ), EVERY),
+    (torch.bfloat16, (Q4_K, Q8_0, EXACT_INT4, INT4_PAIRS, INT8_16, INT8_ROWS, FP8, FP8_ROWS), ENDS),
+    (torch.float16, (PLAIN, Q4_K, GPTQ, INT8_16), ENDS),
+    (torch.float32, (PLAIN, Q4_K, Q8_0), ENDS),
 )
 
 
@@ -48,27 +56,20 @@ def matrix(
 
 
 def launch(made: Matrix, tokens: int, looped: bool, bias: bool) -> None:
-    tiles = replace(linear.tiles_of(made, tokens), looped=looped)
+    hopper = driver.active.get_current_target().arch >= 90
+    tiles = replace(linear.tiles_of(made, tokens, hopper), looped=looped)
     x = torch.zeros(tokens, COLS, dtype=made.dtype)
     linear.product(x, made, torch.zeros(ROWS) if bias else None, None, None, tiles)
 
 
 def launches() -> list[tuple[str, Callable[[], None]]]:
-    """All of bfloat16, and of the other types the narrowest and the widest tiles."""
+    """A label and a launch each."""
     found: list[tuple[str, Callable[[], None]]] = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for stored in STORED:
+    for dtype, formats, shapes in LAUNCHED:
+        for stored in formats:
             made = matrix(*stored, dtype)
-            for tokens in TOKENS if dtype == torch.bfloat16 else TOKENS[::3]:
-                for looped in (False, True):
-                    kind = "looped" if looped else "separate"
-                    label = f"linear {stored[0]}/{stored[1]} {dtype} {tokens} tokens {kind}"
-                    found.append(
-                        (
-                            label,
-                            lambda made=made, tokens=tokens, looped=looped: launch(  # type: ignore[misc]
-                                made, tokens, looped, bias=looped
-                            ),
-                        )
-                    )
+            for tokens, looped in shapes:
+                kind = "looped" if looped else "separate"
+                label = f"linear {stored[0]}/{stored[1]} {dtype} {tokens} tokens {kind}"
+                found.append((label, partial(launch, made, tokens, looped, bias=looped)))
     return found

@@ -144,7 +144,7 @@ def test_products_are_those_of_the_values(number: int) -> None:
 @pytest.mark.parametrize("case", [*GROUPED, *PLAIN[::5], *BLOCKS[::5]], ids=str)
 def test_each_value_is_rounded_once(case: tuple[Any, ...]) -> None:
     """A token that has a one in a single column gets that column of the weight, to the bit."""
-    matrix, weight = made(case, 66, torch.bfloat16)
+    matrix, weight = made(case, 5, torch.bfloat16)
     columns = torch.arange(0, matrix.cols, matrix.cols // 15 + 1)
     x = torch.zeros(len(columns), matrix.cols, dtype=torch.bfloat16)
     x[torch.arange(len(columns)), columns] = 1
@@ -158,7 +158,7 @@ def test_a_token_does_not_depend_on_the_others(case: tuple[Any, ...], dtype: tor
     matrix, _ = made(case, 10, dtype)
     assert splits_of(matrix)[0] > 1
     x = tokens_for(matrix, 65)
-    batches = [*range(2, 18), 33, 65] if dtype == torch.bfloat16 else [2, 17, 33, 65]
+    batches = [*range(2, 18), 33, 65] if dtype == torch.bfloat16 else [17, 65]
     bias = torch.randn(10, dtype=dtype)
     alone = linear(x[5:6], matrix, bias)
     first = linear(x[:1], matrix, bias)
