@@ -119,8 +119,9 @@ def product(
         "enable_fp_fusion": False,
     }
     if tiles.looped:
-        grid = (row_tiles * token_tiles,)
-        _looped[grid](x, *stored, bias, out, *shape, out.stride(0), splits, **constants)
+        _looped[(row_tiles * token_tiles,)](
+            x, *stored, bias, out, *shape, out.stride(0), splits, **constants
+        )
         return out
     partials = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
     _separate[(row_tiles, splits, token_tiles)](x, *stored, partials, *shape, **constants)
@@ -203,6 +204,7 @@ def _add_block(
         groups: tl.constexpr = LAYOUT.groups
         shared: tl.constexpr = fields // groups  # fields with the same scale
         width: tl.constexpr = LAYOUT.words
+        scale_type: tl.constexpr = LAYOUT.scale_type  # Triton 3.6 passes on no string of an object
         lane = tl.arange(0, width)
         words = tl.load(values + (block * TILE + lanes[:, None]) * width + lane[None, :])
         first = block // group_blocks * groups // LAYOUT.per_word * TILE + lanes
@@ -221,7 +223,7 @@ def _add_block(
                 zero = ((minima >> group % 4 * 8) & 255).to(tl.float32) * _float(super, 16, "F16")
                 zero = zero[:, None]
             else:
-                scale = _float(word, group % LAYOUT.per_word * 16, LAYOUT.scale_type)
+                scale = _float(word, group % LAYOUT.per_word * 16, scale_type)
                 if zeros is not None:
                     zero = tl.load(zeros + first + group * TILE).to(tl.float32)[:, None]
                 elif LAYOUT.zero_byte:
