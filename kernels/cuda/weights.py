@@ -1,0 +1,284 @@
+"""Weight matrices in the layouts that linear.py's kernels read.
+
+Plain numbers are [rows, padded columns]. Codes of 4 or 8 bits are words of 32 bits in tiles of
+TILE_ROWS rows, so that a kernel reads consecutive memory and unpacks by shifts alone: of the words
+that a row has in a block, field j of word i holds column j * (number of words) + i of the block.
+What belongs to groups of columns (scales, zero points, minima) is int32 words, too, [tiles, words,
+TILE_ROWS], each of consecutive groups of one row. Added rows and columns are zero.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+VALUES, BLOCKS = "values", "blocks"  # names of stored parts
+CODES, SCALES, ZEROS = "codes", "scales", "zeros"
+TILE_ROWS = 128
+WORDS = (32, 16)  # of a row in a block, 16 for groups that are no multiples of 32
+PLAIN = ("F32", "F16", "BF16")
+BITS = {"INT4": 4, "INT8": 8, "FP8": 8, "Q8_0": 8, "Q4_K": 4}
+SCALE_TYPES = {
+    np.dtype(np.float32): "F32",
+    np.dtype(np.float16): "F16",
+    np.dtype(np.uint16): "BF16",
+}
+COMPUTE = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN_BLOCK = 64  # columns
+MODEST = 2.0**100  # of scales: their products with 2^12 do not overflow
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a matrix is read; kernels are compiled for it.
+
+    `kind`: PLAIN, LEVELS (whole numbers with a scale and a zero point), FAST_LEVELS (whose scales
+    have 16 bits and are modest), FP8 or Q4_K.
+    """
+
+    kind: str
+    block: int  # columns that one step multiplies
+    bits: int = 32  # of a code
+    words: int = 0  # of a row in a block
+    groups: int = 1  # with scales of their own in a block
+    scale_type: str = "F32"
+    per_word: int = 1  # scales
+    zero_byte: bool = False  # above a scale of 16 bits is a zero point of 8
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight matrix [rows, cols] on a device. Q4_K's scales and minima (`zeros`) are bytes of 6
+    bits, and its float16 d and dmin the low and the high half of a word of `supers`."""
+
+    format: str
+    rows: int
+    cols: int
+    dtype: torch.dtype  # of the tokens, and of the products' operands
+    layout: Layout
+    values: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    supers: Tensor | None = None
+    group_blocks: int = 1  # that share their scales
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row; the last may be padded."""
+        return -(-self.cols // self.layout.block)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        found = (self.values, self.scales, self.zeros, self.supers)
+        return tuple(tensor for tensor in found if tensor is not None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def pack(
+    format: str,
+    rows: int,
+    cols: int,
+    parts: Mapping[str, NDArray[Any]],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Matrix:
+    """The matrix of those stored parts, for tokens of `dtype` (bfloat16, float16 or float32).
+
+    F32, F16 and BF16 have VALUES, Q4_K and Q8_0 BLOCKS, and INT4, INT8 and FP8 CODES, SCALES and
+    perhaps ZEROS. Raises ValueError for what the kernels cannot hold.
+    """
+    if dtype not in COMPUTE:
+        raise ValueError(f"tokens of {dtype}: the kernels take bfloat16, float16 and float32")
+    if rows < 1 or cols < 1:
+        raise ValueError(f"a weight of {rows} rows and {cols} columns")
+    if format in PLAIN:
+        return _plain(format, rows, cols, _part(parts, VALUES, (rows, cols)), dtype, device)
+    if format == "Q4_K":
+        return _q4_k(rows, cols, _blocks(parts, rows, cols, 256, 144), dtype, device)
+    if format == "Q8_0":
+        blocks = _blocks(parts, rows, cols, 32, 34)
+        codes = blocks[..., 2:].reshape(rows, cols) ^ np.uint8(0x80)  # int8 as n + 128
+        scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
+        parts = {CODES: codes, SCALES: scales}
+    if format in BITS:
+        return _grouped(format, rows, cols, parts, dtype, device)
+    raise ValueError(f"no kernel reads weights of {format}")
+
+
+def _plain(
+    format: str,
+    rows: int,
+    cols: int,
+    values: NDArray[Any],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Matrix:
+    if SCALE_TYPES.get(values.dtype) != format:
+        raise ValueError(f"values of {format} are not {values.dtype}")
+    stored = _tensor(values, device)
+    stored = stored.view(torch.bfloat16) if format == "BF16" else stored
+    packed = _padded(stored.to(dtype), 1, PLAIN_BLOCK)
+    return Matrix(format, rows, cols, dtype, Layout("PLAIN", PLAIN_BLOCK), packed)
+
+
+def _grouped(
+    format: str,
+    rows: int,
+    cols: int,
+    parts: Mapping[str, NDArray[Any]],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Matrix:
+    bits = BITS[format]
+    if cols * bits % 8:
+        raise ValueError(f"codes: a row of {cols} columns of {bits} bits is no number of bytes")
+    codes = _part(parts, CODES, (rows, cols * bits // 8), np.uint8)
+    groups = parts[SCALES].shape[-1] if SCALES in parts else 0
+    scales = _part(parts, SCALES, (rows, groups))
+    zeros = _part(parts, ZEROS, (rows, groups), np.uint8) if ZEROS in parts else None
+    if scales.dtype not in SCALE_TYPES:
+        raise ValueError(f"scales are {scales.dtype}, not float32, float16 or bfloat16's uint16")
+    if not groups or cols % groups or cols // groups % WORDS[-1]:
+        raise ValueError(
+            f"scales: {groups} groups in {cols} columns; each has to have a multiple of 16"
+        )
+    if format == "FP8" and zeros is not None:
+        raise ValueError("zeros: 8-bit floats have none")
+    if format == "FP8" and ((codes & 0x7F) == 0x7F).any():
+        raise ValueError("codes: an 8-bit float is NaN")
+    group = cols // groups
+    words = next(words for words in WORDS if group % words == 0)
+    block = 32 // bits * words
+    if group % block and block % group:  # a scale for each part that a block has of a group
+        part = math.gcd(group, block)
+        scales = scales.repeat(group // part, 1)
+        zeros = None if zeros is None else zeros.repeat(group // part, 1)
+        group = part
+    levels = _tensor(codes, device)
+    if bits == 4:
+        levels = torch.stack((levels & 15, levels >> 4), -1).view(rows, cols)
+    scale_type, stored = SCALE_TYPES[scales.dtype], _tensor(scales, device)
+    wide = scale_type == "F32"
+    modest = (stored.view(torch.bfloat16) if scale_type == "BF16" else stored).abs() <= MODEST
+    zero_words = None if zeros is None else _tensor(zeros, device).int()
+    per_word = 2 if not wide and zeros is None and group < block else 1
+    if not wide and per_word == 1:
+        stored = stored.view(torch.int16).int() & 0xFFFF
+        if zero_words is not None:
+            stored, zero_words = stored | zero_words << 16, None
+    fast = bits == 4 and not wide and bool(modest.all())
+    layout = Layout(
+        "FP8" if format == "FP8" else "FAST_LEVELS" if fast else "LEVELS",
+        block,
+        bits,
+        words,
+        max(1, block // group),
+        scale_type,
+        per_word,
+        zero_byte=not wide and zeros is not None,
+    )
+    return Matrix(
+        format,
+        rows,
+        cols,
+        dtype,
+        layout,
+        _words(levels, layout),
+        _group_words(stored, layout.groups),
+        None if zero_words is None else _group_words(zero_words, layout.groups),
+        group_blocks=max(1, group // block),
+    )
+
+
+def _q4_k(
+    rows: int, cols: int, blocks: NDArray[np.uint8], dtype: torch.dtype, device: torch.device | str
+) -> Matrix:
+    """Bytes of a block: d and dmin; scales and minima of 6 bits (engine/weights/formats/k_quants.py
+    describes them); four runs of 32 whose low nibbles are 32 columns, and the high ones the next.
+    """
+    stored = _tensor(blocks, device)  # [rows, blocks, 144]
+    first, second, rest = stored[..., 4:8], stored[..., 8:12], stored[..., 12:16]
+    scales = torch.cat((first & 63, (rest & 15) | (first >> 6 << 4)), -1)
+    minima = torch.cat((second & 63, (rest >> 4) | (second >> 6 << 4)), -1)
+    runs = stored[..., 16:].reshape(rows, -1, 4, 1, 32)
+    levels = torch.cat((runs & 15, runs >> 4), -2).view(rows, cols)
+    layout = Layout("Q4_K", 256, 4, 32, 8, per_word=4)
+    return Matrix(
+        "Q4_K",
+        rows,
+        cols,
+        dtype,
+        layout,
+        _words(levels, layout),
+        _group_words(scales.view(rows, -1), 8),
+        _group_words(minima.view(rows, -1), 8),
+        _group_words(stored[..., :4].contiguous().view(torch.int32).view(rows, -1), 1),
+    )
+
+
+def _words(levels: Tensor, layout: Layout) -> Tensor:
+    """uint8 [rows, cols] -> int32 [tiles, blocks, TILE_ROWS, words of a row]."""
+    padded = _padded(_padded(levels, 1, layout.block), 0, TILE_ROWS)
+    tiles = padded.view(len(padded) // TILE_ROWS, TILE_ROWS, -1, 32 // layout.bits, layout.words)
+    columns = tiles.permute(0, 2, 1, 4, 3).contiguous()
+    if layout.bits == 4:
+        columns = columns[..., 0::2] | columns[..., 1::2] << 4
+    return columns.contiguous().view(torch.int32)[..., 0]
+
+
+def _group_words(of_group: Tensor, groups: int) -> Tensor:
+    """[rows, all groups] of 1, 2 or 4 bytes -> int32 [tiles, words, TILE_ROWS], with zeros for the
+    groups that are missing in a row's last block."""
+    whole = math.lcm(4 // of_group.element_size(), groups)
+    padded = _padded(_padded(of_group, 1, whole), 0, TILE_ROWS).contiguous()
+    tiles = padded.view(torch.int32).view(len(padded) // TILE_ROWS, TILE_ROWS, -1)
+    return tiles.transpose(1, 2).contiguous()
+
+
+def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
+    """Zeros after it, to a multiple; itself, if it is one."""
+    missing = -tensor.shape[dim] % multiple
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat((tensor, tensor.new_zeros(shape)), dim)
+
+
+def _tensor(array: NDArray[Any], device: torch.device | str) -> Tensor:
+    """A copy on the device; uint16 becomes int16, which torch can move about."""
+    contiguous = np.ascontiguousarray(array)
+    signed = contiguous.view(np.int16) if contiguous.dtype == np.uint16 else contiguous
+    return torch.tensor(signed, device=device)
+
+
+def _part(
+    parts: Mapping[str, NDArray[Any]],
+    name: str,
+    shape: tuple[int, ...],
+    dtype: type[np.generic] | None = None,
+) -> NDArray[Any]:
+    if name not in parts:
+        raise ValueError(f"{name} are missing")
+    part = parts[name]
+    if part.shape != shape or (dtype is not None and part.dtype != dtype):
+        wanted = "" if dtype is None else f" of {np.dtype(dtype)}"
+        raise ValueError(f"{name} are {list(part.shape)} {part.dtype}, not {list(shape)}{wanted}")
+    return part
+
+
+def _blocks(
+    parts: Mapping[str, NDArray[Any]], rows: int, cols: int, values: int, size: int
+) -> NDArray[np.uint8]:
+    """The part BLOCKS as [rows, blocks, bytes of a block]."""
+    if cols % values:
+        raise ValueError(f"blocks: a row of {cols} columns is no multiple of {values}")
+    return _part(parts, BLOCKS, (rows, cols // values * size), np.uint8).reshape(rows, -1, size)
