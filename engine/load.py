@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.architectures import find_spec, known_specs
-from pdserve.engine.backends import PREFERRED, Backend, ModelDecoder, choose
+from pdserve.engine.backends import Backend, ModelDecoder, choose
 from pdserve.engine.checkpoints.cache import DigestCache, TextCache
 from pdserve.engine.checkpoints.card import CardData
 from pdserve.engine.checkpoints.digest import quantized_digest
@@ -53,7 +53,7 @@ def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
     that contradict each other or name what is not known or not installed.
     """
     if config.device == "auto":
-        device = "cpu" if config.kernels == PREFERRED else resolve_device("auto")
+        device = "cpu" if config.kernels == "native" else resolve_device("auto")
         config = replace(config, device=device)
     chosen = choose(config)  # before anything takes time
     resolve_device(config.device)  # raises without a GPU that is asked for

@@ -34,8 +34,8 @@ class EngineConfig:
     )
     kernels: str = option(
         "auto",
-        "what computes: auto, native (C++ for cpu), reference (torch), or another backend of "
-        "engine/backends (auto: native where it can)",
+        "what computes: auto, native (C++ for cpu), cuda (Triton), reference (torch), or another "
+        "backend of engine/backends (auto: native on cpu and cuda on cuda where they can)",
     )
     native_isa: str = option(
         "",
@@ -43,8 +43,8 @@ class EngineConfig:
     )
     weights: str = option(
         "auto",
-        "weights in memory: as stored, or expanded at load (auto: as stored with native kernels, "
-        "else float32 on cpu, bf16 on cuda)",
+        "weights in memory: as stored, or expanded at load (auto: as stored with native and cuda "
+        "kernels, else float32 on cpu, bf16 on cuda)",
         choices=("auto", "quantized", "bf16", "float32"),
     )
     isq: str = option(

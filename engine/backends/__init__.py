@@ -18,8 +18,9 @@ from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.weights.format import RawTensor
 from pdserve.kernels.streams import SamplingOps
 
-EXTRA = "it computes with torch, which is not installed: pip install 'pdserve[torch]'"
-PREFERRED, FALLBACK = "native", "reference"  # which of them --kernels auto takes
+EXTRAS = {"torch": "torch", "triton": "torch,cuda"}  # module -> the extras that install it
+PREFERRED = {"cpu": "native", "cuda": "cuda"}  # by device, what --kernels auto takes
+FALLBACK = "reference"  # if an option rules that out
 KV_DTYPES = {"bf16": "bfloat16"}  # option -> name; the others are called the same
 
 
@@ -105,14 +106,16 @@ def choose(config: EngineConfig) -> type[Backend]:
     not installed, and for options that contradict each other."""
     name, reason = config.kernels, f"--kernels {config.kernels}"
     if name == "auto":
+        preferred = PREFERRED[config.device]
         # float32 weights are asked for when exactness against other implementations matters.
         exact = config.weights == "float32"
-        reason = "--weights float32" if exact else _find(PREFERRED, "").obstacle(config)
-        name = FALLBACK if reason else PREFERRED
+        reason = f"--device {config.device}"
+        obstacle = "--weights float32" if exact else _find(preferred, reason).obstacle(config)
+        name, reason = (FALLBACK, obstacle) if obstacle else (preferred, reason)
     backend = _find(name, reason)
     if config.kv_dtype not in ("auto", *backend.kv_dtypes):
         raise ValueError(
-            f"--kv-dtype {config.kv_dtype} needs the {PREFERRED} kernels, which {reason} excludes"
+            f"--kv-dtype {config.kv_dtype} needs the native kernels, which {reason} excludes"
         )
     if obstacle := backend.obstacle(config):
         raise ValueError(f"--kernels {name} contradicts {obstacle}")
@@ -129,7 +132,10 @@ def _find(name: str, reason: str) -> type[Backend]:
     try:
         found: type[Backend] = import_module(f"{__name__}.{name}").BACKEND
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if error.name not in EXTRAS:
             raise
-        raise ValueError(f"{reason} needs the {name} backend, and {EXTRA}") from None
+        raise ValueError(
+            f"{reason} needs the {name} backend, and it computes with {error.name}, which is not "
+            f"installed: pip install 'pdserve[{EXTRAS[error.name]}]'"
+        ) from None
     return found

@@ -1,4 +1,4 @@
-"""Torch: the oracle for faster backends on a CPU, and what runs on CUDA devices."""
+"""Torch: the oracle for faster backends, on a CPU or a CUDA device."""
 
 from collections.abc import Callable, Sequence
 

@@ -75,7 +75,9 @@ class LatentAttention:
             *queries,
             SliceNorm(kv_norm, all_q + self.rope_dim, NORM_EPS),
             *rope,
-            HeadLinear(weight("k_b_proj", heads, self.kv_rank, self.nope_dim), self.rope_dim),
+            HeadLinear(
+                weight("k_b_proj", heads, self.kv_rank, self.nope_dim), self.rope_dim, self.kv_dim
+            ),
             Attention(
                 Heads(heads, 1, self.kv_dim),
                 config.attn_scale,

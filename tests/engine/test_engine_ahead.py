@@ -83,7 +83,7 @@ def test_what_needs_the_token_waits_for_it(options: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("how", ["park", "hold"])
 def test_a_request_that_leaves_the_batch_gets_no_token_of_a_step_in_flight(how: str) -> None:
-    engine, sampling = ahead_engine()
+    engine, _ = ahead_engine()
     engine.submit(ask("r", range(5), max_tokens=12))
     events = stepped(engine, 4)
     assert engine.ahead is not None

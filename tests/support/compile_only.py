@@ -98,7 +98,9 @@ def _described(kernel: Any) -> Compiled:
     with NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.kernel)
         usage, code = (
-            subprocess.run([TOOL, how, file.name], capture_output=True, text=True, check=True).stdout
+            subprocess.run(
+                [TOOL, how, file.name], capture_output=True, text=True, check=True
+            ).stdout
             for how in ("--dump-resource-usage", "--dump-sass")
         )
     instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z0-9]+)", code, re.M)

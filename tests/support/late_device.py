@@ -1,5 +1,5 @@
-"""A device whose picks the host reads late: the fake decoder's logits, the reference's picks, and an
-engine that launches each step before it has collected the one before it."""
+"""A device whose picks the host reads late, and an engine that launches each step before it has
+collected the one before it."""
 
 from typing import Any
 

@@ -20,6 +20,7 @@ from pdserve.engine.checkpoints.weight_loader import check_names
 from pdserve.engine.execution.batch import Batch, GroupTable, Ints
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.load import open_checkpoint
+from pdserve.engine.models.cuda.decoder import CudaDecoder
 from pdserve.engine.models.decoder import Decoder
 from pdserve.engine.models.layer import HEAD, tensor_shapes
 from pdserve.engine.models.layers.stored import HELD
@@ -51,7 +52,7 @@ def load_decoder(
     kv_dtype: torch.dtype | None = None,
     device: str = "cpu",
     kernels: str = "reference",
-) -> Decoder | NativeDecoder:
+) -> Decoder | NativeDecoder | CudaDecoder:
     """The decoder of a Hugging Face directory or a GGUF file, every tensor expanded to `dtype`."""
     opened = open_checkpoint(path)
     spec = find_spec(opened.hf_config)
@@ -65,6 +66,8 @@ def load_decoder(
     kv = TORCH_NAMES[kv_dtype or dtype]
     if kernels == "native":
         return NativeDecoder(config, weights, CpuKernels(threads=2), kv)
+    if kernels == "cuda":
+        return CudaDecoder(config, weights, dtype, kv, torch.device(device))
     return Decoder(config, weights, reference, dtype, kv, torch.device(device))
 
 
@@ -79,7 +82,11 @@ class PoisonedKv:
     """Caches of all layers, NaN where nothing was written."""
 
     def __init__(
-        self, decoder: Decoder | NativeDecoder, num_blocks: int, block_size: int, device: str
+        self,
+        decoder: Decoder | NativeDecoder | CudaDecoder,
+        num_blocks: int,
+        block_size: int,
+        device: str,
     ) -> None:
         self._native = isinstance(decoder, NativeDecoder)
         self.spec = KvSpec(block_size, decoder.kv_groups)
@@ -116,13 +123,13 @@ class PagedRunner:
 
     def __init__(
         self,
-        decoder: Decoder | NativeDecoder,
+        decoder: Decoder | NativeDecoder | CudaDecoder,
         num_blocks: int = 64,
         block_size: int = 0,
         device: str = "cpu",
     ) -> None:
         """`block_size` 0: the oddest that the decoder takes."""
-        block_size = block_size or (16 if isinstance(decoder, NativeDecoder) else 5)
+        block_size = block_size or (5 if isinstance(decoder, Decoder) else 16)
         self.decoder = decoder
         self.kv = PoisonedKv(decoder, num_blocks, block_size, device)
         self.lens: dict[str, int] = {}

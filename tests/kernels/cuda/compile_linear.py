@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from triton.runtime import driver
 
-from pdserve.kernels.cuda import linear
-from pdserve.kernels.cuda.weights import Matrix, pack
+from pdserve.kernels.cuda.linear import product as linear
+from pdserve.kernels.cuda.linear.packing import Matrix, pack
 
 ROWS, COLS = 256, 1024
 TOKENS = (1, 32, 64, 256)  # one for each width of tiles

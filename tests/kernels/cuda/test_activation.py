@@ -5,7 +5,7 @@ import torch
 import triton_interpreter as _  # noqa: F401  (before kernels run)
 
 from pdserve.kernels import reference
-from pdserve.kernels.cuda.activation import activated, gated
+from pdserve.kernels.cuda.layer.activation import activated, gated
 
 SHAPES = [(1, 1), (1, 7), (2, 16), (3, 33), (5, 64), (4, 127), (1, 1024), (2, 1025), (3, 1500)]
 SHAPES += [(1, 3000), (6, 96), (17, 8)]

@@ -1,4 +1,4 @@
-"""Norms of heads, rope and new keys and values in one launch, against the reference's operations."""
+"""Norms of heads, rope and new keys and values in one launch, against the reference."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import triton_interpreter as _  # noqa: F401  (before kernels run)
 from torch import Tensor
 
 from pdserve.kernels import reference
-from pdserve.kernels.cuda.heads import HeadNorms, HeadRange, Rotation, prepare_heads
+from pdserve.kernels.cuda.layer.heads import HeadNorms, HeadRange, Rotation, prepare_heads
 
 CASES = [  # tokens, q, kv, dim, rotary dim, block size, dtype of the cache
     (1, 1, 1, 16, 16, 16, torch.float32),

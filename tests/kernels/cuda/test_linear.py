@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.unpack import unpack
-from pdserve.kernels.cuda.linear import linear, product, splits_of, tiles_of
-from pdserve.kernels.cuda.weights import Matrix, pack
+from pdserve.kernels.cuda.linear.packing import Matrix, pack
+from pdserve.kernels.cuda.linear.product import linear, product, splits_of, tiles_of
 
 F16, BF16, F32 = np.float16, np.uint16, np.float32
 Parts = dict[str, NDArray[Any]]

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.kernels import reference
-from pdserve.kernels.cuda import logprobs
-from pdserve.kernels.cuda.sampling import CudaSampling
+from pdserve.kernels.cuda.sampling import logprobs
+from pdserve.kernels.cuda.sampling.step import CudaSampling
 
 OPS = CudaSampling()
 VOCABS = st.sampled_from([1, 2, 63, 64, 65, 100, 300])

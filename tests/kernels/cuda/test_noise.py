@@ -14,8 +14,15 @@ import triton
 import triton.language as tl
 import triton_interpreter
 
-from pdserve.kernels.cuda.noise import LN2, SQRT2, noise_bits, noise_bound, noise_key, noise_of
-from pdserve.kernels.cuda.records import RECORD
+from pdserve.kernels.cuda.sampling.noise import (
+    LN2,
+    SQRT2,
+    noise_bits,
+    noise_bound,
+    noise_key,
+    noise_of,
+)
+from pdserve.kernels.cuda.sampling.records import RECORD
 from pdserve.kernels.reference.noise import SERIES, _log, gumbel_at
 
 
@@ -72,7 +79,7 @@ def test_noise_of_hard_bits_is_exact_and_below_its_bound() -> None:
 
 COMPILE = """
 import compile_only, torch
-from pdserve.kernels.cuda import picks
+from pdserve.kernels.cuda.sampling import picks
 compiled = []
 described = compile_only._described
 compile_only._described = lambda kernel: compiled.append(kernel) or described(kernel)

@@ -5,7 +5,7 @@ import torch
 import triton_interpreter as _  # noqa: F401  (before kernels run)
 from torch import Tensor
 
-from pdserve.kernels.cuda.norm import add, add_norm, norm
+from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
 
 SHAPES = [(1, 1), (1, 16), (2, 17), (3, 64), (5, 100), (7, 128), (2, 257), (4, 640), (1, 1000)]
 SHAPES += [(3, 1024), (2, 2880), (1, 4100)]

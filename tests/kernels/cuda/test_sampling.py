@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.kernels import reference
-from pdserve.kernels.cuda import candidates, logit_edits, picks
-from pdserve.kernels.cuda.records import RECORD
-from pdserve.kernels.cuda.sampling import CudaSampling
+from pdserve.kernels.cuda.sampling import candidates, logit_edits, picks
+from pdserve.kernels.cuda.sampling.records import RECORD
+from pdserve.kernels.cuda.sampling.step import CudaSampling
 from pdserve.kernels.reference.candidates import candidates as reference_candidates
 from pdserve.kernels.streams import StreamSettings
 
@@ -234,7 +234,7 @@ def test_edited_scores_are_the_same_floats() -> None:
     seen: list[torch.Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "pdserve.kernels.cuda.sampling.edit",
+            "pdserve.kernels.cuda.sampling.step.edit",
             lambda *args: seen.append(logit_edits.edit(*args)) or seen[0],
         )
         sample(OPS, logits, [one], [generated])

@@ -8,7 +8,7 @@ of them with enable_fp_fusion=False: what is fused is written as fma.
 import triton
 import triton.language as tl
 
-from pdserve.kernels.cuda.attention_tiles import (
+from pdserve.kernels.cuda.attention.tiles import (
     attend_split,
     load_part,
     load_queries,

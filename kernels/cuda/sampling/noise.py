@@ -8,7 +8,7 @@ operations, but its result is the correctly rounded quotient.
 import triton
 import triton.language as tl
 
-from pdserve.kernels.cuda.records import CHOICE, POSITION, SEED, field
+from pdserve.kernels.cuda.sampling.records import CHOICE, POSITION, SEED, field
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)

@@ -1,11 +1,13 @@
 """What lies between the product that makes queries, keys and values and attention, in one launch:
-norms of heads, rope, and the new keys and values into the cache. A program a head of a token."""
+norms of heads, rope, and the new keys and values into the cache."""
 
 from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+MOST_HEADS, WARPS = 8, 4  # of a program: a row of loads for each warp
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +51,47 @@ def _kept(value, dtype: tl.constexpr):
 @triton.jit
 def _heads_kernel(
     x, x_stride, q_weight, k_weight, eps, positions, cos, sin, kv, slots, block_stride,
-    BEGIN: tl.constexpr, Q: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr,
-    HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    BEGIN: tl.constexpr, Q: tl.constexpr, KV: tl.constexpr, VALUES: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
+    """Program (token, HEADS heads of q, of k or of v)."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    source = x + token * x_stride + BEGIN + head * DIM
-    is_q, is_k = head < Q, head < Q + KV
-    half = tl.arange(0, HALF_PADDED)
-    rest = 2 * HALF + tl.arange(0, REST_PADDED)
-    in_half, in_rest = half < HALF, rest < DIM
+    part = tl.program_id(1)
+    Q_PARTS: tl.constexpr = (Q + HEADS - 1) // HEADS
+    K_PARTS: tl.constexpr = (KV + HEADS - 1) // HEADS
+    is_q, is_k = part < Q_PARTS, part < Q_PARTS + K_PARTS
+    if is_q:
+        head, end = part * HEADS, Q
+    elif is_k:
+        head, end = Q + (part - Q_PARTS) * HEADS, Q + KV
+    else:
+        head, end = Q + KV + (part - Q_PARTS - K_PARTS) * HEADS, Q + KV + VALUES
+    heads = head + tl.arange(0, HEADS)[:, None]
+    half = tl.arange(0, HALF_PADDED)[None, :]
+    rest = 2 * HALF + tl.arange(0, REST_PADDED)[None, :]
+    in_half, in_rest = (heads < end) & (half < HALF), (heads < end) & (rest < DIM)
+    source = x + token * x_stride + BEGIN + heads * DIM
     first = tl.load(source + half, mask=in_half, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + half, mask=in_half, other=0.0).to(tl.float32)
     others = tl.load(source + rest, mask=in_rest, other=0.0).to(tl.float32)
     dtype: tl.constexpr = x.dtype.element_ty
     if q_weight is not None:
         if is_k:
-            squares = tl.sum(first * first, 0) + tl.sum(second * second, 0)
-            squares += tl.sum(others * others, 0)
-            factor = 1.0 / tl.sqrt_rn(squares / DIM + eps)
+            squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+            squares += tl.sum(others * others, 1)
+            factor = (1.0 / tl.sqrt_rn(squares / DIM + eps))[:, None]
             weight = q_weight if is_q else k_weight
-            first = first * factor * tl.load(weight + half, mask=in_half, other=0.0)
-            second = second * factor * tl.load(weight + HALF + half, mask=in_half, other=0.0)
-            others = others * factor * tl.load(weight + rest, mask=in_rest, other=0.0)
-            first = first.to(dtype).to(tl.float32)
-            second = second.to(dtype).to(tl.float32)
+            of_first = tl.load(weight + half, mask=half < HALF, other=0.0)
+            of_second = tl.load(weight + HALF + half, mask=half < HALF, other=0.0)
+            first = (first * factor * of_first).to(dtype).to(tl.float32)
+            second = (second * factor * of_second).to(dtype).to(tl.float32)
+            others = others * factor * tl.load(weight + rest, mask=rest < DIM, other=0.0)
     if cos is not None:
         if is_k:
-            at = tl.load(positions + token) * HALF + half
-            c = tl.load(cos + at, mask=in_half, other=0.0)
-            s = tl.load(sin + at, mask=in_half, other=0.0)
+            at = tl.load(positions + token).to(tl.int64) * HALF + half
+            c = tl.load(cos + at, mask=half < HALF, other=0.0)
+            s = tl.load(sin + at, mask=half < HALF, other=0.0)
             turned = first * c - second * s
             second = second * c + first * s
             first = turned
@@ -91,9 +103,8 @@ def _heads_kernel(
     elif kv is not None:
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
-            plane_head = head - Q  # keys first, then values
-            target = kv + slot // BLOCK_SIZE * block_stride
-            target += (plane_head.to(tl.int64) * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM
+            target = kv + slot // BLOCK_SIZE * block_stride  # of all keys' heads, then values'
+            target += ((heads - Q).to(tl.int64) * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM
             kept: tl.constexpr = kv.dtype.element_ty
             tl.store(target + half, _kept(first.to(tl.float32), kept), mask=in_half)
             tl.store(target + HALF + half, _kept(second.to(tl.float32), kept), mask=in_half)
@@ -115,18 +126,19 @@ def prepare_heads(
     any float dtype, where slots [T] = block * block_size + offset name what is written: a negative
     one nothing. Without `kv` keys must be counted as queries. A norm is rounded to x's dtype.
     """
-    count = heads.q + heads.kv + heads.values
     half = rotation.cos.shape[1] if rotation else 0
     rest = heads.dim - 2 * half
-    if not len(x) or not count:
+    together = min(MOST_HEADS, triton.next_power_of_2(max(heads.q, heads.kv)))
+    parts = sum(triton.cdiv(count, together) for count in (heads.q, heads.kv, heads.values))
+    if not len(x) or not parts:
         return
-    _heads_kernel[(len(x), count)](
+    _heads_kernel[(len(x), parts)](
         x, x.stride(0),
         norms.q if norms else None, norms.k if norms else None, norms.eps if norms else 0.0,
         positions, rotation.cos if rotation else None, rotation.sin if rotation else None,
         kv, slots, kv.stride(0) if kv is not None else 0,
-        heads.begin, heads.q, heads.kv, heads.dim, half,
+        heads.begin, heads.q, heads.kv, heads.values, heads.dim, half,
         triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(max(rest, 1)),
-        kv.shape[3] if kv is not None else 1,
-        num_warps=1,
+        kv.shape[3] if kv is not None else 1, together,
+        num_warps=WARPS,
     )  # fmt: skip

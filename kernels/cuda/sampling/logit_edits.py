@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.cuda.records import (
+from pdserve.kernels.cuda.sampling.records import (
     BIAS,
     FREQUENCY,
     FRESH,

@@ -8,10 +8,12 @@ graph.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kernels.cuda.attention_kernels import attend_kernel, merge_kernel, split_kernel
+from pdserve.kernels.cuda.attention.kernels import attend_kernel, merge_kernel, split_kernel
 
 SPLIT = 512  # keys
 LATENT_SPLIT = 1024  # of keys that many heads share, or partial results would be most of the bytes
@@ -33,41 +35,18 @@ class Rows:
     max_kv_len: int  # of the decode rows, or more: programs past a row's end leave at once
 
 
-def plan_rows(
-    starts: tuple[int, ...],
-    kv_lens: tuple[int, ...],
-    num_decode_rows: int,
-    block_table: Tensor,
-    max_kv_len: int = 0,
-) -> Rows:
-    """Puts a step's rows beside their block table, in one copy. The arguments are those of
-    `reference.paged_attention`; max_kv_len is for decode rows whose lengths will change. Raises
-    ValueError of a block table whose columns do not follow each other.
-    """
-    if block_table.stride(1) != 1:
-        raise ValueError(f"block_table: columns must follow each other, not {block_table.stride()}")
+def chunk_tiles(
+    starts: tuple[int, ...], kv_lens: tuple[int, ...], num_decode_rows: int
+) -> NDArray[np.int64]:
+    """Rows.tiles of a step whose rows are as `reference.paged_attention` has them. Those with most
+    keys come first, so that none of them ends last alone."""
     tiles = []
     for row in range(num_decode_rows, len(kv_lens)):
         num_tokens = starts[row + 1] - starts[row]
         for first in range(0, num_tokens, TOKENS):
             tiles.append((kv_lens[row] - num_tokens + first, row, first))
-    tiles.sort(reverse=True)  # those with most keys first, so that none of them ends last alone
-    numbers = [*starts, *kv_lens]
-    for _, row, first in tiles:
-        numbers += (row, first)
-    packed = torch.tensor(numbers, dtype=torch.int32)
-    if block_table.is_cuda:
-        packed = packed.pin_memory()
-    packed = packed.to(block_table.device, non_blocking=True)
-    rows = len(kv_lens)
-    return Rows(
-        block_table,
-        packed[: rows + 1],
-        packed[rows + 1 : 2 * rows + 1],
-        packed[2 * rows + 1 :].view(-1, 2),
-        num_decode_rows,
-        max(max_kv_len, *kv_lens[:num_decode_rows], 0),
-    )
+    tiles.sort(reverse=True)
+    return np.array([tile[1:] for tile in tiles], np.int64).reshape(-1, 2)
 
 
 def paged_attention(
@@ -85,7 +64,7 @@ def paged_attention(
     the last `latent` values of a key are its value, or all of them if that is 0. Returns
     [T, H, latent or D], in which a row of no keys has 0. Raises ValueError of what does not fit.
     """
-    _check(q, kv, scale, latent)
+    _check(q, kv, rows.block_table, scale, latent)
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // kv.shape[2]
     shape = _shape(head_dim, latent, q.dtype, kv.dtype)
@@ -175,7 +154,9 @@ def paged_attention(
     return out
 
 
-def _check(q: Tensor, kv: Tensor, scale: float, latent: int) -> None:
+def _check(q: Tensor, kv: Tensor, table: Tensor, scale: float, latent: int) -> None:
+    if table.stride(1) != 1:
+        raise ValueError(f"block_table: columns must follow each other, not at {table.stride()}")
     _, num_heads, head_dim = q.shape
     _, planes, kv_heads, block_size, kv_dim = kv.shape
     if q.stride()[1:] != (head_dim, 1):

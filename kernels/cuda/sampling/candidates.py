@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.cuda.picks import Survey
-from pdserve.kernels.cuda.records import (
+from pdserve.kernels.cuda.sampling.picks import Survey
+from pdserve.kernels.cuda.sampling.records import (
     LOG_MIN_P,
     TEMPERATURE,
     TOP_K,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.cuda.weights import PLAIN_BLOCK, TILE_ROWS, Matrix
+from pdserve.kernels.cuda.linear.packing import PLAIN_BLOCK, TILE_ROWS, Matrix
 
 PROCESSORS = 132  # of an H100: it is the aim; the results of another device are the same
 SPLIT_COLUMNS = 256  # at least: shorter splits take longer to add than to multiply

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kernels.cuda.candidates import floors_of
-from pdserve.kernels.cuda.logit_edits import edit, new_bias, new_marks
-from pdserve.kernels.cuda.logprobs import logprobs
-from pdserve.kernels.cuda.picks import bound_filtered, choose, survey
-from pdserve.kernels.cuda.records import RECORD
+from pdserve.kernels.cuda.sampling.candidates import floors_of
+from pdserve.kernels.cuda.sampling.logit_edits import edit, new_bias, new_marks
+from pdserve.kernels.cuda.sampling.logprobs import logprobs
+from pdserve.kernels.cuda.sampling.picks import bound_filtered, choose, survey
+from pdserve.kernels.cuda.sampling.records import RECORD
 from pdserve.kernels.streams import GREEDY_BELOW, Mask, StreamSettings, TokenScores
 
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.cuda.noise import noise_bits, noise_bound, noise_key, noise_of
-from pdserve.kernels.cuda.records import TEMPERATURE, TOP_P, field, is_filtered, scores_of
+from pdserve.kernels.cuda.sampling.noise import noise_bits, noise_bound, noise_key, noise_of
+from pdserve.kernels.cuda.sampling.records import TEMPERATURE, TOP_P, field, is_filtered, scores_of
 
 TILE = 2048
 

@@ -1,0 +1,75 @@
+"""The CUDA kernels: Triton, weights packed on the device, results that no batch changes."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.backends import Backend
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.kv.torch_cache import DeviceKvCache
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.cuda.decoder import CudaDecoder
+from pdserve.engine.weights.format import RawTensor
+from pdserve.kernels.cuda.sampling.step import CudaSampling
+
+KERNELS = "cuda-1"  # raise it with any change of the results
+LEAST_CAPABILITY = (8, 0)  # bfloat16 products
+CUDA_SHARE = 0.85  # of the free memory; the rest is for activations and others
+
+
+class CudaBackend(Backend):
+    """Computes in bfloat16."""
+
+    name = "cuda"
+    copies_weights = True
+    default_kv_dtype = "bfloat16"
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._capability = torch.cuda.get_device_capability(self._device)
+        if self._capability < LEAST_CAPABILITY:
+            major, minor = self._capability
+            raise ValueError(
+                f"--kernels cuda needs compute capability 8.0, and this GPU has {major}.{minor}; "
+                "--kernels reference can do without"
+            )
+        self.sampling = CudaSampling()
+
+    @classmethod
+    def obstacle(cls, config: EngineConfig) -> str:
+        if config.device != "cuda":
+            return f"--device {config.device}"
+        if config.weights == "float32":
+            return "--weights float32"
+        if config.block_size % 16:
+            return f"--block-size {config.block_size}, which is no multiple of 16"
+        return ""
+
+    @property
+    def weights_format(self) -> str | None:
+        return "BF16" if self._config.weights == "bf16" else None
+
+    def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> CudaDecoder:
+        numerics = cuda_numerics(self._capability, torch.bfloat16)
+        return CudaDecoder(model, weights, torch.bfloat16, self.kv_dtype, self._device, numerics)
+
+    def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:
+        return DeviceKvCache(spec, num_blocks)
+
+    def memory_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0] * CUDA_SHARE)
+
+
+def cuda_numerics(capability: tuple[int, int], dtype: torch.dtype) -> str:
+    """Kernel set and its compiler, compute capability, compute dtype: GPUs of one capability
+    compute the same."""
+    major, minor = capability
+    name = str(dtype).removeprefix("torch.")
+    return f"{KERNELS}+triton-{triton.__version__}/sm_{major}{minor}/{name}"
+
+
+BACKEND = CudaBackend

@@ -1,0 +1,136 @@
+"""The decoder on the CUDA kernels: the fused parts of a model, launched one after the other.
+
+Owns the weights, which never change; keys and values belong to the KvCache of the caller.
+"""
+
+import logging
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.cuda.experts import LaunchedExperts
+from pdserve.engine.models.cuda.fuse import fused_parts
+from pdserve.engine.models.cuda.graphs import DecodeGraphs, Recorder
+from pdserve.engine.models.cuda.inputs import StepInputs, upload
+from pdserve.engine.models.cuda.launches import LaunchedHeads, LaunchedNorm, Run, Setup, launch_of
+from pdserve.engine.models.cuda.weights import DeviceWeights
+from pdserve.engine.models.layer import EMBEDDING, final_norm, head
+from pdserve.engine.models.layers.stored import Weights
+from pdserve.engine.models.rope import RopeConfig, RopeTable
+from pdserve.kernels.cuda.layer.heads import Rotation
+
+log = logging.getLogger(__name__)
+
+
+class LayerKv(Protocol):
+    """What the decoder needs of a KvCache."""
+
+    def layer(self, n: int) -> tuple[Tensor, int]:
+        """(kv [blocks, 2, K, block_size, D] of model layer n, its group's index)."""
+
+
+class CudaDecoder:
+    """What `Decoder` is, on kernels of its own. A token's result is the same bits whatever else is
+    in the batch, and in whichever chunks its sequence is computed."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        kv_dtype: str,
+        device: torch.device,
+        numerics: str = "",
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """`stream`: where it launches; None is the current one of the thread that calls."""
+        self.config = config
+        self.kv_groups: tuple[LayerGroup, ...] = config.kv_groups(kv_dtype)
+        self.numerics = numerics
+        self._device = device
+        self._stream = stream
+        self._graphs: DecodeGraphs | None = None
+        self._graphs_kv: LayerKv | None = None
+        held = DeviceWeights(weights, dtype, device)
+        ropes = {layer.rope for layer in config.layers if layer.rope}
+        setup = Setup(held, {rope: _rotation(rope, config.context_len, device) for rope in ropes})
+        self._embedding = held.plain(EMBEDDING)
+        self._launches = [launch_of(part, setup) for part in fused_parts(config)]
+        storing = [
+            n
+            for n, one in enumerate(self._launches)
+            if isinstance(one, LaunchedHeads) and one.stores
+        ]
+        self._storing = storing[-1] + 1  # so many launches give all keys and values
+        self._norm = LaunchedNorm(final_norm(config), setup)
+        self._head = held.product(head(config).weights, head(config).biases)
+        # Rounded as the other weights are, which is what models were trained with.
+        self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch[Ints], kv: LayerKv) -> Tensor:
+        """As Decoder.forward."""
+        with torch.cuda.stream(self._stream):
+            graphs = self._graphs if kv is self._graphs_kv else None
+            if graphs is not None and (shape := graphs.shape_of(batch)) is not None:
+                return graphs.run(batch, shape)
+            return self._run(upload(batch, self._device), kv, batch.kv_only)
+
+    @torch.inference_mode()
+    def record(self, recorder: Recorder, kv: LayerKv, spec: KvSpec, max_rows: int) -> None:
+        """Records the steps of decode rows alone, up to max_rows of them, over that cache. A model
+        with experts has steps that the host takes part in: none is recorded."""
+        if any(isinstance(launch, LaunchedExperts) for launch in self._launches):
+            log.info("no CUDA graphs: the host takes part in steps of a mixture of experts")
+            return
+        with torch.cuda.stream(self._stream):
+            self._graphs = DecodeGraphs(
+                lambda inputs: self._run(inputs, kv, False),
+                recorder,
+                self._device,
+                spec,
+                max_rows,
+                self.config.context_len,
+            )
+        self._graphs_kv = kv
+
+    def _run(self, inputs: StepInputs, kv: LayerKv, kv_only: bool) -> Tensor:
+        stream = self._embedding.index_select(0, inputs.token_ids)
+        if self._embed_scale != 1:
+            stream = stream * self._embed_scale
+        pools = [kv.layer(n) for n in range(self.config.num_layers)]
+        run = Run(stream, stream, None, inputs, pools)
+        for launch in self._launches[: self._storing] if kv_only else self._launches:
+            launch(run)
+        if kv_only:
+            return stream.new_empty((0, self.config.hidden_size))
+        return self._norm.of(run.stream.index_select(0, inputs.outputs))
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As Decoder.logits."""
+        with torch.cuda.stream(self._stream):
+            logits = self._head(hidden, out_dtype=torch.float32)
+            if self.config.logit_scale != 1:
+                logits *= self.config.logit_scale
+            cap = self.config.logit_soft_cap
+            return torch.tanh(logits / cap).mul_(cap) if cap else logits
+
+    def states(self, hidden: Tensor) -> NDArray[np.float32]:
+        """As Decoder.states."""
+        with torch.cuda.stream(self._stream):
+            found: NDArray[np.float32] = hidden.float().cpu().numpy()
+        return found
+
+
+def _rotation(rope: RopeConfig, context_len: int, device: torch.device) -> Rotation:
+    """Of all positions, since a recorded graph keeps the tables' addresses."""
+    table = RopeTable(rope, context_len)
+    table.reserve(context_len)
+    return Rotation(torch.from_numpy(table.cos).to(device), torch.from_numpy(table.sin).to(device))

@@ -1,0 +1,145 @@
+"""Which parts of a model one launch computes together. Pure: parts in, parts out.
+
+All layers become one list, so that the sum at the end of a layer and the norm at the beginning of
+the next are one part as well.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pdserve.engine.models.config import ModelConfig
+from pdserve.engine.models.layer import layer_parts
+from pdserve.engine.models.parts import (
+    Add,
+    Attention,
+    HeadNorm,
+    Heads,
+    LayerNorm,
+    Norm,
+    Part,
+    Rope,
+    Scale,
+    SliceNorm,
+    TensorSpec,
+)
+from pdserve.engine.models.rope import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareHeads(Part):
+    """Norm and rope of the heads of q and k that begin at column `begin` of x, and new keys and
+    values into the cache of `layer`. Without a layer all heads stay in x."""
+
+    heads: Heads
+    begin: int = 0
+    norm: HeadNorm | None = None
+    rope: RopeConfig | None = None
+    layer: int | None = None
+    has_values: bool = True
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return self.norm.tensors() if self.norm else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Attend(Part):
+    """Attention over the cache of `layer`, where this step's keys and values are already."""
+
+    attention: Attention
+    layer: int
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return self.attention.tensors()
+
+
+@dataclass(frozen=True, slots=True)
+class AddNorm(Part):
+    """Adds x * factor to the residual stream, and what is held; x is then the stream's norm, or the
+    stream."""
+
+    held: bool
+    factor: float
+    norm: Norm | LayerNorm | None
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return self.norm.tensors() if self.norm else ()
+
+
+def fused_parts(config: ModelConfig) -> list[Part]:
+    """The parts of all layers."""
+    layers = ((n, part) for n in range(config.num_layers) for part in layer_parts(config, n))
+    return list(_fused(list(layers)))
+
+
+def _fused(parts: Sequence[tuple[int, Part]]) -> Iterator[Part]:
+    at = 0
+    while at < len(parts):
+        _, part = parts[at]
+        taken = 1
+        match part:
+            case HeadNorm() if _is_of_rows(part):
+                yield from _row_norms(part)
+            case HeadNorm() | Rope() | Attention():
+                found, taken = _heads(parts[at : at + 3])
+                yield from found
+            case Scale() | Add():
+                found, taken = _sum(parts[at : at + 3])
+                yield from found
+            case _:
+                yield part
+        at += taken
+
+
+def _is_of_rows(norm: HeadNorm) -> bool:
+    """Whether all heads of q, and all of k, have one norm."""
+    return norm.q.shape[0] != norm.heads.dim or norm.k.shape[0] != norm.heads.dim
+
+
+def _row_norms(norm: HeadNorm) -> Iterator[Part]:
+    assert not norm.offset, "no model with norms over all heads has an offset"
+    q_size, kv_size = norm.heads.q * norm.heads.dim, norm.heads.kv * norm.heads.dim
+    for weight, begin, size in ((norm.q, 0, q_size), (norm.k, q_size, kv_size)):
+        for start in range(begin, begin + size, weight.shape[0]):
+            yield SliceNorm(weight, start, norm.eps)
+
+
+def _heads(parts: Iterable[tuple[int, Part]]) -> tuple[list[Part], int]:
+    """What begins with a norm of heads, rope or attention, and how many parts it takes."""
+    rest = list(parts)
+    norm = rope = None
+    taken = 0
+    layer, part = rest[taken]
+    if isinstance(part, HeadNorm):
+        norm, taken = part, taken + 1
+        layer, part = rest[taken]
+    if isinstance(part, Rope):
+        rope, taken = part, taken + 1
+        layer, part = rest[taken] if taken < len(rest) else (layer, part)
+    heads = norm.heads if norm else rope.heads if rope else None
+    if isinstance(part, Attention) and (heads is None or _agrees(part, heads, rope)):
+        found = PrepareHeads(
+            part.heads, 0, norm, rope.config if rope else None, layer, not part.latent
+        )
+        return [found, Attend(part, layer)], taken + 1
+    assert heads is not None
+    begin = rope.begin if rope else 0
+    return [PrepareHeads(heads, begin, norm, rope.config if rope else None)], taken
+
+
+def _agrees(attention: Attention, heads: Heads, rope: Rope | None) -> bool:
+    return not attention.latent and attention.heads == heads and not (rope and rope.begin)
+
+
+def _sum(parts: Sequence[tuple[int, Part]]) -> tuple[list[Part], int]:
+    """What begins with a scale or a sum, and how many parts it takes."""
+    rest = [part for _, part in parts]
+    factor, taken = 1.0, 0
+    if isinstance(rest[0], Scale):
+        if len(rest) < 2 or not isinstance(rest[1], Add):
+            return [rest[0]], 1
+        factor, taken = rest[0].factor, 1
+    add = rest[taken]
+    assert isinstance(add, Add)
+    behind = rest[taken + 1] if taken + 1 < len(rest) else None
+    norm = behind if isinstance(behind, Norm | LayerNorm) else None
+    return [AddNorm(add.held, factor, norm)], taken + (2 if norm else 1)

@@ -1,0 +1,128 @@
+"""One step's whole numbers on the device: everything that its launches read of the batch.
+
+They lie in one array of int32, so that a step costs one copy. Where a launch finds its numbers
+depends on the step's shape alone, so that a recorded graph finds them again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.kernels.cuda.attention.paged import Rows, chunk_tiles
+
+ALIGNED = 16  # numbers: launches are compiled for pointers to multiples of 16 bytes
+Numbers = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """Where keys and values of one layer group lie."""
+
+    rows: Rows
+    slots: Tensor  # [tokens]; negative: nowhere
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Tensors are int32 on the device."""
+
+    token_ids: Tensor  # [tokens]
+    positions: Tensor  # [tokens]
+    outputs: Tensor  # [outputs]: tokens whose hidden states are wanted
+    groups: tuple[GroupInputs, ...]
+    picks: Tensor  # [rows]: of UnreadTokens
+
+    def take(self, tokens: Tensor) -> None:
+        """Puts tokens that the host has not read where the token ids are; a failed pick, which is
+        negative, as some token: its row's result is dropped."""
+        self.token_ids.copy_(tokens.index_select(0, self.picks).clamp_(min=0))
+
+
+class InputBuffer:
+    """Memory for the inputs of one step after the other, always the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._numbers: Tensor | None = None
+
+    def put(self, batch: Batch[Ints], max_kv_len: int) -> StepInputs:
+        """As `upload`; the first step must be the largest."""
+        arrays = _arrays(batch)
+        staged, offsets = _staged(arrays, self._device)
+        if self._numbers is None:
+            self._numbers = torch.empty_like(staged, device=self._device)
+        self._numbers[: len(staged)].copy_(staged, non_blocking=True)
+        return _inputs(batch, _views(self._numbers, arrays, offsets), max_kv_len)
+
+
+def upload(batch: Batch[Ints], device: torch.device) -> StepInputs:
+    """The batch in memory of its own."""
+    arrays = _arrays(batch)
+    staged, offsets = _staged(arrays, device)
+    moved = staged.to(device, non_blocking=True)
+    decode_lens = batch.kv_lens[: batch.num_decode_rows]
+    return _inputs(batch, _views(moved, arrays, offsets), max(decode_lens, default=0))
+
+
+def _arrays(batch: Batch[Ints]) -> list[Numbers]:
+    arrays: list[Numbers] = [
+        batch.token_ids,
+        batch.positions,
+        batch.logit_tokens,
+        np.array(batch.starts),
+        np.array(batch.kv_lens),
+        chunk_tiles(batch.starts, batch.kv_lens, batch.num_decode_rows),
+    ]
+    rows = len(batch.kv_lens)
+    arrays.append(batch.unread.picks if batch.unread else np.zeros(rows, np.int64))
+    for group in batch.groups:
+        arrays += [group.block_table, group.slots]
+    return arrays
+
+
+def _staged(arrays: Sequence[Numbers], device: torch.device) -> tuple[Tensor, list[int]]:
+    """All numbers in memory that the device can read, and where each array begins."""
+    offsets, total = list[int](), 0
+    for array in arrays:
+        offsets.append(total)
+        total += -(-array.size // ALIGNED) * ALIGNED
+    staged = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+    numbers = staged.numpy()
+    for offset, array in zip(offsets, arrays, strict=True):
+        numbers[offset : offset + array.size] = array.reshape(-1)
+    return staged, offsets
+
+
+def _views(moved: Tensor, arrays: Sequence[Numbers], offsets: Sequence[int]) -> list[Tensor]:
+    return [
+        moved[offset : offset + array.size].view(array.shape)
+        for offset, array in zip(offsets, arrays, strict=True)
+    ]
+
+
+def _inputs(batch: Batch[Ints], tensors: Sequence[Tensor], max_kv_len: int) -> StepInputs:
+    token_ids, positions, outputs, starts, kv_lens, tiles, picks, *rest = tensors
+    groups = tuple(
+        GroupInputs(
+            Rows(
+                table,
+                starts,
+                kv_lens,
+                tiles,
+                batch.num_decode_rows,
+                max_kv_len,
+            ),
+            slots,
+        )
+        for table, slots in zip(rest[::2], rest[1::2], strict=True)
+    )
+    inputs = StepInputs(token_ids, positions, outputs, groups, picks)
+    if batch.unread is not None:
+        inputs.take(batch.unread.tokens)
+    return inputs

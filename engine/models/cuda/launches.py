@@ -1,0 +1,270 @@
+"""What each part of a model launches. None of it waits for the device, but experts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.models.config import UnsupportedModel
+from pdserve.engine.models.cuda.experts import LaunchedExperts
+from pdserve.engine.models.cuda.fuse import AddNorm, Attend, PrepareHeads
+from pdserve.engine.models.cuda.inputs import StepInputs
+from pdserve.engine.models.cuda.weights import DeviceWeights
+from pdserve.engine.models.parts import (
+    Activate,
+    Experts,
+    Gate,
+    HeadLinear,
+    Hold,
+    LayerNorm,
+    Linear,
+    Norm,
+    Part,
+    Scale,
+    SliceNorm,
+)
+from pdserve.engine.models.rope import RopeConfig
+from pdserve.kernels.cuda.attention.paged import paged_attention
+from pdserve.kernels.cuda.layer.activation import activated, gated
+from pdserve.kernels.cuda.layer.heads import HeadNorms, HeadRange, Rotation, prepare_heads
+from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
+
+
+@dataclass(slots=True)
+class Run:
+    """One pass over the parts."""
+
+    stream: Tensor  # the residual stream [tokens, hidden]; sums change it in place
+    x: Tensor  # what the next part takes
+    held: Tensor | None
+    inputs: StepInputs
+    kv: Sequence[tuple[Tensor, int]]  # by model layer: its blocks, its group
+
+
+class Launch(Protocol):
+    """A part, ready to run."""
+
+    def __call__(self, run: Run) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What launches are made with."""
+
+    weights: DeviceWeights
+    ropes: dict[RopeConfig, Rotation]  # of every position of a context
+
+
+def launch_of(part: Part, setup: Setup) -> Launch:
+    """What computes a part. Raises UnsupportedModel for a kind that nothing here computes."""
+    match part:
+        case Norm() | LayerNorm():
+            return LaunchedNorm(part, setup)
+        case AddNorm():
+            return LaunchedSum(part, setup)
+        case SliceNorm():
+            return LaunchedSliceNorm(part, setup)
+        case Linear():
+            return LaunchedLinear(part, setup)
+        case HeadLinear():
+            return LaunchedHeadLinear(part, setup)
+        case PrepareHeads():
+            return LaunchedHeads(part, setup)
+        case Attend():
+            return LaunchedAttention(part, setup)
+        case Gate():
+            return LaunchedGate(part)
+        case Activate():
+            return LaunchedActivation(part)
+        case Scale():
+            return LaunchedScale(part)
+        case Hold():
+            return hold
+        case Experts():
+            return LaunchedExperts(part, setup.weights)
+    raise UnsupportedModel(
+        f"the cuda kernels cannot compute {type(part).__name__}; --kernels reference can"
+    )
+
+
+def hold(run: Run) -> None:
+    """Keeps x for the next sum."""
+    run.x, run.held = run.stream, run.x
+
+
+class LaunchedNorm:
+    """x becomes its norm."""
+
+    def __init__(self, part: Norm | LayerNorm, setup: Setup) -> None:
+        self.eps = part.eps
+        self.is_layer = isinstance(part, LayerNorm)
+        weights = setup.weights
+        if isinstance(part, LayerNorm):
+            self.weight = weights.vector(part.weight)
+            self.bias = weights.vector(part.bias) if part.bias else None
+        else:
+            self.weight, self.bias = weights.vector(part.weight, part.offset), None
+
+    def __call__(self, run: Run) -> None:
+        run.x = self.of(run.x)
+
+    def of(self, x: Tensor) -> Tensor:
+        return norm(x, self.weight, self.bias, self.eps, is_layer=self.is_layer)
+
+
+class LaunchedSum:
+    """Adds to the stream; x becomes the stream, or its norm."""
+
+    def __init__(self, part: AddNorm, setup: Setup) -> None:
+        self._part = part
+        self._norm = LaunchedNorm(part.norm, setup) if part.norm else None
+
+    def __call__(self, run: Run) -> None:
+        held = run.held if self._part.held else None
+        factor, after = self._part.factor, self._norm
+        if after is None:
+            add(run.stream, run.x, held, factor)
+            run.x = run.stream
+        else:
+            run.x = add_norm(
+                run.stream,
+                run.x,
+                after.weight,
+                after.bias,
+                after.eps,
+                is_layer=after.is_layer,
+                held=held,
+                factor=factor,
+            )
+
+
+class LaunchedSliceNorm:
+    """Changes its columns of x in place."""
+
+    def __init__(self, part: SliceNorm, setup: Setup) -> None:
+        self._weight = setup.weights.vector(part.weight)
+        self._part = part
+
+    def __call__(self, run: Run) -> None:
+        place = run.x[:, self._part.begin : self._part.begin + len(self._weight)]
+        norm(place, self._weight, None, self._part.eps, out=place)
+
+
+class LaunchedLinear:
+    """x [T, N] to [T, rows of all weights]."""
+
+    def __init__(self, part: Linear, setup: Setup) -> None:
+        self._product = setup.weights.product(part.weights, part.biases)
+
+    def __call__(self, run: Run) -> None:
+        run.x = self._product(run.x)
+
+
+class LaunchedHeadLinear:
+    """A product for each head: x [T, heads * (kept + inputs) + rest] to [T, heads * (kept +
+    outputs) + rest]."""
+
+    def __init__(self, part: HeadLinear, setup: Setup) -> None:
+        raw = setup.weights.stored(part.weight.name)
+        stack = [raw.matrix(n) for n in range(raw.shape[0])] if len(raw.shape) > 2 else [raw]
+        self._products = [setup.weights.product_of([one]) for one in stack]
+        *_, self._outputs, self._inputs = part.weight.shape
+        self._kept = part.kept
+
+    def __call__(self, run: Run) -> None:
+        x, kept, count = run.x, self._kept, len(self._products)
+        before, after = kept + self._inputs, kept + self._outputs
+        rest = x[:, count * before :]
+        width = count * after + rest.shape[1]
+        made = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
+        if kept:
+            heads = x[:, : count * before].view(len(x), count, before)
+            made[:, : count * after].view(len(x), count, after)[:, :, :kept] = heads[:, :, :kept]
+        for n, product in enumerate(self._products):
+            inputs = x[:, n * before + kept : (n + 1) * before]
+            product(inputs, made[:, n * after + kept : (n + 1) * after])
+        made[:, count * after :] = rest
+        run.x = made
+
+
+class LaunchedHeads:
+    """Changes q in place, and k if it is not stored; what is stored stays in x as it was."""
+
+    def __init__(self, part: PrepareHeads, setup: Setup) -> None:
+        heads, self._layer = part.heads, part.layer
+        if self._layer is None:  # all stay in x, as queries do
+            self._range = HeadRange(part.begin, heads.q + heads.kv, 0, 0, heads.dim)
+        else:
+            values = heads.kv if part.has_values else 0
+            self._range = HeadRange(part.begin, heads.q, heads.kv, values, heads.dim)
+        self._rotation = setup.ropes[part.rope] if part.rope else None
+        self._norms = None
+        if part.norm:
+            q, k = (setup.weights.vector(spec, part.norm.offset) for spec in part.norm.tensors())
+            self._norms = HeadNorms(q, k, part.norm.eps)
+
+    @property
+    def stores(self) -> bool:
+        return self._layer is not None
+
+    def __call__(self, run: Run) -> None:
+        kv, group = (None, 0) if self._layer is None else run.kv[self._layer]
+        slots, positions = run.inputs.groups[group].slots, run.inputs.positions
+        prepare_heads(run.x, self._range, self._norms, self._rotation, positions, kv, slots)
+
+
+class LaunchedAttention:
+    """x [T, columns], queries first, to [T, q heads * dim], or of latent values their size."""
+
+    def __init__(self, part: Attend, setup: Setup) -> None:
+        self._part, self._layer = part.attention, part.layer
+        sinks = part.attention.sinks
+        self._sinks = setup.weights.vector(sinks) if sinks else None
+
+    def __call__(self, run: Run) -> None:
+        part, heads = self._part, self._part.heads
+        kv, group = run.kv[self._layer]
+        queries = run.x[:, : heads.q * heads.dim].view(len(run.x), heads.q, heads.dim)
+        attended = paged_attention(
+            queries,
+            kv,
+            run.inputs.groups[group].rows,
+            part.scale,
+            part.window,
+            part.soft_cap,
+            self._sinks,
+            part.latent,
+        )
+        run.x = attended.flatten(1)
+
+
+class LaunchedGate:
+    """x [T, 2 N] to [T, N]."""
+
+    def __init__(self, part: Gate) -> None:
+        self._activation = part.activation
+
+    def __call__(self, run: Run) -> None:
+        run.x = gated(run.x, self._activation)
+
+
+class LaunchedActivation:
+    """x [T, N] to its activation."""
+
+    def __init__(self, part: Activate) -> None:
+        self._activation = part.activation
+
+    def __call__(self, run: Run) -> None:
+        run.x = activated(run.x, self._activation)
+
+
+class LaunchedScale:
+    """x times a number, rounded to its dtype."""
+
+    def __init__(self, part: Scale) -> None:
+        self._factor = part.factor
+
+    def __call__(self, run: Run) -> None:
+        run.x = run.x * self._factor

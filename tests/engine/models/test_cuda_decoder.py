@@ -1,0 +1,100 @@
+"""The decoder on the CUDA kernels, interpreted: equal to the reference, and to itself whatever else
+is computed and in which pieces."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton_interpreter as _  # noqa: F401  (before kernels run)
+from paged_runner import PagedRunner, load_decoder
+from tiny_models import ARCHITECTURES, write_tiny
+from torch import Tensor
+
+LATENT = {"qk_rope_head_dim": 16, "kv_lora_rank": 32, "head_dim": 16}  # 48 values of a token
+
+
+def sizes(arch: str) -> dict[str, Any]:
+    """What the kernels take: heads of a multiple of 16 values."""
+    if arch in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+        return LATENT
+    return {"stablelm": {}, "mistral": {"sliding_window": 9, "head_dim": 16}}.get(
+        arch, {"head_dim": 16}
+    )
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{arch: (arch, sizes(arch)) for arch in ARCHITECTURES},
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    "qwen3-dim-80": ("qwen3", {"head_dim": 80, "tie_word_embeddings": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "deepseek_v2-q-rank": (
+        "deepseek_v2",
+        {"q_lora_rank": 20, "topk_method": "greedy", **LATENT},
+    ),
+}
+# Tokens of two sequences in each step: chunks, decode rows beside chunks, decode rows.
+SCHEDULE = ({"a": 5}, {"a": 1, "b": 14}, {"a": 8, "b": 1}, {"a": 1, "b": 1})
+
+
+def tokens_of(name: str, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(ord(name))
+    return torch.randint(259, (count,), generator=generator).tolist()
+
+
+def run(runner: PagedRunner, schedule: tuple[dict[str, int], ...]) -> dict[str, Tensor]:
+    """Logits of every token, teacher-forced."""
+    parts: dict[str, list[Tensor]] = {}
+    for step in schedule:
+        given = {}
+        for name, count in step.items():
+            done = runner.lens.get(name, 0)
+            given[name] = tokens_of(name, done + count)[done:]
+        for name, logits in runner.step(given).items():
+            parts.setdefault(name, []).append(logits)
+    return {name: torch.cat(logits) for name, logits in parts.items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_the_reference(variant: str, tmp_path: Path) -> None:
+    arch, overrides = VARIANTS[variant]
+    path = write_tiny(tmp_path, arch, seed=3, **overrides)
+    runner = PagedRunner(load_decoder(path, kernels="cuda"), block_size=16)
+    ours = run(runner, SCHEDULE)
+    theirs = run(PagedRunner(load_decoder(path), block_size=16), SCHEDULE)
+    for name, logits in ours.items():
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, theirs[name], atol=1e-4, rtol=0)
+        assert logits.std() > 0.3, "logits too flat to tell anything"
+    assert runner.mixed_steps == 2
+    windows = {layer.window for layer in runner.decoder.config.layers} - {0}
+    assert all(window < 15 for window in windows)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "olmo2", "gpt_oss", "mixtral", "deepseek_v3"])
+def test_a_token_is_the_same_whatever_else_is_computed(arch: str, tmp_path: Path) -> None:
+    """In bfloat16: alone token by token, in chunks, and beside others."""
+    decoder = load_decoder(
+        write_tiny(tmp_path, arch, seed=5, **sizes(arch)), torch.bfloat16, kernels="cuda"
+    )
+    alone = run(PagedRunner(decoder), ({"a": 1},) * 14)["a"]
+    chunks = run(PagedRunner(decoder), ({"a": 6}, {"a": 7}, {"a": 1}))["a"]
+    beside = run(
+        PagedRunner(decoder),
+        ({"b": 9}, {"a": 2, "b": 1}, {"a": 11, "c": 3, "b": 1}, {"a": 1, "b": 1, "c": 2}),
+    )["a"]
+    assert torch.equal(alone, chunks)
+    assert torch.equal(alone, beside)
+
+
+@pytest.mark.parametrize("arch", ["llama", "deepseek_v2"])
+def test_kv_only_writes_the_same_keys_and_values(arch: str, tmp_path: Path) -> None:
+    decoder = load_decoder(write_tiny(tmp_path, arch, **sizes(arch)), kernels="cuda")
+    tokens = tokens_of("a", 11)
+    runners = [PagedRunner(decoder), PagedRunner(decoder)]
+    assert runners[0].step({"x": tokens})["x"].shape == (11, 259)
+    assert runners[1].step({"x": tokens}, kv_only=True)["x"].shape == (0, 259)
+    for n in range(decoder.config.num_layers):
+        caches = [runner.kv.values(n) for runner in runners]
+        assert torch.equal(caches[0].nan_to_num(0), caches[1].nan_to_num(0))
+        assert caches[0].isfinite().any()
