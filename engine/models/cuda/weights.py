@@ -17,7 +17,7 @@ from pdserve.engine.weights.format import VALUES, RawTensor, same_order
 from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.plain import PLAIN, empty, write_rounded
 from pdserve.engine.weights.unpack import as_plain, unpack
-from pdserve.kernels.cuda.linear.packing import BITS, Matrix, pack
+from pdserve.kernels.cuda.linear.packing import BITS, DeviceMatrix, pack
 from pdserve.kernels.cuda.linear.product import linear
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class Product:
     """Matrices over one input, side by side: x [T, N] to [T, rows of all]."""
 
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[DeviceMatrix, ...]
     bias: Tensor | None  # float32 [rows of all]
     columns: Tensor | None  # int64 [N]: the input's values in the order that the matrices want
 
@@ -101,7 +101,7 @@ class DeviceWeights:
         write_rounded(unpack(raw)[:, columns], values, plain)
         return RawTensor({VALUES: values}, plain, raw.shape)
 
-    def _packed(self, raw: RawTensor) -> Matrix:
+    def _packed(self, raw: RawTensor) -> DeviceMatrix:
         """Plain numbers where the kernels have not its sizes of groups."""
         try:
             return self._pack(raw, self.dtype)
@@ -117,7 +117,7 @@ class DeviceWeights:
             log.info("weights of %s are held as %s", format, HELD[self.dtype])
         self.expanded[format] += 1
 
-    def _pack(self, raw: RawTensor, dtype: torch.dtype) -> Matrix:
+    def _pack(self, raw: RawTensor, dtype: torch.dtype) -> DeviceMatrix:
         rows, cols = raw.shape
         return pack(raw.format, rows, cols, raw.parts, dtype, self.device)
 

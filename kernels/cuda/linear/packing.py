@@ -34,7 +34,7 @@ MODEST = 2.0**100  # of scales: their products with 2^12 do not overflow
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """How a matrix is read; kernels are compiled for it.
 
     `kind`: PLAIN, LEVELS (whole numbers with a scale and a zero point), FAST_LEVELS (whose scales
@@ -52,7 +52,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class DeviceMatrix:
     """A weight matrix [rows, cols] on a device. Q4_K's scales and minima (`zeros`) are bytes of 6
     bits, and its float16 d and dmin the low and the high half of a word of `supers`."""
 
@@ -60,7 +60,7 @@ class Matrix:
     rows: int
     cols: int
     dtype: torch.dtype  # of the tokens, and of the products' operands
-    layout: Layout
+    layout: PackedLayout
     values: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
@@ -89,7 +89,7 @@ def pack(
     parts: Mapping[str, NDArray[Any]],
     dtype: torch.dtype,
     device: torch.device | str,
-) -> Matrix:
+) -> DeviceMatrix:
     """The matrix of those stored parts, for tokens of `dtype` (bfloat16, float16 or float32).
 
     F32, F16 and BF16 have VALUES, Q4_K and Q8_0 BLOCKS, and INT4, INT8 and FP8 CODES, SCALES and
@@ -120,13 +120,13 @@ def _plain(
     values: NDArray[Any],
     dtype: torch.dtype,
     device: torch.device | str,
-) -> Matrix:
+) -> DeviceMatrix:
     if SCALE_TYPES.get(values.dtype) != format:
         raise ValueError(f"values of {format} are not {values.dtype}")
     stored = _tensor(values, device)
     stored = stored.view(torch.bfloat16) if format == "BF16" else stored
     packed = _padded(stored.to(dtype), 1, PLAIN_BLOCK)
-    return Matrix(format, rows, cols, dtype, Layout("PLAIN", PLAIN_BLOCK), packed)
+    return DeviceMatrix(format, rows, cols, dtype, PackedLayout("PLAIN", PLAIN_BLOCK), packed)
 
 
 def _grouped(
@@ -136,7 +136,7 @@ def _grouped(
     parts: Mapping[str, NDArray[Any]],
     dtype: torch.dtype,
     device: torch.device | str,
-) -> Matrix:
+) -> DeviceMatrix:
     bits = BITS[format]
     if cols * bits % 8:
         raise ValueError(f"codes: a row of {cols} columns of {bits} bits is no number of bytes")
@@ -175,7 +175,7 @@ def _grouped(
         if zero_words is not None:
             stored, zero_words = stored | zero_words << 16, None
     fast = bits == 4 and not wide and bool(modest.all())
-    layout = Layout(
+    layout = PackedLayout(
         "FP8" if format == "FP8" else "FAST_LEVELS" if fast else "LEVELS",
         block,
         bits,
@@ -185,7 +185,7 @@ def _grouped(
         per_word,
         zero_byte=not wide and zeros is not None,
     )
-    return Matrix(
+    return DeviceMatrix(
         format,
         rows,
         cols,
@@ -200,7 +200,7 @@ def _grouped(
 
 def _q4_k(
     rows: int, cols: int, blocks: NDArray[np.uint8], dtype: torch.dtype, device: torch.device | str
-) -> Matrix:
+) -> DeviceMatrix:
     """Bytes of a block: d and dmin; scales and minima of 6 bits (engine/weights/formats/k_quants.py
     describes them); four runs of 32 whose low nibbles are 32 columns, and the high ones the next.
     """
@@ -210,8 +210,8 @@ def _q4_k(
     minima = torch.cat((second & 63, (rest >> 4) | (second >> 6 << 4)), -1)
     runs = stored[..., 16:].reshape(rows, -1, 4, 1, 32)
     levels = torch.cat((runs & 15, runs >> 4), -2).view(rows, cols)
-    layout = Layout("Q4_K", 256, 4, 32, 8, per_word=4)
-    return Matrix(
+    layout = PackedLayout("Q4_K", 256, 4, 32, 8, per_word=4)
+    return DeviceMatrix(
         "Q4_K",
         rows,
         cols,
@@ -224,7 +224,7 @@ def _q4_k(
     )
 
 
-def _words(levels: Tensor, layout: Layout) -> Tensor:
+def _words(levels: Tensor, layout: PackedLayout) -> Tensor:
     """uint8 [rows, cols] -> int32 [tiles, blocks, TILE_ROWS, words of a row]."""
     padded = _padded(_padded(levels, 1, layout.block), 0, TILE_ROWS)
     tiles = padded.view(len(padded) // TILE_ROWS, TILE_ROWS, -1, 32 // layout.bits, layout.words)

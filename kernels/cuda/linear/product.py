@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.cuda.linear.packing import PLAIN_BLOCK, TILE_ROWS, Matrix
+from pdserve.kernels.cuda.linear.packing import PLAIN_BLOCK, TILE_ROWS, DeviceMatrix
 
 PROCESSORS = 132  # of an H100: it is the aim; the results of another device are the same
 SPLIT_COLUMNS = 256  # at least: shorter splits take longer to add than to multiply
@@ -36,14 +36,14 @@ class Tiles:
     looped: bool  # one program adds all splits of its tile
 
 
-def splits_of(matrix: Matrix) -> tuple[int, int]:
+def splits_of(matrix: DeviceMatrix) -> tuple[int, int]:
     """The number of splits of a row, and the blocks of each but the last; by the shape alone."""
     wanted = -(-2 * PROCESSORS // -(-matrix.rows // 64))
     length = max(-(-matrix.blocks // wanted), SPLIT_COLUMNS // matrix.layout.block)
     return -(-matrix.blocks // length), length
 
 
-def tiles_of(matrix: Matrix, tokens: int, hopper: bool = True) -> Tiles:
+def tiles_of(matrix: DeviceMatrix, tokens: int, hopper: bool = True) -> Tiles:
     """Few tokens: narrow tiles, several programs a multiprocessor, and a program for each split as
     long as there are too few tiles to occupy the device. Many: wide tiles, which read less often.
     Before Hopper products of 4 bits have too few registers for the widest.
@@ -64,7 +64,7 @@ def tiles_of(matrix: Matrix, tokens: int, hopper: bool = True) -> Tiles:
 
 def linear(
     x: Tensor,
-    matrix: Matrix,
+    matrix: DeviceMatrix,
     bias: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -80,7 +80,7 @@ def linear(
 
 def product(
     x: Tensor,
-    matrix: Matrix,
+    matrix: DeviceMatrix,
     bias: Tensor | None,
     out: Tensor | None,
     out_dtype: torch.dtype | None,

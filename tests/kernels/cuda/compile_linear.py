@@ -9,7 +9,7 @@ import torch
 from triton.runtime import driver
 
 from pdserve.kernels.cuda.linear import product as linear
-from pdserve.kernels.cuda.linear.packing import Matrix, pack
+from pdserve.kernels.cuda.linear.packing import DeviceMatrix, pack
 
 ROWS, COLS = 256, 1024
 TOKENS = (1, 32, 64, 256)  # one for each width of tiles
@@ -38,7 +38,7 @@ LAUNCHED = (
 
 def matrix(
     format: str, group: int, scales: type[np.generic], zeros: bool, dtype: torch.dtype
-) -> Matrix:
+) -> DeviceMatrix:
     """A weight of zeros."""
     if format == "BF16":
         parts = {"values": np.zeros((ROWS, COLS), scales)}
@@ -55,7 +55,7 @@ def matrix(
     return pack(format, ROWS, COLS, parts, dtype, "cpu")
 
 
-def launch(made: Matrix, tokens: int, looped: bool, bias: bool) -> None:
+def launch(made: DeviceMatrix, tokens: int, looped: bool, bias: bool) -> None:
     hopper = driver.active.get_current_target().arch >= 90
     tiles = replace(linear.tiles_of(made, tokens, hopper), looped=looped)
     x = torch.zeros(tokens, COLS, dtype=made.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.unpack import unpack
-from pdserve.kernels.cuda.linear.packing import Matrix, pack
+from pdserve.kernels.cuda.linear.packing import DeviceMatrix, pack
 from pdserve.kernels.cuda.linear.product import linear, product, splits_of, tiles_of
 
 F16, BF16, F32 = np.float16, np.uint16, np.float32
@@ -111,14 +111,14 @@ def values_of(form: str, parts: Parts, rows: int, cols: int, dtype: torch.dtype)
         return torch.tensor(unpack(RawTensor(parts, form, (rows, cols)))).to(dtype)
 
 
-def made(case: tuple[Any, ...], rows: int, dtype: torch.dtype) -> tuple[Matrix, Tensor]:
+def made(case: tuple[Any, ...], rows: int, dtype: torch.dtype) -> tuple[DeviceMatrix, Tensor]:
     form, cols, group, kind, zeros = case
     parts = parts_of(form, rows, cols, group, kind, zeros)
     matrix = pack(form, rows, cols, parts, dtype, "cpu")
     return matrix, values_of(form, parts, rows, cols, dtype)
 
 
-def tokens_for(matrix: Matrix, tokens: int) -> Tensor:
+def tokens_for(matrix: DeviceMatrix, tokens: int) -> Tensor:
     return torch.randn(tokens, matrix.cols, generator=torch.Generator().manual_seed(tokens)).to(
         matrix.dtype
     )
@@ -188,8 +188,8 @@ def test_splits_are_added_alike_by_one_program_and_by_many(
 def test_splits_depend_on_the_shape_alone() -> None:
     layout = made(KINDS[0], 1, torch.bfloat16)[0].layout
 
-    def shaped(rows: int, cols: int) -> Matrix:
-        return Matrix("BF16", rows, cols, torch.bfloat16, layout, torch.empty(0))
+    def shaped(rows: int, cols: int) -> DeviceMatrix:
+        return DeviceMatrix("BF16", rows, cols, torch.bfloat16, layout, torch.empty(0))
 
     assert splits_of(shaped(151936, 1024))[0] == 1
     for rows, cols in ((4096, 4096), (1024, 14336), (6144, 4096), (2048, 8192)):
