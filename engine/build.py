@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_S = 0.1  # what a prefill chunk should take
 LEAST_SHARE = 8  # rows of a step that a tenant may have beside others, however slow they are
-CHUNKS = (64, 128, 256, 512, 1024, 2048)
+CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def build_engine(
@@ -50,6 +50,7 @@ def build_engine(
     context_len = min(card.context_len, num_blocks * spec.block_size)
     sizes = pool_sizes(spec, num_blocks, config.max_running, chunk_size)
     kv = backend.kv_cache(spec, sizes)
+    backend.prepare(decoder, kv)
     kv_dtype = spec.groups[0].dtype
     numerics = numerics_id(decoder.numerics, kv_dtype, config.weights)
     engine = Engine(
@@ -110,7 +111,7 @@ def _num_blocks(
 class Measured(NamedTuple):
     """How fast a model is."""
 
-    chunk_size: int  # the power of two from 64 to 2048 whose chunk takes nearest to 100 ms
+    chunk_size: int  # the power of two from 64 to 8192 whose chunk takes nearest to 100 ms
     token_s: float  # of a token in a chunk
     row_s: float  # of a token alone
 

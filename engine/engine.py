@@ -21,6 +21,7 @@ from pdserve.engine.api.request import Event, Request, Step, prefix_ids
 from pdserve.engine.constraints.grammars.backend import GrammarBackend
 from pdserve.engine.constraints.grammars.compiled import GrammarError
 from pdserve.engine.constraints.manager import ConstraintManager, has_constraints
+from pdserve.engine.execution.ahead import plan_ahead
 from pdserve.engine.execution.batch import UnreadTokens
 from pdserve.engine.execution.pooler import with_states
 from pdserve.engine.execution.runner import Model, ModelRunner
@@ -29,7 +30,6 @@ from pdserve.engine.kv.block_hash import cache_seed
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.identity import UNKNOWN, KvIdentity
 from pdserve.engine.scheduling.accounting import discrepancy
-from pdserve.engine.scheduling.ahead import plan_ahead
 from pdserve.engine.scheduling.block_tables import BlockTables
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.limits import EngineLimits

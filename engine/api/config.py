@@ -37,6 +37,9 @@ class EngineConfig:
         "what computes: auto, native (C++ for cpu), cuda (Triton), reference (torch), or another "
         "backend of engine/backends (auto: native on cpu and cuda on cuda where they can)",
     )
+    enforce_eager: bool = option(
+        False, "launch each of the cuda kernels instead of replaying recorded CUDA graphs"
+    )
     native_isa: str = option(
         "",
         "instruction set of the native kernels (avx512, avx2, generic); empty: the best",

@@ -81,6 +81,9 @@ class Backend(ABC):
     def memory_bytes(self) -> int:
         """How much memory the pools of all engines of this machine may take."""
 
+    def prepare(self, decoder: ModelDecoder, kv: KvCache) -> None:  # noqa: B027  (not all need it)
+        """What takes time and has to be done before the first step over the engine's pool."""
+
     def pool_bytes(self) -> int:
         """How much memory the pool of this engine may take."""
         return self.memory_bytes() // self._config.host_engines

@@ -6,12 +6,13 @@ import torch
 import triton
 
 from pdserve.engine.api.config import EngineConfig
-from pdserve.engine.backends import Backend
+from pdserve.engine.backends import Backend, ModelDecoder
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.kv.torch_cache import DeviceKvCache
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.cuda.decoder import CudaDecoder
+from pdserve.engine.models.cuda.graphs import CudaRecorder
 from pdserve.engine.weights.format import RawTensor
 from pdserve.kernels.cuda.sampling.step import CudaSampling
 
@@ -37,7 +38,8 @@ class CudaBackend(Backend):
                 f"--kernels cuda needs compute capability 8.0, and this GPU has {major}.{minor}; "
                 "--kernels reference can do without"
             )
-        self.sampling = CudaSampling()
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self.sampling = CudaSampling(self._stream)
 
     @classmethod
     def obstacle(cls, config: EngineConfig) -> str:
@@ -55,10 +57,18 @@ class CudaBackend(Backend):
 
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> CudaDecoder:
         numerics = cuda_numerics(self._capability, torch.bfloat16)
-        return CudaDecoder(model, weights, torch.bfloat16, self.kv_dtype, self._device, numerics)
+        return CudaDecoder(
+            model, weights, torch.bfloat16, self.kv_dtype, self._device, numerics, self._stream
+        )
 
     def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:
-        return DeviceKvCache(spec, num_blocks)
+        return DeviceKvCache(spec, num_blocks, self._stream)
+
+    def prepare(self, decoder: ModelDecoder, kv: KvCache) -> None:
+        """Records the CUDA graphs."""
+        assert isinstance(decoder, CudaDecoder)
+        if not self._config.enforce_eager:
+            decoder.record(CudaRecorder(self._stream), kv, self._config.max_running)
 
     def memory_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self._device)[0] * CUDA_SHARE)

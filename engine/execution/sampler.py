@@ -15,7 +15,7 @@ from pdserve.engine.api.request import SamplingParams, TokenLogprob
 from pdserve.engine.constraints.bitmask import Bitmask
 from pdserve.engine.constraints.grammars.compiled import GrammarError
 from pdserve.engine.constraints.manager import RequestConstraints, mask_deadline
-from pdserve.engine.scheduling.ahead import is_plain
+from pdserve.engine.execution.ahead import is_plain
 from pdserve.engine.scheduling.limits import EngineLimits
 from pdserve.engine.scheduling.plan import Outcome, Pick, Row
 from pdserve.engine.scheduling.request_state import RequestState

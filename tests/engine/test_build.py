@@ -13,12 +13,13 @@ from pdserve.engine import build
     [
         ({64: [0.004], 128: [0.008], 256: [0.016], 512: [0.03], 1024: [0.07], 2048: [0.15]},
          1024, [1, 64, 128, 256, 512, 1024, 2048]),
+        ({size: [size / 1e5] for size in build.CHUNKS}, 8192, [1, *build.CHUNKS]),
         ({64: [0.06], 128: [0.12]}, 128, [1, 64, 128]),
         ({64: [0.9, 0.3]}, 64, [1, 64, 64]),
         # The first chunk of a device that loads its kernels then: the second is the measure.
         ({64: [0.9, 0.05], 128: [0.1]}, 128, [1, 64, 64, 128]),
     ],
-    ids=["fast", "slow", "slower than a chunk may be", "cold"],
+    ids=["fast", "faster", "slow", "slower than a chunk may be", "cold"],
 )  # fmt: skip
 def test_the_measured_chunk(
     seconds: dict[int, list[float]],
@@ -36,7 +37,7 @@ def test_the_measured_chunk(
     kv: Any = SimpleNamespace(num_blocks=1024, spec=SimpleNamespace(block_size=16))
     model: Any = None
     monkeypatch.setattr(build, "_chunk_seconds", taken)
-    found, token_s, row_s = build.measure(model, kv, 4096)
+    found, token_s, row_s = build.measure(model, kv, 8192)
     assert (found, sizes) == (chunk, [*tried, 1, 1])
     assert token_s == pytest.approx(least)
     assert row_s == 5.0

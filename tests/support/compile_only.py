@@ -25,7 +25,6 @@ class Compiled:
     """What the compiler made of one launch."""
 
     kernel: str
-    constants: dict[str, Any]
     registers: int
     spilled: int  # bytes of local memory of a thread
     shared: int  # bytes
@@ -49,11 +48,11 @@ class CompileOnlyDriver:
     """For compute capability arch / 10."""
 
     arch: int
-    found: list[Compiled] = field(default_factory=list)
+    launched: list[Compiled] = field(default_factory=list)  # in order
 
     def __post_init__(self) -> None:
         self.utils = _Utils(self.arch)
-        self._known: set[int] = set()
+        self._known: dict[int, Compiled] = {}
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.arch, 32)
@@ -68,10 +67,10 @@ class CompileOnlyDriver:
         return lambda *args: None
 
     def note(self, kernel: Any) -> None:
-        """Adds a compiled kernel, once."""
+        """A compiled kernel is launched."""
         if id(kernel) not in self._known:
-            self._known.add(id(kernel))
-            self.found.append(_described(kernel))
+            self._known[id(kernel)] = _described(kernel)
+        self.launched.append(self._known[id(kernel)])
 
 
 @contextmanager
@@ -105,10 +104,8 @@ def _described(kernel: Any) -> Compiled:
         )
     instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z0-9]+)", code, re.M)
     families = [name for name in ("HGMMA", "HMMA") if name in instructions]
-    names = kernel.src.fn.arg_names
     return Compiled(
         kernel.name,
-        {names[path[0]]: value for path, value in kernel.src.constants.items()},
         int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
         int(re.search(r"LOCAL:(\d+)", usage)[1]) + int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
         kernel.metadata.shared,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
+from triton.runtime.interpreter import _patch_lang
 
 NP_TYPES = {tl.float16: np.float16, tl.float32: np.float32, tl.float64: np.float64}
 
@@ -55,7 +56,6 @@ class _Kept:
     def restore(self) -> None: ...
 
 
-_patch_lang = interpreter._patch_lang
 _patched: set[Any] = set()
 
 

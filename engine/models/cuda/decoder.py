@@ -4,7 +4,6 @@ Owns the weights, which never change; keys and values belong to the KvCache of t
 """
 
 import logging
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,27 +11,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.engine.execution.batch import Batch, Ints
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.spec import LayerGroup
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.cuda.experts import LaunchedExperts
 from pdserve.engine.models.cuda.fuse import fused_parts
 from pdserve.engine.models.cuda.graphs import DecodeGraphs, Recorder
 from pdserve.engine.models.cuda.inputs import StepInputs, upload
-from pdserve.engine.models.cuda.launches import LaunchedHeads, LaunchedNorm, Run, Setup, launch_of
+from pdserve.engine.models.cuda.launches import LaunchedHeads, LaunchedNorm, LaunchSetup, launch_of
+from pdserve.engine.models.cuda.run import Run
 from pdserve.engine.models.cuda.weights import DeviceWeights
+from pdserve.engine.models.decoder import LayerKv
 from pdserve.engine.models.layer import EMBEDDING, final_norm, head
 from pdserve.engine.models.layers.stored import Weights
 from pdserve.engine.models.rope import RopeConfig, RopeTable
 from pdserve.kernels.cuda.layer.heads import Rotation
 
 log = logging.getLogger(__name__)
-
-
-class LayerKv(Protocol):
-    """What the decoder needs of a KvCache."""
-
-    def layer(self, n: int) -> tuple[Tensor, int]:
-        """(kv [blocks, 2, K, block_size, D] of model layer n, its group's index)."""
 
 
 class CudaDecoder:
@@ -57,10 +52,11 @@ class CudaDecoder:
         self._stream = stream
         self._graphs: DecodeGraphs | None = None
         self._graphs_kv: LayerKv | None = None
-        held = DeviceWeights(weights, dtype, device)
+        held = DeviceWeights(_tied(weights) if config.tied_head else weights, dtype, device)
         ropes = {layer.rope for layer in config.layers if layer.rope}
-        setup = Setup(held, {rope: _rotation(rope, config.context_len, device) for rope in ropes})
-        self._embedding = held.plain(EMBEDDING)
+        setup = LaunchSetup(
+            held, {rope: _rotation(rope, config.context_len, device) for rope in ropes}
+        )
         self._launches = [launch_of(part, setup) for part in fused_parts(config)]
         storing = [
             n
@@ -70,6 +66,8 @@ class CudaDecoder:
         self._storing = storing[-1] + 1  # so many launches give all keys and values
         self._norm = LaunchedNorm(final_norm(config), setup)
         self._head = held.product(head(config).weights, head(config).biases)
+        plain = self._head.matrices[0].plain if config.tied_head else None
+        self._embedding = held.plain(EMBEDDING) if plain is None else plain
         # Rounded as the other weights are, which is what models were trained with.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
 
@@ -83,7 +81,7 @@ class CudaDecoder:
             return self._run(upload(batch, self._device), kv, batch.kv_only)
 
     @torch.inference_mode()
-    def record(self, recorder: Recorder, kv: LayerKv, spec: KvSpec, max_rows: int) -> None:
+    def record(self, recorder: Recorder, kv: KvCache, max_rows: int) -> None:
         """Records the steps of decode rows alone, up to max_rows of them, over that cache. A model
         with experts has steps that the host takes part in: none is recorded."""
         if any(isinstance(launch, LaunchedExperts) for launch in self._launches):
@@ -94,7 +92,7 @@ class CudaDecoder:
                 lambda inputs: self._run(inputs, kv, False),
                 recorder,
                 self._device,
-                spec,
+                kv.spec,
                 max_rows,
                 self.config.context_len,
             )
@@ -127,6 +125,12 @@ class CudaDecoder:
         with torch.cuda.stream(self._stream):
             found: NDArray[np.float32] = hidden.float().cpu().numpy()
         return found
+
+
+def _tied(weights: Weights) -> Weights:
+    """Answers twice with the embedding, which is the head as well, and asks once."""
+    embedding = weights(EMBEDDING)
+    return lambda name: embedding if name == EMBEDDING else weights(name)
 
 
 def _rotation(rope: RopeConfig, context_len: int, device: torch.device) -> Rotation:

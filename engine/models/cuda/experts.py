@@ -1,18 +1,14 @@
 """A mixture of experts: one expert after the other, each on all of its tokens. The host waits for
 the device to learn which these are."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from pdserve.engine.models.cuda.run import Run
 from pdserve.engine.models.cuda.weights import DeviceWeights
 from pdserve.engine.models.layers.routing import choose_experts
 from pdserve.engine.models.parts import Expert, Experts, Gating
 from pdserve.kernels.cuda.layer.activation import gated
-
-if TYPE_CHECKING:
-    from pdserve.engine.models.cuda.launches import Run
 
 
 class DeviceExpert:
@@ -40,7 +36,7 @@ class LaunchedExperts:
         shared = part.shared
         self._shared = DeviceExpert(shared, part.activation, weights) if shared else None
 
-    def __call__(self, run: "Run") -> None:
+    def __call__(self, run: Run) -> None:
         x = run.x
         chosen, weights = choose_experts(self._router(x.float()), self._correction, self._routing)
         out = torch.zeros_like(x)

@@ -1,8 +1,6 @@
 """What each part of a model launches. None of it waits for the device, but experts."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,7 +8,7 @@ from torch import Tensor
 from pdserve.engine.models.config import UnsupportedModel
 from pdserve.engine.models.cuda.experts import LaunchedExperts
 from pdserve.engine.models.cuda.fuse import AddNorm, Attend, PrepareHeads
-from pdserve.engine.models.cuda.inputs import StepInputs
+from pdserve.engine.models.cuda.run import Launch, Run
 from pdserve.engine.models.cuda.weights import DeviceWeights
 from pdserve.engine.models.parts import (
     Activate,
@@ -26,38 +24,21 @@ from pdserve.engine.models.parts import (
     SliceNorm,
 )
 from pdserve.engine.models.rope import RopeConfig
-from pdserve.kernels.cuda.attention.paged import paged_attention
+from pdserve.kernels.cuda.attention.paged import HEAD_STEP, paged_attention
 from pdserve.kernels.cuda.layer.activation import activated, gated
 from pdserve.kernels.cuda.layer.heads import HeadNorms, HeadRange, Rotation, prepare_heads
 from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
 
 
-@dataclass(slots=True)
-class Run:
-    """One pass over the parts."""
-
-    stream: Tensor  # the residual stream [tokens, hidden]; sums change it in place
-    x: Tensor  # what the next part takes
-    held: Tensor | None
-    inputs: StepInputs
-    kv: Sequence[tuple[Tensor, int]]  # by model layer: its blocks, its group
-
-
-class Launch(Protocol):
-    """A part, ready to run."""
-
-    def __call__(self, run: Run) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Setup:
+class LaunchSetup:
     """What launches are made with."""
 
     weights: DeviceWeights
     ropes: dict[RopeConfig, Rotation]  # of every position of a context
 
 
-def launch_of(part: Part, setup: Setup) -> Launch:
+def launch_of(part: Part, setup: LaunchSetup) -> Launch:
     """What computes a part. Raises UnsupportedModel for a kind that nothing here computes."""
     match part:
         case Norm() | LayerNorm():
@@ -97,7 +78,7 @@ def hold(run: Run) -> None:
 class LaunchedNorm:
     """x becomes its norm."""
 
-    def __init__(self, part: Norm | LayerNorm, setup: Setup) -> None:
+    def __init__(self, part: Norm | LayerNorm, setup: LaunchSetup) -> None:
         self.eps = part.eps
         self.is_layer = isinstance(part, LayerNorm)
         weights = setup.weights
@@ -117,7 +98,7 @@ class LaunchedNorm:
 class LaunchedSum:
     """Adds to the stream; x becomes the stream, or its norm."""
 
-    def __init__(self, part: AddNorm, setup: Setup) -> None:
+    def __init__(self, part: AddNorm, setup: LaunchSetup) -> None:
         self._part = part
         self._norm = LaunchedNorm(part.norm, setup) if part.norm else None
 
@@ -143,7 +124,7 @@ class LaunchedSum:
 class LaunchedSliceNorm:
     """Changes its columns of x in place."""
 
-    def __init__(self, part: SliceNorm, setup: Setup) -> None:
+    def __init__(self, part: SliceNorm, setup: LaunchSetup) -> None:
         self._weight = setup.weights.vector(part.weight)
         self._part = part
 
@@ -155,7 +136,7 @@ class LaunchedSliceNorm:
 class LaunchedLinear:
     """x [T, N] to [T, rows of all weights]."""
 
-    def __init__(self, part: Linear, setup: Setup) -> None:
+    def __init__(self, part: Linear, setup: LaunchSetup) -> None:
         self._product = setup.weights.product(part.weights, part.biases)
 
     def __call__(self, run: Run) -> None:
@@ -166,7 +147,7 @@ class LaunchedHeadLinear:
     """A product for each head: x [T, heads * (kept + inputs) + rest] to [T, heads * (kept +
     outputs) + rest]."""
 
-    def __init__(self, part: HeadLinear, setup: Setup) -> None:
+    def __init__(self, part: HeadLinear, setup: LaunchSetup) -> None:
         raw = setup.weights.stored(part.weight.name)
         stack = [raw.matrix(n) for n in range(raw.shape[0])] if len(raw.shape) > 2 else [raw]
         self._products = [setup.weights.product_of([one]) for one in stack]
@@ -192,7 +173,7 @@ class LaunchedHeadLinear:
 class LaunchedHeads:
     """Changes q in place, and k if it is not stored; what is stored stays in x as it was."""
 
-    def __init__(self, part: PrepareHeads, setup: Setup) -> None:
+    def __init__(self, part: PrepareHeads, setup: LaunchSetup) -> None:
         heads, self._layer = part.heads, part.layer
         if self._layer is None:  # all stay in x, as queries do
             self._range = HeadRange(part.begin, heads.q + heads.kv, 0, 0, heads.dim)
@@ -218,8 +199,13 @@ class LaunchedHeads:
 class LaunchedAttention:
     """x [T, columns], queries first, to [T, q heads * dim], or of latent values their size."""
 
-    def __init__(self, part: Attend, setup: Setup) -> None:
+    def __init__(self, part: Attend, setup: LaunchSetup) -> None:
         self._part, self._layer = part.attention, part.layer
+        if (dim := part.attention.heads.dim) % HEAD_STEP:
+            raise UnsupportedModel(
+                f"the cuda kernels take heads of a multiple of {HEAD_STEP} values, not of {dim}; "
+                "--kernels reference takes any"
+            )
         sinks = part.attention.sinks
         self._sinks = setup.weights.vector(sinks) if sinks else None
 

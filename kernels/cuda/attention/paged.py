@@ -18,6 +18,7 @@ from pdserve.kernels.cuda.attention.kernels import attend_kernel, merge_kernel, 
 SPLIT = 512  # keys
 LATENT_SPLIT = 1024  # of keys that many heads share, or partial results would be most of the bytes
 TOKENS = 64  # of one of Rows.tiles: with all heads of a group they fill columns, whatever its size
+HEAD_STEP = 16  # head_dim is a multiple of it
 MOST_HEAD_DIM = 512  # or as many of latent values: what fits in shared memory
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 2**31 - 1
@@ -163,7 +164,7 @@ def _check(q: Tensor, kv: Tensor, table: Tensor, scale: float, latent: int) -> N
         raise ValueError(f"q: the heads of a token must follow each other, not at {q.stride()}")
     if kv.stride()[2:] != (block_size * kv_dim, kv_dim, 1):
         raise ValueError(f"kv: a block's keys must follow each other, not at {kv.stride()}")
-    if kv_dim != head_dim or head_dim % 16:
+    if kv_dim != head_dim or head_dim % HEAD_STEP:
         raise ValueError(f"head_dim: {head_dim} in q, {kv_dim} in kv: one multiple of 16 is needed")
     if num_heads % kv_heads:
         raise ValueError(f"kv: {num_heads} query heads are no multiple of {kv_heads} kv heads")

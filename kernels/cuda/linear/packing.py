@@ -73,6 +73,11 @@ class DeviceMatrix:
         return -(-self.cols // self.layout.block)
 
     @property
+    def plain(self) -> Tensor | None:
+        """[rows, cols] in the dtype of the tokens; None of codes."""
+        return self.values[:, : self.cols] if self.layout.kind == "PLAIN" else None
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         found = (self.values, self.scales, self.zeros, self.supers)
         return tuple(tensor for tensor in found if tensor is not None)

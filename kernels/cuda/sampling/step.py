@@ -73,7 +73,7 @@ class CudaStream:
             self._tensors.append(bias)
         self.record = self._constant.tobytes()
 
-    def fresh(self, generated: list[int]) -> list[int]:
+    def fresh(self, generated: Sequence[int]) -> Sequence[int]:
         """The generated ids that the marks do not count yet; ValueError if some were taken back."""
         if not self.counts:
             return []
@@ -85,8 +85,34 @@ class CudaStream:
         return ids
 
 
+class CudaPicks:
+    """Picks that are launched, and their copy to the host behind them."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        """`tokens` int32 [picks], launched on the current stream."""
+        self.tokens = tokens
+        self._copied: torch.cuda.Event | None = None
+        self._host = tokens
+        if tokens.is_cuda:
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self) -> list[int]:
+        """Waits for the copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: list[int] = self._host.tolist()
+        return found
+
+
 class CudaSampling:
-    """Works on the current stream of the logits' device; a stream has one pick in a step."""
+    """Works on one stream of the logits' device; each stream of tokens has one pick in a step."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        """`stream`: None is the current one of the thread that calls."""
+        self._stream = stream
 
     def stream(self, settings: StreamSettings, vocab: int) -> CudaStream:
         """A new stream of tokens. Raises ValueError for ids outside the vocabulary."""
@@ -103,8 +129,19 @@ class CudaSampling:
         """As kernels/reference/sampling.py, in one step on the device."""
         if not rows:
             return []
-        tokens: list[int] = self.launch(logits, rows, streams, generated, masks).tolist()
-        return tokens
+        with torch.cuda.stream(self._stream):
+            return CudaPicks(self.launch(logits, rows, streams, generated, masks)).read()
+
+    def begin(
+        self,
+        logits: Tensor,
+        rows: list[int],
+        streams: list[CudaStream],
+        num_generated: list[int],
+    ) -> CudaPicks:
+        """As AheadSampling.begin, of at least one pick."""
+        with torch.cuda.stream(self._stream):
+            return CudaPicks(self.launch(logits, rows, streams, list(map(range, num_generated))))
 
     @torch.inference_mode()
     def launch(
@@ -112,10 +149,11 @@ class CudaSampling:
         logits: Tensor,
         rows: list[int],
         streams: list[CudaStream],
-        generated: list[list[int]],
+        generated: Sequence[Sequence[int]],
         masks: list[Mask | None] | None = None,
     ) -> Tensor:
         """The tokens of at least one pick, int32 [picks] on the device, which it does not wait for.
+        Of `generated` only the lengths matter where no penalty counts the ids.
 
         Raises ValueError for a row, an id, a mask or a vocabulary that does not fit, TypeError for
         logits that are not float32 with adjacent columns.
@@ -157,15 +195,16 @@ class CudaSampling:
         self, logits: Tensor, tokens: list[int], count: int, also: Sequence[int] = ()
     ) -> list[TokenScores]:
         """As kernels/reference/logprobs.py, summed in doubles."""
-        return logprobs(logits, tokens, count, also)
+        with torch.cuda.stream(self._stream):
+            return logprobs(logits, tokens, count, also)
 
 
 def _add_edits(
     packed: NDArray[np.void],
     edited: list[int],
-    fresh: list[list[int]],
+    fresh: list[Sequence[int]],
     streams: list[CudaStream],
-    generated: list[list[int]],
+    generated: Sequence[Sequence[int]],
     masks: list[Mask | None] | None,
 ) -> NDArray[np.int32]:
     """Fills in what the records say of edits; returns the step's words, fresh ids and masks."""
@@ -199,7 +238,7 @@ def _check_step(
     logits: Tensor,
     rows: list[int],
     streams: list[CudaStream],
-    generated: list[list[int]],
+    generated: Sequence[Sequence[int]],
     masks: list[Mask | None] | None,
 ) -> int:
     """Raises as `launch`; returns the size of the vocabulary."""

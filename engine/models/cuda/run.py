@@ -1,0 +1,26 @@
+"""What goes from launch to launch within a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from pdserve.engine.models.cuda.inputs import StepInputs
+
+
+@dataclass(slots=True)
+class Run:
+    """One pass over the parts."""
+
+    stream: Tensor  # the residual stream [tokens, hidden]; sums change it in place
+    x: Tensor  # what the next part takes
+    held: Tensor | None
+    inputs: StepInputs
+    kv: Sequence[tuple[Tensor, int]]  # by model layer: its blocks, its group
+
+
+class Launch(Protocol):
+    """A part, ready to run."""
+
+    def __call__(self, run: Run) -> None: ...

@@ -1,0 +1,71 @@
+"""Which backend the options choose, and what is said of those that cannot be."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.engine.api.config import EngineConfig
+from pdserve.engine.backends import choose
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "native"),
+        ({"device": "cuda"}, "cuda"),
+        ({"weights": "float32"}, "reference"),
+        ({"device": "cuda", "weights": "float32"}, "reference"),
+        ({"device": "cuda", "weights": "bf16"}, "cuda"),
+        ({"device": "cuda", "block_size": 24}, "reference"),
+        ({"device": "cuda", "kernels": "reference"}, "reference"),
+    ],
+)
+def test_auto(options: dict[str, Any], name: str) -> None:
+    assert choose(EngineConfig(**options)).name == name
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kernels": "cuda"}, "--kernels cuda contradicts --device cpu"),
+        ({"kernels": "native", "device": "cuda"}, "--kernels native contradicts --device cuda"),
+        (
+            {"device": "cuda", "kv_dtype": "int8"},
+            "--kv-dtype int8 needs the native kernels, which --device cuda excludes",
+        ),
+        (
+            {"kernels": "cuda", "device": "cuda", "weights": "float32"},
+            "--kernels cuda contradicts --weights float32",
+        ),
+        (
+            {"kernels": "cuda", "device": "cuda", "block_size": 24},
+            "--kernels cuda contradicts --block-size 24, which is no multiple of 16",
+        ),
+    ],
+)
+def test_contradictions(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        choose(EngineConfig(**options))
+    assert str(raised.value) == text
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pdserve.engine.backends.cuda", raising=False)
+    for name in [name for name in sys.modules if name.startswith("pdserve.kernels.cuda.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.startswith("pdserve.engine.models.cuda")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(
+        ValueError, match=r"triton, which is not installed: .*pdserve\[torch,cuda\]"
+    ):
+        choose(EngineConfig(device="cuda"))
+
+
+def test_an_old_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ValueError, match=r"needs compute capability 8\.0, and this GPU has 7\.5"):
+        choose(EngineConfig(device="cuda"))(EngineConfig(device="cuda"))

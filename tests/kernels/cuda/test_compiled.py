@@ -1,0 +1,61 @@
+"""What the compiler makes of the kernels for two generations of GPUs, without one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import compiled_kernels
+import pytest
+
+MOST_SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of a block
+MATRIX_KERNELS = ("attend_kernel", "split_kernel", "_separate", "_looped")
+
+
+def table() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in compiled_kernels.TABLE.read_text().splitlines()]
+
+
+def test_the_table_keeps_what_is_promised() -> None:
+    """No value of a thread is spilled to memory but where the launch says so, and every product on
+    Hopper is of one family of instructions, whatever the batch."""
+    lines = table()
+    assert {line["arch"] for line in lines} == {80, 90}
+    for line in lines:
+        is_single = "float32" in line["launch"].partition(",")[2].partition(" over")[0] or (
+            line["launch"].startswith("linear") and "torch.float32" in line["launch"]
+        )
+        family = {80: "HMMA", 90: "HGMMA"}[line["arch"]]
+        expected = family if line["kernel"] in MATRIX_KERNELS and not is_single else ""
+        assert line["mma"] == expected, line
+        assert line["shared"] <= MOST_SHARED[line["arch"]], line
+        assert line["spilled"] == 0 or line["launch"] in SPILLING, line
+
+
+SPILLING: tuple[str, ...] = ()
+
+
+def test_every_launch_is_in_the_table() -> None:
+    expected = {label for source in compiled_kernels.SOURCES for label, _ in source.launches()}
+    for arch in compiled_kernels.ARCHS:
+        assert {line["launch"] for line in table() if line["arch"] == arch} == expected
+    assert set(compiled_kernels.FEW) <= expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_is_compiled_now_is_in_the_table() -> None:
+    """COMPILED=all compiles everything, which takes ten minutes."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    options = [] if os.environ.get("COMPILED") == "all" else ["--few"]
+    script = Path(compiled_kernels.__file__)
+    done = subprocess.run(
+        [sys.executable, str(script), *options], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(compiled) >= 60
+    known = table()
+    assert [line for line in compiled if line not in known] == []
