@@ -1,6 +1,7 @@
 # Two images: `control` (gateway and router) and `worker` (prefill and decode, with the model that
 # ships). Neither has torch. WORKER_EXTRAS: extras of pyproject.toml for workers; "worker torch" adds
-# the reference kernels, "worker torch cuda" is for GPUs. TORCH_INDEX: an extra package index for
+# the reference kernels, "worker torch cuda" is for GPUs, and needs WORKER_PACKAGES="gcc libc6-dev":
+# Triton compiles a few lines of C when a worker starts. TORCH_INDEX: an extra package index for
 # torch, e.g. one with its CPU build. CONTROL_EXTRAS: the same for both images, e.g. "redis postgres
 # trace".
 FROM python:3.11-slim AS base
@@ -63,4 +64,12 @@ FROM runtime AS control
 COPY --from=control-app /opt/pdserve /opt/pdserve
 
 FROM runtime AS worker
+ARG WORKER_PACKAGES=
+USER root
+RUN [ -z "$WORKER_PACKAGES" ] || { apt-get update -qq \
+    && apt-get install -y -qq --no-install-recommends $WORKER_PACKAGES \
+    && rm -rf /var/lib/apt/lists/*; }
+USER 10001:10001
+# What is compiled for a GPU: the root file system may be read-only.
+ENV TRITON_CACHE_DIR=/tmp/triton CUPY_CACHE_DIR=/tmp/cupy
 COPY --from=worker-app /opt/pdserve /opt/pdserve

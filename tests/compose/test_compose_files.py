@@ -162,7 +162,12 @@ def test_the_gpu_overlay_has_what_cuda_ipc_compares() -> None:
         chosen = service["build"]["args"]["WORKER_EXTRAS"].split()
         assert chosen == ["worker", "torch", "cuda"]
         assert any(name.startswith("cupy") for extra in chosen for name in extras[extra])
-    assert "ARG WORKER_EXTRAS=worker\n" in (ROOT / "Dockerfile").read_text()
+        assert any(name.startswith("triton") for extra in chosen for name in extras[extra])
+        assert "gcc" in service["build"]["args"]["WORKER_PACKAGES"].split(), "Triton asks for it"
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert "ARG WORKER_EXTRAS=worker\n" in dockerfile
+    assert "ARG WORKER_PACKAGES=\n" in dockerfile
+    assert "TRITON_CACHE_DIR=/tmp/" in dockerfile, "k8s has a read-only root file system"
     assert not any(name.startswith("torch") for name in extras["worker"]), "CPU images have none"
 
 
