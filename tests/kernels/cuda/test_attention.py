@@ -1,7 +1,7 @@
 """Paged attention in Triton, interpreted: it agrees with the reference, and a token has the same
 bits in every step that it could be in. Slots that hold no key of a row hold NaN or infinity.
 
-More random cases: ATTENTION_CASES=1000, or `random_case(seed)` and `error(case)` from a script.
+More random cases: ATTENTION_CASES=500, or `random_case(seed)` and `error(case)` from a script.
 """
 
 import math
@@ -212,6 +212,22 @@ def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_random_cases(seed: int) -> None:
     case = random_case(seed)
     assert error(case) <= MOST_ERROR[case.dtype], case
+
+
+@pytest.mark.parametrize("seed", range(NUM_CASES))
+@pytest.mark.usefixtures("_short_splits")
+def test_random_rows_have_the_same_bits_alone(seed: int) -> None:
+    """The last token of one row: in its step, as a decode row, and in a chunk of another length."""
+    case = replace(random_case(seed), seed=seed)
+    draw = random.Random(seed)
+    row = draw.randrange(len(case.rows))
+    total = case.rows[row][1]
+    found = step(case).attend(max_kv_len=draw.choice((0, 300)))[case.starts[row + 1] - 1]
+    alone = step(replace(case, rows=((1, total),), num_decode_rows=1), (row,)).attend()
+    assert torch.equal(alone[0], found), case
+    new = draw.randint(1, total)
+    chunk = step(replace(case, rows=((new, total),), num_decode_rows=0), (row,)).attend()
+    assert torch.equal(chunk[-1], found), case
 
 
 VARIANTS = {

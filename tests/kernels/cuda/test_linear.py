@@ -1,5 +1,10 @@
-"""Products with weight matrices by Triton's interpreter: values, and what they do not depend on."""
+"""Products with weight matrices by Triton's interpreter: values, and what they do not depend on.
 
+More random cases: LINEAR_CASES=500.
+"""
+
+import os
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +22,7 @@ from pdserve.kernels.cuda.linear.product import linear, product, splits_of, tile
 
 F16, BF16, F32 = np.float16, np.uint16, np.float32
 Parts = dict[str, NDArray[Any]]
+NUM_CASES = int(os.environ.get("LINEAR_CASES", "10"))
 
 # format, columns, columns of a group, type of scales, whether there are zeros
 GROUPED = [
@@ -169,6 +175,15 @@ def test_a_token_does_not_depend_on_the_others(case: tuple[Any, ...], dtype: tor
             assert torch.equal(together[5:6], alone)
     moved = linear(x[3:20], matrix, bias)
     assert torch.equal(moved[2:3], alone)
+
+
+@pytest.mark.parametrize("seed", range(NUM_CASES))
+def test_random_batches_change_no_token(seed: int) -> None:
+    draw = random.Random(seed)
+    matrix, _ = made(draw.choice([*GROUPED, *PLAIN, *BLOCKS]), draw.randint(1, 40), torch.bfloat16)
+    batch = draw.choice((2, 3, 15, 16, 17, 31, 33, 64, 65, 90))
+    at, x = draw.randrange(batch), tokens_for(matrix, batch)
+    assert torch.equal(linear(x, matrix)[at : at + 1], linear(x[at : at + 1], matrix))
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
