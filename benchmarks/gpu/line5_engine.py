@@ -1,5 +1,5 @@
-"""Line 5: the engine with recorded steps that run ahead. Its whole test suite passes, and tokens are
-those of steps one by one; what its own Python costs a row at 256 rows."""
+"""Line 5: the engine with recorded steps that run ahead. Its tests pass, and tokens are those of
+steps one by one; what its own Python costs a row at 256 rows."""
 
 import json
 from pathlib import Path

@@ -1,0 +1,105 @@
+"""What each kernel of a step moves and computes, and the least time for it on an H100. Arithmetic:
+nothing is measured. Prints the tables of docs/gpu.md.
+
+    python benchmarks/gpu/predict.py
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+COPY_BYTES_S = 3.35e12  # of an H100 SXM's memory (NVIDIA H100 data sheet)
+BF16_FLOPS = 989e12  # of its tensor cores, dense (as above)
+SPLIT = 512  # keys: kernels/cuda/attention/paged.py
+BITS = {"bf16": 16.0, "Q4_K": 4.625, "INT4": 4.25, "FP8": 8.25}  # a weight, as packed
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense model."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+
+
+QWEN = Shape("Qwen3-0.6B", 28, 1024, 16, 8, 128, 3072, 151_936)
+LLAMA = Shape("Llama 3 8B", 32, 4096, 32, 8, 128, 14_336, 128_256)
+
+
+class Cost(NamedTuple):
+    """Of one launch, or of a pair that belongs together."""
+
+    kernel: str
+    launches: int  # a step
+    num_bytes: float
+    flops: float
+
+    @property
+    def seconds(self) -> float:
+        """The least, of all its launches in a step."""
+        return self.launches * max(self.num_bytes / COPY_BYTES_S, self.flops / BF16_FLOPS)
+
+
+def decode_step(model: Shape, rows: int, keys: int, bits: float) -> Iterator[Cost]:
+    """A step of decode rows that see so many keys each, with keys and values in bfloat16."""
+    m, n = model, rows
+    qkv = (m.heads + 2 * m.kv_heads) * m.head_dim
+    attended = m.heads * m.head_dim
+
+    def product(name: str, outputs: int, inputs: int, count: int, out_bytes: int = 2) -> Cost:
+        weights = outputs * inputs * bits / 8
+        return Cost(
+            f"product {name} [{outputs}, {inputs}]",
+            count,
+            weights + n * (2 * inputs + out_bytes * outputs),
+            2 * n * outputs * inputs,
+        )
+
+    row = 2 * n * m.hidden
+    yield product("of q, k, v", qkv, m.hidden, m.layers)
+    yield Cost("heads: norm, rope, to the cache", m.layers, 2 * 2 * n * qkv, 0)
+    kv_bytes = 2 * 2 * n * keys * m.kv_heads * m.head_dim
+    partials = 2 * 4 * n * m.heads * -(-keys // SPLIT) * (m.head_dim + 2)
+    flops = 4 * n * m.heads * m.head_dim * keys
+    yield Cost("attention: splits and merge", m.layers, kv_bytes + partials, flops)
+    yield product("of the output", m.hidden, attended, m.layers)
+    yield Cost("sum and norm", 2 * m.layers, 4 * row, 0)
+    yield product("of gate and up", 2 * m.ffn, m.hidden, m.layers)
+    yield Cost("gate", m.layers, 2 * n * 3 * m.ffn, 0)
+    yield product("down", m.hidden, m.ffn, m.layers)
+    yield product("of the head", m.vocab, m.hidden, 1, out_bytes=4)
+    yield Cost("sampling: survey and choice", 1, 4 * n * m.vocab, 0)
+
+
+def table(model: Shape, rows: int, keys: int, format: str) -> Iterator[str]:
+    """Lines of Markdown."""
+    costs = list(decode_step(model, rows, keys, BITS[format]))
+    yield f"{model.name}, {rows} rows of {keys:,} keys, weights in {format}:"
+    yield ""
+    yield "| kernel | launches a step | MB a launch | GFLOP a launch | µs a step at least |"
+    yield "|---|---|---|---|---|"
+    for cost in costs:
+        megabytes, gigaflops = cost.num_bytes / 1e6, cost.flops / 1e9
+        yield (
+            f"| {cost.kernel} | {cost.launches} | {megabytes:,.2f} | {gigaflops:,.2f} | "
+            f"{cost.seconds * 1e6:,.0f} |"
+        )
+    total = sum(cost.seconds for cost in costs)
+    launches = sum(cost.launches for cost in costs)
+    yield f"| all | {launches} | | | {total * 1e6:,.0f} ({rows / total:,.0f} tokens/s) |"
+
+
+if __name__ == "__main__":
+    for arguments in (
+        (QWEN, 256, 1024, "bf16"),
+        (LLAMA, 1, 1024, "bf16"),
+        (LLAMA, 1, 1024, "Q4_K"),
+        (LLAMA, 64, 1024, "bf16"),
+    ):
+        print("\n".join(table(*arguments)), end="\n\n")
