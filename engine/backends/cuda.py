@@ -13,12 +13,15 @@ from pdserve.engine.kv.torch_cache import DeviceKvCache
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.cuda.decoder import CudaDecoder
 from pdserve.engine.models.cuda.graphs import CudaRecorder
+from pdserve.engine.transport.base import DEVICE_SLOT_BYTES, SLOTS
 from pdserve.engine.weights.format import RawTensor
+from pdserve.kernels.cuda.attention.paged import SPLIT
 from pdserve.kernels.cuda.sampling.step import CudaSampling
 
 KERNELS = "cuda-1"  # raise it with any change of the results
 LEAST_CAPABILITY = (8, 0)  # bfloat16 products
-CUDA_SHARE = 0.85  # of the free memory; the rest is for activations and others
+CUDA_SHARE = 0.9  # of the free memory; the rest is for fragments and others
+WINDOWS_BYTES = 2 * SLOTS * DEVICE_SLOT_BYTES  # of two prefill workers that send at once
 
 
 class CudaBackend(Backend):
@@ -31,6 +34,7 @@ class CudaBackend(Backend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._device = torch.device("cuda", torch.cuda.current_device())
+        self._graphs_bytes = 0  # until the model is known
         self._capability = torch.cuda.get_device_capability(self._device)
         if self._capability < LEAST_CAPABILITY:
             major, minor = self._capability
@@ -57,6 +61,7 @@ class CudaBackend(Backend):
 
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> CudaDecoder:
         numerics = cuda_numerics(self._capability, torch.bfloat16)
+        self._graphs_bytes = graphs_bytes(model, self._config.max_running)
         return CudaDecoder(
             model, weights, torch.bfloat16, self.kv_dtype, self._device, numerics, self._stream
         )
@@ -71,7 +76,20 @@ class CudaBackend(Backend):
             decoder.record(CudaRecorder(self._stream), kv, self._config.max_running)
 
     def memory_bytes(self) -> int:
+        """Once chunks were measured: what these needed stays with torch, and is not free."""
         return int(torch.cuda.mem_get_info(self._device)[0] * CUDA_SHARE)
+
+    def pool_bytes(self) -> int:
+        return max(0, super().pool_bytes() - WINDOWS_BYTES - self._graphs_bytes)
+
+
+def graphs_bytes(model: ModelConfig, rows: int) -> int:
+    """About what the largest recorded step of so many rows needs, whose memory the others share:
+    partial results of attention, and the widest activations with what they are made of."""
+    splits = -(-model.context_len // SPLIT)
+    partials = 4 * model.num_heads * splits * (model.head_dim + 2)
+    widest = max(2 * model.ffn_size, 3 * model.num_heads * model.head_dim, model.hidden_size)
+    return rows * (partials + 4 * widest * torch.bfloat16.itemsize)
 
 
 def cuda_numerics(capability: tuple[int, int], dtype: torch.dtype) -> str:

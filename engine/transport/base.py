@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 SLOTS = 8  # frames in flight per connection: its credit, and the bound of its window
+DEVICE_SLOT_BYTES = 32 << 20  # of a window on a device
 READ_AHEAD_BYTES = 1 << 10
 ACCEPT_AGAIN_S = 0.1  # after accept failed: no file descriptor was free
 
@@ -52,7 +53,7 @@ class TransportOptions:
     shm_dir: str = ""  # shm: directory of unix sockets; empty: shm is off
     slot_bytes: int = 1 << 20  # the largest payload; both sides derive it from their KvSpec
     device: Callable[[], Device] | None = None  # cuda_ipc: opens the pool's device; None: a CPU
-    device_slot_bytes: int = 32 << 20  # cuda_ipc: the largest payload; eight slots a window
+    device_slot_bytes: int = DEVICE_SLOT_BYTES  # cuda_ipc: the largest payload
 
 
 @dataclass(frozen=True, slots=True)

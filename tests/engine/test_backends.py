@@ -1,6 +1,7 @@
 """Which backend the options choose, and what is said of those that cannot be."""
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +63,27 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         ValueError, match=r"triton, which is not installed: .*pdserve\[torch,cuda\]"
     ):
         choose(EngineConfig(device="cuda"))
+
+
+def test_the_pool_leaves_room_for_windows_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdserve.engine.backends import cuda
+
+    free = 64 << 30
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(cuda, "CudaDecoder", lambda *args: None)
+    config = EngineConfig(device="cuda", max_running=256, host_engines=2)
+    backend = choose(config)(config)
+    windows = 2 * 8 * (32 << 20)
+    assert backend.pool_bytes() == int(free * 0.9) // 2 - windows
+    model = SimpleNamespace(
+        context_len=32768, num_heads=32, head_dim=128, ffn_size=14336, hidden_size=4096
+    )
+    backend.decoder(model, lambda name: pytest.fail(name))  # type: ignore[arg-type]
+    partials = 256 * 32 * 64 * 130 * 4
+    assert backend.pool_bytes() == int(free * 0.9) // 2 - windows - partials - 256 * 28672 * 8
 
 
 def test_an_old_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
