@@ -20,7 +20,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-native test-python test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
+.PHONY: setup run demo test test-kernels test-others test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -81,21 +81,22 @@ run: $(SERVING)
 demo: $(SERVING)
 	$(BIN)/pdserve demo $(ARGS)
 
-# The C++ tests compile for minutes: they run beside the others, and give way to them.
-NATIVE_TESTS := tests/kernels/test_native_targets.py
+# The kernels' tests compile for minutes or interpret: they run beside the others, and give way.
+KERNEL_TESTS := tests/kernels/test_native_targets.py tests/kernels/cuda \
+	tests/engine/models/test_cuda_decoder.py tests/engine/test_engine_cuda.py
 ifeq ($(ARGS),)
 test: setup
-	+@$(MAKE) --no-print-directory -j 2 test-native test-python
+	+@$(MAKE) --no-print-directory -j 2 test-kernels test-others
 else
 test: setup
 	$(BIN)/python -m pytest -q $(ARGS)
 endif
 
-test-native: setup
-	nice -n 5 $(BIN)/python -m pytest -q $(NATIVE_TESTS)
+test-kernels: setup
+	nice -n 5 $(BIN)/python -m pytest -q $(KERNEL_TESTS)
 
-test-python: setup
-	$(BIN)/python -m pytest -q --ignore=$(NATIVE_TESTS)
+test-others: setup
+	$(BIN)/python -m pytest -q $(addprefix --ignore=,$(KERNEL_TESTS))
 
 # The plug-in is only for this test: it drives a Docker engine that the test starts itself.
 test-compose: setup
