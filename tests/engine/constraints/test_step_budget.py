@@ -10,6 +10,7 @@ from engine_kit import ask, assert_at_rest, of, tokens
 from grammar_kit import Maker, Runner, of_regex
 
 from pdserve.engine.api.request import ChoiceState, Event, Finished, FinishReason, NewTokens
+from pdserve.engine.constraints import manager
 from pdserve.engine.constraints.grammars import matcher
 from pdserve.engine.constraints.grammars.compiled import CompiledGrammar
 
@@ -46,11 +47,12 @@ def test_tokens_beyond_the_budget_change_no_answer(
 def test_preempted_and_resumed_beyond_the_budget(
     engine_of: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(manager, "MASK_WAIT_S", 30.0)  # all rows are in each step, under any load
     pattern = of_regex("[a-f]{2}(-[0-9]{3,5}){6,9}!")
     requests = [ask(f"r{i}", range(1 + 5 * i), i, grammar=pattern, max_tokens=60) for i in range(N)]
     calm = Runner(engine_of(prefix_cache=False)).run(*requests)
     monkeypatch.setattr(matcher, "MAX_STEP_S", -1.0)
-    small = Runner(engine_of(kv_tokens=256, prefix_cache=False))
+    small = Runner(engine_of(kv_tokens=160, prefix_cache=False))
     events = small.run(*requests)
     assert small.engine.stats().preemptions > 0
     assert (tokens(events), reasons(events)) == (tokens(calm), reasons(calm))
