@@ -24,7 +24,7 @@ from pdserve.engine.constraints.manager import ConstraintManager, has_constraint
 from pdserve.engine.execution.ahead import plan_ahead
 from pdserve.engine.execution.batch import UnreadTokens
 from pdserve.engine.execution.pooler import with_states
-from pdserve.engine.execution.runner import Model, ModelRunner
+from pdserve.engine.execution.runner import DeviceModel, Model, ModelRunner
 from pdserve.engine.execution.sampler import Sampler
 from pdserve.engine.kv.block_hash import cache_seed
 from pdserve.engine.kv.cache import KvCache
@@ -38,7 +38,7 @@ from pdserve.engine.scheduling.request_state import RequestState
 from pdserve.engine.scheduling.reservation import Reservation
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.stats import EngineStats, StepMeter
-from pdserve.engine.scheduling.step_progress import StepProgress
+from pdserve.engine.scheduling.step_progress import StepProgress, is_in_batch
 from pdserve.kernels.streams import Picks, SamplingOps
 
 log = logging.getLogger(__name__)
@@ -211,8 +211,9 @@ class Engine:
         """Starts the step that follows a launched one, before that is collected. It may compute a
         token too many of a choice, which nobody is told.
 
-        None if the next step has to be planned when the tokens are known: nothing has changed then.
+        None if the next step has to be planned when the tokens are known.
         """
+        self._poll_constraints()
         if pending.picks is None or self._events:
             return None
         found = plan_ahead(pending.plan, self.jobs)
@@ -238,6 +239,8 @@ class Engine:
     def collect(self, pending: Pending) -> Step:
         """Waits for the step, samples, and returns what has happened."""
         plan = pending.plan
+        if pending.hidden is None and plan.rows and isinstance(self.model, DeviceModel):
+            self.model.synchronize()  # nothing of it is read
         outcomes: list[Outcome] = []
         error = pending.error
         if not error:
@@ -472,7 +475,8 @@ class Engine:
         return self.jobs.waiting.get(job.key) is job or job in self.jobs.running
 
     def _fail_step(self, plan: Plan, message: str) -> list[Event]:
-        jobs = {row.sequence.job.key: row.sequence.job for row in plan.rows}
+        rows = [row for row in plan.rows if is_in_batch(row)]
+        jobs = {row.sequence.job.key: row.sequence.job for row in rows}
         return [
             event
             for key, job in jobs.items()

@@ -12,7 +12,7 @@ from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.kv.torch_cache import DeviceKvCache
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.cuda.decoder import CudaDecoder
-from pdserve.engine.models.cuda.graphs import CudaRecorder
+from pdserve.engine.models.cuda.graphs import CudaRecorder, row_counts
 from pdserve.engine.transport.base import DEVICE_SLOT_BYTES, SLOTS
 from pdserve.engine.weights.format import RawTensor
 from pdserve.kernels.cuda.attention.paged import SPLIT
@@ -61,7 +61,7 @@ class CudaBackend(Backend):
 
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> CudaDecoder:
         numerics = cuda_numerics(self._capability, torch.bfloat16)
-        self._graphs_bytes = graphs_bytes(model, self._config.max_running)
+        self._graphs_bytes = graphs_bytes(model, row_counts(self._config.max_running)[-1])
         return CudaDecoder(
             model, weights, torch.bfloat16, self.kv_dtype, self._device, numerics, self._stream
         )

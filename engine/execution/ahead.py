@@ -7,6 +7,7 @@ it.
 
 from pdserve.engine.scheduling.job_table import JobTable
 from pdserve.engine.scheduling.plan import Plan, Row
+from pdserve.engine.scheduling.step_progress import is_in_batch
 
 
 def plan_ahead(plan: Plan, jobs: JobTable) -> tuple[Plan, list[int]] | None:
@@ -18,7 +19,7 @@ def plan_ahead(plan: Plan, jobs: JobTable) -> tuple[Plan, list[int]] | None:
     """
     if plan.num_decode_rows < len(plan.rows) or (jobs.waiting and jobs.num_free_slots):
         return None
-    live = [(pick, row) for pick, row in enumerate(plan.rows) if row.sequence.slot >= 0]
+    live = [(pick, row) for pick, row in enumerate(plan.rows) if is_in_batch(row)]
     if len(live) < sum(len(job.sequences) for job in jobs.running):
         return None
     if not all(is_plain(row) for _, row in live):

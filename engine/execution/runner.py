@@ -4,7 +4,7 @@ Block tables live in arrays with one row per slot of the batch; a step adds only
 """
 
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,14 @@ class Model(Protocol):
 
     def states(self, hidden: Any) -> NDArray[np.float32]:
         """float32 [n, hidden] of n final hidden states, in the host's memory."""
+
+
+@runtime_checkable
+class DeviceModel(Protocol):
+    """A model whose `forward` returns before it is computed."""
+
+    def synchronize(self) -> None:
+        """Waits for all that was launched."""
 
 
 class ModelRunner:

@@ -39,7 +39,7 @@ class DeviceKvCache(KvCache):
             return []
         with torch.cuda.stream(self._copying):
             self._copying.wait_stream(self._computing)
-            index = torch.tensor(list(blocks)).to(self._place)
+            index = self._index(blocks)
             some = self._bytes[group][layers.start : layers.stop].index_select(1, index)
             pinned = torch.empty(some.shape, dtype=some.dtype, pin_memory=True)
             pinned.copy_(some, non_blocking=True)
@@ -56,13 +56,24 @@ class DeviceKvCache(KvCache):
         with torch.cuda.stream(self._copying):
             self._copying.wait_stream(self._computing)  # it may still read what was there
             rows = pinned.to(self._place, non_blocking=True).view(len(layers), len(blocks), -1)
-            index = torch.tensor(list(blocks)).to(self._place)
+            index = self._index(blocks)
             self._bytes[group][layers.start : layers.stop].index_copy_(1, index, rows)
         self._computing.wait_stream(self._copying)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         with torch.cuda.stream(self._computing):
             super().copy(copies)
+
+    def _index(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Pinned first: a copy from other memory would wait for the stream."""
+        pinned = torch.empty(len(blocks), dtype=torch.int64, pin_memory=True)
+        pinned.copy_(torch.tensor(list(blocks)))
+        return pinned.to(self._place, non_blocking=True)
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Where what computes with the pool is launched."""
+        return self._computing
 
     @property
     def _place(self) -> str:

@@ -23,6 +23,12 @@ from pdserve.engine.scheduling.pooling import PooledState
 from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
+def is_in_batch(row: Row) -> bool:
+    """Whether its sequence is still where it was when the step was planned."""
+    sequence = row.sequence
+    return sequence.slot >= 0 and sequence in sequence.job.sequences
+
+
 class StepProgress:
     """Applies outcomes to the requests of a job table; every method returns the events to send."""
 
@@ -51,8 +57,7 @@ class StepProgress:
         has left the batch since it was planned counts as if it had not run."""
         events: list[Event] = []
         for row, outcome in zip(plan.rows, outcomes, strict=True):
-            sequence = row.sequence
-            if sequence.slot >= 0 and sequence in sequence.job.sequences:
+            if is_in_batch(row):
                 self._apply_row(row, outcome, events)
         return events
 

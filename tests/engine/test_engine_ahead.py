@@ -5,10 +5,17 @@ from collections.abc import Callable
 
 import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
-from fake_decoder import fake_spec, reference
+from fake_decoder import FakeDecoder, fake_spec, reference
 from late_device import AheadEngine, LateSampling
 
-from pdserve.engine.api.request import Event, Finished, FinishReason, NewTokens, Request
+from pdserve.engine.api.request import (
+    Event,
+    Finished,
+    FinishReason,
+    NewTokens,
+    Request,
+    RequestFailed,
+)
 from pdserve.engine.engine import Engine
 
 
@@ -108,6 +115,40 @@ def test_an_aborted_request_gets_no_token_of_a_step_in_flight() -> None:
     assert [e.ids for e in of(after, NewTokens, "r")] == [()]
     assert tokens(after)["next", 0] == greedy(5, range(40))
     assert_at_rest(engine)
+
+
+def test_an_error_of_a_step_ahead_fails_those_that_are_still_in_it() -> None:
+    engine, sampling = ahead_engine()
+    for key in ("held", "parked", "runs"):
+        engine.submit(ask(key, range(5), max_tokens=12))
+    stepped(engine, 3)
+    sampling.error = "the device has failed"
+    events = stepped(engine, 1)  # whose following step fails to launch
+    assert engine.ahead is not None
+    assert engine.hold("held")
+    assert engine.park("parked")
+    sampling.error = ""
+    events += stepped(engine, 1)
+    assert {event.key for event in of(events, RequestFailed)} == {"runs"}
+    assert engine.held_blocks("held")
+    assert engine.unhold("held")
+    assert engine.unpark("parked")
+    found = tokens(run(engine))
+    assert all(found[key, 0] == greedy(12)[-len(found[key, 0]) :] for key in ("held", "parked"))
+    assert_at_rest(engine)
+
+
+def test_a_step_that_nobody_reads_is_waited_for() -> None:
+    class Device(FakeDecoder):
+        waited = 0
+
+        def synchronize(self) -> None:
+            self.waited += 1
+
+    model = Device(fake_spec())
+    engine = fake_engine(ahead=True, model=model, chunk_size=4)
+    run(engine, ask("r", range(14), max_tokens=3))
+    assert model.waited == model.kv_only_steps == 3
 
 
 def test_who_waits_for_a_place_is_planned_with_the_tokens_known() -> None:

@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from compile_only import MOST_SHARED
 from triton.runtime import driver
 
 from pdserve.kernels.cuda.linear import product as linear
@@ -56,8 +57,9 @@ def matrix(
 
 
 def launch(made: DeviceMatrix, tokens: int, looped: bool, bias: bool) -> None:
-    hopper = driver.active.get_current_target().arch >= 90
-    tiles = replace(linear.tiles_of(made, tokens, hopper), looped=looped)
+    arch = driver.active.get_current_target().arch
+    target = linear.Target(arch == 90, MOST_SHARED[arch])
+    tiles = replace(linear.tiles_of(made, tokens, target), looped=looped)
     x = torch.zeros(tokens, COLS, dtype=made.dtype)
     linear.product(x, made, torch.zeros(ROWS) if bias else None, None, None, tiles)
 

@@ -32,10 +32,13 @@ class LateSampling:
     def __init__(self) -> None:
         self.unread = 0
         self.ahead = 0  # steps that were launched before the one before them was read
+        self.error = ""  # of the next steps
 
     def begin(
         self, logits: Any, rows: list[int], streams: list[Any], num_generated: list[int]
     ) -> LatePicks:
+        if self.error:
+            raise RuntimeError(self.error)
         self.ahead += self.unread > 0
         self.unread += 1
         unknown = [[-1] * count for count in num_generated]

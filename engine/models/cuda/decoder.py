@@ -44,12 +44,14 @@ class CudaDecoder:
         numerics: str = "",
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """`stream`: where it launches; None is the current one of the thread that calls."""
+        """`stream`: where it launches. It becomes the current one of each thread that calls a
+        method, so that what is done with the results is in order. None: whichever is current."""
         self.config = config
         self.kv_groups: tuple[LayerGroup, ...] = config.kv_groups(kv_dtype)
         self.numerics = numerics
         self._device = device
         self._stream = stream
+        self._make_current()
         self._graphs: DecodeGraphs | None = None
         self._graphs_kv: LayerKv | None = None
         held = DeviceWeights(_tied(weights) if config.tied_head else weights, dtype, device)
@@ -74,11 +76,11 @@ class CudaDecoder:
     @torch.inference_mode()
     def forward(self, batch: Batch[Ints], kv: LayerKv) -> Tensor:
         """As Decoder.forward."""
-        with torch.cuda.stream(self._stream):
-            graphs = self._graphs if kv is self._graphs_kv else None
-            if graphs is not None and (shape := graphs.shape_of(batch)) is not None:
-                return graphs.run(batch, shape)
-            return self._run(upload(batch, self._device), kv, batch.kv_only)
+        self._make_current()
+        graphs = self._graphs if kv is self._graphs_kv else None
+        if graphs is not None and (shape := graphs.shape_of(batch)) is not None:
+            return graphs.run(batch, shape)
+        return self._run(upload(batch, self._device), kv, batch.kv_only)
 
     @torch.inference_mode()
     def record(self, recorder: Recorder, kv: KvCache, max_rows: int) -> None:
@@ -87,15 +89,15 @@ class CudaDecoder:
         if any(isinstance(launch, LaunchedExperts) for launch in self._launches):
             log.info("no CUDA graphs: the host takes part in steps of a mixture of experts")
             return
-        with torch.cuda.stream(self._stream):
-            self._graphs = DecodeGraphs(
-                lambda inputs: self._run(inputs, kv, False),
-                recorder,
-                self._device,
-                kv.spec,
-                max_rows,
-                self.config.context_len,
-            )
+        self._make_current()
+        self._graphs = DecodeGraphs(
+            lambda inputs: self._run(inputs, kv, False),
+            recorder,
+            self._device,
+            kv.spec,
+            max_rows,
+            self.config.context_len,
+        )
         self._graphs_kv = kv
 
     def _run(self, inputs: StepInputs, kv: LayerKv, kv_only: bool) -> Tensor:
@@ -108,23 +110,32 @@ class CudaDecoder:
             launch(run)
         if kv_only:
             return stream.new_empty((0, self.config.hidden_size))
-        return self._norm.of(run.stream.index_select(0, inputs.outputs))
+        return self._norm.of(run.residual.index_select(0, inputs.outputs))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """As Decoder.logits."""
-        with torch.cuda.stream(self._stream):
-            logits = self._head(hidden, out_dtype=torch.float32)
-            if self.config.logit_scale != 1:
-                logits *= self.config.logit_scale
-            cap = self.config.logit_soft_cap
-            return torch.tanh(logits / cap).mul_(cap) if cap else logits
+        self._make_current()
+        logits = self._head(hidden, out_dtype=torch.float32)
+        if self.config.logit_scale != 1:
+            logits *= self.config.logit_scale
+        cap = self.config.logit_soft_cap
+        return torch.tanh(logits / cap).mul_(cap) if cap else logits
 
     def states(self, hidden: Tensor) -> NDArray[np.float32]:
         """As Decoder.states."""
-        with torch.cuda.stream(self._stream):
-            found: NDArray[np.float32] = hidden.float().cpu().numpy()
+        self._make_current()
+        found: NDArray[np.float32] = hidden.float().cpu().numpy()
         return found
+
+    def synchronize(self) -> None:
+        """As DeviceModel.synchronize."""
+        if self._device.type == "cuda":
+            (self._stream or torch.cuda.current_stream(self._device)).synchronize()
+
+    def _make_current(self) -> None:
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
 
 
 def _tied(weights: Weights) -> Weights:

@@ -19,7 +19,7 @@ from pdserve.engine.execution.batch import Batch, GroupTable, Ints, UnreadTokens
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.models.cuda.inputs import InputBuffer, StepInputs
 
-STEP = 4  # from the keys of one graph to those of the next
+KEYS_FACTOR = 4  # from the keys of one graph to those of the next
 FIRST_KEYS = 512
 
 
@@ -114,10 +114,10 @@ def row_counts(most: int) -> list[int]:
 
 
 def key_counts(context_len: int) -> list[int]:
-    """From FIRST_KEYS on, each STEP times the one before; the last is the context."""
+    """From FIRST_KEYS on, each KEYS_FACTOR times the one before; the last is the context."""
     counts = [min(FIRST_KEYS, context_len)]
     while counts[-1] < context_len:
-        counts.append(min(counts[-1] * STEP, context_len))
+        counts.append(min(counts[-1] * KEYS_FACTOR, context_len))
     return counts
 
 

@@ -72,7 +72,7 @@ def launch_of(part: Part, setup: LaunchSetup) -> Launch:
 
 def hold(run: Run) -> None:
     """Keeps x for the next sum."""
-    run.x, run.held = run.stream, run.x
+    run.x, run.held = run.residual, run.x
 
 
 class LaunchedNorm:
@@ -106,11 +106,11 @@ class LaunchedSum:
         held = run.held if self._part.held else None
         factor, after = self._part.factor, self._norm
         if after is None:
-            add(run.stream, run.x, held, factor)
-            run.x = run.stream
+            add(run.residual, run.x, held, factor)
+            run.x = run.residual
         else:
             run.x = add_norm(
-                run.stream,
+                run.residual,
                 run.x,
                 after.weight,
                 after.bias,

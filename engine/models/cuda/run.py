@@ -13,7 +13,7 @@ from pdserve.engine.models.cuda.inputs import StepInputs
 class Run:
     """One pass over the parts."""
 
-    stream: Tensor  # the residual stream [tokens, hidden]; sums change it in place
+    residual: Tensor  # the residual stream [tokens, hidden]; sums change it in place
     x: Tensor  # what the next part takes
     held: Tensor | None
     inputs: StepInputs

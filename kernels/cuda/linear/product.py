@@ -8,11 +8,14 @@ own, with many in one program. How many tokens share a tile has no part in any s
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from pdserve.kernels.cuda.linear.packing import PLAIN_BLOCK, TILE_ROWS, DeviceMatrix
 
@@ -20,9 +23,17 @@ PROCESSORS = 132  # of an H100: it is the aim; the results of another device are
 SPLIT_COLUMNS = 256  # at least: shorter splits take longer to add than to multiply
 ADD_ROWS = 512
 NARROW_BYTES, WIDE_BYTES = 72 << 10, 144 << 10  # of shared memory for loads under way
+OTHER_BYTES = 16 << 10  # of shared memory, for what is not loads
 REGISTERS = {4: 168, 8: 255}  # or the compiler spills, for more programs than have shared memory
 SIDE = tl.constexpr(8)  # row tiles whose programs run side by side: what they read stays in L2
 TILE, PLAIN_COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(PLAIN_BLOCK)
+
+
+class Target(NamedTuple):
+    """What of a device decides how products are cut."""
+
+    is_hopper: bool = True
+    shared_bytes: int = 227 << 10  # that a block may have
 
 
 @dataclass(frozen=True)
@@ -43,14 +54,27 @@ def splits_of(matrix: DeviceMatrix) -> tuple[int, int]:
     return -(-matrix.blocks // length), length
 
 
-def tiles_of(matrix: DeviceMatrix, tokens: int, hopper: bool = True) -> Tiles:
+LARGEST = Target()
+
+
+@cache
+def target_of(device: torch.device) -> Target:
+    """That of a device of this machine; a CPU, where kernels are interpreted, counts as the
+    largest."""
+    if device.type != "cuda":
+        return LARGEST
+    shared = driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    return Target(torch.cuda.get_device_capability(device)[0] == 9, shared)
+
+
+def tiles_of(matrix: DeviceMatrix, tokens: int, target: Target = LARGEST) -> Tiles:
     """Few tokens: narrow tiles, several programs a multiprocessor, and a program for each split as
     long as there are too few tiles to occupy the device. Many: wide tiles, which read less often.
     Before Hopper products of 4 bits have too few registers for the widest.
     """
     layout, size = matrix.layout, matrix.dtype.itemsize
     single = matrix.dtype == torch.float32  # no tensor cores: products take registers, too
-    widest = 32 if single else 128 if hopper or layout.bits > 4 else 64
+    widest = 32 if single else 128 if target.is_hopper or layout.bits > 4 else 64
     width = next(n for n in (16, 32, 64, 128) if tokens <= n or n == widest)
     many = tokens > 64 and not single
     height = 128 if many else 64
@@ -58,7 +82,8 @@ def tiles_of(matrix: DeviceMatrix, tokens: int, hopper: bool = True) -> Tiles:
     looped = splits_of(matrix)[0] == 1 or programs >= PROCESSORS
     row_bytes = layout.words * 4 or layout.block * size
     stage_bytes = height * row_bytes + width * layout.block * size
-    stages = (WIDE_BYTES if many else NARROW_BYTES) // stage_bytes
+    room = min(WIDE_BYTES if many else NARROW_BYTES, target.shared_bytes - OTHER_BYTES)
+    stages = room // stage_bytes
     return Tiles(height, width, 8 if many else 4, min(6, max(2, stages)), looped)
 
 
@@ -74,8 +99,8 @@ def linear(
     x is of the matrix's dtype; the result is of out's dtype, or of out_dtype, or of x's. Rows of x
     and of `out` may lie apart. Raises ValueError for what does not fit together.
     """
-    hopper = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return product(x, matrix, bias, out, out_dtype, tiles_of(matrix, len(x), hopper))
+    tiles = tiles_of(matrix, len(x), target_of(x.device))
+    return product(x, matrix, bias, out, out_dtype, tiles)
 
 
 def product(

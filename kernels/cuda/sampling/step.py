@@ -20,7 +20,7 @@ from pdserve.kernels.cuda.sampling.records import RECORD
 from pdserve.kernels.streams import GREEDY_BELOW, Mask, StreamSettings, TokenScores
 
 
-class CudaStream:
+class CudaTokenStream:
     """A stream's constant record, and its marks on the device once its logits are edited.
 
     It owns these tensors; a step that still runs may read them, as the allocator gives memory away
@@ -114,15 +114,15 @@ class CudaSampling:
         """`stream`: None is the current one of the thread that calls."""
         self._stream = stream
 
-    def stream(self, settings: StreamSettings, vocab: int) -> CudaStream:
+    def stream(self, settings: StreamSettings, vocab: int) -> CudaTokenStream:
         """A new stream of tokens. Raises ValueError for ids outside the vocabulary."""
-        return CudaStream(settings, vocab)
+        return CudaTokenStream(settings, vocab)
 
     def sample(
         self,
         logits: Tensor,
         rows: list[int],
-        streams: list[CudaStream],
+        streams: list[CudaTokenStream],
         generated: list[list[int]],
         masks: list[Mask | None] | None = None,
     ) -> list[int]:
@@ -136,7 +136,7 @@ class CudaSampling:
         self,
         logits: Tensor,
         rows: list[int],
-        streams: list[CudaStream],
+        streams: list[CudaTokenStream],
         num_generated: list[int],
     ) -> CudaPicks:
         """As AheadSampling.begin, of at least one pick."""
@@ -148,7 +148,7 @@ class CudaSampling:
         self,
         logits: Tensor,
         rows: list[int],
-        streams: list[CudaStream],
+        streams: list[CudaTokenStream],
         generated: Sequence[Sequence[int]],
         masks: list[Mask | None] | None = None,
     ) -> Tensor:
@@ -203,7 +203,7 @@ def _add_edits(
     packed: NDArray[np.void],
     edited: list[int],
     fresh: list[Sequence[int]],
-    streams: list[CudaStream],
+    streams: list[CudaTokenStream],
     generated: Sequence[Sequence[int]],
     masks: list[Mask | None] | None,
 ) -> NDArray[np.int32]:
@@ -237,7 +237,7 @@ def _upload(parts: list[NDArray[np.uint8]], device: torch.device) -> Tensor:
 def _check_step(
     logits: Tensor,
     rows: list[int],
-    streams: list[CudaStream],
+    streams: list[CudaTokenStream],
     generated: Sequence[Sequence[int]],
     masks: list[Mask | None] | None,
 ) -> int:

@@ -12,6 +12,7 @@ import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
 from eventually import wait_until
 from grammar_kit import Runner, of_regex
+from late_device import AheadEngine
 
 from pdserve.engine.api.errors import QueueFull
 from pdserve.engine.api.request import (
@@ -138,6 +139,27 @@ def test_a_compiler_that_takes_too_long_fails_the_request(compiler: SlowCompiler
     compiler.opened.set()
     wait_until(lambda: len(compiler.compiled) == compiler.num_begun, "those that were begun")
     assert compiler.num_begun == NUM_THREADS
+    engine.close()
+
+
+def test_a_deadline_passes_while_steps_run_ahead(compiler: SlowCompiler) -> None:
+    now = [0.0]
+    engine = fake_engine(grammars=compiler, clock=lambda: now[0], ahead=True, max_running=1)
+    assert isinstance(engine, AheadEngine)
+    engine.submit(ask("runs", range(5), max_tokens=40))
+    engine.submit(ask("waits", range(9), grammar=PATTERN))
+    events: list[Event] = []
+    for step in range(7):
+        now[0] = COMPILE_S + 1 if step >= 4 else 0.0
+        found = engine.step()
+        assert found is not None
+        events += found.events
+    assert engine.sampling.ahead > 0
+    assert [event.key for event in of(events, RequestFailed)] == ["waits"]
+    assert not of(events, Finished)
+    while (found := engine.step()) is not None:
+        events += found.events
+    assert len(tokens(events)["runs", 0]) == 40
     engine.close()
 
 
