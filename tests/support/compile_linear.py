@@ -58,7 +58,7 @@ def matrix(
 
 def launch(made: DeviceMatrix, tokens: int, looped: bool, bias: bool) -> None:
     arch = driver.active.get_current_target().arch
-    target = linear.Target(arch == 90, MOST_SHARED[arch])
+    target = linear.ProductTarget(arch == 90, MOST_SHARED[arch])
     tiles = replace(linear.tiles_of(made, tokens, target), looped=looped)
     x = torch.zeros(tokens, COLS, dtype=made.dtype)
     linear.product(x, made, torch.zeros(ROWS) if bias else None, None, None, tiles)

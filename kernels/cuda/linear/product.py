@@ -29,7 +29,7 @@ SIDE = tl.constexpr(8)  # row tiles whose programs run side by side: what they r
 TILE, PLAIN_COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(PLAIN_BLOCK)
 
 
-class Target(NamedTuple):
+class ProductTarget(NamedTuple):
     """What of a device decides how products are cut."""
 
     is_hopper: bool = True
@@ -54,20 +54,20 @@ def splits_of(matrix: DeviceMatrix) -> tuple[int, int]:
     return -(-matrix.blocks // length), length
 
 
-LARGEST = Target()
+LARGEST = ProductTarget()
 
 
 @cache
-def target_of(device: torch.device) -> Target:
+def target_of(device: torch.device) -> ProductTarget:
     """That of a device of this machine; a CPU, where kernels are interpreted, counts as the
     largest."""
     if device.type != "cuda":
         return LARGEST
     shared = driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
-    return Target(torch.cuda.get_device_capability(device)[0] == 9, shared)
+    return ProductTarget(torch.cuda.get_device_capability(device)[0] == 9, shared)
 
 
-def tiles_of(matrix: DeviceMatrix, tokens: int, target: Target = LARGEST) -> Tiles:
+def tiles_of(matrix: DeviceMatrix, tokens: int, target: ProductTarget = LARGEST) -> Tiles:
     """Few tokens: narrow tiles, several programs a multiprocessor, and a program for each split as
     long as there are too few tiles to occupy the device. Many: wide tiles, which read less often.
     Before Hopper products of 4 bits have too few registers for the widest.
