@@ -62,6 +62,13 @@ class Signal(Protocol):
     def close(self) -> None: ...
 
 
+class CopyStream(Protocol):
+    """The order in which the copies of a connection run."""
+
+    def close(self) -> None:
+        """Its connection copies no more."""
+
+
 @dataclass(slots=True)
 class Slot:
     """A slot of a window, as this process sees it; its tag lies behind `capacity` bytes."""
@@ -69,6 +76,7 @@ class Slot:
     address: int
     capacity: int
     signal: Signal
+    stream: CopyStream | None = None  # of its copies; None: that of what is waited for at once
     newest: Copy | None = None  # the memory stays until it is done
     scratch: Any = None  # the device's own, of the slot's one copy at a time
 
@@ -93,6 +101,9 @@ class Device(Protocol):
 
     def open_signal(self, handle: bytes) -> Signal:
         """Raises DeviceError."""
+
+    def share_stream(self) -> CopyStream:
+        """One for a connection; a bounded number of them serves all. Raises DeviceError."""
 
     def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
         """Pool to slot behind `pages.ready`, with its tag; the slot's signal is recorded when

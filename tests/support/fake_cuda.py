@@ -227,6 +227,7 @@ class FakeRuntime:
         self._zeroed_late = False
         self._late_signals = late_signals
         self._held_back: int | None = None
+        self.last_error = 0  # what torch's next check would report
 
     def stream(self, number: int) -> int:
         return number or self.legacy
@@ -328,7 +329,14 @@ class FakeRuntime:
     def eventQuery(self, number: int) -> int:
         self.gpu.some()
         event = self._event(number)
-        return 0 if event.done == event.recorded else NOT_READY
+        self.last_error = 0 if event.done == event.recorded else NOT_READY
+        return self.last_error
+
+    def check_status(self, status: int) -> None:
+        """As CuPy's: it takes the error from the thread, and raises it."""
+        if status:
+            self.last_error = 0
+            raise RuntimeError(f"CUDA error {status}")
 
     def eventSynchronize(self, number: int) -> None:
         event = self._event(number)

@@ -26,6 +26,7 @@ _VERDICT_BYTES = 16
 # What cudaMalloc takes from the driver at a time: an exported handle opens all of it to the other
 # process, so nothing else of ours may lie in it.
 EXPORT_BYTES = 2 << 20
+MAX_STREAMS = 8  # of connections; more of them share
 
 
 def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
@@ -47,7 +48,7 @@ def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
 
 
 class CudaDevice:
-    """Copies out of a pool run on a stream of the device's own, copies in on the caller's.
+    """Copies out of a pool run on a stream of their connection, copies in on the caller's.
 
     Its own streams are non-blocking, so nothing on them is ordered with the legacy default stream,
     on which torch computes: memory is zeroed on the stream that uses it next, or waited for.
@@ -70,7 +71,7 @@ class CudaDevice:
             self.uuid = _uuid(index)
             self.name = self._torch.get_device_name(index)
             self._kernel = CopyHash(cupy)
-            self._stream = self._make_stream()  # copies out
+            self._streams: list[_Stream] = []  # of connections; they live as long as the process
             self._aside = self._make_stream()  # what is waited for at once
 
     @contextmanager
@@ -118,12 +119,26 @@ class CudaDevice:
         with self.active() as cuda:
             return _Event(self, int(cuda.ipcOpenEventHandle(handle)))
 
+    def share_stream(self) -> "_Stream":
+        with self._lock, self.active():
+            found = min(self._streams, key=lambda stream: stream.num_users, default=None)
+            if found is None or (found.num_users and len(self._streams) < MAX_STREAMS):
+                found = _Stream(self, self._make_stream())
+                self._streams.append(found)
+            found.num_users += 1
+            return found
+
+    def leave_stream(self, stream: "_Stream") -> None:
+        with self._lock:
+            stream.num_users -= 1
+
     def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> "_Copy":
         assert isinstance(slot.signal, _Event)
         with self.active() as cuda:
+            stream = self._stream_of(slot)
             if pages.ready is not None:
-                cuda.streamWaitEvent(self._stream, pages.ready.cuda_event)
-            return self._launch(pages, slot, key, self._stream, slot.signal)
+                cuda.streamWaitEvent(stream, pages.ready.cuda_event)
+            return self._launch(pages, slot, key, stream, slot.signal)
 
     def copy_in(self, pages: Pages, slot: Slot, key: bytes) -> "_Copy":
         with self.active():
@@ -154,6 +169,12 @@ class CudaDevice:
             cuda.memcpyAsync(target.ctypes.data, address, size, kind, self._aside)
             cuda.streamSynchronize(self._aside)
         return target.tobytes()
+
+    def _stream_of(self, slot: Slot) -> int:
+        if slot.stream is None:
+            return self._aside
+        assert isinstance(slot.stream, _Stream)
+        return slot.stream.number
 
     def _make_stream(self) -> int:
         return int(self._cuda.streamCreateWithFlags(self._cuda.streamNonBlocking))
@@ -245,6 +266,16 @@ class _Memory:
             getattr(cuda, self.free)(self.address)
 
 
+@dataclass(eq=False, slots=True)
+class _Stream:
+    device: CudaDevice
+    number: int  # cudaStream_t
+    num_users: int = 0  # connections
+
+    def close(self) -> None:
+        self.device.leave_stream(self)
+
+
 @dataclass(slots=True)
 class _Event:
     device: CudaDevice
@@ -257,8 +288,13 @@ class _Event:
     def done(self) -> bool:
         with self.device.active() as cuda:
             status = int(cuda.eventQuery(self.number))
-        if status not in (0, _NOT_READY):
-            raise DeviceError(f"CUDA error {status}")
+            try:
+                # Raises, and takes the error from the thread: torch's next check reports the last
+                # one, whoever left it, where both use one libcudart.
+                cuda.check_status(status)
+            except Exception:
+                if status != _NOT_READY:
+                    raise
         return status == 0
 
     def wait(self) -> None:

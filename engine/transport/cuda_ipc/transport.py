@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from pdserve.engine.transport.base import (
     SLOTS,
@@ -127,6 +128,13 @@ class CudaIpcTransport(KvTransport):
 
 def make_window(device: Device, slot_bytes: int) -> DeviceWindow:
     """SLOTS slots side by side, each with room for its tag. Raises DeviceError."""
-    memory = device.allocate(SLOTS * slot_stride(slot_bytes))
-    addresses = range(memory.address, memory.address + memory.size, slot_stride(slot_bytes))
-    return DeviceWindow(memory, [Slot(at, slot_bytes, device.make_signal()) for at in addresses])
+    slots = []
+    with ExitStack() as made:
+        memory = device.allocate(SLOTS * slot_stride(slot_bytes))
+        made.callback(memory.close)
+        for at in range(memory.address, memory.address + memory.size, slot_stride(slot_bytes)):
+            signal = device.make_signal()
+            made.callback(signal.close)
+            slots.append(Slot(at, slot_bytes, signal))
+        made.pop_all()
+    return DeviceWindow(memory, slots)

@@ -43,6 +43,7 @@ from pdserve.engine.transport.device import (
     HANDLE_BYTES,
     TAIL_BYTES,
     Copy,
+    CopyStream,
     Device,
     DeviceError,
     Memory,
@@ -106,6 +107,7 @@ class CudaWriter(WindowWriter):
         super().__init__(sock, slot_bytes)
         self._device = device
         self._memory: Memory | None = None
+        self._stream: CopyStream | None = None
         self._slots: list[Slot] = []
         self._proof = b""
 
@@ -137,10 +139,11 @@ class CudaWriter(WindowWriter):
             self._memory = self._device.open_memory(
                 handles[0], SLOTS * slot_stride(self.slot_bytes)
             )
+            self._stream = self._device.share_stream()
             for at, handle in enumerate(handles[1:]):
                 address = self._memory.address + at * slot_stride(self.slot_bytes)
                 signal = self._device.open_signal(handle)
-                self._slots.append(Slot(address, self.slot_bytes, signal))
+                self._slots.append(Slot(address, self.slot_bytes, signal, self._stream))
         except DeviceError as err:
             raise TransportRefused(f"open_failed: {err}") from None
 
@@ -162,6 +165,8 @@ class CudaWriter(WindowWriter):
             self._device.release(slot)
             with contextlib.suppress(DeviceError):
                 slot.signal.close()
+        if self._stream is not None:
+            self._stream.close()
         if self._memory is not None:
             with contextlib.suppress(DeviceError):
                 self._memory.close()

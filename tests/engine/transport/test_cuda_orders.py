@@ -20,7 +20,7 @@ from pdserve.engine.transport.cuda_ipc import device_cupy
 from pdserve.engine.transport.cuda_ipc.device_cupy import CudaDevice
 from pdserve.engine.transport.cuda_ipc.transport import make_window
 from pdserve.engine.transport.cuda_ipc.windows import DeviceWindow
-from pdserve.engine.transport.device import HANDLE_BYTES, Copy, DeviceError, Slot
+from pdserve.engine.transport.device import HANDLE_BYTES, TAIL_BYTES, Copy, DeviceError, Slot
 from pdserve.kernels.copy_hash import KEY_BYTES
 
 ORDERS = 60
@@ -64,6 +64,7 @@ class Process:
 
     def compute(self, change: Callable[[], None]) -> Any:
         """A step of the engine, and the event behind it."""
+        assert not self.runtime.last_error, "torch would report another's error as its own"
 
         def run() -> bool:
             change()
@@ -119,9 +120,11 @@ class Handoff:
         parts = [handles[at : at + HANDLE_BYTES] for at in range(0, len(handles), HANDLE_BYTES)]
         memory = self.prefill.device.open_memory(parts[0], window.memory.size)
         made = Connection(window, memory)
+        stream = self.prefill.device.share_stream()
         for slot, handle in zip(window.slots, parts[1:], strict=True):
             at = memory.address + slot.address - window.memory.address
-            made.ours.append(Slot(at, SLOT_BYTES, self.prefill.device.open_signal(handle)))
+            signal = self.prefill.device.open_signal(handle)
+            made.ours.append(Slot(at, SLOT_BYTES, signal, stream))
         self.connections.append(made)
 
     def send(self, connection: Connection) -> None:
@@ -184,6 +187,7 @@ class Handoff:
                 slot.newest.wait()
             self.prefill.device.release(slot)
             slot.signal.close()
+        connection.ours[0].stream.close()  # type: ignore[union-attr]
         connection.memory.close()
         self.connections.remove(connection)
         for frame in connection.frames.values():
@@ -295,3 +299,43 @@ def test_host_copies_do_not_wait_for_the_engine(monkeypatch: pytest.MonkeyPatch)
     memory = process.device.allocate(64)
     process.device.put(memory.address, bytes(range(64)))
     assert process.device.get(memory.address, 64) == bytes(range(64))
+
+
+def slot_of(process: Process, stream: Any = None) -> Slot:
+    memory = process.device.allocate(SLOT_BYTES + TAIL_BYTES)
+    return Slot(memory.address, SLOT_BYTES, process.device.make_signal(), stream)
+
+
+def test_a_copy_that_waits_holds_up_its_own_connection_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = FakeGpu(Random(1))
+    process = Process(gpu, monkeypatch)
+    device, key = process.device, bytes(KEY_BYTES)
+    slots = [slot_of(process, device.share_stream()) for _ in range(2)]
+    probe = slot_of(process)
+    gpu.give(process.runtime.legacy, lambda: False)  # a step that does not end
+    held = device.copy_out(process.pages((1,), process.compute(lambda: None)), slots[0], key)
+    gpu.until(device.copy_out(process.pages((2,)), slots[1], key).done)
+    device.copy_out(process.pages((3,)), probe, key).wait()
+    assert not held.done()
+
+
+def test_connections_share_a_bounded_number_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Process(FakeGpu(Random(1)), monkeypatch).device
+    shared = [device.share_stream() for _ in range(3 * device_cupy.MAX_STREAMS)]
+    users = Counter(stream.number for stream in shared)
+    assert set(users.values()) == {3}
+    assert len(users) == device_cupy.MAX_STREAMS
+    shared[5].close()
+    assert device.share_stream() is shared[5]
+
+
+def test_an_event_that_is_not_done_leaves_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(Random(1))
+    process = Process(gpu, monkeypatch)
+    signal = process.device.make_signal()
+    gpu.give(process.runtime.legacy, lambda: False)
+    process.runtime.eventRecord(signal.number, 0)
+    assert not signal.done()
+    assert process.runtime.last_error == 0
