@@ -24,7 +24,7 @@ from pdserve.engine.transport.device import HANDLE_BYTES, TAIL_BYTES, Copy, Devi
 from pdserve.kernels.copy_hash import KEY_BYTES
 
 ORDERS = 60
-BLOCK_BYTES, BLOCKS, LAYERS = 4096, 24, 2
+BLOCK_BYTES, BLOCKS, LAYERS = 8192, 24, 2
 SLOT_BYTES = 12 * BLOCK_BYTES
 LIMIT = 400  # looks at what is under way, at the end
 
@@ -272,9 +272,11 @@ def test_no_order_takes_wrong_bytes_or_leaves_a_copy(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        ("late_zeros", "a tag is not that of its payload"),
+        ("late_zeros", "a tag is not that of its payload|did not arrive"),
         ("late_windows", "a tag is not that of its payload|did not arrive"),
         ("late_signals", "an event is destroyed before its record is done"),
+        ("no_fence", "a tag is not that of its payload|did not arrive"),
+        ("no_system_fence", "a tag is not that of its payload|did not arrive"),
     ],
 )
 def test_faults_that_were_there_are_found(
