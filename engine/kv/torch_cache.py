@@ -64,6 +64,11 @@ class DeviceKvCache(KvCache):
         with torch.cuda.stream(self._computing):
             super().copy(copies)
 
+    def ready(self) -> Any:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._computing)
+        return event
+
     @property
     def _place(self) -> str:
         return f"cuda:{self.device}"
@@ -78,8 +83,3 @@ class DeviceKvCache(KvCache):
 
     def _address(self, group: int) -> tuple[int, int]:
         return self._bytes[group].data_ptr(), self._bytes[group].stride(0)
-
-    def _ready(self) -> Any:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._computing)
-        return event

@@ -82,8 +82,8 @@ class Slot:
 
 
 class Device(Protocol):
-    """Thread-safe. Anything but `copy_in` may run beside the engine; `copy_in` is for the thread
-    that computes, and is in order with what that thread gives the device before and after."""
+    """Thread-safe. Everything runs beside the engine; only `Pages.ready` and waiting for a copy put
+    it in order with what the engine computes."""
 
     uuid: bytes  # 16
     name: str
@@ -110,10 +110,8 @@ class Device(Protocol):
         this returns. Raises DeviceError."""
 
     def copy_in(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
-        """Slot to pool; the tag is of the bytes that were copied. Raises DeviceError."""
-
-    def copy_aside(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
-        """Like `copy_in`, from any thread and in order with nothing: not into a pool."""
+        """Slot to pool behind `pages.ready`; the tag is of the bytes that were copied. Raises
+        DeviceError."""
 
     def release(self, slot: Slot) -> None:
         """Its copies are done, and there will be no more."""

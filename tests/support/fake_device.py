@@ -164,8 +164,6 @@ class FakeDevice:
         self._give(run)
         return copy
 
-    copy_aside = copy_in
-
     def release(self, slot: Slot) -> None:
         pass
 

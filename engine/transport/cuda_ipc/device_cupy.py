@@ -48,9 +48,9 @@ def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
 
 
 class CudaDevice:
-    """Copies out of a pool run on a stream of their connection, copies in on the caller's.
+    """Copies run on the stream of their connection.
 
-    Its own streams are non-blocking, so nothing on them is ordered with the legacy default stream,
+    Its streams are non-blocking, so nothing on them is ordered with the legacy default stream,
     on which torch computes: memory is zeroed on the stream that uses it next, or waited for.
     """
 
@@ -60,16 +60,15 @@ class CudaDevice:
             import cupy
         except ImportError as err:
             raise DeviceError(f"CuPy is not installed (the extra `cuda`): {err}") from None
-        import torch  # where the pool lies, and the stream on which the engine computes
+        import torch
 
-        self._torch = torch.cuda
         self._cuda: Any = cupy.cuda.runtime
         self._index = index
         self._lock = threading.Lock()
         self._spare: list[_Scratch] = []
         with self.active():
             self.uuid = _uuid(index)
-            self.name = self._torch.get_device_name(index)
+            self.name = torch.cuda.get_device_name(index)
             self._kernel = CopyHash(cupy)
             self._streams: list[_Stream] = []  # of connections; they live as long as the process
             self._aside = self._make_stream()  # what is waited for at once
@@ -134,20 +133,10 @@ class CudaDevice:
 
     def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> "_Copy":
         assert isinstance(slot.signal, _Event)
-        with self.active() as cuda:
-            stream = self._stream_of(slot)
-            if pages.ready is not None:
-                cuda.streamWaitEvent(stream, pages.ready.cuda_event)
-            return self._launch(pages, slot, key, stream, slot.signal)
+        return self._launch(pages, slot, key, slot.signal)
 
     def copy_in(self, pages: Pages, slot: Slot, key: bytes) -> "_Copy":
-        with self.active():
-            stream = int(self._torch.current_stream(self._index).cuda_stream)
-            return self._launch(pages, slot, key, stream)
-
-    def copy_aside(self, pages: Pages, slot: Slot, key: bytes) -> "_Copy":
-        with self.active():
-            return self._launch(pages, slot, key, self._aside)
+        return self._launch(pages, slot, key)
 
     def release(self, slot: Slot) -> None:
         scratch, slot.scratch = slot.scratch, None
@@ -180,9 +169,24 @@ class CudaDevice:
         return int(self._cuda.streamCreateWithFlags(self._cuda.streamNonBlocking))
 
     def _launch(
-        self, pages: Pages, slot: Slot, key: bytes, stream: int, signal: "_Event | None" = None
+        self, pages: Pages, slot: Slot, key: bytes, signal: "_Event | None" = None
     ) -> "_Copy":
         """Copies into the slot and records `signal`; without one, out of the slot."""
+        with self.active() as cuda:
+            stream = self._stream_of(slot)
+            if pages.ready is not None:
+                cuda.streamWaitEvent(stream, pages.ready.cuda_event)
+            return self._queue_copy(cuda, pages, slot, key, stream, signal)
+
+    def _queue_copy(
+        self,
+        cuda: Any,
+        pages: Pages,
+        slot: Slot,
+        key: bytes,
+        stream: int,
+        signal: "_Event | None",
+    ) -> "_Copy":
         plan = expand_key(key).tobytes() + np.array(pages.blocks, np.int32).tobytes()
         tiles = -(-pages.num_bytes // TILE_BYTES)
         scratch = self._scratch(slot, len(plan), SHARES_AT + tiles * SHARE_BYTES)
@@ -190,7 +194,6 @@ class CudaDevice:
         upload = scratch.host + _VERDICT_BYTES
         ctypes.memmove(upload, plan, len(plan))
         scratch.verdict.value = 0
-        cuda = self._cuda
         try:
             if scratch.copy is None:  # no tile has ended
                 cuda.memsetAsync(scratch.shares, 0, scratch.shares_bytes, stream)

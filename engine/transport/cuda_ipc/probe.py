@@ -51,7 +51,7 @@ class Cell:
                 if time.monotonic() > end:
                     return Refusal("copy_timeout", "prefill's copy did not end in time")
                 time.sleep(SPIN_S)
-            copy = device.copy_aside(probe_pages(self.copy_address), self.slot, self.key)
+            copy = device.copy_in(probe_pages(self.copy_address), self.slot, self.key)
             copy.wait()
         except DeviceError as err:
             return Refusal("no_device", str(err))

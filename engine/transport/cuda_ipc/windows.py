@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve.engine.transport.device import HANDLE_BYTES, Memory, Slot
+from pdserve.engine.transport.device import HANDLE_BYTES, CopyStream, Memory, Slot
 
 
 class Writer(Protocol):
@@ -27,6 +27,7 @@ class Writer(Protocol):
 class DeviceWindow:
     memory: Memory
     slots: list[Slot] = field(repr=False)
+    stream: CopyStream
 
     def handles(self) -> bytes:
         """What prefill opens: the memory, then a signal for each slot."""
@@ -35,6 +36,7 @@ class DeviceWindow:
     def close(self) -> None:
         for slot in self.slots:
             slot.signal.close()
+        self.stream.close()
         self.memory.close()
 
 

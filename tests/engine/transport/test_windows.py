@@ -39,7 +39,7 @@ def test_random_lives() -> None:
         made: list[DeviceWindow] = []
 
         def make(made: list[DeviceWindow] = made) -> DeviceWindow:
-            made.append(DeviceWindow(FakeMemory(), []))
+            made.append(DeviceWindow(FakeMemory(), [], FakeMemory()))
             return made[-1]
 
         windows, dead = DeviceWindows(make), set[int]()
@@ -85,7 +85,7 @@ def test_a_spare_window_is_made_once() -> None:
     def make() -> DeviceWindow:
         if len(made) == 2:
             raise DeviceError("out of memory")
-        made.append(DeviceWindow(FakeMemory(), []))
+        made.append(DeviceWindow(FakeMemory(), [], FakeMemory()))
         return made[-1]
 
     windows = DeviceWindows(make)
