@@ -146,6 +146,10 @@ class FakeGpu:
     def free_pinned(self, address: int) -> None:
         del self._pinned[address]
 
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
+
     def is_pinned(self, address: int) -> bool:
         return address in self._pinned
 
