@@ -43,8 +43,12 @@ FAULTS = {  # and what is said of them
 }
 
 
-class Faulty(AssertionError):
-    """A copy took wrong bytes, or did not end."""
+class WrongBytes(AssertionError):
+    """A copy took wrong bytes."""
+
+
+class Stuck(AssertionError):
+    """A copy did not end, or its scratch cannot be used again."""
 
 
 @contextmanager
@@ -190,9 +194,9 @@ class Handoff:
                     self.seen["copies in"] += 1
             elif frame.copy.done():
                 if not frame.copy.intact:
-                    raise Faulty("a tag is not that of its payload")
+                    raise WrongBytes("a tag is not that of its payload")
                 if not (self.decode.array()[:, frame.target] == frame.payload).all():
-                    raise Faulty("wrong bytes were taken")
+                    raise WrongBytes("wrong bytes were taken")
                 self.sources.difference_update(frame.source)
                 self.targets.difference_update(frame.target)
                 del connection.frames[slot_number]
@@ -265,7 +269,7 @@ class Handoff:
         taken = decode.copy_in(Pages(at, size, size, range(1), (0,)), theirs, key)
         taken.wait()
         if not taken.intact or decode.get(at, size) != data:
-            raise Faulty("a probe's bytes did not arrive")
+            raise WrongBytes("a probe's bytes did not arrive")
         sent.wait()
         prefill.release(ours)
         decode.release(theirs)
@@ -285,8 +289,12 @@ class Handoff:
             elif choice < 0.15:
                 self.probe()
             elif choice < 0.2:
-                self.leave(self.rng.choice(self.connections))
+                leaving = self.rng.choice(self.connections)
+                if self.rng.random() < 0.5:
+                    self.send(leaving)
+                self.leave(leaving)
             elif choice < 0.28:
+                self.receive(self.rng.choice(self.connections))
                 self.give_up()
             elif choice < 0.6:
                 self.send(self.rng.choice(self.connections))
@@ -299,11 +307,11 @@ class Handoff:
                 break
             self.gpu.advance()
         else:
-            raise Faulty("a copy does not end")
+            raise Stuck("a copy does not end")
         self.gpu.drain()
         for blocks, content in self.given_up:
             if not (self.decode.array()[:, blocks] == content).all():
-                raise Faulty("blocks were written that had a new owner")
+                raise WrongBytes("blocks were written that had a new owner")
         self._check_scratch()
 
     def _check_scratch(self) -> None:
@@ -313,9 +321,9 @@ class Handoff:
         scratches = [slot.scratch for slot in slots if slot.scratch is not None]
         scratches += self.prefill.device._spare + self.decode.device._spare
         if len(scratches) != self.gpu.num_pinned:
-            raise Faulty("a scratch is stuck: nobody has it")
+            raise Stuck("a scratch is stuck: nobody has it")
         if not all(scratch.event.done() for scratch in scratches):
-            raise Faulty("a scratch is stuck: its copy does not end")
+            raise Stuck("a scratch is stuck: its copy does not end")
 
 
 def orders_until_found(fault: str, most: int) -> int:
