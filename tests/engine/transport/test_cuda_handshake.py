@@ -128,7 +128,7 @@ def test_a_process_that_is_not_visible(
     """SO_PEERCRED gives pid 0 for a peer outside this PID namespace."""
 
     class Outside(wires.PeerProcess):
-        def __init__(self, sock: socket.socket) -> None:
+        def __init__(self, sock: socket.socket, said: int | None = None) -> None:
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(wires, "PeerProcess", Outside)
