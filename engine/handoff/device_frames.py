@@ -34,7 +34,7 @@ class ReceivedFrame(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class _RunningCopy:
     """A copy that the device has not finished, or whose verdict was not read yet."""
 
     frame: ReceivedFrame
@@ -71,7 +71,7 @@ class DeviceFrames:
         self._kv = kv
         self._verdicts = verdicts
         self._waiting: deque[ReceivedFrame] = deque()
-        self._pending: list[_Pending] = []
+        self._pending: list[_RunningCopy] = []
         self._woken = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kv-copy")
@@ -144,10 +144,10 @@ class DeviceFrames:
             frame.link.credit(frame.header)
             self._tell(self._verdicts.accepted, frame, None)
         else:
-            self._pending.append(_Pending(frame, blocks, begun))
+            self._pending.append(_RunningCopy(frame, blocks, begun))
         return True
 
-    def _ends(self, pending: _Pending) -> bool:
+    def _ends(self, pending: _RunningCopy) -> bool:
         frame, (piece, copy) = pending.frame, pending.begun
         assert copy is not None
         failure: Exception | None = None

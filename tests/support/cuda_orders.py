@@ -319,7 +319,7 @@ class Handoff:
         slots = [slot for one in self.connections for slot in (*one.ours, *one.window.slots)]
         slots += [slot for window in self.spare for slot in window.slots]
         scratches = [slot.scratch for slot in slots if slot.scratch is not None]
-        scratches += self.prefill.device._spare + self.decode.device._spare
+        scratches += self.prefill.device.spare + self.decode.device.spare
         if len(scratches) != self.gpu.num_pinned:
             raise Stuck("a scratch is stuck: nobody has it")
         if not all(scratch.event.done() for scratch in scratches):

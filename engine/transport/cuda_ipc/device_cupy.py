@@ -65,12 +65,14 @@ class CudaDevice:
         self._cuda: Any = cupy.cuda.runtime
         self._index = index
         self._lock = threading.Lock()
-        self._spare: list[_Scratch] = []
+        self.spare: list[_Scratch] = []  # that no slot uses
         with self.active():
             self.uuid = _uuid(index)
             self.name = torch.cuda.get_device_name(index)
             self._kernel = CopyHash(cupy)
-            self._streams: list[_Stream] = []  # of connections; they live as long as the process
+            self._streams: list[
+                _CudaStream
+            ] = []  # of connections; they live as long as the process
             self._aside = self._make_stream()  # what is waited for at once
 
     @contextmanager
@@ -118,16 +120,16 @@ class CudaDevice:
         with self.active() as cuda:
             return _Event(self, int(cuda.ipcOpenEventHandle(handle)))
 
-    def share_stream(self) -> "_Stream":
+    def share_stream(self) -> "_CudaStream":
         with self._lock, self.active():
             found = min(self._streams, key=lambda stream: stream.num_users, default=None)
             if found is None or (found.num_users and len(self._streams) < MAX_STREAMS):
-                found = _Stream(self, self._make_stream())
+                found = _CudaStream(self, self._make_stream())
                 self._streams.append(found)
             found.num_users += 1
             return found
 
-    def leave_stream(self, stream: "_Stream") -> None:
+    def leave_stream(self, stream: "_CudaStream") -> None:
         with self._lock:
             stream.num_users -= 1
 
@@ -142,7 +144,7 @@ class CudaDevice:
         scratch, slot.scratch = slot.scratch, None
         if scratch is not None:
             with self._lock:
-                self._spare.append(scratch)
+                self.spare.append(scratch)
 
     def put(self, address: int, data: bytes) -> None:
         source = np.frombuffer(data, np.uint8)
@@ -162,7 +164,7 @@ class CudaDevice:
     def _stream_of(self, slot: Slot) -> int:
         if slot.stream is None:
             return self._aside
-        assert isinstance(slot.stream, _Stream)
+        assert isinstance(slot.stream, _CudaStream)
         return slot.stream.number
 
     def _make_stream(self) -> int:
@@ -227,10 +229,10 @@ class CudaDevice:
             found = None
         if found is None:
             with self._lock:
-                fitting = [s for s in self._spare if s.fits(plan_bytes, shares_bytes)]
+                fitting = [s for s in self.spare if s.fits(plan_bytes, shares_bytes)]
                 if fitting:
                     found = fitting[0]
-                    self._spare.remove(found)
+                    self.spare.remove(found)
         if found is None:
             found = self._make_scratch(2 * plan_bytes, 2 * shares_bytes)
         slot.scratch = found
@@ -270,7 +272,7 @@ class _Memory:
 
 
 @dataclass(eq=False, slots=True)
-class _Stream:
+class _CudaStream:
     device: CudaDevice
     number: int  # cudaStream_t
     num_users: int = 0  # connections

@@ -16,7 +16,6 @@ from fake_device import FakeDevice
 from handoff_pair import Pair, request
 
 from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
-from pdserve.engine.handoff.incoming import IncomingHandoff
 from pdserve.engine.handoff.open_blocks import OpenBlocks
 from pdserve.engine.handoff.protocol import layout
 from pdserve.engine.handoff.protocol.frames import FrameHeader
@@ -263,13 +262,13 @@ def test_frames_arrive_while_the_engine_computes_one_step(
     device = FakeDevice()
     decode = fake_engine()
     pair = Pair(fake_engine(), decode, "cuda_ipc", tmp_path, device=lambda: device)
-    granted = pair.receiver._granted
+    reserve = decode.reserve
 
-    def pause_and_grant(incoming: IncomingHandoff) -> None:
+    def pause_and_reserve(*asked: Any) -> Any:
         device.pause()
-        granted(incoming)
+        return reserve(*asked)
 
-    monkeypatch.setattr(pair.receiver, "_granted", pause_and_grant)
+    monkeypatch.setattr(decode, "reserve", pause_and_reserve)
     computing, over = threading.Event(), threading.Event()
 
     def step(engine: Any) -> None:
