@@ -40,7 +40,7 @@ def hashes(side: Side) -> dict[str, Any]:
         layers = range(rng.randrange(0, 8), rng.randrange(8, 17))
         most = min(side.kv.num_blocks[0], capacity // (len(layers) * block_bytes))
         blocks = rng.sample(range(1, side.kv.num_blocks[0] + 1), rng.randrange(1, most + 1))
-        pages, key = side.kv.pages(0, layers, blocks), side.key.copy_key(number)
+        pages, key = side.kv.pages(0, layers, blocks, side.kv.ready()), side.key.copy_key(number)
         side.device.copy_out(pages, slot, key).wait()
         tag = side.device.get(memory.address + capacity, TAG_BYTES)
         payload = bytearray(b"".join(side.kv.read(0, layers, blocks)))
@@ -60,7 +60,8 @@ def hashes(side: Side) -> dict[str, Any]:
         copy = side.device.copy_in(pages, slot, key)
         copy.wait()
         found += not copy.intact
-    whole = side.kv.pages(0, range(32), list(range(1, capacity // (32 * block_bytes) + 1)))
+    blocks = list(range(1, capacity // (32 * block_bytes) + 1))
+    whole = side.kv.pages(0, range(32), blocks, side.kv.ready())
     speed = {}
     for name, give in (
         ("pool_to_slot", side.device.copy_out),

@@ -135,7 +135,7 @@ class Taker:
                     continue
                 while not payload.ready():
                     assert time.monotonic() < end, "an event that does not end"
-                pages = side.kv.pages(header.group, header.layers, blocks)
+                pages = side.kv.pages(header.group, header.layers, blocks, side.kv.ready())
                 key = side.key.copy_key(header.sequence)
                 copies.append((link, header, payload.copy_in(pages, key)))
             while copies and copies[0][2].done():
@@ -183,7 +183,7 @@ def push(side: Side, link: Any, piece: Any, sequence: int) -> None:
 
     blocks = [block + 1 for block in piece.blocks]  # block 0 of a pool is nobody's
     size = side.kv.num_bytes(0, piece.layers, blocks)
-    pages = side.kv.pages(0, piece.layers, blocks)
+    pages = side.kv.pages(0, piece.layers, blocks, side.kv.ready())
 
     @contextmanager
     def build(slot: int, sink: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from pdserve.engine.api.errors import EngineError
 from pdserve.engine.handoff.incoming import IncomingHandoff, ReceivingEngine
-from pdserve.engine.kv.spec import KvSpec
+from pdserve.engine.handoff.open_blocks import WritableKv
 from pdserve.engine.scheduling.turns import by_priority
 
 log = logging.getLogger(__name__)
@@ -20,12 +20,12 @@ class ClaimQueue:
     def __init__(
         self,
         engine: ReceivingEngine,
-        spec: KvSpec,
+        kv: WritableKv,
         clock: Callable[[], float],
         refused: Callable[[IncomingHandoff, str], None],
     ) -> None:
         self._engine = engine
-        self._spec = spec
+        self._kv = kv
         self._clock = clock
         self._refused = refused
         self._queue: deque[IncomingHandoff] = deque()
@@ -62,5 +62,5 @@ class ClaimQueue:
             if reservation is None:
                 return
             self._queue.popleft()
-            head.grant(reservation, self._spec, self._clock())
+            head.grant(reservation, self._kv.spec, self._clock(), self._kv.ready())
             yield head

@@ -1,24 +1,27 @@
-"""Copies frames from a window on the device straight into the pool, and verifies them afterwards.
+"""Copies frames from a window on the device straight into the pool, on a thread of its own.
 
-The copy hashes what it writes, so a block holds unverified bytes until the verdict is read, between
-two later steps. Therefore a frame waits while another copy writes one of its blocks, and no frame
-is ever copied over a verified block: a duplicate or damaged frame cannot undo a good one. A block
-that loses its owner meanwhile is safe, since its next owner writes later on the same stream.
+So copies begin, end and give their slots back while the engine computes a step, and how much of a
+prompt arrives does not depend on how long a step takes. The thread looks at prefill's events and at
+its own copies, and waits for neither. What may be written when is decided in open_blocks.py.
 """
 
+import logging
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.incoming import IncomingHandoff
+from pdserve.engine.handoff.open_blocks import BlocksLeft, FrameCopy, OpenBlocks, PagedKv
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader
 from pdserve.engine.handoff.protocol.layout import Piece
-from pdserve.engine.kv.pages import Pages
 from pdserve.engine.transport.base import DeviceSource
-from pdserve.engine.transport.device import Copy
+
+log = logging.getLogger(__name__)
+
+LOOK_S, REST_S = 0.0001, 0.002  # between two looks, at first and at most, while nothing moves
 
 
 class ReceivedFrame(NamedTuple):
@@ -31,23 +34,21 @@ class ReceivedFrame(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PendingCopy:
+class _RunningCopy:
     """A copy that the device has not finished, or whose verdict was not read yet."""
 
     frame: ReceivedFrame
-    piece: Piece
-    copy: Copy
-
-
-class PagedKv(Protocol):
-    def pages(self, group: int, layers: range, blocks: Sequence[int]) -> Pages: ...
+    blocks: OpenBlocks
+    begun: FrameCopy
 
 
 class FrameVerdicts(Protocol):
-    """What the Receiver does with a frame, by the verdict; called on the engine thread."""
+    """What the Receiver does with a frame, by the verdict; any thread calls it. A FrameError ends
+    the connection."""
 
-    def accepted(self, frame: ReceivedFrame, written: Piece | None) -> None:
-        """It is verified and in the pool; `written` is None if its blocks were there before."""
+    def accepted(self, frame: ReceivedFrame, written: Piece | None, wake: bool = True) -> None:
+        """It is verified and in the pool; `written` is None if its blocks were there before.
+        Without `wake` the engine thread may hear of it later."""
 
     def damaged(self, frame: ReceivedFrame) -> None:
         """Its payload does not fit its tag."""
@@ -58,89 +59,128 @@ class FrameVerdicts(Protocol):
     def late(self, frame: ReceivedFrame) -> None:
         """Its attempt has ended."""
 
+    def failed(self, frame: ReceivedFrame, error: Exception) -> None:
+        """It could not be written."""
+
 
 class DeviceFrames:
-    """Threads of the connections call `arrived`; the engine thread calls `poll`.
+    """Threads of the connections call `arrived`. The slot of every frame is credited once: when its
+    copy is done, or at once without a copy; its verdict comes afterwards."""
 
-    The slot of every frame is credited once: when its copy is done, or at once without a copy.
-    """
-
-    def __init__(
-        self,
-        kv: PagedKv,
-        verdicts: FrameVerdicts,
-        guarded: Callable[[IncomingHandoff, Callable[[IncomingHandoff], None]], bool],
-    ) -> None:
-        """`guarded(attempt, act)` returns False if the act raised, and then ends the attempt."""
+    def __init__(self, kv: PagedKv, verdicts: FrameVerdicts) -> None:
         self._kv = kv
         self._verdicts = verdicts
-        self._guarded = guarded
         self._waiting: deque[ReceivedFrame] = deque()
-        self._pending: deque[PendingCopy] = deque()
+        self._pending: list[_RunningCopy] = []
+        self._woken = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-copy")
 
     @property
     def busy(self) -> bool:
         return bool(self._pending or self._waiting)
 
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """No copy begins any more."""
+        self._closed = True
+        self._woken.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
     def arrived(self, frame: ReceivedFrame) -> None:
         self._waiting.append(frame)
+        self._woken.set()
+
+    def _run(self) -> None:
+        pause: float | None = None
+        while not self._closed:
+            self._woken.wait(pause)
+            self._woken.clear()
+            try:
+                moved = self.poll()
+            except Exception:
+                log.exception("copying frames failed")
+                moved = False
+            if not self.busy:
+                pause = None
+            elif moved or pause is None:
+                pause = LOOK_S
+            else:
+                pause = min(2 * pause, REST_S)
 
     def poll(self) -> bool:
-        """Reads the verdicts of copies that are done, in order, and begins the copies that can
-        begin. Returns whether there is more to do."""
-        while self._pending and self._is_over(self._pending[0]):
-            pending = self._pending.popleft()
-            pending.frame.link.credit(pending.frame.header)  # an answer gives the slot back, too
-            self._guarded(pending.frame.attempt, partial(self._finish, pending))
+        """Reads the verdicts of copies that are done, and begins the copies that can begin. Returns
+        whether there were any."""
+        before = self._pending
+        self._pending = [pending for pending in before if not self._ends(pending)]
+        moved = len(self._pending) < len(before)
         for _ in range(len(self._waiting)):
             frame = self._waiting.popleft()
-            left: list[ReceivedFrame] = []  # has the frame if it must wait
-            begun = len(self._pending)
-            self._guarded(frame.attempt, partial(self._begin, frame, left))
-            self._waiting.extend(left)
-            if not left and len(self._pending) == begun:
-                frame.link.credit(frame.header)
-        return self.busy
+            if self._begins(frame):
+                moved = True
+            else:
+                self._waiting.append(frame)
+        return moved
 
-    def _is_over(self, pending: PendingCopy) -> bool:
-        over: list[bool] = []
-        fine = self._guarded(pending.frame.attempt, lambda _: over.append(pending.copy.done()))
-        return over[0] if fine else True  # a device that fails will never say that it is done
-
-    def _begin(
-        self, frame: ReceivedFrame, left: list[ReceivedFrame], incoming: IncomingHandoff
-    ) -> None:
-        source = frame.source
+    def _begins(self, frame: ReceivedFrame) -> bool:
+        """Whether its copy has begun, or it needs none; otherwise it waits."""
+        incoming, source, blocks = frame.attempt, frame.source, frame.attempt.blocks
         assert source is not None
-        if incoming.bitmap is None or not incoming.state.holds:
-            self._verdicts.late(frame)
-            return
-        try:
-            piece = incoming.bitmap.piece(frame.header)
-            if incoming.bitmap.has(piece):
-                self._verdicts.accepted(frame, None)
-                return
-            if self._is_written(incoming, piece) or not source.ready():
-                left.append(frame)
-                return
-            if incoming.bitmap.touches(piece):
-                raise FrameError("it overlaps verified blocks")
-        except FrameError as err:
-            self._verdicts.refused(frame, err)
-            return
-        assert incoming.blocks is not None  # like the bitmap
-        pages = self._kv.pages(piece.group, piece.layers, incoming.blocks.of(piece))
         key = incoming.peer_key.copy_key(frame.header.sequence)
-        self._pending.append(PendingCopy(frame, piece, source.copy_in(pages, key)))
-
-    def _is_written(self, incoming: IncomingHandoff, piece: Piece) -> bool:
-        """Whether a copy of the same attempt writes some of the piece."""
-        return any(f.frame.attempt is incoming and f.piece.overlaps(piece) for f in self._pending)
-
-    def _finish(self, pending: PendingCopy, incoming: IncomingHandoff) -> None:
-        if incoming.bitmap is None or not incoming.state.holds:
-            self._verdicts.late(pending.frame)
-        elif pending.copy.intact:
-            self._verdicts.accepted(pending.frame, pending.piece)
+        try:
+            if blocks is None:
+                raise BlocksLeft
+            begun = blocks.begin_copy(self._kv, frame.header, source, key)
+        except Exception as err:
+            frame.link.credit(frame.header)
+            self._not_written(frame, err)
+            return True
+        if begun is None:
+            return False
+        if begun.copy is None:
+            frame.link.credit(frame.header)
+            self._tell(self._verdicts.accepted, frame, None)
         else:
-            self._verdicts.damaged(pending.frame)
+            self._pending.append(_RunningCopy(frame, blocks, begun))
+        return True
+
+    def _ends(self, pending: _RunningCopy) -> bool:
+        frame, (piece, copy) = pending.frame, pending.begun
+        assert copy is not None
+        failure: Exception | None = None
+        try:
+            if not copy.done():
+                return False
+        except Exception as err:
+            failure = err  # a device that fails will never say that it is done
+        frame.link.credit(frame.header)  # first: an answer gives the slot back, too
+        before = frame.attempt.num_inside
+        try:
+            pending.blocks.end_copy(pending.begun)
+        except BlocksLeft as err:
+            failure = failure or err
+        if failure is not None:
+            self._not_written(frame, failure)
+        elif not copy.intact:
+            self._tell(self._verdicts.damaged, frame)
+        else:  # wake the engine thread only for a whole chunk
+            wake = frame.attempt.num_inside > before
+            self._tell(self._verdicts.accepted, frame, piece, wake)
+        return True
+
+    def _not_written(self, frame: ReceivedFrame, error: Exception) -> None:
+        if isinstance(error, BlocksLeft):
+            self._tell(self._verdicts.late, frame)
+        elif isinstance(error, FrameError):
+            self._tell(self._verdicts.refused, frame, error)
+        else:
+            self._tell(self._verdicts.failed, frame, error)
+
+    def _tell(self, verdict: Callable[..., None], frame: ReceivedFrame, *more: Any) -> None:
+        try:
+            verdict(frame, *more)
+        except FrameError as err:  # the engine does not keep up
+            frame.link.end(str(err))

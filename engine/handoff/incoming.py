@@ -90,12 +90,14 @@ class IncomingHandoff(HandoffAttempt):
         self._idle_since = 0.0
         self.times = times
 
-    def grant(self, reservation: ReservationLike, spec: KvSpec, now: float) -> None:
-        """The attempt has got its blocks."""
+    def grant(
+        self, reservation: ReservationLike, spec: KvSpec, now: float, ready: Any = None
+    ) -> None:
+        """The attempt has got its blocks, which may be written after `ready` (OpenBlocks)."""
         self.reservation = reservation
         shape = spec, reservation.num_tokens, reservation.first_block
         self.bitmap = Bitmap(*shape)
-        self.blocks = OpenBlocks(reservation.blocks, Bitmap(*shape))
+        self.blocks = OpenBlocks(reservation.blocks, Bitmap(*shape), ready)
         self.num_verified = self.bitmap.num_leading
         self.times.granted = self._idle_since = now
         self.slow_peer = SlowPeerDetector.begin(now)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pdserve.engine.handoff.endpoint import HandoffAttempt
 from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader, mark_of
@@ -35,7 +35,8 @@ class ReadableKv(Protocol):
     spec: KvSpec
 
     def read(self, group: int, layers: range, blocks: Sequence[int]) -> list[memoryview]: ...
-    def pages(self, group: int, layers: range, blocks: Sequence[int]) -> Pages: ...
+    def pages(self, group: int, layers: range, blocks: Sequence[int], ready: Any) -> Pages: ...
+    def ready(self) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -109,11 +110,12 @@ class OutgoingHandoff(HandoffAttempt):
         if self.link is None:
             return
         jobs = []
+        direct = self.link.direct
+        ready = kv.ready() if direct else None
         for piece in pieces:
             blocks = tuple(table[piece.blocks.start : piece.blocks.stop])
             assert len(blocks) == len(piece.blocks), "blocks that the engine does not hold"
-            direct = self.link.direct
-            pages = kv.pages(piece.group, piece.layers, blocks) if direct else None
+            pages = kv.pages(piece.group, piece.layers, blocks, ready) if direct else None
             jobs.append(partial(self._build, kv, piece, blocks, resends, pages))
         self.link.push(*jobs)
 

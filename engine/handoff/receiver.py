@@ -3,8 +3,8 @@ the blocks and commits them to the engine.
 
 The engine thread runs the machine and owns every attempt. A connection's thread verifies a frame's
 payload and writes it into the attempt's blocks, under a lock that freeing them takes first
-(open_blocks.py); it tells the engine thread afterwards. On a device the engine thread begins the
-copies (device_frames.py). Frames of an attempt that has ended are not written anywhere.
+(open_blocks.py); it tells the engine thread afterwards. On a device one thread copies for all
+connections (device_frames.py). Frames of an attempt that has ended are not written anywhere.
 The module is longer than 400 lines since one object carries out every action of its side: cut in
 two, an attempt had two writers.
 """
@@ -91,9 +91,9 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._on_lost = on_lost
         self._on_verified = on_verified
         self._claims = ClaimQueue(
-            engine, kv.spec, self._clock, lambda a, why: self._advance(a, HandoffEnded(why))
+            engine, kv, self._clock, lambda a, why: self._advance(a, HandoffEnded(why))
         )
-        self._device_frames = DeviceFrames(kv, self, self._safely)
+        self._device_frames = DeviceFrames(kv, self)
         self._to_ack: dict[IncomingHandoff, None] = {}  # in order of arrival
         self._listeners = DataListeners(boot, self._compatibility, self, self._links, self._count)
         self.refusals = self._listeners.refusals
@@ -112,6 +112,10 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         }
 
     # from the service
+
+    def start(self) -> None:
+        super().start()
+        self._device_frames.start()
 
     def listen(self, transports: Sequence[KvTransport], chosen: bool) -> dict[str, str]:
         """Opens the listeners (DataListeners.open): transport name -> address."""
@@ -166,6 +170,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def close(self) -> None:
         """Ends every attempt and connection. Call it on the engine thread, or after its end."""
         self._listeners.close()
+        self._device_frames.close()
         for incoming in self.live:
             self._advance(incoming, HandoffEnded("decode stops"))
         self._close_links("decode stops")
@@ -176,12 +181,11 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def _work(self) -> bool:
         for granted in self._claims.granted():
             self._granted(granted)
-        more = self._device_frames.poll()
         for incoming in self._to_ack:
             self._safely(incoming, self._cache_verified)
             self._acknowledge(incoming)
         self._to_ack.clear()
-        return more
+        return False
 
     def _granted(self, incoming: IncomingHandoff) -> None:
         assert incoming.bitmap is not None  # set by the grant, like the reservation
@@ -218,12 +222,10 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             self._note(incoming, RecordKind.GONE)
             target.post(messages.encode(messages.Gone(incoming.ticket.id)))
 
-    # FrameVerdicts
-
-    def accepted(self, frame: ReceivedFrame, written: Piece | None) -> None:
+    def _accepted(self, frame: ReceivedFrame, written: Piece | None) -> None:
         incoming, header = frame.attempt, frame.header
         if not incoming.state.holds:  # it has ended meanwhile
-            self.late(frame)
+            self._late(frame)
             return
         if incoming not in self._to_ack:  # once for all frames of a poll
             self._count_idle(incoming)
@@ -244,22 +246,18 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def _again(self, frame: ReceivedFrame) -> None:
         """A duplicate of a written frame has arrived."""
         if frame.attempt.state.holds:
-            self.accepted(frame, None)
-
-    def damaged(self, frame: ReceivedFrame) -> None:
-        _ask_again(frame)
-        self._count_damaged(frame)
+            self._accepted(frame, None)
 
     def _count_damaged(self, frame: ReceivedFrame) -> None:
         self._count("corrupt_frames")
         self._figures(frame.link).refused += 1
 
-    def refused(self, frame: ReceivedFrame, error: FrameError) -> None:
+    def _refused(self, frame: ReceivedFrame, error: FrameError) -> None:
         self._count("unfit_frames")
         self._figures(frame.link).refused += 1
         self._advance(frame.attempt, HandoffEnded(f"frame: {error}"))
 
-    def late(self, frame: ReceivedFrame) -> None:
+    def _late(self, frame: ReceivedFrame) -> None:
         self._count("late_frames")
         frame.attempt.frame_done(frame.header)
         self._note(frame.attempt, RecordKind.LATE, frame.header.sequence)
@@ -379,30 +377,44 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
                 link.credit(header)
             return
         if not isinstance(payload, memoryview):
-            self._device_frames.arrived(
-                ReceivedFrame(incoming, link, header, payload)
-            )  # the copy verifies it
-            self._wake()
+            frame = ReceivedFrame(incoming, link, header, payload)
+            self._device_frames.arrived(frame)  # the copy verifies it
             return
         frame = ReceivedFrame(incoming, link, header)
         tag, sealed = header.payload_tag, self._compatibility.encrypted
         verified = verified_payload(incoming.peer_key, header.sequence, payload, tag, sealed)
         if verified is None:
-            _ask_again(frame)
-            self._on_engine_thread(frame, self._count_damaged)
+            self.damaged(frame)
             return
         before = incoming.num_inside
         try:
             piece = incoming.write(self._kv, header, verified)
         except BlocksLeft:
-            self._on_engine_thread(frame, self.late)
+            self.late(frame)
         except FrameError as err:
-            self._on_engine_thread(frame, partial(self.refused, error=err))
+            self.refused(frame, err)
         except Exception as err:
-            self._on_engine_thread(frame, partial(_fail, error=err))
+            self.failed(frame, err)
         else:  # wake the engine thread only for a whole chunk
-            wake = piece is None or incoming.num_inside > before
-            self._on_engine_thread(frame, partial(self.accepted, written=piece), wake)
+            self.accepted(frame, piece, piece is None or incoming.num_inside > before)
+
+    # FrameVerdicts
+
+    def accepted(self, frame: ReceivedFrame, written: Piece | None, wake: bool = True) -> None:
+        self._on_engine_thread(frame, partial(self._accepted, written=written), wake)
+
+    def damaged(self, frame: ReceivedFrame) -> None:
+        _ask_again(frame)
+        self._on_engine_thread(frame, self._count_damaged)
+
+    def refused(self, frame: ReceivedFrame, error: FrameError) -> None:
+        self._on_engine_thread(frame, partial(self._refused, error=error))
+
+    def late(self, frame: ReceivedFrame) -> None:
+        self._on_engine_thread(frame, self._late)
+
+    def failed(self, frame: ReceivedFrame, error: Exception) -> None:
+        self._on_engine_thread(frame, partial(_fail, error=error))
 
     def _on_engine_thread(
         self, frame: ReceivedFrame, what: Callable[[ReceivedFrame], None], wake: bool = True

@@ -77,15 +77,19 @@ class KvCache:
                 source = buffer[i, at : at + len(run)].reshape(-1)
                 copy_past_caches(pool[n, run.start : run.stop].reshape(-1), source)
 
-    def pages(self, group: int, layers: range, blocks: Sequence[int]) -> Pages:
-        """Where whole blocks lie, for a copy on the device; call on the thread that computes:
-        what it has launched comes before the copy. Raises like `read`; ValueError without one."""
+    def pages(self, group: int, layers: range, blocks: Sequence[int], ready: Any = None) -> Pages:
+        """Where whole blocks lie, for a copy on the device, which comes behind the event `ready`.
+        Raises like `read`; ValueError without a block."""
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         if not layers or not blocks:
             raise ValueError("no blocks")
         base, layer_bytes = self._address(group)
-        ready = self._ready()
         return Pages(base, layer_bytes, self._block_bytes[group], layers, tuple(blocks), ready)
+
+    def ready(self) -> Any:
+        """The event behind what the thread that computes, which calls this, has launched. None: it
+        is complete."""
+        return None
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Block copies in order, over all layers of their group."""
@@ -109,10 +113,6 @@ class KvCache:
         """(address of a group's first block, bytes from a layer to the next)."""
         data = self._bytes[group]
         return data.ctypes.data, data.strides[0]
-
-    def _ready(self) -> Any:
-        """The event after which blocks may be read: None, since what is launched is complete."""
-        return None
 
     def _block_shape(self, group: LayerGroup) -> tuple[int, ...]:
         planes, heads, head_dim = group.block_shape

@@ -70,10 +70,10 @@ class DeviceKvCache(KvCache):
         pinned.copy_(torch.tensor(list(blocks)))
         return pinned.to(self._place, non_blocking=True)
 
-    @property
-    def stream(self) -> torch.cuda.Stream:
-        """Where what computes with the pool is launched."""
-        return self._computing
+    def ready(self) -> Any:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._computing)
+        return event
 
     @property
     def _place(self) -> str:
@@ -89,8 +89,3 @@ class DeviceKvCache(KvCache):
 
     def _address(self, group: int) -> tuple[int, int]:
         return self._bytes[group].data_ptr(), self._bytes[group].stride(0)
-
-    def _ready(self) -> Any:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._computing)
-        return event

@@ -90,7 +90,7 @@ class DeviceSource(Protocol):
         """Prefill's copy is done; never waits. Raises DeviceError."""
 
     def copy_in(self, pages: Pages, key: bytes) -> Copy:
-        """Straight into the pool, on the thread that computes. Raises DeviceError."""
+        """Straight into the pool, behind `pages.ready`. Raises DeviceError."""
 
 
 Payload = memoryview | DeviceSource

@@ -62,6 +62,13 @@ class Signal(Protocol):
     def close(self) -> None: ...
 
 
+class CopyStream(Protocol):
+    """The order in which the copies of a connection run."""
+
+    def close(self) -> None:
+        """Its connection copies no more."""
+
+
 @dataclass(slots=True)
 class Slot:
     """A slot of a window, as this process sees it; its tag lies behind `capacity` bytes."""
@@ -69,13 +76,14 @@ class Slot:
     address: int
     capacity: int
     signal: Signal
+    stream: CopyStream | None = None  # of its copies; None: that of what is waited for at once
     newest: Copy | None = None  # the memory stays until it is done
     scratch: Any = None  # the device's own, of the slot's one copy at a time
 
 
 class Device(Protocol):
-    """Thread-safe. Anything but `copy_in` may run beside the engine; `copy_in` is for the thread
-    that computes, and is in order with what that thread gives the device before and after."""
+    """Thread-safe. Everything runs beside the engine; only `Pages.ready` and waiting for a copy put
+    it in order with what the engine computes."""
 
     uuid: bytes  # 16
     name: str
@@ -94,15 +102,16 @@ class Device(Protocol):
     def open_signal(self, handle: bytes) -> Signal:
         """Raises DeviceError."""
 
+    def share_stream(self) -> CopyStream:
+        """One for a connection; a bounded number of them serves all. Raises DeviceError."""
+
     def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
         """Pool to slot behind `pages.ready`, with its tag; the slot's signal is recorded when
         this returns. Raises DeviceError."""
 
     def copy_in(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
-        """Slot to pool; the tag is of the bytes that were copied. Raises DeviceError."""
-
-    def copy_aside(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
-        """Like `copy_in`, from any thread and in order with nothing: not into a pool."""
+        """Slot to pool behind `pages.ready`; the tag is of the bytes that were copied. Raises
+        DeviceError."""
 
     def release(self, slot: Slot) -> None:
         """Its copies are done, and there will be no more."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from copy_hash_oracle import tag_of
-from fake_cuda import copy_hash_on_host
+from fake_cuda import FENCES, copy_hash_on_host
 
 from pdserve.kernels.copy_hash import KEY_BYTES, TAG_BYTES, TILE_BYTES, UNIT_BYTES, expand_key
 from pdserve.kernels.cuda.copy_hash import INTACT, SHARE_BYTES, SHARES_AT
@@ -44,6 +44,7 @@ class Launch:
             (ctypes.c_uint32 * self.tiles)(*order),
             self.tiles,
             self.rng.randrange(2),
+            sum(FENCES),
             int(self.pool.ctypes.data),
             self.pool.shape[1] * self.pool.shape[2],
             self.pool.shape[2],

@@ -282,7 +282,6 @@ def test_frames_wait_on_a_device_when_their_attempt_ends(
 
     waiting = pair.at_decode(cancel)
     begun.set()
-    pair.decode_thread.wake()
     pair.wait(lambda: ticket.attempt in pair.sent)
     pair.wait(lambda: pair.receiver.counters["late_frames"] >= waiting > 0)
     for old, new in zip(before, pair.decode.kv.data, strict=True):

@@ -124,7 +124,8 @@ class LoopEngineThread(EngineThread):
         if self._closing:
             return
         try:
-            self._compute(plan)
+            self._note(plan)
+            self._tell(self._engine.collect(self._engine.launch(plan)))
         except Exception as error:
             self._give_up(error)
         self._turn_soon()

@@ -6,7 +6,8 @@ As in CUDA: malloc gives whatever was there, small allocations share a piece of 
 exported handle opens as a whole, memset returns at once, and nothing orders a non-blocking stream
 with the legacy default stream 0. To touch memory that is not allocated is an error. Stricter than
 CUDA: an event is destroyed only when its records are done, memory is freed only when nobody else
-has it open, and pageable memory is read when a copy runs.
+has it open, pageable memory is read when a copy runs, and what a kernel has written without a
+system fence behind it is seen by the host and by other processes only some time after its event.
 """
 
 import ctypes
@@ -31,6 +32,7 @@ from pdserve.kernels.cuda.copy_hash import SHARE_BYTES, SHARES_AT
 
 PIECE_BYTES = 2 << 20
 NOT_READY = 600
+FENCES = DEVICE_FENCE, SYSTEM_FENCE = 1, 2  # __threadfence, __threadfence_system
 HOST = Path(__file__).parent / "cuda_host"
 Operation = Callable[[], bool]  # carries itself out; False: it has to wait
 _HANDLE = struct.Struct("<Q")
@@ -53,7 +55,8 @@ _NUMBERS = (
 @lru_cache(maxsize=1)
 def copy_hash_on_host() -> Any:
     """kernels/cuda/copy_hash.cu, compiled for the host. Blocks of threads run in the given order,
-    the threads of each from the last to the first with `reverse`. Fences do nothing here."""
+    the threads of each from the last to the first with `reverse`, and FENCES are those that work.
+    Returns whether the host and other processes see what it has written."""
     folder = TemporaryDirectory()
     library = Path(folder.name) / "copy_hash.so"
     flags = ["-O2", "-std=c++17", "-shared", "-fPIC", f"-I{KERNELS}", f"-I{HOST}"]
@@ -63,8 +66,10 @@ def copy_hash_on_host() -> Any:
         ctypes.POINTER(ctypes.c_uint32),
         ctypes.c_uint32,
         ctypes.c_uint32,
+        ctypes.c_uint32,
         *_NUMBERS,
     )
+    function.restype = ctypes.c_uint32
     function.folder = folder  # as long as the library is loaded
     return function
 
@@ -141,6 +146,10 @@ class FakeGpu:
     def free_pinned(self, address: int) -> None:
         del self._pinned[address]
 
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
+
     def is_pinned(self, address: int) -> bool:
         return address in self._pinned
 
@@ -205,7 +214,8 @@ class FakeGpu:
 class FakeRuntime:
     """`cupy.cuda.runtime` of one process. These put faults back: with `late_zeros` and
     `late_windows` what zeroes scratch, or a new allocation, is a memset on the legacy stream that
-    nobody waits for; with `late_signals` a slot's signal is recorded behind its copy's event."""
+    nobody waits for; with `late_signals` a slot's signal is recorded behind its copy's event; with
+    `no_fence` and `no_system_fence` these fences of the kernel do nothing."""
 
     streamNonBlocking, memcpyHostToDevice, memcpyDeviceToHost = 1, 1, 2
     hostAllocMapped, hostAllocPortable = 2, 1
@@ -216,10 +226,15 @@ class FakeRuntime:
         late_zeros: bool = False,
         late_windows: bool = False,
         late_signals: bool = False,
+        no_fence: bool = False,
+        no_system_fence: bool = False,
     ) -> None:
         self.gpu = gpu
-        self.legacy = gpu.number()
+        self.legacy, self.unfenced = gpu.number(), gpu.number()
         gpu.queues[self.legacy] = deque()
+        gpu.queues[self.unfenced] = deque()  # writes on their way
+        off = no_fence * DEVICE_FENCE | no_system_fence * SYSTEM_FENCE
+        self.fences = sum(FENCES) & ~off
         self._streams = [self.legacy]
         self._events: dict[int, _Event] = {}  # by what this process calls them
         self._late_zeros = late_zeros
@@ -227,6 +242,7 @@ class FakeRuntime:
         self._zeroed_late = False
         self._late_signals = late_signals
         self._held_back: int | None = None
+        self.last_error = 0  # what torch's next check would report
 
     def stream(self, number: int) -> int:
         return number or self.legacy
@@ -328,7 +344,14 @@ class FakeRuntime:
     def eventQuery(self, number: int) -> int:
         self.gpu.some()
         event = self._event(number)
-        return 0 if event.done == event.recorded else NOT_READY
+        self.last_error = 0 if event.done == event.recorded else NOT_READY
+        return self.last_error
+
+    def check_status(self, status: int) -> None:
+        """As CuPy's: it takes the error from the thread, and raises it."""
+        if status:
+            self.last_error = 0
+            raise RuntimeError(f"CUDA error {status}")
 
     def eventSynchronize(self, number: int) -> None:
         event = self._event(number)
@@ -404,7 +427,7 @@ class FakeCupy:
 
         def run() -> bool:
             base, layer_bytes, block_bytes, first_layer, num_blocks, slot, num_units = values[:7]
-            plan, shares, tag, verdict = values[8:]
+            to_slot, plan, shares, tag, verdict = values[7:]
             num_bytes = num_units * UNIT_BYTES
             assert -(-num_bytes // TILE_BYTES) == count
             lanes = 2 * LANE_WORDS * 8
@@ -421,7 +444,24 @@ class FakeCupy:
                 for layer in range(num_bytes // (num_blocks * block_bytes)):
                     at = base + (first_layer + layer) * layer_bytes + block * block_bytes
                     gpu.live(at, block_bytes)
-            copy_hash_on_host()((ctypes.c_uint32 * count)(*order), count, reverse, *values)
+            seen = [(slot, num_bytes), (tag, TAG_BYTES)] if to_slot else [(verdict, 4)]
+            before = [ctypes.string_at(*one) for one in seen]
+            blocks = (ctypes.c_uint32 * count)(*order)
+            if not copy_hash_on_host()(blocks, count, reverse, self._runtime.fences, *values):
+                self._come_late(seen, before)
             return True
 
         gpu.give(stream, run)
+
+    def _come_late(self, places: list[tuple[int, int]], before: list[bytes]) -> None:
+        """What was written into these places is on its way."""
+        gpu = self._runtime.gpu
+        for (address, size), old in zip(places, before, strict=True):
+            new = ctypes.string_at(address, size)
+            ctypes.memmove(address, old, size)
+
+            def run(address: int = address, new: bytes = new) -> bool:
+                ctypes.memmove(address, new, len(new))
+                return True
+
+            gpu.give(self._runtime.unfenced, run)

@@ -87,9 +87,17 @@ class FakeCopy:
             raise DeviceError("a fake copy that nobody runs")
 
 
+class FakeStream:
+    def __init__(self, device: "FakeDevice") -> None:
+        self._device = device
+
+    def close(self) -> None:
+        self._device.num["streams"] -= 1
+
+
 class FakeDevice:
     """`pause` makes copies wait on the device until `resume`; `spoil` sees every copy into a slot
-    after it was made. `num` counts copies "out" of and "in" to pools."""
+    after it was made. `num` counts copies "out" of and "in" to pools, and open "streams"."""
 
     name = "fake"
 
@@ -123,6 +131,10 @@ class FakeDevice:
     def open_signal(self, handle: bytes) -> FakeSignal:
         return FakeSignal(opened(handle, 16))
 
+    def share_stream(self) -> FakeStream:
+        self.num["streams"] += 1
+        return FakeStream(self)
+
     def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> FakeCopy:
         copy, signal = FakeCopy(), slot.signal
         assert isinstance(signal, FakeSignal)
@@ -151,8 +163,6 @@ class FakeDevice:
 
         self._give(run)
         return copy
-
-    copy_aside = copy_in
 
     def release(self, slot: Slot) -> None:
         pass

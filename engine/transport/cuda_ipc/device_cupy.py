@@ -26,6 +26,7 @@ _VERDICT_BYTES = 16
 # What cudaMalloc takes from the driver at a time: an exported handle opens all of it to the other
 # process, so nothing else of ours may lie in it.
 EXPORT_BYTES = 2 << 20
+MAX_STREAMS = 8  # of connections; more of them share
 
 
 def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
@@ -47,9 +48,9 @@ def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
 
 
 class CudaDevice:
-    """Copies out of a pool run on a stream of the device's own, copies in on the caller's.
+    """Copies run on the stream of their connection.
 
-    Its own streams are non-blocking, so nothing on them is ordered with the legacy default stream,
+    Its streams are non-blocking, so nothing on them is ordered with the legacy default stream,
     on which torch computes: memory is zeroed on the stream that uses it next, or waited for.
     """
 
@@ -59,18 +60,19 @@ class CudaDevice:
             import cupy
         except ImportError as err:
             raise DeviceError(f"CuPy is not installed (the extra `cuda`): {err}") from None
-        import torch  # where the pool lies, and the stream on which the engine computes
+        import torch
 
-        self._torch = torch.cuda
         self._cuda: Any = cupy.cuda.runtime
         self._index = index
         self._lock = threading.Lock()
-        self._spare: list[_Scratch] = []
+        self.spare: list[_Scratch] = []  # that no slot uses
         with self.active():
             self.uuid = _uuid(index)
-            self.name = self._torch.get_device_name(index)
+            self.name = torch.cuda.get_device_name(index)
             self._kernel = CopyHash(cupy)
-            self._stream = self._make_stream()  # copies out
+            self._streams: list[
+                _CudaStream
+            ] = []  # of connections; they live as long as the process
             self._aside = self._make_stream()  # what is waited for at once
 
     @contextmanager
@@ -118,27 +120,31 @@ class CudaDevice:
         with self.active() as cuda:
             return _Event(self, int(cuda.ipcOpenEventHandle(handle)))
 
+    def share_stream(self) -> "_CudaStream":
+        with self._lock, self.active():
+            found = min(self._streams, key=lambda stream: stream.num_users, default=None)
+            if found is None or (found.num_users and len(self._streams) < MAX_STREAMS):
+                found = _CudaStream(self, self._make_stream())
+                self._streams.append(found)
+            found.num_users += 1
+            return found
+
+    def leave_stream(self, stream: "_CudaStream") -> None:
+        with self._lock:
+            stream.num_users -= 1
+
     def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> "_Copy":
         assert isinstance(slot.signal, _Event)
-        with self.active() as cuda:
-            if pages.ready is not None:
-                cuda.streamWaitEvent(self._stream, pages.ready.cuda_event)
-            return self._launch(pages, slot, key, self._stream, slot.signal)
+        return self._launch(pages, slot, key, slot.signal)
 
     def copy_in(self, pages: Pages, slot: Slot, key: bytes) -> "_Copy":
-        with self.active():
-            stream = int(self._torch.current_stream(self._index).cuda_stream)
-            return self._launch(pages, slot, key, stream)
-
-    def copy_aside(self, pages: Pages, slot: Slot, key: bytes) -> "_Copy":
-        with self.active():
-            return self._launch(pages, slot, key, self._aside)
+        return self._launch(pages, slot, key)
 
     def release(self, slot: Slot) -> None:
         scratch, slot.scratch = slot.scratch, None
         if scratch is not None:
             with self._lock:
-                self._spare.append(scratch)
+                self.spare.append(scratch)
 
     def put(self, address: int, data: bytes) -> None:
         source = np.frombuffer(data, np.uint8)
@@ -155,13 +161,34 @@ class CudaDevice:
             cuda.streamSynchronize(self._aside)
         return target.tobytes()
 
+    def _stream_of(self, slot: Slot) -> int:
+        if slot.stream is None:
+            return self._aside
+        assert isinstance(slot.stream, _CudaStream)
+        return slot.stream.number
+
     def _make_stream(self) -> int:
         return int(self._cuda.streamCreateWithFlags(self._cuda.streamNonBlocking))
 
     def _launch(
-        self, pages: Pages, slot: Slot, key: bytes, stream: int, signal: "_Event | None" = None
+        self, pages: Pages, slot: Slot, key: bytes, signal: "_Event | None" = None
     ) -> "_Copy":
         """Copies into the slot and records `signal`; without one, out of the slot."""
+        with self.active() as cuda:
+            stream = self._stream_of(slot)
+            if pages.ready is not None:
+                cuda.streamWaitEvent(stream, pages.ready.cuda_event)
+            return self._queue_copy(cuda, pages, slot, key, stream, signal)
+
+    def _queue_copy(
+        self,
+        cuda: Any,
+        pages: Pages,
+        slot: Slot,
+        key: bytes,
+        stream: int,
+        signal: "_Event | None",
+    ) -> "_Copy":
         plan = expand_key(key).tobytes() + np.array(pages.blocks, np.int32).tobytes()
         tiles = -(-pages.num_bytes // TILE_BYTES)
         scratch = self._scratch(slot, len(plan), SHARES_AT + tiles * SHARE_BYTES)
@@ -169,7 +196,6 @@ class CudaDevice:
         upload = scratch.host + _VERDICT_BYTES
         ctypes.memmove(upload, plan, len(plan))
         scratch.verdict.value = 0
-        cuda = self._cuda
         try:
             if scratch.copy is None:  # no tile has ended
                 cuda.memsetAsync(scratch.shares, 0, scratch.shares_bytes, stream)
@@ -203,10 +229,10 @@ class CudaDevice:
             found = None
         if found is None:
             with self._lock:
-                fitting = [s for s in self._spare if s.fits(plan_bytes, shares_bytes)]
+                fitting = [s for s in self.spare if s.fits(plan_bytes, shares_bytes)]
                 if fitting:
                     found = fitting[0]
-                    self._spare.remove(found)
+                    self.spare.remove(found)
         if found is None:
             found = self._make_scratch(2 * plan_bytes, 2 * shares_bytes)
         slot.scratch = found
@@ -245,6 +271,16 @@ class _Memory:
             getattr(cuda, self.free)(self.address)
 
 
+@dataclass(eq=False, slots=True)
+class _CudaStream:
+    device: CudaDevice
+    number: int  # cudaStream_t
+    num_users: int = 0  # connections
+
+    def close(self) -> None:
+        self.device.leave_stream(self)
+
+
 @dataclass(slots=True)
 class _Event:
     device: CudaDevice
@@ -257,8 +293,13 @@ class _Event:
     def done(self) -> bool:
         with self.device.active() as cuda:
             status = int(cuda.eventQuery(self.number))
-        if status not in (0, _NOT_READY):
-            raise DeviceError(f"CUDA error {status}")
+            try:
+                # Raises, and takes the error from the thread: torch's next check reports the last
+                # one, whoever left it, where both use one libcudart.
+                cuda.check_status(status)
+            except Exception:
+                if status != _NOT_READY:
+                    raise
         return status == 0
 
     def wait(self) -> None:

@@ -1,8 +1,9 @@
 """What the two ends of a cuda_ipc connection tell each other before the first record.
 
-prefill: ProcessPlace. decode: Answer, and if it does not refuse, a HandshakeOffer of 4 KiB. prefill
-copies random bytes into them with the transport's own kernel: Answer. decode copies them out again
-and compares: Answer. Whoever refuses says why with one of REASONS; both ends log it. Pure.
+prefill: ProcessPlace, and beside it an eventfd, which it writes when it has closed its window.
+decode: Answer, and if it does not refuse, a HandshakeOffer of 4 KiB. prefill copies random bytes
+into them with the transport's own kernel: Answer. decode copies them out again and compares:
+Answer. Whoever refuses says why with one of REASONS; both ends log it. Pure.
 """
 
 import struct

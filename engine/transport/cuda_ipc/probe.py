@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from pdserve.engine.kv.pages import Pages
@@ -51,7 +51,7 @@ class Cell:
                 if time.monotonic() > end:
                     return Refusal("copy_timeout", "prefill's copy did not end in time")
                 time.sleep(SPIN_S)
-            copy = device.copy_aside(probe_pages(self.copy_address), self.slot, self.key)
+            copy = device.copy_in(probe_pages(self.copy_address), self.slot, self.key)
             copy.wait()
         except DeviceError as err:
             return Refusal("no_device", str(err))
@@ -64,14 +64,17 @@ class Probes:
     """All cells of a process. Raises DeviceError."""
 
     def __init__(self, device: Device) -> None:
-        self._memory = device.allocate(MAX_PROBES * _CELL_BYTES)
         self._lock = threading.Lock()
         self._closed = False
-        offsets = range(0, MAX_PROBES * _CELL_BYTES, _CELL_BYTES)
-        self._slots = [
-            (at, Slot(self._memory.address + at, PROBE_BYTES, device.make_signal()))
-            for at in offsets
-        ]
+        self._slots: list[tuple[int, Slot]] = []
+        with ExitStack() as made:
+            self._memory = device.allocate(MAX_PROBES * _CELL_BYTES)
+            made.callback(self._memory.close)
+            for at in range(0, MAX_PROBES * _CELL_BYTES, _CELL_BYTES):
+                signal = device.make_signal()
+                made.callback(signal.close)
+                self._slots.append((at, Slot(self._memory.address + at, PROBE_BYTES, signal)))
+            made.pop_all()
         self._free = list(self._slots)
 
     @contextmanager

@@ -2,8 +2,9 @@
 
 Prefill's kernel copies blocks into a slot of the window and leaves a keyed hash of what it copied
 behind them; the frame's record follows on the socket once the slot's event has been recorded.
-Decode looks at the event (its stream never waits for another process), copies the slot into its
-own blocks with a kernel that hashes what it copies, and takes the frame only if the tags agree.
+Decode looks at the event (its streams never wait for another process), copies the slot into its
+own blocks, whatever the engine computes meanwhile, with a kernel that hashes what it copies, and
+takes the frame only if the tags agree.
 So a writer that is frozen or dies can spoil the window, and nothing else. What is said before the
 first record is in handshake.py; who may write into which window in windows.py.
 
@@ -15,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from pdserve.engine.transport.base import (
     SLOTS,
@@ -127,6 +129,15 @@ class CudaIpcTransport(KvTransport):
 
 def make_window(device: Device, slot_bytes: int) -> DeviceWindow:
     """SLOTS slots side by side, each with room for its tag. Raises DeviceError."""
-    memory = device.allocate(SLOTS * slot_stride(slot_bytes))
-    addresses = range(memory.address, memory.address + memory.size, slot_stride(slot_bytes))
-    return DeviceWindow(memory, [Slot(at, slot_bytes, device.make_signal()) for at in addresses])
+    slots = []
+    with ExitStack() as made:
+        memory = device.allocate(SLOTS * slot_stride(slot_bytes))
+        made.callback(memory.close)
+        stream = device.share_stream()
+        made.callback(stream.close)
+        for at in range(memory.address, memory.address + memory.size, slot_stride(slot_bytes)):
+            signal = device.make_signal()
+            made.callback(signal.close)
+            slots.append(Slot(at, slot_bytes, signal, stream))
+        made.pop_all()
+    return DeviceWindow(memory, slots, stream)

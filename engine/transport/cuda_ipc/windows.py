@@ -1,17 +1,25 @@
 """Decode's windows on its device, and who may still write into each.
 
-Ownership: a window is spare, lent to one writer (a process), or left by a writer that may still
-write, since it is frozen or its copies are on their way. A left window is lent again to the same
-process, whose late writes can only spoil its own frames, or to anybody once that process has
-exited. Memory is never freed before `close`.
+Ownership: a window is spare, lent to one writer (a process), or left by writers that may still
+write, since they are frozen or their copies are on their way. A left window is lent again to the
+same process, whose late writes can only spoil its own frames, or to anybody once all its writers
+have said that they closed it or have exited. Only then is it freed, at `close`: what another
+process has open is left to the end of this one.
 """
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve.engine.transport.device import HANDLE_BYTES, Memory, Slot
+from pdserve.engine.transport.device import HANDLE_BYTES, CopyStream, Memory, Slot
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 2.0  # in all, for writers that close their windows when their connections end
+_LOOK_S = 0.005
 
 
 class Writer(Protocol):
@@ -19,7 +27,9 @@ class Writer(Protocol):
 
     pid: int
 
-    def exited(self) -> bool: ...
+    def gone(self) -> bool:
+        """It has said that it closed the window, or it has exited."""
+
     def close(self) -> None: ...
 
 
@@ -27,14 +37,24 @@ class Writer(Protocol):
 class DeviceWindow:
     memory: Memory
     slots: list[Slot] = field(repr=False)
+    stream: CopyStream
+    writers: list[Writer] = field(default_factory=list)  # that may have it open; the last has it
 
     def handles(self) -> bytes:
         """What prefill opens: the memory, then a signal for each slot."""
         return self.memory.handle() + b"".join(slot.signal.handle() for slot in self.slots)
 
+    def left(self) -> bool:
+        """Nobody has it open."""
+        for writer in [writer for writer in self.writers if writer.gone()]:
+            self.writers.remove(writer)
+            writer.close()
+        return not self.writers
+
     def close(self) -> None:
         for slot in self.slots:
             slot.signal.close()
+        self.stream.close()
         self.memory.close()
 
 
@@ -49,55 +69,57 @@ class DeviceWindows:
         self._make = make
         self._lock = threading.Lock()
         self._spare: list[DeviceWindow] = []
-        self._left: list[tuple[DeviceWindow, Writer]] = []
-        self._closed = False
+        self._left: list[DeviceWindow] = []
+        self._end: float | None = None  # once closed: until when writers are waited for
 
     def prepare(self) -> None:
         """A window is there for the next writer."""
         with self._lock:
-            if not self._closed and not self._spare and not self._reclaim():
+            if self._end is None and not self._spare and not self._reclaim():
                 self._spare.append(self._make())
 
     def take(self, writer: Writer) -> DeviceWindow:
         with self._lock:
-            for at, (window, other) in enumerate(self._left):
-                if other.pid == writer.pid and not other.exited():
-                    del self._left[at]
-                    other.close()
-                    return window
-            if not self._spare and not self._reclaim():
-                self._spare.append(self._make())
-            return self._spare.pop()
+            if not self._reclaim():
+                own = [it for it in self._left if it.writers[-1].pid == writer.pid]
+                if own:
+                    self._left.remove(own[0])
+                self._spare.append(own[0] if own else self._make())
+            window = self._spare.pop()
+            window.writers.append(writer)
+            return window
 
-    def give_back(self, window: DeviceWindow, writer: Writer) -> None:
-        """Its connection has ended; the writer may not have."""
+    def give_back(self, window: DeviceWindow) -> None:
+        """Its connection has ended; its writer may not have."""
         with self._lock:
-            if not self._closed:
-                self._left.append((window, writer))
+            if self._end is None:
+                self._left.append(window)
                 return
-        writer.close()
-        window.close()
+        self._free(window)
 
     def close(self) -> None:
-        """Free what is not lent; the rest as it comes back."""
+        """Frees what is not lent, and the rest as it comes back."""
         with self._lock:
-            self._closed = True
-            spare, self._spare = self._spare, []
-            left, self._left = self._left, []
-        for window in spare:
-            window.close()
-        for window, writer in left:
-            writer.close()
-            window.close()
+            self._end = time.monotonic() + CLOSE_S
+            windows = self._spare + self._left
+            self._spare, self._left = [], []
+        for window in windows:
+            self._free(window)
+
+    def _free(self, window: DeviceWindow) -> None:
+        while not window.left():
+            if self._end is None or time.monotonic() > self._end:
+                pids = [writer.pid for writer in window.writers]
+                log.warning("processes %s have a window open: it stays until this one ends", pids)
+                for writer in window.writers:
+                    writer.close()
+                return
+            time.sleep(_LOOK_S)
+        window.close()
 
     def _reclaim(self) -> bool:
-        """Windows whose writer has exited are spare again; whether there is one now."""
-        kept = []
-        for window, writer in self._left:
-            if writer.exited():
-                writer.close()
-                self._spare.append(window)
-            else:
-                kept.append((window, writer))
-        self._left = kept
+        """Windows that nobody has open are spare again; whether there is a spare one."""
+        free = [window for window in self._left if window.left()]
+        self._left = [window for window in self._left if window.writers]
+        self._spare += free
         return bool(self._spare)

@@ -1,7 +1,8 @@
 """The two ends of a cuda_ipc connection: see transport.py.
 
 Ownership: decode's end borrows a window from DeviceWindows when its peer is trusted and gives it
-back when it is closed; prefill's end has it mapped as long as a copy of its own runs.
+back when it is closed; prefill's end has it mapped as long as a copy of its own runs, and then says
+so by an eventfd that decode has got with the first bytes.
 """
 
 import contextlib
@@ -43,6 +44,7 @@ from pdserve.engine.transport.device import (
     HANDLE_BYTES,
     TAIL_BYTES,
     Copy,
+    CopyStream,
     Device,
     DeviceError,
     Memory,
@@ -82,19 +84,24 @@ class _DeviceSlot:
 class PeerProcess:
     """The process at the other end of a unix socket; a reused pid is never taken for it."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        """Raises OSError if it is not in this PID namespace."""
+    def __init__(self, sock: socket.socket, said: int | None = None) -> None:
+        """`said`: the peer's eventfd, which it writes when it has closed its window; it is owned
+        from now on. Raises OSError if the peer is not in this PID namespace."""
         data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
         self.pid = int(_PEERCRED.unpack(data)[0])
-        self._fd = os.pidfd_open(self.pid)
+        self._fds = [os.pidfd_open(self.pid)]  # readable when it has exited
+        if said is not None:
+            self._fds.append(said)
 
-    def exited(self) -> bool:
+    def gone(self) -> bool:
         poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        return bool(poll.poll(0))
+        for fd in self._fds:
+            poll.register(fd, select.POLLIN)
+        return any(found & select.POLLIN for _, found in poll.poll(0))
 
     def close(self) -> None:
-        os.close(self._fd)
+        for fd in self._fds:
+            os.close(fd)
 
 
 class CudaWriter(WindowWriter):
@@ -106,13 +113,15 @@ class CudaWriter(WindowWriter):
         super().__init__(sock, slot_bytes)
         self._device = device
         self._memory: Memory | None = None
+        self._stream: CopyStream | None = None
         self._slots: list[Slot] = []
+        self._said = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # decode has it, too
         self._proof = b""
 
     def introduce(self, source: Memory) -> None:
         """The handshake, with PROBE_BYTES of this process. Raises TransportRefused, WireClosed,
         ValueError."""
-        self.write(here(self._device).pack())
+        self._send_place()
         _raise_if_refused(_answer(self))
         theirs = ProcessPlace.unpack(self.take(PLACE_BYTES))
         offer = HandshakeOffer.unpack(self.take(OFFER_BYTES))
@@ -137,10 +146,11 @@ class CudaWriter(WindowWriter):
             self._memory = self._device.open_memory(
                 handles[0], SLOTS * slot_stride(self.slot_bytes)
             )
+            self._stream = self._device.share_stream()
             for at, handle in enumerate(handles[1:]):
                 address = self._memory.address + at * slot_stride(self.slot_bytes)
                 signal = self._device.open_signal(handle)
-                self._slots.append(Slot(address, self.slot_bytes, signal))
+                self._slots.append(Slot(address, self.slot_bytes, signal, self._stream))
         except DeviceError as err:
             raise TransportRefused(f"open_failed: {err}") from None
 
@@ -162,9 +172,21 @@ class CudaWriter(WindowWriter):
             self._device.release(slot)
             with contextlib.suppress(DeviceError):
                 slot.signal.close()
-        if self._memory is not None:
-            with contextlib.suppress(DeviceError):
+        if self._stream is not None:
+            self._stream.close()
+        with contextlib.suppress(DeviceError):
+            if self._memory is not None:
                 self._memory.close()
+            os.eventfd_write(self._said, 1)
+        os.close(self._said)
+
+    def _send_place(self) -> None:
+        place = here(self._device).pack()
+        try:
+            sent = socket.send_fds(self.sock, [place], [self._said])
+        except OSError as err:
+            raise WireClosed(f"connection lost: {err.strerror or err}") from None
+        self.write(place[sent:])
 
     def _probe(self, offer: HandshakeOffer, source: Memory) -> Refusal:
         """Copy random bytes into decode's cell."""
@@ -204,11 +226,12 @@ class CudaReader(WindowReader):
         self._probes = probes
         self._peer: PeerProcess | None = None
         self._window: DeviceWindow | None = None
+        self._said: int | None = None  # what came with prefill's place, until the peer has it
         self._proof = b""
 
     def setup(self) -> None:
         try:
-            theirs = ProcessPlace.unpack(self.take(PLACE_BYTES))
+            theirs = ProcessPlace.unpack(self._take_place())
             ours = here(self._device)
             refusal = namespace_refusal(ours, theirs)
             with self._probes.lend() as cell:
@@ -247,17 +270,31 @@ class CudaReader(WindowReader):
 
     def close(self) -> None:
         super().close()
-        if self._window is not None and self._peer is not None:
-            self._windows.give_back(self._window, self._peer)
+        if self._said is not None:
+            os.close(self._said)
+        if self._window is not None:
+            self._windows.give_back(self._window)
         elif self._peer is not None:
             self._peer.close()
+
+    def _take_place(self) -> bytes:
+        """With the eventfd beside it."""
+
+        def receive() -> bytes:
+            flags = socket.MSG_CMSG_CLOEXEC
+            data, fds, _, _ = socket.recv_fds(self.sock, PLACE_BYTES, 1, flags)
+            self._said = fds[0] if fds else None
+            return data
+
+        self._ahead += self._received(receive)
+        return self.take(PLACE_BYTES)
 
     def _prepare(self, cell: Cell | None) -> Refusal:
         """Refused now, while prefill can still choose another transport, rather than later."""
         if cell is None:
             return Refusal("busy", f"{MAX_PROBES} handshakes at once")
         try:
-            self._peer = PeerProcess(self.sock)
+            self._peer, self._said = PeerProcess(self.sock, self._said), None
             self._windows.prepare()
         except OSError as err:
             return Refusal("pid_namespace", f"prefill's process is not here: {err.strerror}")

@@ -23,7 +23,7 @@ def claim(number: int, tenant: bytes, priority: int) -> Any:
 def order(claims: list[Any]) -> list[Any]:
     """In which they get blocks."""
     engine = fake_engine(num_blocks=256)
-    queue = ClaimQueue(engine, engine.kv.spec, lambda: 0.0, lambda *_: None)
+    queue = ClaimQueue(engine, engine.kv, lambda: 0.0, lambda *_: None)
     for one in claims:
         queue.add(one)
     found = list(queue.granted())

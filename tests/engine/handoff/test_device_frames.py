@@ -1,22 +1,35 @@
-"""Frames copied on a device: whatever their order, a verified block is never written again."""
+"""Frames copied on a device: whatever their order, a verified block is never written again, and a
+freed one never later."""
 
 import random
+import threading
 from collections import Counter, deque
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_kit import fake_engine
+from eventually import LIMIT_S, wait_until
+from fake_device import FakeDevice
+from handoff_pair import Pair, request
 
 from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
+from pdserve.engine.handoff.open_blocks import OpenBlocks
+from pdserve.engine.handoff.protocol import layout
 from pdserve.engine.handoff.protocol.frames import FrameHeader
 from pdserve.engine.handoff.protocol.layout import Bitmap, Piece, cut
 from pdserve.engine.kv.pages import Pages
 from pdserve.engine.kv.spec import KvSpec, LayerGroup
+from pdserve.engine.transport.base import SLOTS
+from pdserve.engine.transport.device import DeviceError
 
 SPEC = KvSpec(4, (LayerGroup((0, 1, 2), "full", 0, 1, 8, "bfloat16", 0, 1),))
 BLOCK = SPEC.groups[0].block_bytes(4)
 NUM_TOKENS = 40
 GOOD, BAD = "good", "bad"
+READY = object()  # the event of the grant
 Cell = tuple[int, int]  # layer, block
 
 
@@ -26,8 +39,8 @@ class Pool:
     def __init__(self) -> None:
         self.cells: dict[Cell, str] = {}
 
-    def pages(self, group: int, layers: range, blocks: list[int]) -> Pages:
-        return Pages(0, 0, BLOCK, layers, tuple(blocks))
+    def pages(self, group: int, layers: range, blocks: Sequence[int], ready: Any) -> Pages:
+        return Pages(0, 0, BLOCK, layers, tuple(blocks), ready)
 
 
 class Copy:
@@ -35,7 +48,7 @@ class Copy:
         self._pool, self._content = pool, content
         self._cells = [(layer, block) for layer in pages.layers for block in pages.blocks]
         self.intact = content == GOOD
-        self.over = False
+        self.over = self.waited = False
         for cell in self._cells:
             pool.cells[cell] = "half"
 
@@ -48,7 +61,9 @@ class Copy:
         return self.over
 
     def wait(self) -> None:
-        raise AssertionError("decode never waits")
+        if not self.over:
+            self.waited = True
+            self.end()
 
 
 class DeviceSource:
@@ -60,6 +75,7 @@ class DeviceSource:
 
     def copy_in(self, pages: Pages, key: bytes) -> Copy:
         assert self.is_ready
+        assert pages.ready is READY, "it would not wait for what the engine has launched"
         copy = Copy(self._run.pool, pages, self.content)
         self._run.num_begun += 1
         self._run.copies.append(copy)
@@ -77,15 +93,15 @@ class Run:
         self.link: Any = SimpleNamespace(credit=lambda header: self.credits.update([header.slot]))
         self.attempt: Any = SimpleNamespace(
             bitmap=Bitmap(SPEC, NUM_TOKENS, (0,)),
-            state=SimpleNamespace(holds=True),
+            num_inside=0,
             peer_key=SimpleNamespace(copy_key=lambda sequence: bytes(32)),
-            blocks=SimpleNamespace(of=lambda piece: list(piece.blocks)),
+            blocks=OpenBlocks([range(NUM_TOKENS // 4)], Bitmap(SPEC, NUM_TOKENS, (0,)), READY),
         )
         self.told: Counter[str] = Counter()
         self.nacked: deque[Piece] = deque()
         self.sources: list[DeviceSource] = []
         self.num_sent = self.num_begun = 0
-        self.frames = DeviceFrames(self.pool, self, self.guarded)
+        self.frames = DeviceFrames(self.pool, self)
 
     @property
     def num_waiting(self) -> int:
@@ -108,11 +124,7 @@ class Run:
         self.sources.append(DeviceSource(self, content))
         self.frames.arrived(ReceivedFrame(self.attempt, self.link, header, self.sources[-1]))
 
-    def guarded(self, attempt: Any, act: Any) -> bool:
-        act(attempt)
-        return True
-
-    def accepted(self, frame: ReceivedFrame, written: Piece | None) -> None:
+    def accepted(self, frame: ReceivedFrame, written: Piece | None, wake: bool = True) -> None:
         self.told["duplicate" if written is None else "taken"] += 1
         if written is not None:
             assert self.credits[frame.header.slot] == 1, "answered before its slot was credited"
@@ -128,6 +140,9 @@ class Run:
 
     def late(self, frame: ReceivedFrame) -> None:
         self.told["late"] += 1
+
+    def failed(self, frame: ReceivedFrame, error: Exception) -> None:
+        self.told[f"failed: {error}"] += 1
 
     def check(self) -> None:
         """Whatever is verified is whole."""
@@ -158,7 +173,7 @@ def test_any_order_of_duplicates_and_damage() -> None:
         assert len(pieces) > 5
         to_send = [(piece, run.rng.choice((GOOD, GOOD, BAD))) for piece in pieces * 2]
         run.rng.shuffle(to_send)
-        while to_send or run.nacked or run.frames.poll():
+        while to_send or run.nacked or run.frames.busy:
             if to_send and run.rng.random() < 0.5:
                 run.send(*to_send.pop())
             elif run.nacked:
@@ -183,10 +198,12 @@ def test_a_frame_over_part_of_verified_blocks_is_refused() -> None:
     run.frames.poll()
     run.send(Piece(0, range(1, 3), range(2, 5)), BAD)
     run.sources[1].is_ready = True
-    assert run.frames.poll()
+    run.frames.poll()
+    assert run.frames.busy
     assert len(run.copies) == 1, "it waits for the copy that it overlaps"
     run.copies[0].end()
-    assert not run.frames.poll()
+    run.frames.poll()
+    assert not run.frames.busy
     assert len(run.copies) == 1
     assert run.told == {"taken": 1, "it overlaps verified blocks": 1}
     assert run.credits == {0: 1, 1: 1}
@@ -199,10 +216,12 @@ def test_an_attempt_that_ends(when: str) -> None:
     run.send(Piece(0, range(1), range(2)), GOOD)
     if when == "during the copy":
         run.sources[0].is_ready = True
-        assert run.frames.poll()
-        run.copies[0].end()
-    run.attempt.state.holds = False
-    assert not run.frames.poll()
+        run.frames.poll()
+    run.attempt.blocks.close()
+    if when == "during the copy":
+        assert run.copies[0].waited, "its blocks may have another owner now"
+    run.frames.poll()
+    assert not run.frames.busy
     assert run.told == {"late": 1}
     assert run.credits == {0: 1}
 
@@ -212,7 +231,60 @@ def test_a_peer_that_never_finishes_holds_nobody_up() -> None:
     run.send(Piece(0, range(1), range(2)), GOOD)
     run.send(Piece(0, range(1, 2), range(2)), GOOD)
     run.sources[1].is_ready = True
-    assert run.frames.poll()
+    run.frames.poll()
     run.copies[0].end()
-    assert run.frames.poll(), "the first still waits"
+    run.frames.poll()
+    assert run.frames.busy, "the first still waits"
     assert run.told == {"taken": 1}
+
+
+def test_a_device_that_fails_ends_the_attempt_only() -> None:
+    run = Run(0)
+    run.send(Piece(0, range(1), range(2)), GOOD)
+    run.sources[0].is_ready = True
+    run.frames.poll()
+
+    def broken() -> bool:
+        raise DeviceError("the device has failed")
+
+    run.copies[0].done = broken  # type: ignore[method-assign]
+    run.frames.poll()
+    assert not run.frames.busy
+    assert run.told == {"failed: the device has failed": 1}
+    assert run.credits == {0: 1}
+
+
+def test_frames_arrive_while_the_engine_computes_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many times more than the slots of a connection."""
+    monkeypatch.setattr(layout, "SLOT_BYTES", 1)  # so a frame is a block of a layer
+    device = FakeDevice()
+    decode = fake_engine()
+    pair = Pair(fake_engine(), decode, "cuda_ipc", tmp_path, device=lambda: device)
+    reserve = decode.reserve
+
+    def pause_and_reserve(*asked: Any) -> Any:
+        device.pause()
+        return reserve(*asked)
+
+    monkeypatch.setattr(decode, "reserve", pause_and_reserve)
+    computing, over = threading.Event(), threading.Event()
+
+    def step(engine: Any) -> None:
+        computing.set()
+        over.wait(LIMIT_S)
+
+    try:
+        pair.hand_off(request(200))
+        wait_until(lambda: device.num_queued == SLOTS)
+        pair.decode_thread.post(step)
+        assert computing.wait(LIMIT_S)
+        device.resume()
+        (incoming,) = pair.receiver.live
+        num_blocks = -(-incoming.num_tokens // decode.kv.spec.block_size)
+        wait_until(lambda: incoming.num_inside == num_blocks, limit_s=5.0)
+        assert device.num["in"] > 4 * SLOTS
+    finally:
+        over.set()
+        pair.close()

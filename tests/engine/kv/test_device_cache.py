@@ -125,7 +125,9 @@ def test_what_computes_copies_blocks_and_is_what_pages_wait_for(world: FakeTorch
     kv.write(0, range(1), [2], memoryview(payload_of(kv, [2])))
     kv.copy([BlockCopy(0, 2, 5)])
     assert kv.read(0, range(1), [5])[0] == payload_of(kv, [2])
-    assert kv.pages(0, range(1), [2]).ready.stream == COMPUTE
+    ready = kv.ready()
+    assert ready.stream == COMPUTE
+    assert kv.pages(0, range(1), [2], ready).ready is ready
 
 
 def test_wrong_blocks_are_refused_before_any_wait(world: FakeTorch) -> None:

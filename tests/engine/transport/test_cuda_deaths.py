@@ -158,6 +158,17 @@ def test_writers_killed_at_any_moment(ends: Ends, start: Any) -> None:
     assert len({id(window_of(ends, i)) for i in range(KILLS)}) == 1, "one window served them all"
 
 
+def test_a_writer_that_has_closed_its_window_says_so(ends: Ends) -> None:
+    """Anybody gets it then, and decode may free it."""
+    link = ends.dial(Recorder())
+    link.push(frame(1, lambda slot: None))
+    first(ends)
+    window = window_of(ends, 0)
+    assert not window.left()
+    link.close()
+    wait_until(window.left)
+
+
 def test_decode_killed_at_any_moment(tmp_path: Path, start: Any) -> None:
     """Prefill's copies end, its window is closed, and it goes on with the next decode."""
     ends = Ends("cuda_ipc", tmp_path)

@@ -1,5 +1,6 @@
 """Every reason for which cuda_ipc refuses, by its name, on both ends; a name asked for is kept."""
 
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from eventually import LIMIT_S, wait_until
-from fake_device import UUID, FakeDevice, array_at
+from fake_device import UUID, FakeDevice, FakeSignal, array_at
 from link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
 
 from pdserve.engine.handoff.connection.dial import Dialer, usable
@@ -21,8 +22,8 @@ from pdserve.engine.transport.base import (
 )
 from pdserve.engine.transport.cuda_ipc import wires
 from pdserve.engine.transport.cuda_ipc.handshake import REASONS, ProcessPlace
-from pdserve.engine.transport.cuda_ipc.probe import MAX_PROBES
-from pdserve.engine.transport.cuda_ipc.transport import CudaIpcTransport
+from pdserve.engine.transport.cuda_ipc.probe import MAX_PROBES, Probes
+from pdserve.engine.transport.cuda_ipc.transport import CudaIpcTransport, make_window
 from pdserve.engine.transport.device import DeviceError, Slot
 from pdserve.engine.transport.registry import make_transports
 
@@ -127,7 +128,7 @@ def test_a_process_that_is_not_visible(
     """SO_PEERCRED gives pid 0 for a peer outside this PID namespace."""
 
     class Outside(wires.PeerProcess):
-        def __init__(self, sock: socket.socket) -> None:
+        def __init__(self, sock: socket.socket, said: int | None = None) -> None:
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(wires, "PeerProcess", Outside)
@@ -306,3 +307,27 @@ def test_every_reason_has_a_test() -> None:
     said = set(re.findall(r'Refusal\(\s*"(\w+)"', text))
     assert len(said) > 5
     assert said <= {*REASONS}
+
+
+class FewSignals(FakeDevice):
+    """Has no room for the fourth signal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 3
+
+    def make_signal(self) -> FakeSignal:
+        if not self.left:
+            raise DeviceError("cudaErrorMemoryAllocation")
+        self.left -= 1
+        return super().make_signal()
+
+
+@pytest.mark.parametrize("make", [Probes, lambda device: make_window(device, SLOT_BYTES)])
+def test_what_was_made_before_a_signal_failed_is_given_back(
+    make: Callable[[FakeDevice], object],
+) -> None:
+    open_before = os.listdir("/proc/self/fd")
+    with pytest.raises(DeviceError, match="MemoryAllocation"):
+        make(FewSignals())
+    assert os.listdir("/proc/self/fd") == open_before

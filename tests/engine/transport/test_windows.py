@@ -5,16 +5,20 @@ from collections import Counter
 
 import pytest
 
+from pdserve.engine.transport.cuda_ipc import windows as windows_module
 from pdserve.engine.transport.cuda_ipc.windows import DeviceWindow, DeviceWindows
 from pdserve.engine.transport.device import DeviceError
+
+NOBODY = 0  # has a window open; a pid is more
 
 
 class FakeWriter:
     def __init__(self, pid: int, dead: set[int]) -> None:
         self.pid, self._dead, self.closed = pid, dead, 0
+        self.said = False
 
-    def exited(self) -> bool:
-        return self.pid in self._dead
+    def gone(self) -> bool:
+        return self.said or self.pid in self._dead
 
     def close(self) -> None:
         self.closed += 1
@@ -31,15 +35,16 @@ class FakeMemory:
         self.closed += 1
 
 
-def test_random_lives() -> None:
+def test_random_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process connects, leaves, is frozen (left, but alive) and dies, in any order."""
+    monkeypatch.setattr(windows_module, "CLOSE_S", 0.0)
     reached: Counter[str] = Counter()
     for seed in range(200):
         rng = random.Random(seed)
         made: list[DeviceWindow] = []
 
         def make(made: list[DeviceWindow] = made) -> DeviceWindow:
-            made.append(DeviceWindow(FakeMemory(), []))
+            made.append(DeviceWindow(FakeMemory(), [], FakeMemory()))
             return made[-1]
 
         windows, dead = DeviceWindows(make), set[int]()
@@ -55,28 +60,40 @@ def test_random_lives() -> None:
                 window = windows.take(writers[-1])
                 assert all(window is not other for other, _ in lent)
                 before = last.get(id(window))
-                assert before is None or before == pid or before in dead
-                if before is not None:
+                assert before in (None, NOBODY, pid) or before in dead
+                if before == NOBODY:
+                    reached["after a word"] += 1
+                elif before is not None:
                     reached["the same again" if before == pid else "after a death"] += 1
-                elif any(p not in dead and p != pid for p in last.values()):
+                elif any(p not in dead and p not in (pid, NOBODY) for p in last.values()):
                     reached["not that of a living"] += len(made) > num_made
                 last[id(window)] = pid
                 lent.append((window, writers[-1]))
             elif act == "leave" and lent:
-                windows.give_back(*lent.pop(rng.randrange(len(lent))))
+                window, writer = lent.pop(rng.randrange(len(lent)))
+                windows.give_back(window)
+                if rng.random() < 0.5:
+                    writer.said = True
+                    if all(other.gone() for other in window.writers):
+                        last[id(window)] = NOBODY
             elif act == "die" and last:
                 dead.add(rng.choice(list(last.values())))
+                dead.discard(NOBODY)
             elif act == "prepare":
                 windows.prepare()
+        kept = [w for w in made if any(not one.gone() for one in w.writers)]
         windows.close()
         assert not any(window.memory.closed for window, _ in lent)  # type: ignore[attr-defined]
         for window, writer in lent:
-            windows.give_back(window, writer)
-        windows.close()
-        assert all(window.memory.closed == 1 for window in made)  # type: ignore[attr-defined]
+            writer.said = True
+            windows.give_back(window)
+        for window in made:
+            still_open = window in kept and not all(one.gone() for one in window.writers)
+            assert window.memory.closed == (not still_open)  # type: ignore[attr-defined]
         assert all(writer.closed == 1 for writer in writers)
     print(dict(reached))
-    assert min(reached[k] for k in ("the same again", "after a death", "not that of a living")) > 50
+    ways = ("the same again", "after a death", "after a word", "not that of a living")
+    assert min(reached[k] for k in ways) > 50
 
 
 def test_a_spare_window_is_made_once() -> None:
@@ -85,7 +102,7 @@ def test_a_spare_window_is_made_once() -> None:
     def make() -> DeviceWindow:
         if len(made) == 2:
             raise DeviceError("out of memory")
-        made.append(DeviceWindow(FakeMemory(), []))
+        made.append(DeviceWindow(FakeMemory(), [], FakeMemory()))
         return made[-1]
 
     windows = DeviceWindows(make)
@@ -97,3 +114,34 @@ def test_a_spare_window_is_made_once() -> None:
     assert windows.take(FakeWriter(2, set())) is made[1]
     with pytest.raises(DeviceError, match="out of memory"):
         windows.prepare()
+
+
+class ClosesLate(FakeWriter):
+    """Says that it closed the window when it was asked some times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(1, set())
+        self._times = times
+
+    def gone(self) -> bool:
+        self._times -= 1
+        return self._times < 0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_window_that_is_open_elsewhere_is_not_freed(
+    when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its writer closes it soon, or never: then it is left to the end of the process."""
+    monkeypatch.setattr(windows_module, "CLOSE_S", 0.05)
+    for writer, freed in ((ClosesLate(3), 1), (FakeWriter(2, set()), 0)):
+        windows = DeviceWindows(lambda: DeviceWindow(FakeMemory(), [], FakeMemory()))
+        window = windows.take(writer)
+        if when == "before":
+            windows.give_back(window)
+        windows.close()
+        if when == "after":
+            windows.give_back(window)
+        assert window.memory.closed == freed  # type: ignore[attr-defined]
+        assert writer.closed == 1
+    assert "processes [2] have a window open" in caplog.text
