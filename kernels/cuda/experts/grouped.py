@@ -7,7 +7,6 @@ sums. One program adds all splits of its tile, since the experts are enough prog
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,7 +43,13 @@ def tile_tokens(stacks: Iterable[MatrixStack], pairs: int, experts: int) -> int:
 
 
 def grouped_product(
-    x: Tensor, stack: MatrixStack, groups: Groups, bias: Tensor | None, out: Tensor, *, by_pair: bool
+    x: Tensor,
+    stack: MatrixStack,
+    groups: Groups,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    by_pair: bool,
 ) -> None:
     """Writes into out [pairs, rows] each pair's x times its expert's matrix, transposed, plus the
     expert's row of bias [experts, rows]. Pairs of experts that the stack has not are left alone.
@@ -61,9 +66,7 @@ def grouped_product(
             f"{matrix.dtype}"
         )
     if out.shape != (pairs, rows) or out.stride(1) != 1:
-        raise ValueError(
-            f"out is {list(out.shape)}, strides {out.stride()}, not [{pairs}, {rows}]"
-        )
+        raise ValueError(f"out is {list(out.shape)}, strides {out.stride()}, not [{pairs}, {rows}]")
     if len(groups.ends) != experts:
         raise ValueError(f"groups of {len(groups.ends)} experts for matrices of {experts}")
     if bias is not None and (bias.shape != (experts, rows) or bias.stride(1) != 1):
@@ -105,7 +108,7 @@ def grouped_product(
         BN=tiles.tokens,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        maxnreg=register_limit(tiles, x.dtype),
+        maxnreg=255 if tiles.tokens >= 64 else register_limit(tiles, x.dtype),
         enable_fp_fusion=False,
     )
 

@@ -1,5 +1,5 @@
-"""Which experts of a mixture each token goes to, in Triton. A program is one token, so that no other
-token has a part in its sums."""
+"""Which experts of a mixture each token goes to, in Triton. A program is one token, so that no
+other has a part in its sums."""
 
 from typing import Literal
 
