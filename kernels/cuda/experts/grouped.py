@@ -5,7 +5,7 @@ sums. One program adds all splits of its tile, since the experts are enough prog
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -15,6 +15,7 @@ from pdserve.kernels.cuda.experts.grouping import Groups
 from pdserve.kernels.cuda.linear.packing import DeviceMatrix
 from pdserve.kernels.cuda.linear.product import (
     SIDE,
+    Tiles,
     finish,
     is_hopper,
     register_limit,
@@ -34,12 +35,17 @@ class MatrixStack:
 
 
 def tile_tokens(stacks: Iterable[MatrixStack], pairs: int, experts: int) -> int:
-    """How many pairs of a token and an expert share a tile: enough for twice the mean of an expert,
-    so that most experts' weights are read once. It changes no bit of a result."""
+    """How many pairs of a token and an expert share a tile."""
     return min(
-        tiles_of(stack.first, 2 * pairs // experts, is_hopper(stack.numbers.device)).tokens
-        for stack in stacks
+        tile_width(stack.first, pairs, experts, is_hopper(stack.numbers.device)) for stack in stacks
     )
+
+
+def tile_width(matrix: DeviceMatrix, pairs: int, experts: int, hopper: bool = True) -> int:
+    """Enough for twice the mean of an expert, so that most experts' weights are read once. It
+    changes no bit of a result. Before Hopper a wider tile of scattered tokens has too few
+    registers."""
+    return min(tiles_of(matrix, 2 * pairs // experts, hopper).tokens, 128 if hopper else 64)
 
 
 def grouped_product(
@@ -50,12 +56,13 @@ def grouped_product(
     out: Tensor,
     *,
     by_pair: bool,
+    tiles: Tiles | None = None,
 ) -> None:
     """Writes into out [pairs, rows] each pair's x times its expert's matrix, transposed, plus the
     expert's row of bias [experts, rows]. Pairs of experts that the stack has not are left alone.
 
-    x is [pairs, cols] in the order of the groups if `by_pair`, and else [tokens, cols].
-    Raises ValueError for what does not fit together.
+    x is [pairs, cols] in the order of the groups if `by_pair`, and else [tokens, cols]. `tiles` is
+    for those that compile for another device. Raises ValueError for what does not fit together.
     """
     matrix, pairs = stack.first, len(groups.pairs)
     rows, experts = matrix.rows, len(stack.numbers)
@@ -73,8 +80,7 @@ def grouped_product(
         raise ValueError(f"bias is {list(bias.shape)}, not [{experts}, {rows}]")
     if not pairs:
         return
-    tiles = tiles_of(matrix, 2 * pairs // experts, is_hopper(x.device))
-    tiles = replace(tiles, tokens=groups.tile_tokens)
+    tiles = tiles or tiles_of(matrix, groups.tile_tokens, is_hopper(x.device))
     first = (matrix.values, matrix.scales, matrix.zeros, matrix.supers)
     row_strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in first)
     strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in stack.tensors)
@@ -105,10 +111,10 @@ def grouped_product(
         TOP_K=groups.top_k,
         LAYOUT=matrix.layout,
         BM=tiles.rows,
-        BN=tiles.tokens,
+        BN=groups.tile_tokens,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        maxnreg=255 if tiles.tokens >= 64 else register_limit(tiles, x.dtype),
+        maxnreg=255 if groups.tile_tokens >= 64 else register_limit(tiles, x.dtype),
         enable_fp_fusion=False,
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton_interpreter as _  # noqa: F401  (before kernels run)
+import triton_interpreter  # noqa: F401  (before kernels run)
 from linear_cases import BF16, F16, F32, parts_of
 from torch import Tensor
 
@@ -24,10 +24,15 @@ GATE_UP = ("gate", "up")
 
 
 def raw(form: str, seed: int) -> RawTensor:
-    group, kind, zeros = {"INT4": (64, F16, True), "FP8": (64, F32, False)}.get(
-        form, (0, F16, False)
-    )
-    kind = BF16 if form == "BF16" else kind
+    if form == "Q6_K":
+        blocks = np.random.default_rng(seed).integers(0, 256, (ROWS, 210), dtype=np.uint8)
+        blocks[:, 208:] = np.full((ROWS, 1), 0.01, np.float16).view(np.uint8)
+        return RawTensor({"blocks": blocks}, form, (ROWS, COLS))
+    group, kind, zeros = {
+        "INT4": (64, F16, True),
+        "FP8": (64, F32, False),
+        "BF16": (0, BF16, False),
+    }.get(form, (0, F16, False))
     return RawTensor(parts_of(form, ROWS, COLS, group, kind, zeros, seed), form, (ROWS, COLS))
 
 
@@ -62,20 +67,12 @@ CASES: dict[str, tuple[list[Any], int, int]] = {
 def test_experts_of_other_formats(name: str) -> None:
     formats, stacks, expanded = CASES[name]
     experts = [
-        [raw_of(form, 10 * n + m) for m, form in enumerate(f)] for n, f in enumerate(formats)
+        [raw(form, 10 * n + m) for m, form in enumerate(pair)] for n, pair in enumerate(formats)
     ]
     made, weights = product(experts)
     assert len(made.stacks) == stacks
     assert weights.expanded.total() == expanded
     assert_alone(made, experts)
-
-
-def raw_of(form: str, seed: int) -> RawTensor:
-    if form != "Q6_K":
-        return raw(form, seed)
-    blocks = np.random.default_rng(seed).integers(0, 256, (ROWS, 210), dtype=np.uint8)
-    blocks[:, 208:] = np.full((ROWS, 1), 0.01, np.float16).view(np.uint8)
-    return RawTensor({"blocks": blocks}, "Q6_K", (ROWS, COLS))
 
 
 def test_columns_in_an_order_of_their_own_become_plain_numbers() -> None:
@@ -95,7 +92,7 @@ def assert_alone(made: ExpertProduct, experts: list[list[RawTensor]]) -> None:
     x = torch.randn(9, COLS, generator=torch.Generator().manual_seed(1))
     count = len(experts)
     chosen = (torch.arange(9)[:, None] % count).int()
-    tiles = tile_tokens([stack for _, stack in made.stacks], 9, count)
+    tiles = tile_tokens([stack for begin, stack in made.stacks], 9, count)
     groups = group(chosen, count, tiles)
     found: Tensor = made(x, groups, by_pair=False)
     for place, token in enumerate(groups.pairs.tolist()):
