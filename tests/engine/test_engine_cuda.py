@@ -26,7 +26,7 @@ def requests() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("arch", ["qwen3", "gemma3", "mixtral"])
 def test_recorded_steps_ahead_change_no_token(arch: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path, arch, seed=8, head_dim=16)
     plain = tokens(run(interpreted_engine(path, ahead=False), *requests()))

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import compile_attention
+import compile_experts
 import compile_layer
 import compile_linear
 import compile_sampling
@@ -18,7 +19,7 @@ from compile_only import compile_only
 
 ARCHS = (80, 90)
 TABLE = Path(__file__).parents[2] / "benchmarks/gpu/compiled_kernels.jsonl"
-SOURCES = (compile_attention, compile_layer, compile_linear, compile_sampling)
+SOURCES = (compile_attention, compile_experts, compile_layer, compile_linear, compile_sampling)
 # What every test run compiles: the formats and heads of most models, and one of each other kernel.
 FEW = (
     *(f"attention, bfloat16 over bfloat16, heads of {dim}, groups of 2" for dim in (64, 128)),
@@ -28,6 +29,7 @@ FEW = (
         for kind in ("BF16/0", "Q4_K/0", "INT4/128", "FP8/128")
         for shape in ("1 tokens separate", "256 tokens looped")
     ),
+    "experts Q4_K/0 torch.bfloat16 1 tokens",
     "every kind of pick, 151936 tokens",
     "sum and norm of 4096",
     "gated silu",

@@ -3,8 +3,6 @@
 Owns the weights, which never change; keys and values belong to the KvCache of the caller.
 """
 
-import logging
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,7 +12,6 @@ from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.kv.spec import LayerGroup
 from pdserve.engine.models.config import ModelConfig
-from pdserve.engine.models.cuda.experts import LaunchedExperts
 from pdserve.engine.models.cuda.fuse import fused_parts
 from pdserve.engine.models.cuda.graphs import DecodeGraphs, Recorder
 from pdserve.engine.models.cuda.inputs import StepInputs, upload
@@ -26,8 +23,6 @@ from pdserve.engine.models.layer import EMBEDDING, final_norm, head
 from pdserve.engine.models.layers.stored import Weights
 from pdserve.engine.models.rope import RopeConfig, RopeTable
 from pdserve.kernels.cuda.layer.heads import Rotation
-
-log = logging.getLogger(__name__)
 
 
 class CudaDecoder:
@@ -84,11 +79,7 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def record(self, recorder: Recorder, kv: KvCache, max_rows: int) -> None:
-        """Records the steps of decode rows alone, up to max_rows of them, over that cache. A model
-        with experts has steps that the host takes part in: none is recorded."""
-        if any(isinstance(launch, LaunchedExperts) for launch in self._launches):
-            log.info("no CUDA graphs: the host takes part in steps of a mixture of experts")
-            return
+        """Records the steps of decode rows alone, up to max_rows of them, over that cache."""
         self._make_current()
         self._graphs = DecodeGraphs(
             lambda inputs: self._run(inputs, kv, False),

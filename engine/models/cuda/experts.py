@@ -1,18 +1,22 @@
-"""A mixture of experts: one expert after the other, each on all of its tokens. The host waits for
-the device to learn which these are."""
+"""A mixture of experts: all on the device, in a number of launches that depends on no token."""
 
-import torch
+from dataclasses import asdict
+
 from torch import Tensor
 
 from pdserve.engine.models.cuda.run import Run
+from pdserve.engine.models.cuda.stacks import ExpertMatrices
 from pdserve.engine.models.cuda.weights import DeviceWeights
-from pdserve.engine.models.layers.routing import choose_experts
 from pdserve.engine.models.parts import Expert, Experts, Gating
+from pdserve.kernels.cuda.experts.combine import combine
+from pdserve.kernels.cuda.experts.grouped import tile_tokens
+from pdserve.kernels.cuda.experts.grouping import group
+from pdserve.kernels.cuda.experts.routing import choose
 from pdserve.kernels.cuda.layer.activation import gated
 
 
-class DeviceExpert:
-    """One gated MLP."""
+class SharedExpert:
+    """One gated MLP, which every token goes to."""
 
     def __init__(self, expert: Expert, activation: Gating, weights: DeviceWeights) -> None:
         self._gate_up = weights.product(expert.gate_up.weights, expert.gate_up.biases)
@@ -23,30 +27,45 @@ class DeviceExpert:
         return self._down(gated(self._gate_up(x), self._activation))
 
 
+class RoutedExperts:
+    """The gated MLPs that tokens are sent to."""
+
+    def __init__(self, part: Experts, weights: DeviceWeights) -> None:
+        self._count = len(part.experts)
+        gate_up, down = (ExpertMatrices(weights, self._count) for _ in range(2))
+        for n, expert in enumerate(part.experts):
+            gate_up.add(n, expert.gate_up)
+            down.add(n, expert.down)
+        self._gate_up, self._down = gate_up.product(), down.product()
+        self._stacks = [stack for _, stack in (*self._gate_up.stacks, *self._down.stacks)]
+        self._activation = part.activation
+
+    def __call__(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
+    ) -> Tensor:
+        """The weighted sum of the chosen experts' results, and the shared one's."""
+        tiles = tile_tokens(self._stacks, chosen.numel(), self._count)
+        groups = group(chosen, self._count, tiles)
+        between = gated(self._gate_up(x, groups, by_pair=False), self._activation)
+        return combine(self._down(between, groups, by_pair=True), weights, groups, shared, gate)
+
+
 class LaunchedExperts:
     """x [T, hidden] to the same. Scores are float32, and so are the router's products."""
 
     def __init__(self, part: Experts, weights: DeviceWeights) -> None:
-        self._routing = part.routing
+        self._routing = asdict(part.routing)
         bias = weights.vector(part.router_bias) if part.router_bias else None
         self._router = weights.float32_product(part.router, bias)
         self._correction = weights.vector(part.correction) if part.correction else None
         self._gate = weights.float32_product(part.shared_gate) if part.shared_gate else None
-        self._experts = [DeviceExpert(e, part.activation, weights) for e in part.experts]
+        self._routed = RoutedExperts(part, weights)
         shared = part.shared
-        self._shared = DeviceExpert(shared, part.activation, weights) if shared else None
+        self._shared = SharedExpert(shared, part.activation, weights) if shared else None
 
     def __call__(self, run: Run) -> None:
-        x = run.x
-        chosen, weights = choose_experts(self._router(x.float()), self._correction, self._routing)
-        out = torch.zeros_like(x)
-        for n, expert in enumerate(self._experts):
-            tokens, ranks = torch.where(chosen == n)
-            if len(tokens):
-                out[tokens] += expert(x[tokens]) * weights[tokens, ranks, None].to(x.dtype)
-        if self._shared is not None:
-            y = self._shared(x)
-            if self._gate is not None:
-                y = y * torch.sigmoid(self._gate(x.float())).to(x.dtype)
-            out = out + y
-        run.x = out
+        x, exact = run.x, run.x.float()
+        chosen, weights = choose(self._router(exact), self._correction, **self._routing)
+        shared = None if self._shared is None else self._shared(x)
+        gate = None if self._gate is None else self._gate(exact)
+        run.x = self._routed(x, chosen, weights, shared, gate)

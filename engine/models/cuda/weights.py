@@ -76,10 +76,16 @@ class DeviceWeights:
     def product_of(self, raws: Sequence[RawTensor], bias: Tensor | None = None) -> Product:
         """The same of matrices at hand."""
         columns = raws[0].columns
+        order = None if columns is None else torch.from_numpy(columns).to(self.device)
+        return Product(self.matrices(raws, columns), bias, order)
+
+    def matrices(
+        self, raws: Sequence[RawTensor], columns: NDArray[np.int64] | None
+    ) -> tuple[DeviceMatrix, ...]:
+        """The same for an input whose values are in the order of `columns`; None: in their own."""
         held = [self._ordered(raw, columns) for raw in raws]
         joined = [_joined(held)] if _can_join(held) else held
-        order = None if columns is None else torch.from_numpy(columns).to(self.device)
-        return Product(tuple(map(self._packed, joined)), bias, order)
+        return tuple(map(self._packed, joined))
 
     def float32_product(self, spec: TensorSpec, bias: Tensor | None = None) -> Product:
         """A matrix whose products are computed in float32."""

@@ -103,6 +103,11 @@ def linear(
     return product(x, matrix, bias, out, out_dtype, tiles)
 
 
+def register_limit(tiles: Tiles, dtype: torch.dtype) -> int:
+    """Of a thread."""
+    return 255 if dtype == torch.float32 else REGISTERS[tiles.warps]
+
+
 def product(
     x: Tensor,
     matrix: DeviceMatrix,
@@ -140,7 +145,7 @@ def product(
         "BN": tiles.tokens,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
-        "maxnreg": 255 if x.dtype == torch.float32 else REGISTERS[tiles.warps],
+        "maxnreg": register_limit(tiles, x.dtype),
         "enable_fp_fusion": False,
     }
     if tiles.looped:
@@ -162,7 +167,7 @@ def _add(total, sum):
 
 
 @triton.jit
-def _finish(total, bias, rows, valid):
+def finish(total, bias, rows, valid):
     """Adds the bias of those rows."""
     if bias is not None:
         total = total + tl.load(bias + rows, mask=valid, other=0.0).to(tl.float32)
@@ -264,17 +269,16 @@ def _add_block(
 
 @triton.jit
 def _split_sum(
-    first, last, row, token, x, x_stride, tokens, rows, cols, weights, strides, group_blocks,
+    first, last, row, x, valid, rows, cols, weights, strides, group_blocks,
     LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """float32 [BM, BN]: the products of the blocks [first, last), for the rows from `row` on and
-    the tokens from `token` on. `weights` point to the matrix, of whatever table it is taken from.
+    the tokens that x points to, [1, BN], where they are valid. `weights` point to the matrix, of
+    whatever table it is taken from.
     """
     values, scales, zeros, supers = weights
     value_stride, scale_stride, zero_stride, super_stride = strides
     lanes = tl.arange(0, BM)
-    token_lanes = tl.arange(0, BN)[None, :]
-    x = x + token.to(tl.int64) * x_stride + token_lanes * x_stride
     row_lanes = tl.minimum(lanes, rows - 1 - row)  # those after the last row read it again
     if LAYOUT.kind == "PLAIN":
         values += row.to(tl.int64) * value_stride
@@ -290,9 +294,33 @@ def _split_sum(
     for block in range(first, last):
         acc = _add_block(
             acc, block, x, cols, (values, scales, zeros, supers), value_stride, group_blocks,
-            row_lanes, lanes, token_lanes < tokens - token, LAYOUT,
+            row_lanes, lanes, valid, LAYOUT,
         )  # fmt: skip
     return acc
+
+
+@triton.jit
+def row_sum(
+    splits, split_blocks, blocks, row, x, valid, rows, cols, weights, strides, group_blocks,
+    LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """float32 [BM, BN]: the products of whole rows, all splits by one program."""
+    total = tl.zeros((BM, BN), tl.float32)
+    for split in range(splits):
+        first = split * split_blocks
+        acc = _split_sum(
+            first, tl.minimum(first + split_blocks, blocks), row, x, valid, rows, cols, weights,
+            strides, group_blocks, LAYOUT, BM, BN,
+        )  # fmt: skip
+        total = _add(total, acc)
+    return total
+
+
+@triton.jit
+def _tokens_at(x, token, x_stride, tokens, BN: tl.constexpr):
+    """Pointers to the tokens from `token` on, [1, BN], and which of them there are."""
+    lanes = tl.arange(0, BN)[None, :]
+    return x + token.to(tl.int64) * x_stride + lanes * x_stride, lanes < tokens - token
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "split_blocks"])
@@ -303,9 +331,10 @@ def _separate(
     """Writes partials, float32 [splits, tokens, rows]. Grid: row tiles, splits, token tiles."""
     row, split, token = tl.program_id(0) * BM, tl.program_id(1), tl.program_id(2) * BN
     first = split * split_blocks
+    x, valid = _tokens_at(x, token, x_stride, tokens, BN)
     acc = _split_sum(
-        first, tl.minimum(first + split_blocks, blocks), row, token, x, x_stride, tokens, rows,
-        cols, weights, strides, group_blocks, LAYOUT, BM, BN,
+        first, tl.minimum(first + split_blocks, blocks), row, x, valid, rows, cols, weights,
+        strides, group_blocks, LAYOUT, BM, BN,
     )  # fmt: skip
     r, t = row + tl.arange(0, BM)[:, None], token + tl.arange(0, BN)[None, :]
     at = (split * tokens + t).to(tl.int64) * rows + r
@@ -321,7 +350,7 @@ def _add_splits(partials, bias, out, tokens, rows, out_stride, splits, BLOCK: tl
     for split in range(splits):
         at = (split * tokens + t) * rows + r
         total = _add(total, tl.load(partials + at, mask=valid, other=0.0))
-    total = _finish(total, bias, r, valid)
+    total = finish(total, bias, r, valid)
     tl.store(out + t * out_stride + r, total.to(out.dtype.element_ty), mask=valid)
 
 
@@ -337,15 +366,12 @@ def _looped(
     within = tl.program_id(0) % (SIDE * token_tiles)
     side = tl.minimum(row_tiles - run * SIDE, SIDE)
     row, token = (run * SIDE + within % side) * BM, within // side * BN
-    total = tl.zeros((BM, BN), tl.float32)
-    for split in range(splits):
-        first = split * split_blocks
-        acc = _split_sum(
-            first, tl.minimum(first + split_blocks, blocks), row, token, x, x_stride, tokens, rows,
-            cols, weights, strides, group_blocks, LAYOUT, BM, BN,
-        )  # fmt: skip
-        total = _add(total, acc)
+    x, valid = _tokens_at(x, token, x_stride, tokens, BN)
+    total = row_sum(
+        splits, split_blocks, blocks, row, x, valid, rows, cols, weights, strides, group_blocks,
+        LAYOUT, BM, BN,
+    )  # fmt: skip
     r, t = row + tl.arange(0, BM)[:, None], token + tl.arange(0, BN)[None, :]
-    total = _finish(total, bias, r, r < rows)
+    total = finish(total, bias, r, r < rows)
     at = t.to(tl.int64) * out_stride + r
     tl.store(out + at, total.to(out.dtype.element_ty), mask=(r < rows) & (t < tokens))

@@ -11,7 +11,7 @@ import compiled_kernels
 import pytest
 
 MOST_SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of a block
-MATRIX_KERNELS = ("attend_kernel", "split_kernel", "_separate", "_looped")
+MATRIX_KERNELS = ("attend_kernel", "split_kernel", "_separate", "_looped", "_grouped")
 
 
 def table() -> list[dict[str, Any]]:

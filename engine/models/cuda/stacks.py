@@ -1,0 +1,105 @@
+"""Weights of all experts of a layer as the CUDA kernels hold them: matrices of one shape and layout
+one after the other in memory."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.models.cuda.weights import DeviceWeights
+from pdserve.engine.models.parts import Linear
+from pdserve.kernels.cuda.experts.grouped import MatrixStack, grouped_product
+from pdserve.kernels.cuda.experts.grouping import Groups
+from pdserve.kernels.cuda.linear.packing import DeviceMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertProduct:
+    """A matrix of each expert, of parts that lie side by side: [pairs, N] to [pairs, rows]."""
+
+    stacks: tuple[tuple[int, MatrixStack], ...]  # behind the first row that each gives
+    rows: int
+    bias: Tensor | None  # float32 [experts, rows]
+
+    def __call__(self, x: Tensor, groups: Groups, *, by_pair: bool) -> Tensor:
+        """x is [pairs, N] in the order of the groups if `by_pair`, and else [tokens, N]."""
+        out = torch.empty((len(groups.pairs), self.rows), dtype=x.dtype, device=x.device)
+        for begin, stack in self.stacks:
+            end = begin + stack.first.rows
+            bias = None if self.bias is None else self.bias[:, begin:end]
+            grouped_product(x, stack, groups, bias, out[:, begin:end], by_pair=by_pair)
+        return out
+
+
+class ExpertMatrices:
+    """Collects the matrices of one expert after the other: each is copied to its place, so that one
+    expert is held twice at a time. Of experts whose formats differ, each format is a stack."""
+
+    def __init__(self, weights: DeviceWeights, experts: int) -> None:
+        self._weights = weights
+        self._experts = experts
+        self._stacks: dict[tuple[int, Hashable], _Stack] = {}
+        self._rows = 0
+        self._biases: list[Tensor] = []
+
+    def add(self, expert: int, linear: Linear) -> None:
+        """Matrices whose columns are in an order of their own become plain numbers."""
+        weights = self._weights
+        raws = [weights.stored(spec.name) for spec in linear.weights]
+        begin = 0
+        for matrix in weights.matrices(raws, None):
+            kind = (begin, _kind(matrix))
+            if kind not in self._stacks:
+                self._stacks[kind] = _Stack(matrix, self._experts)
+            self._stacks[kind].add(expert, matrix)
+            begin += matrix.rows
+        self._rows = begin
+        if linear.biases:
+            self._biases.append(torch.cat([weights.vector(spec) for spec in linear.biases]))
+
+    def product(self) -> ExpertProduct:
+        stacks = tuple((begin, stack.made()) for (begin, _), stack in self._stacks.items())
+        return ExpertProduct(
+            stacks, self._rows, torch.stack(self._biases) if self._biases else None
+        )
+
+
+class _Stack:
+    """Room for a matrix of each expert."""
+
+    def __init__(self, first: DeviceMatrix, experts: int) -> None:
+        self._first = first
+        self._tensors = [
+            None if tensor is None else tensor.new_empty((experts, *tensor.shape))
+            for tensor in _tensors(first)
+        ]
+        self._experts: list[int] = []
+        self._of = experts
+
+    def add(self, expert: int, matrix: DeviceMatrix) -> None:
+        for room, tensor in zip(self._tensors, _tensors(matrix), strict=True):
+            if room is not None and tensor is not None:
+                room[len(self._experts)].copy_(tensor)
+        self._experts.append(expert)
+
+    def made(self) -> MatrixStack:
+        count, tensors = len(self._experts), tuple(self._tensors)
+        if count < self._of:  # the others are in another stack: gives back their room
+            tensors = tuple(None if room is None else room[:count].clone() for room in tensors)
+        numbers = torch.full((self._of,), -1, dtype=torch.int32)
+        numbers[self._experts] = torch.arange(count, dtype=torch.int32)
+        values, scales, zeros, supers = (None if t is None else t[0] for t in tensors)
+        assert values is not None
+        first = replace(self._first, values=values, scales=scales, zeros=zeros, supers=supers)
+        return MatrixStack(first, tensors, numbers.to(values.device))
+
+
+def _tensors(matrix: DeviceMatrix) -> Sequence[Tensor | None]:
+    return matrix.values, matrix.scales, matrix.zeros, matrix.supers
+
+
+def _kind(matrix: DeviceMatrix) -> Hashable:
+    """What matrices of one stack have in common."""
+    tensors = tuple(None if t is None else (t.shape, t.dtype) for t in _tensors(matrix))
+    return matrix.rows, matrix.cols, matrix.dtype, matrix.layout, matrix.group_blocks, tensors

@@ -1,0 +1,108 @@
+"""Pairs of a token and one of its experts in the order of the experts, in Triton: a counting sort,
+whose result no order of execution changes. The host never learns how many pairs an expert has."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FEW_PAIRS, MANY_PAIRS = 1024, 4096  # that one step of a program looks at
+TILE_LANES: tl.constexpr = tl.constexpr(64)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Pairs sorted by expert, those of one expert by token, and cut into tiles of pairs of one
+    expert. All are int32."""
+
+    pairs: Tensor  # [pairs]: token * top_k + rank
+    places: Tensor  # [tokens, top_k]: where each pair is in `pairs`
+    ends: Tensor  # [experts]: behind the last pair of each
+    tile_experts: Tensor  # [tiles]; -1: there is no such tile
+    tile_firsts: Tensor  # [tiles]: the first pair of each
+    tile_tokens: int  # pairs of a tile, at most
+
+    @property
+    def top_k(self) -> int:
+        return self.places.shape[1]
+
+
+def group(chosen: Tensor, experts: int, tile_tokens: int) -> Groups:
+    """Of the experts that tokens go to, int32 [tokens, top_k], each token's different ones."""
+    if chosen.dtype != torch.int32 or not chosen.is_contiguous():
+        raise ValueError(f"chosen are {chosen.dtype}, strides {chosen.stride()}")
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=chosen.device)
+
+    count = chosen.numel()
+    tiles = most_tiles(count, experts, tile_tokens)
+    found = Groups(
+        numbers(count),
+        numbers(*chosen.shape),
+        numbers(experts),
+        numbers(tiles),
+        numbers(tiles),
+        tile_tokens,
+    )
+    if count:
+        block = FEW_PAIRS if count <= FEW_PAIRS else MANY_PAIRS
+        _group[(experts,)](
+            chosen,
+            found.pairs,
+            found.places,
+            found.ends,
+            found.tile_experts,
+            found.tile_firsts,
+            count,
+            tiles,
+            experts,
+            TILE=tile_tokens,
+            BINS=triton.next_power_of_2(experts),
+            BLOCK=block,
+            num_warps=4 if block == FEW_PAIRS else 8,
+        )
+    return found
+
+
+def most_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
+    """So many tiles there are at most, wherever the pairs go."""
+    busy = min(pairs, experts)
+    return busy + (pairs - busy) // tile_tokens
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def _group(
+    chosen, pairs, places, ends, tile_experts, tile_firsts, num_pairs, num_tiles, experts,
+    TILE: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: experts. Each counts the pairs of all, and places its own."""
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    counts = tl.zeros((BINS,), tl.int32)
+    for at in range(0, num_pairs, BLOCK):
+        inside = at + lanes < num_pairs
+        found = tl.load(chosen + at + lanes, mask=inside, other=0)
+        counts += tl.histogram(found, BINS, mask=inside)
+    bins = tl.arange(0, BINS)
+    tiles = (counts + (TILE - 1)) // TILE
+    first = tl.sum(tl.where(bins < expert, counts, 0), 0)
+    end = tl.sum(tl.where(bins <= expert, counts, 0), 0)
+    first_tile = tl.sum(tl.where(bins < expert, tiles, 0), 0)
+    end_tile = tl.sum(tl.where(bins <= expert, tiles, 0), 0)
+    tl.store(ends + expert, end)
+    next_place = first
+    for at in range(0, num_pairs, BLOCK):
+        inside = at + lanes < num_pairs
+        mine = tl.load(chosen + at + lanes, mask=inside, other=-1) == expert
+        place = next_place + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(pairs + place, at + lanes, mask=mine)
+        tl.store(places + at + lanes, place, mask=mine)
+        next_place += tl.sum(mine.to(tl.int32), 0)
+    written = tl.where(expert == experts - 1, num_tiles, end_tile)  # the last one fills the rest
+    for at in range(first_tile, written, TILE_LANES):
+        tile = at + tl.arange(0, TILE_LANES)
+        tl.store(tile_experts + tile, tl.where(tile < end_tile, expert, -1), mask=tile < written)
+        tl.store(tile_firsts + tile, first + (tile - first_tile) * TILE, mask=tile < end_tile)
