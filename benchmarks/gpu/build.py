@@ -1,0 +1,51 @@
+"""Makes the tree importable on a machine without network: unpacks the wheels, builds `_native`."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = ROOT / "build/gpu-site"
+CMAKE = ROOT / "build/gpu-native"
+PATHS = (".src", "benchmarks/gpu", "benchmarks/gpu/parts", "tests/support")
+STUBS = "protos"  # folder within that of the wheels
+
+
+def environment(fake: bool = False) -> dict[str, str]:
+    """Of every process that imports the tree; it must not get ARGS of the `make` around it. On the
+    fake device Triton interprets, which it decides when a kernel's module is imported."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    own.pop("ARGS", None)
+    places = [*(str(ROOT / path) for path in PATHS), str(SITE)]
+    own |= {"PYTHONPATH": os.pathsep.join(places), "PYTHONUNBUFFERED": "1"}
+    return own | {"TRITON_INTERPRET": "1"} if fake else own
+
+
+def install(wheels: Path) -> None:
+    """What this Python lacks, if the wheels are there; and the stubs of the protos."""
+    found = sorted(wheels.glob("*.whl"))
+    if importlib.util.find_spec("grpc") is None and found:
+        words = ("install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade")
+        _run(sys.executable, "-m", "pip", *words, "--target", SITE, *found)
+    for stub in (wheels / STUBS).glob("*"):
+        if not (ROOT / "protos" / stub.name).exists():
+            shutil.copy(stub, ROOT / "protos")
+
+
+def build(jobs: int) -> None:
+    """pdserve.kernels._native, unless it can be imported. Raises CalledProcessError."""
+    trial = [sys.executable, "-c", "from pdserve.kernels._native import copy_and_hash"]
+    if not subprocess.run(trial, env=environment(), cwd=ROOT, capture_output=True).returncode:
+        return
+    _run("cmake", "-S", ROOT, "-B", CMAKE, f"-DPython_EXECUTABLE={sys.executable}")
+    _run("cmake", "--build", CMAKE, "--target", "_native", "-j", jobs)
+    for module in (CMAKE / "kernels/native").glob("_native*.so"):
+        shutil.copy(module, ROOT / "kernels")
+
+
+def _run(*words: Any) -> None:
+    subprocess.run(list(map(str, words)), check=True, stdout=sys.stderr, env=environment())
