@@ -73,7 +73,7 @@ def products(part: Part) -> Iterator[Case]:
     small = part.fake or part.smallest
     formats = ("BF16", "Q4_K", "Q8_0", "INT4", "INT8", "FP8")
     tokens = (1, 17) if small else (1, 16, 64, 256, 2048)
-    shapes = ((70, 256),) if small else ((4096, 1024), (1024, 3072), (130, 4096))
+    shapes = ((70, 256), (66, 768)) if small else ((4096, 1024), (1024, 3072), (130, 4096))
     for format in formats:
         for rows, cols in shapes:
             raw = matrix(format, rows, cols)
@@ -92,7 +92,7 @@ def products(part: Part) -> Iterator[Case]:
 def attention(part: Part) -> Iterator[Case]:
     """Decode rows and chunks; what belongs to no row is NaN."""
     small = part.fake or part.smallest
-    lens = (5, 40) if small else (1, 100, 700, 3000)
+    lens = (5, 600) if small else (1, 100, 700, 3000)
     news = (1, 9) if small else (1, 300)
     for head_dim in (64,) if small else (64, 128, 256):
         for window, cap, sinks in ((0, 0.0, False), (33, 5.0, True)):
