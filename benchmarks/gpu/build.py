@@ -26,11 +26,15 @@ def environment(fake: bool = False) -> dict[str, str]:
 
 
 def install(wheels: Path) -> None:
-    """What this Python lacks, if the wheels are there; and the stubs of the protos."""
+    """What this Python lacks, if the wheels are there; and the stubs of the protos. Raises
+    CalledProcessError."""
     found = sorted(wheels.glob("*.whl"))
-    if importlib.util.find_spec("grpc") is None and found:
-        words = ("install", "-q", "--no-index", "--no-deps", "--no-compile", "--upgrade")
-        _run(sys.executable, "-m", "pip", *words, "--target", SITE, *found)
+    if importlib.util.find_spec("grpc") is None and found and not SITE.exists():
+        words = ("install", "-q", "--no-index", "--no-deps", "--no-compile")
+        beside = SITE.with_suffix(".new")  # another process that imports finds all or nothing
+        shutil.rmtree(beside, ignore_errors=True)
+        _run(sys.executable, "-m", "pip", *words, "--target", beside, *found)
+        beside.rename(SITE)
     for stub in (wheels / STUBS).glob("*"):
         if not (ROOT / "protos" / stub.name).exists():
             shutil.copy(stub, ROOT / "protos")

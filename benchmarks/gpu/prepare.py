@@ -4,7 +4,6 @@ stubs of the protos. Prints the MiB of the tree and of the wheels; together they
 torch, Triton, CuPy and numpy are there already.
 """
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -21,12 +20,11 @@ MORE = ("httpx", "psutil", "safetensors")  # of the parts
 MOST_MIB = 60.0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--wheels", type=Path, default=ROOT / ".whl")
-    folder = parser.parse_args().wheels
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def prepare(folder: Path) -> int:
+    """Fills the folder anew; the exit code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for wheel in folder.glob("*.whl"):
+        wheel.unlink()
     download(folder)
     copy_stubs(folder)
     tree, wheels = tree_mib(), sum(f.stat().st_size for f in folder.rglob("*.*")) / 2**20
@@ -61,7 +59,7 @@ def download(folder: Path) -> None:
 
 def copy_stubs(folder: Path) -> None:
     """grpcio-tools, which makes them, does not go with the protobuf that serves."""
-    (folder / STUBS).mkdir()
+    (folder / STUBS).mkdir(exist_ok=True)
     stubs = [*(ROOT / "protos").glob("*_pb2*.py*")]
     if not stubs:
         raise FileNotFoundError("protos/ has no stubs: run make setup first")
@@ -75,7 +73,3 @@ def tree_mib() -> float:
     listed = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     paths = [ROOT / name for name in listed.split("\0") if name]
     return sum(path.lstat().st_size for path in paths if path.exists()) / 2**20
-
-
-if __name__ == "__main__":
-    sys.exit(main())

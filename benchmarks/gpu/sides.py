@@ -30,7 +30,8 @@ def spec_of() -> Any:
 class Side:
     """A device, a pool on it, and the transports of one process."""
 
-    def __init__(self, fake: bool, folder: str, blocks: int) -> None:
+    def __init__(self, fake: bool, folder: str, blocks: int, spec: Any = None) -> None:
+        """`spec`: as spec_of, if it is left out."""
         import torch
 
         from pdserve.engine.handoff.protocol.keys import TagKey
@@ -39,7 +40,7 @@ class Side:
         from pdserve.engine.transport.registry import transports
 
         self.torch, self.fake, self.folder = torch, fake, folder
-        self.spec = spec_of()
+        self.spec = spec or spec_of()
         self.where = "cpu" if fake else "cuda"
         self.kv = (TorchKvCache if fake else DeviceKvCache)(self.spec, [blocks])
         self.pools = [torch.as_tensor(data) for data in self.kv.data]  # sharing their memory
@@ -154,7 +155,7 @@ class Taker:
                     link, header, payload = self.arrived.get(block=not copies, timeout=1.0)
                 except queue.Empty:
                     break
-                blocks = list(range(header.tokens.start // 32 + 1, header.tokens.stop // 32 + 1))
+                blocks = blocks_of(side, header)
                 begun += 1
                 if isinstance(payload, memoryview):
                     side.kv.write(header.group, header.layers, blocks, payload)
@@ -168,10 +169,15 @@ class Taker:
             while copies and copies[0][2].done():
                 link, header, copy = copies.pop(0)
                 taken, damaged = taken + copy.intact, damaged + (not copy.intact)
-                first, last = header.tokens.start // 32 + 1, header.tokens.stop // 32 + 1
-                self.covered |= {(n, b) for n in header.layers for b in range(first, last)}
+                self.covered |= {(n, b) for n in header.layers for b in blocks_of(side, header)}
                 link.credit(header)
         return taken, damaged
+
+
+def blocks_of(side: Side, header: Any) -> list[int]:
+    """Where a frame's tokens lie: block 0 of a pool is nobody's."""
+    size = side.spec.block_size
+    return list(range(header.tokens.start // size + 1, header.tokens.stop // size + 1))
 
 
 def listen(side: Side, name: str, boot: bytes, taker: Taker) -> Any:
@@ -213,6 +219,7 @@ def push(side: Side, link: Any, piece: Any, sequence: int) -> None:
     blocks = [block + 1 for block in piece.blocks]  # block 0 of a pool is nobody's
     size = side.kv.num_bytes(0, piece.layers, blocks)
     pages = side.kv.pages(0, piece.layers, blocks)
+    heads = range(side.spec.groups[0].num_kv_heads)
 
     @contextmanager
     def build(slot: int, sink: Any) -> Iterator[Any]:
@@ -221,9 +228,10 @@ def push(side: Side, link: Any, piece: Any, sequence: int) -> None:
             parts = side.kv.read(0, piece.layers, blocks)
         else:
             sink.copy_out(pages, side.key.copy_key(sequence))
-        tokens = range(piece.blocks.start * 32, piece.blocks.stop * 32)
+        size_tokens = side.spec.block_size
+        tokens = range(piece.blocks.start * size_tokens, piece.blocks.stop * size_tokens)
         header = FrameHeader(
-            TICKET, sequence, slot, 0, piece.layers, tokens, range(8), size, bytes(TAG_BYTES)
+            TICKET, sequence, slot, 0, piece.layers, tokens, heads, size, bytes(TAG_BYTES)
         )
         yield Frame(header.pack() + bytes(TAG_BYTES), parts)
 

@@ -1,6 +1,6 @@
 """The table of compiled kernels: for each launch and capability what the compiler made of it.
 
-Run without TRITON_INTERPRET, it prints the table's lines; --few: those that every test run compiles.
+Run without TRITON_INTERPRET, it prints the table's lines; --few: those that each test run compiles.
 """
 
 import json

@@ -39,6 +39,7 @@ def measure(part: Part) -> None:
     target = torch.empty_like(source)
     seconds = seconds_of(part.device, lambda: target.copy_(source))
     part.note(copy_gb_s=2 * values / seconds / 1e9)  # read and written
+    part.check("copies", torch.equal(source, target))
     size = 64 if part.fake else 8192
     a, b = (torch.randn(size, size, device=part.device).bfloat16() for _ in range(2))
     seconds = seconds_of(part.device, lambda: a @ b, 50)
