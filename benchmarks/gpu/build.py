@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,21 @@ def install(wheels: Path) -> None:
         beside = SITE.with_suffix(".new")  # another process that imports finds all or nothing
         shutil.rmtree(beside, ignore_errors=True)
         _run(sys.executable, "-m", "pip", *words, "--target", beside, *found)
+        _write_metadata(beside)
         beside.rename(SITE)
     for stub in (wheels / STUBS).glob("*"):
         if not (ROOT / "protos" / stub.name).exists():
             shutil.copy(stub, ROOT / "protos")
+
+
+def _write_metadata(site: Path) -> None:
+    """By which pdserve, which is not installed, knows its version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    name, version = project["name"], project["version"]
+    folder = site / f"{name}-{version}.dist-info"
+    folder.mkdir()
+    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (folder / "METADATA").write_text(about)
 
 
 def build(jobs: int) -> None:
