@@ -33,17 +33,21 @@ def make_pool(
 
 
 class Sequences:
-    """Owns the tables; each sequence has blocks for `most` tokens. The pool is the caller's."""
+    """Owns the tables. The pool is the caller's."""
 
-    def __init__(self, decoder: CudaDecoder, kv: KvCache, tokens: Ints) -> None:
-        """`tokens` [sequences, most]."""
+    def __init__(
+        self, decoder: CudaDecoder, kv: KvCache, tokens: Ints, lens: Sequence[int] = ()
+    ) -> None:
+        """`tokens` [sequences, most]; sequence n has blocks for lens[n] tokens, or for `most`."""
         self.decoder, self.kv, self.tokens = decoder, kv, tokens
         count, most = tokens.shape
-        width = blocks_for(most, kv.spec.block_size)
-        if min(kv.num_blocks) < count * width:
-            raise ValueError(f"a pool of {kv.num_blocks} blocks, not {count * width}")
-        order = np.random.default_rng(0).permutation(count * width) + 1
-        self._table = order.reshape(count, width)
+        needed = [blocks_for(n, kv.spec.block_size) for n in lens or [most] * count]
+        if min(kv.num_blocks) < sum(needed):
+            raise ValueError(f"a pool of {kv.num_blocks} blocks, not {sum(needed)}")
+        blocks = iter(np.random.default_rng(0).permutation(sum(needed)) + 1)
+        self._table = np.zeros((count, max(needed)), np.int64)
+        for row, own in enumerate(needed):
+            self._table[row, :own] = [next(blocks) for _ in range(own)]
 
     def clear(self) -> None:
         """No key or value of an earlier step can be taken for one of the next."""
@@ -78,9 +82,6 @@ class Sequences:
             groups=(group,) * len(self.kv.spec.groups),
             logit_tokens=starts[1:] - 1,
         )
-
-    def blocks_of(self, sequence: int, num_tokens: int) -> list[int]:
-        return [int(b) for b in self._table[sequence, : blocks_for(num_tokens, BLOCK_SIZE)]]
 
 
 def drawn_tokens(count: int, most: int, vocab: int, seed: int = 0) -> Any:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-READY = 6  # children that start while others are killed
+READY = 10  # children that start while others are killed
 
 
 def spec_of() -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run import FAILED, ORDER, OUT_OF_TIME, PASSED, SKIPPED, judged
+from run import FAILED, ORDER, OUT_OF_TIME, PASSED, SKIPPED, groups, judged
 
 RUN = Path(__file__).parents[2] / "benchmarks/gpu/run.py"
 
@@ -39,6 +39,12 @@ def test_what_time_does_not_allow_is_told(tmp_path: Path) -> None:
     assert code == 2
     assert result["parts"]["system"]["status"] in (OUT_OF_TIME, SKIPPED)
     assert result["seconds"] < 20
+
+
+def test_only_parts_that_measure_no_time_run_together() -> None:
+    together = [[one.name for one in some] for some in groups(list(ORDER)) if len(some) > 1]
+    assert together == [["kills", "sanitizer"]]
+    assert all(len(some) == 1 for some in groups([one for one in ORDER if one.name != "kills"]))
 
 
 @pytest.mark.parametrize(

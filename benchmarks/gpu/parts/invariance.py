@@ -32,14 +32,10 @@ FAKE_SMALLEST = Sizes(2, 2, 6, 1, 64, (2,), (4,))
 
 
 class Case:
-    """Prompts of all lengths, and how their steps are made."""
+    """How the steps of prompts are made."""
 
-    def __init__(self, sequences: Sequences, sizes: Sizes) -> None:
-        self.sequences, self.sizes = sequences, sizes
-        rng = np.random.default_rng(1)
-        lens = np.exp(rng.uniform(np.log(2), np.log(sizes.prompt), sizes.rows)).astype(int)
-        lens[0] = sizes.prompt
-        self.lens = [int(n) for n in lens]
+    def __init__(self, sequences: Sequences, sizes: Sizes, lens: list[int]) -> None:
+        self.sequences, self.sizes, self.lens = sequences, sizes, lens
 
     def run(self, batch: int, chunk: int, numbers: Sequence[int], resumed: int = 0) -> Tensor:
         """float32 [sequences, 1 + new, vocab]: logits of the last token of each prompt and of those
@@ -71,14 +67,23 @@ class Case:
         return sorted(rows, key=lambda row: row.end - row.start > 1)
 
 
+def prompt_lens(sizes: Sizes) -> list[int]:
+    """Short ones and long ones."""
+    rng = np.random.default_rng(1)
+    lens = np.exp(rng.uniform(np.log(2), np.log(sizes.prompt), sizes.rows)).astype(int)
+    lens[0] = sizes.prompt
+    return [int(n) for n in lens]
+
+
 def measure(part: Part) -> None:
     sizes = FAKE_SMALLEST if part.fake and part.smallest else FAKE if part.fake else WHOLE
     decoder = random_decoder(FAKE_QWEN3 if part.fake else QWEN3_0_6B, part.device)
-    most = sizes.prompt + sizes.new
-    blocks = sizes.rows * blocks_for(most, BLOCK_SIZE)
+    most, lens = sizes.prompt + sizes.new, prompt_lens(sizes)
+    whole = [n + sizes.new for n in lens]
+    blocks = sum(blocks_for(n, BLOCK_SIZE) for n in whole)
     kv = make_pool(part.device, decoder.kv_groups, blocks)
     tokens = drawn_tokens(sizes.rows, most, decoder.config.vocab_size)
-    case = Case(Sequences(decoder, kv, tokens), sizes)
+    case = Case(Sequences(decoder, kv, tokens, whole), sizes, lens)
     compared, everyone = list(range(sizes.sequences)), list(range(sizes.rows))
     alone = case.run(1, most, compared)
     part.note(logits=alone.numel(), finite=bool(alone.isfinite().all()))
@@ -92,8 +97,8 @@ def measure(part: Part) -> None:
 
     for chunk in sizes.chunks:
         compare(f"chunks of {chunk}", case.run(1, chunk, compared))
-    for batch in sizes.batches:
-        chunk = sizes.chunks[batch % len(sizes.chunks)]
+    for number, batch in enumerate(sizes.batches):
+        chunk = sizes.chunks[number % len(sizes.chunks)]
         compare(f"batches of {batch}", case.run(batch, chunk, everyone))
     resumed = case.run(sizes.sequences, sizes.chunks[0], compared, resumed=1)
     compare("resumed", resumed, alone[:, 1:])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -120,6 +121,8 @@ def attended(
     kv, table = kv.to(part.device), table.to(part.device)
     num_decode_rows, scale = sum(new == 1 for new, _ in rows), head_dim**-0.5
     plan = plan_rows(starts, lens, num_decode_rows, table)
+    on_host = {name: getattr(plan, name) for name in ("starts", "kv_lens", "tiles")}
+    plan = replace(plan, **{name: numbers.to(part.device) for name, numbers in on_host.items()})
     found = paged_attention(q, kv, plan, scale, window, cap, weights)
     expected = reference.paged_attention(
         q.double(), kv.double(), table.long(), starts, lens, num_decode_rows, scale, window, cap,

@@ -68,7 +68,7 @@ def with_mps(part: Part) -> None:
         part.note(with_mps={"error": f"{type(error).__name__}: {error}"[:500]})
         part.check(WITH_MPS, False)
     finally:
-        subprocess.run([DAEMON], input="quit\n", text=True, env=env, timeout=30)
+        subprocess.run([DAEMON], input="quit -t 5\n", text=True, env=env, timeout=30)
 
 
 def over(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
