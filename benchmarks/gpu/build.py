@@ -53,9 +53,11 @@ def _write_metadata(site: Path) -> None:
 
 
 def build(jobs: int) -> None:
-    """pdserve.kernels._native, unless it can be imported. Raises CalledProcessError."""
+    """pdserve.kernels._native, of the present sources; not where it was installed in another way.
+    Raises CalledProcessError."""
     trial = [sys.executable, "-c", "from pdserve.kernels._native import copy_and_hash"]
-    if not subprocess.run(trial, env=environment(), cwd=ROOT, capture_output=True).returncode:
+    done = subprocess.run(trial, env=environment(), cwd=ROOT, capture_output=True)
+    if not done.returncode and not CMAKE.exists():
         return
     _run("cmake", "-S", ROOT, "-B", CMAKE, f"-DPython_EXECUTABLE={sys.executable}")
     _run("cmake", "--build", CMAKE, "--target", "_native", "-j", jobs)
