@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from byte_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, write_tokenizer
 from front.clock import MARKS, StepClock
-from tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, write_tokenizer
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.card import CardData

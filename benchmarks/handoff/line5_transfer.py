@@ -9,7 +9,7 @@ side, the copies are the same; only the benchmark can do that. Sealed payloads a
 the others, without a bound. networks: the same between two
 network namespaces with a rate, and through the tests' proxy with a delay, beside the bare socket
 there; without namespaces it is skipped, and the line does not hold. cuda_ipc is skipped here:
-cuda_check.py measures it on a machine that has a GPU.
+`make accept-gpu` measures it on a machine that has a GPU.
 
 Words: `quick` (fewer rounds), or names of parts; the line holds only with all parts of it.
 """
@@ -170,7 +170,7 @@ def shaped(quick: bool) -> dict[str, Any]:
 PARTS = {"exposed": exposed, "copies": copies, "networks": shaped}
 
 
-CUDA_IPC = {"skipped": "needs a GPU: see cuda_check.py"}
+CUDA_IPC = {"skipped": "needs a GPU: see make accept-gpu"}
 
 
 def main() -> int:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import transformers
+from byte_tokenizer import EOS
 from safetensors.torch import load_file, save_file
-from tiny_models import EOS, write_tiny
+from tiny_models import write_tiny
 from tokenizers import Tokenizer, processors
 
 MODES = ("cls_token", "mean_tokens", "max_tokens", "weightedmean_tokens", "lasttoken")

@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 import transformers
+from byte_tokenizer import VOCAB_SIZE, write_tokenizer
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-BOS, TURN, EOS = "<|begin|>", "<|im_start|>", "<|im_end|>"  # ids 256, 257, 258
-VOCAB_SIZE = 259  # 256 bytes and the three above
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -216,12 +213,6 @@ _VISION = {
     "patch_size": 14,
 }
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
 
 def write_tiny(
     path: Path,
@@ -288,32 +279,6 @@ def add_mtp(path: Path) -> None:
     }
     save_file(tensors | {name: t.clone() for name, t in added.items()}, file)
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-
-
-def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> None:
-    """A byte-level BPE without merges: token id = rank of the byte, then the three specials.
-
-    Ids from 259 to `vocab_size` have no text, as the padded vocabularies of real models.
-    """
-    if vocab_size < VOCAB_SIZE:
-        raise ValueError(f"the byte tokenizer needs {VOCAB_SIZE} ids, not {vocab_size}")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([BOS, TURN, EOS])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, 256)]
-    )
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "chat_template": CHAT_TEMPLATE,
-        "model_max_length": 512,
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def shipped_model() -> Path:

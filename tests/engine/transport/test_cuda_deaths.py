@@ -20,7 +20,7 @@ from pdserve.engine.handoff.protocol.frames import FrameHeader
 from pdserve.engine.transport.base import SLOTS, Payload
 
 CHILD = Path(__file__).parents[2] / "support/cuda_child.py"
-KILLS = 6  # of each side; benchmarks/handoff/cuda_check.py does 200 of each on a GPU
+KILLS = 6  # of each side; benchmarks/gpu/parts/kills.py does 40 of each on a GPU
 
 
 class Keeper(Recorder):

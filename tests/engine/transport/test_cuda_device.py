@@ -1,6 +1,6 @@
 """What can be said of the CUDA shell without a GPU: when it opens, and that CuPy has what it calls.
 
-That it works on a GPU is for benchmarks/handoff/cuda_check.py.
+That it works on a GPU is for `make accept-gpu`.
 """
 
 import re

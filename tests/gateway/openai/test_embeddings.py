@@ -9,11 +9,11 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from byte_tokenizer import write_tokenizer
 from eventually import eventually
 from fake_router import FakeRouter, failed, placed, saying, served
 from memory_tracer import MemoryTracer
 from pooled_answers import HIDDEN, embedder, vector_of
-from tiny_models import write_tokenizer
 
 from pdserve.gateway.openai.embeddings import MAX_INPUTS
 from pdserve.gateway.pooling.runs import AT_ONCE

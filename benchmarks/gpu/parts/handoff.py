@@ -1,27 +1,35 @@
-"""What cuda_check.py looks at: tags, bytes and speed of transfers, contexts that survive kills."""
+"""A pool of Llama-8B's shape from process to process by cuda_ipc and by tcp: bytes and speed, and
+tags that find a changed bit."""
 
-import argparse
-import contextlib
 import os
-import queue
 import random
+import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
-from handoff.cuda_sides import READY, Children, Side, Taker, dial, listen, pieces, push, tell
+from part import Part, run
+from sides import Children, Side, Taker, listen, tell
 
-FEW = 8  # blocks of the pools of processes that are killed
-
-
-def over(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    end = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.001)
-    return condition()
+LEAST_GB_S = 100.0
 
 
-def hashes(side: Side) -> dict[str, Any]:
+def measure(part: Part) -> None:
+    blocks, rounds = (3, 1) if part.fake or part.smallest else (256, 5)
+    side = Side(part.fake, str(part.folder), blocks)
+    found = hashes(side, 2 if part.smallest or part.fake else 20)
+    part.note(hash=found)
+    part.check("tags", found["equal"])
+    if part.smallest:
+        return
+    moved = transfers(side, blocks, rounds)
+    part.note(transfer=moved)
+    part.check("bytes equal to tcp's", moved["equal"])
+    speed = statistics.median(moved["cuda_ipc_gb_s"])
+    part.check(f">= {LEAST_GB_S:g} GB/s", speed >= LEAST_GB_S, unless_fake=True)
+    part.check("context alive", side.alive())
+
+
+def hashes(side: Side, count: int) -> dict[str, Any]:
     """The device's tag of random blocks is the host's; a changed bit in the slot is found."""
     import numpy as np
 
@@ -36,7 +44,7 @@ def hashes(side: Side) -> dict[str, Any]:
     side.fill(1)
     compared = equal = found = 0
     block_bytes = side.spec.groups[0].block_bytes(32)
-    for number in range(20):
+    for number in range(count):
         layers = range(rng.randrange(0, 8), rng.randrange(8, 17))
         most = min(side.kv.num_blocks[0], capacity // (len(layers) * block_bytes))
         blocks = rng.sample(range(1, side.kv.num_blocks[0] + 1), rng.randrange(1, most + 1))
@@ -60,7 +68,7 @@ def hashes(side: Side) -> dict[str, Any]:
         copy = side.device.copy_in(pages, slot, key)
         copy.wait()
         found += not copy.intact
-    blocks = list(range(1, capacity // (32 * block_bytes) + 1))
+    blocks = list(range(1, min(side.kv.num_blocks[0], capacity // (32 * block_bytes)) + 1))
     whole = side.kv.pages(0, range(32), blocks, side.kv.ready())
     speed = {}
     for name, give in (
@@ -69,10 +77,10 @@ def hashes(side: Side) -> dict[str, Any]:
     ):
         give(whole, slot, bytes(32)).wait()
         start = time.perf_counter()
-        for _ in range(20):
+        for _ in range(count):
             last = give(whole, slot, bytes(32))
         last.wait()
-        speed[f"{name}_gb_s"] = 20 * whole.num_bytes / (time.perf_counter() - start) / 1e9
+        speed[f"{name}_gb_s"] = count * whole.num_bytes / (time.perf_counter() - start) / 1e9
     side.device.release(slot)
     slot.signal.close()
     memory.close()
@@ -80,7 +88,7 @@ def hashes(side: Side) -> dict[str, Any]:
     return {"compared": compared, "equal": right, "changed_bits_found": found, **speed}
 
 
-def transfers(options: argparse.Namespace, side: Side) -> dict[str, Any]:
+def transfers(side: Side, blocks: int, rounds: int) -> dict[str, Any]:
     """A whole pool from another process by both transports: bytes and times."""
     result: dict[str, Any] = {}
     side.fill(7)
@@ -96,7 +104,7 @@ def transfers(options: argparse.Namespace, side: Side) -> dict[str, Any]:
     bytes_copied = 10 * sum(d.numel() * d.element_size() for d in expected)
     result["device_to_device_gb_s"] = bytes_copied / (time.perf_counter() - start) / 1e9
     del start_copy
-    children = Children(options, "prefill", options.blocks, 1)
+    children = Children(side, "prefill", blocks, 1)
     equal = True
     for name in ("cuda_ipc", "tcp"):
         boot, taker = os.urandom(16), Taker(side)
@@ -104,8 +112,8 @@ def transfers(options: argparse.Namespace, side: Side) -> dict[str, Any]:
         process, _ = children.next(0)
         address = listener.address if name == "tcp" else "-"
         speeds = []
-        tell(process, name, address, boot.hex(), 7, options.rounds)
-        for number in range(options.rounds):
+        tell(process, name, address, boot.hex(), 7, rounds)
+        for number in range(rounds):
             side.clear()
             side.wait()
             taker.first = 0.0
@@ -131,49 +139,5 @@ def transfers(options: argparse.Namespace, side: Side) -> dict[str, Any]:
     return result
 
 
-def kill_prefill(options: argparse.Namespace, side: Side) -> dict[str, int]:
-    """Half of the kills: prefill floods the window and dies; decode's context goes on."""
-    boot, taker, rng = os.urandom(16), Taker(side), random.Random(2)
-    listener = listen(side, "cuda_ipc", boot, taker)
-    children = Children(options, "prefill", FEW, READY)
-    survived = frames = damaged = 0
-    count = options.kills // 2
-    for number in range(count):
-        process, _ = children.next(count - number - 1)
-        tell(process, "cuda_ipc", "-", boot.hex(), number, "flood")
-        taken, bad = taker.take(rng.randrange(1, 40))
-        process.kill()
-        process.communicate()
-        ended = over(lambda n=number: len(taker.links) > n and all(x.ended for x in taker.links))
-        with contextlib.suppress(queue.Empty):
-            while True:
-                taker.arrived.get_nowait()  # of the dead one
-        frames, damaged = frames + taken, damaged + bad
-        survived += side.alive() and ended and not bad
-    children.close()
-    listener.close()
-    return {"kills": count, "survived": survived, "frames": frames, "damaged": damaged}
-
-
-def kill_decode(options: argparse.Namespace, side: Side) -> dict[str, int]:
-    """The other half: decode takes frames and dies with its window; prefill's context goes on."""
-    rng = random.Random(3)
-    children = Children(options, "decode", FEW, READY)
-    survived = frames = 0
-    count = options.kills - options.kills // 2
-    for number in range(count):
-        process, boot = children.next(count - number - 1)
-        link = dial(side, "cuda_ipc", "", bytes.fromhex(boot))
-        few = pieces(side, link, FEW)
-        for sequence in range(60):
-            push(side, link, few[sequence % len(few)], sequence)
-        for _ in range(rng.randrange(1, 30)):
-            assert process.stdout is not None
-            frames += process.stdout.readline() == "frame\n"
-        process.kill()
-        process.communicate()
-        ended = over(lambda link=link: link.ended)
-        link.close()
-        survived += side.alive() and ended
-    children.close()
-    return {"kills": count, "survived": survived, "frames": frames}
+if __name__ == "__main__":
+    run(measure)

@@ -1,4 +1,10 @@
-"""The two sides of cuda_check.py: a pool on a device, decode's taker, and child processes."""
+"""The two sides of a hand-off by cuda_ipc: a pool on a device, decode's taker, and child processes.
+
+    sides.py prefill|decode --folder FOLDER --blocks N [--fake]
+
+prefill: for each line `name address boot seed rounds` on stdin, hands the pool over; `flood` for
+rounds: until it is killed. decode: listens, says its boot id, takes frames until it is killed.
+"""
 
 import argparse
 import os
@@ -9,11 +15,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-READY = 6  # children that start while others are killed
-SCRIPT = Path(__file__).with_name("cuda_check.py")
+READY = 10  # children that start while others are killed
 
 
 def spec_of() -> Any:
@@ -26,7 +30,8 @@ def spec_of() -> Any:
 class Side:
     """A device, a pool on it, and the transports of one process."""
 
-    def __init__(self, fake: bool, folder: str, blocks: int) -> None:
+    def __init__(self, fake: bool, folder: str, blocks: int, spec: Any = None) -> None:
+        """`spec`: as spec_of, if it is left out."""
         import torch
 
         from pdserve.engine.handoff.protocol.keys import TagKey
@@ -34,12 +39,14 @@ class Side:
         from pdserve.engine.transport.base import TransportOptions
         from pdserve.engine.transport.registry import transports
 
-        self.torch = torch
-        self.spec = spec_of()
+        self.torch, self.fake, self.folder = torch, fake, folder
+        self.spec = spec or spec_of()
         self.where = "cpu" if fake else "cuda"
         self.kv = (TorchKvCache if fake else DeviceKvCache)(self.spec, [blocks])
         self.pools = [torch.as_tensor(data) for data in self.kv.data]  # sharing their memory
         self.device = self._open(fake)
+        self.num_windows = 0  # that were made
+        self._count_windows()
         self.key = TagKey(bytes(32))
         size = (4 << 20) if fake else (32 << 20)
         self.options = TransportOptions("127.0.0.1:0", folder, 1 << 20, lambda: self.device, size)
@@ -56,17 +63,37 @@ class Side:
         assert open_device is not None
         return open_device()
 
+    def _count_windows(self) -> None:
+        allocate, least = self.device.allocate, 1 << 20
+
+        def counted(size: int) -> Any:
+            self.num_windows += size > least
+            return allocate(size)
+
+        self.device.allocate = counted
+
+    def filled(self, seed: int, blocks: int) -> Any:
+        """Of the first group: what `fill` makes of a pool of so many blocks."""
+        data = self.pools[0]
+        shape = (data.shape[0], blocks + 1, *data.shape[2:])
+        made = self.torch.empty(shape, dtype=data.dtype, device=self.where)
+        self._fill(made, seed)
+        return made
+
     def fill(self, seed: int) -> None:
         """The same numbers in every process of this machine."""
         for data in self.pools:
-            generator = self.torch.Generator(self.where).manual_seed(seed)
-            words = data.view(self.torch.int16)
-            words.copy_(
-                self.torch.randint(
-                    -30000, 30000, words.shape, generator=generator,
-                    device=self.where, dtype=self.torch.int16,
-                )
-            )  # fmt: skip
+            self._fill(data, seed)
+
+    def _fill(self, data: Any, seed: int) -> None:
+        generator = self.torch.Generator(self.where).manual_seed(seed)
+        words = data.view(self.torch.int16)
+        words.copy_(
+            self.torch.randint(
+                -30000, 30000, words.shape, generator=generator,
+                device=self.where, dtype=self.torch.int16,
+            )
+        )  # fmt: skip
 
     def clear(self) -> None:
         for data in self.pools:
@@ -96,6 +123,7 @@ class Taker:
         self.recorder = Recorder()
         self.arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.links: list[Any] = []
+        self.covered: set[tuple[int, int]] = set()  # layers and blocks that were taken
         self.first = 0.0
 
     def introduced(self, link: Any, hello: Any) -> str:
@@ -127,7 +155,7 @@ class Taker:
                     link, header, payload = self.arrived.get(block=not copies, timeout=1.0)
                 except queue.Empty:
                     break
-                blocks = list(range(header.tokens.start // 32 + 1, header.tokens.stop // 32 + 1))
+                blocks = blocks_of(side, header)
                 begun += 1
                 if isinstance(payload, memoryview):
                     side.kv.write(header.group, header.layers, blocks, payload)
@@ -141,8 +169,15 @@ class Taker:
             while copies and copies[0][2].done():
                 link, header, copy = copies.pop(0)
                 taken, damaged = taken + copy.intact, damaged + (not copy.intact)
+                self.covered |= {(n, b) for n in header.layers for b in blocks_of(side, header)}
                 link.credit(header)
         return taken, damaged
+
+
+def blocks_of(side: Side, header: Any) -> list[int]:
+    """Where a frame's tokens lie: block 0 of a pool is nobody's."""
+    size = side.spec.block_size
+    return list(range(header.tokens.start // size + 1, header.tokens.stop // size + 1))
 
 
 def listen(side: Side, name: str, boot: bytes, taker: Taker) -> Any:
@@ -184,6 +219,7 @@ def push(side: Side, link: Any, piece: Any, sequence: int) -> None:
     blocks = [block + 1 for block in piece.blocks]  # block 0 of a pool is nobody's
     size = side.kv.num_bytes(0, piece.layers, blocks)
     pages = side.kv.pages(0, piece.layers, blocks, side.kv.ready())
+    heads = range(side.spec.groups[0].num_kv_heads)
 
     @contextmanager
     def build(slot: int, sink: Any) -> Iterator[Any]:
@@ -192,20 +228,25 @@ def push(side: Side, link: Any, piece: Any, sequence: int) -> None:
             parts = side.kv.read(0, piece.layers, blocks)
         else:
             sink.copy_out(pages, side.key.copy_key(sequence))
-        tokens = range(piece.blocks.start * 32, piece.blocks.stop * 32)
+        size_tokens = side.spec.block_size
+        tokens = range(piece.blocks.start * size_tokens, piece.blocks.stop * size_tokens)
         header = FrameHeader(
-            TICKET, sequence, slot, 0, piece.layers, tokens, range(8), size, bytes(TAG_BYTES)
+            TICKET, sequence, slot, 0, piece.layers, tokens, heads, size, bytes(TAG_BYTES)
         )
         yield Frame(header.pack() + bytes(TAG_BYTES), parts)
 
     link.push(build)
 
 
-def child(options: argparse.Namespace) -> int:
-    """prefill: for each line `name address boot seed rounds` on stdin, hands the pool over; `flood`
-    for rounds: until it is killed. decode: listens, says its boot id, takes frames until killed."""
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("prefill", "decode"))
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--blocks", type=int, required=True)
+    parser.add_argument("--fake", action="store_true")
+    options = parser.parse_args()
     side = Side(options.fake, options.folder, options.blocks)
-    if options.child == "decode":
+    if options.kind == "decode":
         boot = os.urandom(16)
         taker = Taker(side)
         listen(side, "cuda_ipc", boot, taker)
@@ -228,7 +269,6 @@ def child(options: argparse.Namespace) -> int:
                     time.sleep(0.001)
                 push(side, link, piece, sequence)
                 sequence += 1
-    return 0
 
 
 def say(line: str) -> None:
@@ -238,11 +278,9 @@ def say(line: str) -> None:
 class Children:
     """Processes of one kind, started ahead: most of a start is imports and a CUDA context."""
 
-    def __init__(self, options: argparse.Namespace, kind: str, blocks: int, ahead: int) -> None:
-        self._command = [
-            sys.executable, str(SCRIPT), "--built", "--child", kind, "--folder", options.folder,
-            "--blocks", str(blocks), *(["--fake"] if options.fake else []),
-        ]  # fmt: skip
+    def __init__(self, side: Side, kind: str, blocks: int, ahead: int) -> None:
+        self._command = [sys.executable, __file__, kind, "--folder", side.folder]
+        self._command += ["--blocks", str(blocks), *(["--fake"] if side.fake else [])]
         self._ahead = ahead
         self._waiting: list[subprocess.Popen[str]] = []
 
@@ -264,3 +302,7 @@ class Children:
 def tell(process: Any, *words: object) -> None:
     process.stdin.write(" ".join(map(str, words)) + "\n")
     process.stdin.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What a part of `make accept-gpu` is run with: its device, its time, and its figures, which are
+written whenever one is added, so that a part that is killed has told what it knew."""
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HELD, FAILED, SKIPPED = "held", "failed", "skipped"
+
+
+class Part:
+    """One part; the folder has the records of those before it."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.fake: bool = options.fake
+        self.smallest: bool = options.smallest
+        self.folder = Path(options.folder)
+        self.device = "cpu" if self.fake else "cuda"
+        self._name = name
+        self._ends_s = time.monotonic() + options.seconds
+        self.record: dict[str, Any] = {"checks": {}, "figures": {}}
+
+    @property
+    def left_s(self) -> float:
+        return self._ends_s - time.monotonic()
+
+    def note(self, **figures: Any) -> None:
+        """Adds figures."""
+        self.record["figures"] |= figures
+        self._write()
+
+    def check(self, name: str, holds: bool, unless_fake: bool = False) -> None:
+        """One line that holds or fails; `unless_fake`: it is about speed, so the fake skips it."""
+        if self.fake and unless_fake:
+            self.skip(name, "a fake device has no speed")
+        else:
+            self.record["checks"][name] = HELD if holds else FAILED
+            self._write()
+
+    def skip(self, name: str, reason: str) -> None:
+        """One line that cannot be looked at, and why."""
+        self.record["checks"][name] = f"{SKIPPED}: {reason}"
+        self._write()
+
+    def earlier(self, name: str) -> dict[str, Any]:
+        """The figures of a part that has run before; empty if it has none."""
+        path = self.folder / f"{name}.json"
+        figures: dict[str, Any] = json.loads(path.read_text())["figures"] if path.exists() else {}
+        return figures
+
+    def fail(self, reason: str) -> None:
+        self.record["error"] = reason
+        self._write()
+
+    def _write(self) -> None:
+        path = self.folder / f"{self._name}.json"
+        beside = path.with_suffix(".new")
+        beside.write_text(json.dumps(self.record))
+        beside.rename(path)
+
+
+def run(measure: Callable[[Part], None]) -> None:
+    """The main of a part's module."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", required=True, help="where records and models are")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--fake", action="store_true")
+    parser.add_argument("--smallest", action="store_true", help="the fewest sizes")
+    options = parser.parse_args()
+    part = Part(Path(sys.argv[0]).stem, options)
+    fake_device() if part.fake else own_stream()
+    try:
+        measure(part)
+    except Exception as error:
+        traceback.print_exc()
+        part.fail(f"{type(error).__name__}: {error}"[:2000])
+    sys.stdout.flush()
+    # A context that a failed kernel has broken may never come to its end.
+    os._exit(bool(part.record.get("error")))
+
+
+def fake_device() -> None:
+    """Kernels are interpreted, as run.py has told this process: see triton_interpreter."""
+    import torch
+    import triton_interpreter as _  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def own_stream() -> None:
+    """What this thread launches can be recorded from here on, which the default stream cannot."""
+    import torch
+
+    torch.cuda.set_stream(torch.cuda.Stream())

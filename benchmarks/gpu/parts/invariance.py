@@ -1,0 +1,111 @@
+"""Logits of 64 sequences are the same bits alone, in every batch and in every cut of their prompts,
+when they go on after their keys were computed anew, and from recorded steps."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from part import Part, run
+from random_models import FAKE_QWEN3, QWEN3_0_6B, make_recorder, random_decoder
+from sequences import BLOCK_SIZE, Row, Sequences, drawn_tokens, make_pool, same_bits
+from torch import Tensor
+
+from pdserve.engine.kv.spec import blocks_for
+
+
+class Sizes(NamedTuple):
+    """What is compared."""
+
+    sequences: int  # whose logits are compared
+    rows: int  # with those that only keep them company
+    prompt: int  # the longest
+    new: int  # tokens behind each prompt
+    step: int  # tokens at most
+    batches: tuple[int, ...]
+    chunks: tuple[int, ...]
+
+
+WHOLE = Sizes(64, 256, 2100, 4, 8192, (2, 16, 64, 256), (64, 256, 512, 2048))
+FAKE = Sizes(3, 4, 20, 2, 64, (2, 4), (5, 64))
+FAKE_SMALLEST = Sizes(2, 2, 6, 1, 64, (2,), (4,))
+
+
+class Case:
+    """How the steps of prompts are made."""
+
+    def __init__(self, sequences: Sequences, sizes: Sizes, lens: list[int]) -> None:
+        self.sequences, self.sizes, self.lens = sequences, sizes, lens
+
+    def run(self, batch: int, chunk: int, numbers: Sequence[int], resumed: int = 0) -> Tensor:
+        """float32 [sequences, 1 + new, vocab]: logits of the last token of each prompt and of those
+        behind it. `resumed`: so many new tokens are computed as a part of the prompt."""
+        self.sequences.clear()
+        new, vocab = self.sizes.new, self.sequences.decoder.config.vocab_size
+        found = torch.zeros(self.sizes.sequences, 1 + new, vocab)
+        for first in range(0, len(numbers), batch):
+            done = dict.fromkeys(numbers[first : first + batch], 0)
+            while done:
+                rows = self._step(done, chunk, resumed)
+                for row, logits in zip(rows, self.sequences.logits(rows).cpu(), strict=True):
+                    done[row.sequence] = row.end
+                    at = row.end - self.lens[row.sequence]
+                    if at >= 0 and row.sequence < len(found):
+                        found[row.sequence, at] = logits
+                    if at == new:
+                        del done[row.sequence]
+        return found[:, resumed:]
+
+    def _step(self, done: dict[int, int], chunk: int, resumed: int) -> list[Row]:
+        rows, left = [], self.sizes.step
+        for number, start in done.items():
+            prompt = self.lens[number] + resumed
+            end = min(start + chunk, prompt) if start < prompt else start + 1
+            if end - start <= left:
+                rows.append(Row(number, start, end))
+                left -= end - start
+        return sorted(rows, key=lambda row: row.end - row.start > 1)
+
+
+def prompt_lens(sizes: Sizes) -> list[int]:
+    """Short ones and long ones."""
+    rng = np.random.default_rng(1)
+    lens = np.exp(rng.uniform(np.log(2), np.log(sizes.prompt), sizes.rows)).astype(int)
+    lens[0] = sizes.prompt
+    return [int(n) for n in lens]
+
+
+def measure(part: Part) -> None:
+    sizes = FAKE_SMALLEST if part.fake and part.smallest else FAKE if part.fake else WHOLE
+    decoder = random_decoder(FAKE_QWEN3 if part.fake else QWEN3_0_6B, part.device)
+    most, lens = sizes.prompt + sizes.new, prompt_lens(sizes)
+    whole = [n + sizes.new for n in lens]
+    blocks = sum(blocks_for(n, BLOCK_SIZE) for n in whole)
+    kv = make_pool(part.device, decoder.kv_groups, blocks)
+    tokens = drawn_tokens(sizes.rows, most, decoder.config.vocab_size)
+    case = Case(Sequences(decoder, kv, tokens, whole), sizes, lens)
+    compared, everyone = list(range(sizes.sequences)), list(range(sizes.rows))
+    alone = case.run(1, most, compared)
+    part.note(logits=alone.numel(), finite=bool(alone.isfinite().all()))
+    part.check("finite", bool(alone.isfinite().all()))
+
+    def compare(name: str, found: Tensor, expected: Tensor = alone) -> None:
+        part.check(name, same_bits(found, expected))
+        if not same_bits(found, expected):
+            unlike = (found.view(torch.int32) != expected.view(torch.int32)).sum()
+            part.note(**{f"{name}_differences": int(unlike)})
+
+    for chunk in sizes.chunks:
+        compare(f"chunks of {chunk}", case.run(1, chunk, compared))
+    for number, batch in enumerate(sizes.batches):
+        chunk = sizes.chunks[number % len(sizes.chunks)]
+        compare(f"batches of {batch}", case.run(batch, chunk, everyone))
+    resumed = case.run(sizes.sequences, sizes.chunks[0], compared, resumed=1)
+    compare("resumed", resumed, alone[:, 1:])
+    decoder.record(make_recorder(part.device), kv, sizes.rows)
+    for batch in (1, sizes.batches[-1]):
+        compare(f"graphs of {batch}", case.run(batch, most, everyone))
+
+
+if __name__ == "__main__":
+    run(measure)

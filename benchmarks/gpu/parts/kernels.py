@@ -1,0 +1,233 @@
+"""Every kernel against float64: the largest difference, over the largest value."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from attention_rows import plan_rows
+from part import Part, run
+from torch import Tensor
+
+from pdserve.engine.weights.format import RawTensor
+from pdserve.engine.weights.unpack import unpack
+from pdserve.kernels import reference
+from pdserve.kernels.cuda.attention.paged import paged_attention
+from pdserve.kernels.cuda.layer.activation import activated, gated
+from pdserve.kernels.cuda.layer.heads import HeadNorms, HeadRange, Rotation, prepare_heads
+from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
+from pdserve.kernels.cuda.linear.packing import pack
+from pdserve.kernels.cuda.linear.product import linear
+from pdserve.kernels.cuda.sampling.step import CudaSampling
+from pdserve.kernels.streams import StreamSettings
+
+ROUNDED = 2.0**-8  # a result of bfloat16
+SUMMED = 1e-4  # a result of float32, of products of bfloat16
+Case = tuple[str, Tensor, Tensor, float]  # its name, what came out, float64, and the bound
+
+
+def measure(part: Part) -> None:
+    worst: dict[str, float] = {}
+    for family in (products, attention, layers, activations):
+        within = True
+        for name, found, expected, most in family(part):
+            error = float((found.double() - expected).abs().max() / expected.abs().max())
+            worst[name] = max(worst.get(name, 0.0), error)
+            within &= error <= most and bool(found.isfinite().all())
+            part.note(errors=worst)
+        part.check(family.__name__, within)
+    sampling(part)
+
+
+def drawn(part: Part, *shape: int, seed: int = 0) -> Tensor:
+    """The same numbers on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(part.device)
+
+
+# --- products with weights
+
+
+def matrix(format: str, rows: int, cols: int) -> RawTensor:
+    rng = np.random.default_rng(rows + cols)
+    if format == "BF16":
+        values = torch.from_numpy(rng.normal(0, 0.02, (rows, cols)).astype(np.float32)).bfloat16()
+        return RawTensor(
+            {"values": values.view(torch.int16).numpy().view(np.uint16)}, format, (rows, cols)
+        )
+    scale = np.float16(0.002)
+    if format in ("Q4_K", "Q8_0"):
+        values, size, scales = (256, 144, [scale, scale]) if format == "Q4_K" else (32, 34, [scale])
+        blocks = rng.integers(0, 256, (rows, cols // values, size), np.uint8)
+        blocks[..., : 2 * len(scales)] = np.array(scales).view(np.uint8)
+        return RawTensor({"blocks": blocks.reshape(rows, -1)}, format, (rows, cols))
+    bits, group = 4 if format == "INT4" else 8, 128
+    codes = rng.integers(0, 256, (rows, cols * bits // 8), np.uint8)
+    if format == "FP8":
+        codes &= 0xBF  # neither NaN nor large
+    scales = rng.uniform(0.001, 0.003, (rows, cols // group)).astype(np.float16)
+    parts = {"codes": codes, "scales": scales}
+    return RawTensor(parts, format, (rows, cols))
+
+
+def products(part: Part) -> Iterator[Case]:
+    small = part.fake or part.smallest
+    formats = ("BF16", "Q4_K", "Q8_0", "INT4", "INT8", "FP8")
+    tokens = (1, 17) if small else (1, 16, 64, 256, 2048)
+    shapes = ((70, 256), (66, 768)) if small else ((4096, 1024), (1024, 3072), (130, 4096))
+    for format in formats:
+        for rows, cols in shapes:
+            raw = matrix(format, rows, cols)
+            held = pack(format, rows, cols, raw.parts, torch.bfloat16, part.device)
+            weight = torch.from_numpy(np.array(unpack(raw))).to(part.device).bfloat16().double()
+            for count in tokens[: 1 if part.fake and format != "BF16" else None]:
+                x = drawn(part, count, cols, seed=count).bfloat16()
+                bias = drawn(part, rows, seed=1)
+                found = linear(x, held, bias, out_dtype=torch.float32)
+                yield f"linear {format}", found, x.double() @ weight.T + bias.double(), SUMMED
+
+
+# --- attention
+
+
+def attention(part: Part) -> Iterator[Case]:
+    """Decode rows and chunks; what belongs to no row is NaN."""
+    small = part.fake or part.smallest
+    lens = (5, 600) if small else (1, 100, 700, 3000)
+    news = (1, 9) if small else (1, 300)
+    for head_dim in (64,) if small else (64, 128, 256):
+        for window, cap, sinks in ((0, 0.0, False), (33, 5.0, True)):
+            rows = [(min(new, n), n) for new in news for n in lens]
+            rows.sort(key=lambda row: row[0] > 1)
+            yield attended(part, rows, head_dim, window, cap, sinks)
+
+
+def attended(
+    part: Part, rows: list[tuple[int, int]], head_dim: int, window: int, cap: float, sinks: bool
+) -> Case:
+    starts = tuple(sum(new for new, _ in rows[:n]) for n in range(len(rows) + 1))
+    lens = tuple(total for _, total in rows)
+    columns = [-(-n // 16) for n in lens]
+    table = torch.zeros(len(rows), max(columns), dtype=torch.int32)
+    kv = torch.full((sum(columns) + 1, 2, 2, 16, head_dim), math.nan, dtype=torch.bfloat16)
+    free = iter(torch.randperm(sum(columns)).tolist())
+    for row, count in enumerate(columns):
+        for column in range(count):
+            block = table[row, column] = next(free) + 1
+            kept = min(16, lens[row] - 16 * column)
+            kv[block, :, :, :kept] = torch.randn(2, 2, kept, head_dim).bfloat16()
+    q = drawn(part, starts[-1], 6, head_dim).bfloat16()
+    weights = drawn(part, 6, seed=2) if sinks else None
+    kv, table = kv.to(part.device), table.to(part.device)
+    num_decode_rows, scale = sum(new == 1 for new, _ in rows), head_dim**-0.5
+    plan = plan_rows(starts, lens, num_decode_rows, table)
+    on_host = {name: getattr(plan, name) for name in ("starts", "kv_lens", "tiles")}
+    plan = replace(plan, **{name: numbers.to(part.device) for name, numbers in on_host.items()})
+    found = paged_attention(q, kv, plan, scale, window, cap, weights)
+    expected = reference.paged_attention(
+        q.double(), kv.double(), table.long(), starts, lens, num_decode_rows, scale, window, cap,
+        None if weights is None else weights.double(),
+    )  # fmt: skip
+    return f"attention of {head_dim}", found, expected, 2 * ROUNDED
+
+
+# --- what lies between
+
+
+def layers(part: Part) -> Iterator[Case]:
+    small = part.fake or part.smallest
+    tokens, size = (2, 80) if small else (300, 4096)
+    x, stream = (drawn(part, tokens, size, seed=n).bfloat16() for n in (1, 2))
+    weight, bias = drawn(part, size, seed=3), drawn(part, size, seed=4)
+
+    def rms(x: Tensor) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+
+    yield "norm", norm(x, weight, None, 1e-5), rms(x.double()), ROUNDED
+    layer = torch.nn.functional.layer_norm(
+        x.double(), (size,), weight.double(), bias.double(), 1e-5
+    )
+    yield "layer norm", norm(x, weight, bias, 1e-5, is_layer=True), layer, ROUNDED
+    total = (stream.double() + x.double()).bfloat16()
+    once = stream.clone()
+    add(once, x)
+    yield "add", once, total.double(), ROUNDED
+    normed = add_norm(stream, x, weight, None, 1e-5)
+    yield "add and norm", normed, rms(total.double()), ROUNDED
+    yield from heads(part, tokens)
+
+
+def heads(part: Part, tokens: int) -> Iterator[Case]:
+    """Norms of heads and rope of 4 heads of q and 2 of k, and 2 of v as they are."""
+    dim = 64
+    x = drawn(part, tokens, 8 * dim).bfloat16()
+    q_weight, k_weight = drawn(part, dim, seed=1), drawn(part, dim, seed=2)
+    angles = torch.arange(tokens)[:, None] * (0.3 ** torch.arange(dim // 2))
+    cos, sin = (a.float().to(part.device) for a in (angles.cos(), angles.sin()))
+    kv = torch.zeros(tokens // 16 + 2, 2, 2, 16, dim, dtype=torch.bfloat16, device=part.device)
+    positions = torch.arange(tokens, device=part.device, dtype=torch.int32)
+    before = x.double().view(tokens, 8, dim)
+    weights = torch.cat([q_weight.expand(4, dim), k_weight.expand(2, dim)]).double()
+    qk = before[:, :6]
+    qk = qk * (qk.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weights
+    first, second = qk.bfloat16().double().chunk(2, -1)
+    c, s = cos.double()[:, None], sin.double()[:, None]
+    turned = torch.cat([first * c - second * s, second * c + first * s], -1)
+    prepare_heads(
+        x, HeadRange(0, 4, 2, 2, dim), HeadNorms(q_weight, k_weight, 1e-6), Rotation(cos, sin),
+        positions, kv, positions + 16,
+    )  # fmt: skip
+    yield "queries", x.view(tokens, 8, dim)[:, :4], turned[:, :4], ROUNDED
+    stored = kv[1:].permute(0, 3, 1, 2, 4).flatten(0, 1)[:tokens]
+    yield "keys", stored[:, 0], turned[:, 4:], ROUNDED
+    yield "values", stored[:, 1], before[:, 6:], 0.0
+
+
+def activations(part: Part) -> Iterator[Case]:
+    tokens, size = (2, 40) if part.fake or part.smallest else (300, 14336)
+    x = (3 * drawn(part, tokens, 2 * size)).bfloat16()
+    gate, up = x.double().chunk(2, -1)
+    functions = torch.nn.functional
+    for name, of in (
+        ("silu", functions.silu),
+        ("gelu", functions.gelu),
+        ("gelu_tanh", lambda y: functions.gelu(y, approximate="tanh")),
+    ):
+        yield f"gated {name}", gated(x, name), of(gate) * up, ROUNDED
+        yield name, activated(x, name), of(x.double()), ROUNDED
+    cut, linear_part = gate.clamp(max=7), up.clamp(-7, 7) + 1
+    oai = cut * torch.sigmoid(1.702 * cut) * linear_part
+    yield "gated swiglu_oai", gated(x, "swiglu_oai"), oai, ROUNDED
+
+
+# --- sampling
+
+
+def sampling(part: Part) -> None:
+    """The same tokens as the reference picks on the host, and log-probabilities by doubles."""
+    small = part.fake or part.smallest
+    rows, vocab = (4, 300) if small else (256, 151936)
+    kinds = (
+        StreamSettings(temperature=0.0),
+        StreamSettings(temperature=0.6, seed=5),
+        StreamSettings(temperature=1.0, top_k=20, top_p=0.9, seed=7),
+        StreamSettings(temperature=0.8, min_p=0.1, repetition_penalty=1.2, prompt_ids=(3, 4)),
+    )
+    logits = 3 * drawn(part, rows, vocab)
+    picked = []
+    for ops, scores in ((CudaSampling(), logits), (reference, logits.cpu())):
+        streams = [ops.stream(kinds[n % len(kinds)], vocab) for n in range(rows)]
+        picked.append(ops.sample(scores, list(range(rows)), streams, [[1, 2]] * rows))
+    unlike = sum(a != b for a, b in zip(*picked, strict=True))
+    part.note(unlike_tokens=unlike, tokens=rows)
+    part.check("sampling", not unlike)
+    tokens = picked[1]
+    scores = [own for own, _ in CudaSampling().logprobs(logits, tokens, 5)]
+    exact = logits.double().log_softmax(-1).cpu()[range(rows), tokens]
+    error = float((torch.tensor(scores, dtype=torch.float64) - exact).abs().max())
+    part.note(logprob_error=error)
+    part.check("logprobs", error <= 1e-5)
+
+
+if __name__ == "__main__":
+    run(measure)

@@ -1,0 +1,75 @@
+"""compute-sanitizer over every kernel at small sizes: no access out of bounds, no race.
+
+What it watches are the parts kernels and handoff with --smallest, which must hold as well.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from part import Part, run
+
+TOOLS = ("memcheck", "racecheck")
+WATCHED = ("kernels", "handoff")
+FOUND = 77  # exit code
+PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+
+
+def measure(part: Part) -> None:
+    places = os.pathsep.join([os.environ.get("PATH", ""), *PLACES])
+    program = shutil.which("compute-sanitizer", path=places)
+    if not (part.fake or program):
+        part.skip("compute-sanitizer", "it is not installed")
+        return
+    running = {}
+    for tool in TOOLS[:1] if part.fake else TOOLS:
+        watch = [program, "--tool", tool, "--error-exitcode", str(FOUND)] if program else []
+        for watched in WATCHED:
+            folder = part.folder / tool
+            folder.mkdir(exist_ok=True)
+            running[tool, watched] = start(part, [] if part.fake else watch, watched, folder)
+    for (tool, watched), (process, folder) in running.items():
+        code = finished(process, part.left_s - 5)
+        record = folder / f"{watched}.json"
+        checks = json.loads(record.read_text())["checks"] if record.exists() else {}
+        said = (folder / f"{watched}.log").read_text(errors="replace")
+        part.note(**{f"{tool} of {watched}": {"code": code, "checks": checks, "said": said[-600:]}})
+        held = code == 0 and bool(checks) and all(v == "held" for v in checks.values())
+        name = f"{tool} of {watched}"
+        if code is None:
+            part.skip(name, "out of time")
+        elif part.fake:
+            part.check(f"{watched} at small sizes", held)
+            part.skip(name, "a fake device has no compute-sanitizer")
+        else:
+            part.check(name, held)
+
+
+def start(
+    part: Part, watch: list[str], watched: str, folder: Path
+) -> tuple["subprocess.Popen[bytes]", Path]:
+    """One watched part; what it says goes to a file beside its record."""
+    script = str(Path(__file__).with_name(f"{watched}.py"))
+    words = [*watch, sys.executable, script, "--smallest", "--folder", str(folder)]
+    words += ["--fake"] if part.fake else []
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    with (folder / f"{watched}.log").open("wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log, env=env)
+    return process, folder
+
+
+def finished(process: "subprocess.Popen[bytes]", limit_s: float) -> int | None:
+    """Its exit code; None if it had to be killed."""
+    try:
+        return process.wait(max(1.0, limit_s))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return None
+
+
+if __name__ == "__main__":
+    run(measure)

@@ -1,0 +1,328 @@
+"""How near the engine and its steps come to what the card can do.
+
+The roofline of a step is the larger of two times: its weights, keys and values by the measured copy
+bandwidth, and its products by the measured rate of a large one. Idle is the time from the end of
+one recorded step to the start of the next, by events on the stream.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from clock import make_event, seconds_of, wait
+from part import Part, run
+from random_models import (
+    FAKE_LLAMA,
+    FAKE_QWEN3,
+    LLAMA_8B,
+    QWEN3_0_6B,
+    make_recorder,
+    random_decoder,
+    step_bytes,
+    token_bytes,
+)
+from sequences import BLOCK_SIZE, Row, Sequences, drawn_tokens, make_pool
+from torch import Tensor
+
+from pdserve.engine.api.request import (
+    Finished,
+    NewTokens,
+    Request,
+    RequestFailed,
+    SamplingParams,
+    Step,
+)
+from pdserve.engine.engine import Engine
+from pdserve.engine.execution.batch import Batch, Ints
+from pdserve.engine.kv.cache import KvCache
+from pdserve.engine.kv.spec import blocks_for
+from pdserve.engine.models.cuda.decoder import CudaDecoder
+from pdserve.engine.scheduling.limits import EngineLimits
+from pdserve.engine.thread import EngineThread
+from pdserve.kernels.cuda.attention.paged import Rows, paged_attention
+from pdserve.kernels.cuda.sampling.step import CudaSampling
+
+ROWS, SHORTEST, LONGEST, TEMPERATURE = 256, 100, 1024, 0.6  # of prompts, and of answers
+CHUNK, STEP_TOKENS = 2048, 8192
+LEAST_SHARE, LEAST_ATTENTION, MOST_IDLE = 0.60, 0.80, 0.10
+LEAST_OF_BATCH = {1: 0.75, 64: 0.60}
+LEAST_Q4_K, LEAST_PREFILL, PREFILL = 1.8, 0.45, 8192
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One forward pass."""
+
+    rows: int
+    is_decode: bool
+    bytes: int
+    operations: int
+    start: Any = None  # events: of a recorded step
+    end: Any = None  # of its picks
+
+
+class MeteredDecoder:
+    """Notes each step of a decoder."""
+
+    def __init__(self, decoder: CudaDecoder) -> None:
+        self._decoder = decoder
+        self.steps: list[StepRecord] = []
+        self._weights, self._token = step_bytes(decoder), token_bytes(decoder)
+        config = decoder.config
+        self._head = config.vocab_size * config.hidden_size
+        self._body = self._weights // 2 - self._head
+        self._pair = 4 * config.num_layers * config.num_heads * config.head_dim
+        self.logits, self.states = decoder.logits, decoder.states
+
+    def forward(self, batch: Batch[Ints], kv: KvCache) -> Any:
+        lens = sum(batch.kv_lens)
+        num_tokens, outputs = len(batch.token_ids), len(batch.logit_tokens)
+        pairs = int(batch.positions.sum()) + num_tokens
+        self.steps.append(
+            StepRecord(
+                len(batch.kv_lens),
+                batch.num_decode_rows == len(batch.kv_lens),
+                self._weights + (lens + num_tokens) * self._token,
+                2 * self._body * num_tokens + 2 * self._head * outputs + self._pair * pairs,
+            )
+        )
+        return self._decoder.forward(batch, kv)
+
+
+class TimedSampling(CudaSampling):
+    """An event behind each step's picks."""
+
+    def __init__(self, stream: Any, device: str, steps: list[StepRecord]) -> None:
+        super().__init__(stream)
+        self._events, self._device, self._steps = stream, device, steps
+
+    def begin(self, *args: Any) -> Any:
+        picks = super().begin(*args)
+        self._steps[-1].end = make_event(self._device)
+        self._steps[-1].end.record(self._events)
+        return picks
+
+
+class TimedRecorder:
+    """An event before each recorded step."""
+
+    def __init__(self, device: str, steps: list[StepRecord]) -> None:
+        self._recorder, self._device, self._steps = make_recorder(device), device, steps
+
+    def record(self, launch: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        again = self._recorder.record(launch)
+
+        def replay() -> Tensor:
+            self._steps[-1].start = make_event(self._device)
+            self._steps[-1].start.record()
+            return again()
+
+        return replay
+
+
+def measure(part: Part) -> None:
+    facts = part.earlier("facts")
+    if "mm_tflop_s" not in facts:
+        raise RuntimeError("the part facts has measured no bandwidth and no rate")
+    copy, rate = facts["copy_gb_s"] * 1e9, facts["mm_tflop_s"] * 1e12
+    decode_attention(part, copy)
+    serve(part, copy, rate)
+    if not part.smallest:
+        single_steps(part, copy, rate)
+
+
+def decode_attention(part: Part, copy: float) -> None:
+    rows, keys, heads, kv_heads, dim = (2, 40, 2, 1, 16) if part.fake else (256, 1024, 16, 8, 128)
+    width = blocks_for(keys, BLOCK_SIZE)
+    device = part.device
+    kv = torch.randn(rows * width + 1, 2, kv_heads, BLOCK_SIZE, dim, device=device).bfloat16()
+    order = torch.randperm(rows * width, dtype=torch.int32).view(rows, width) + 1
+    plan = Rows(
+        order.to(device),
+        torch.arange(rows + 1, dtype=torch.int32, device=device),
+        torch.full((rows,), keys, dtype=torch.int32, device=device),
+        torch.zeros(0, 2, dtype=torch.int32, device=device),
+        rows,
+        keys,
+    )
+    q = torch.randn(rows, heads, dim, device=device).bfloat16()
+    seconds = seconds_of(device, lambda: paged_attention(q, kv, plan, dim**-0.5))
+    share = 2 * rows * keys * kv_heads * dim * 2 / seconds / copy
+    part.note(decode_attention_of_copy=share)
+    part.check("decode attention", share >= LEAST_ATTENTION, unless_fake=True)
+
+
+def requests(part: Part, count: int, seed: int) -> list[Request]:
+    """Prompts of random ids, and answers whose lengths are known."""
+    rng = np.random.default_rng(seed)
+    least, most = (5, 7) if part.fake else (SHORTEST, LONGEST)
+    vocab = FAKE_QWEN3["vocab_size"] if part.fake else QWEN3_0_6B["vocab_size"]
+    return [
+        Request(
+            f"{seed}-{n}",
+            tuple(map(int, rng.integers(0, vocab, rng.integers(least, most + 1)))),
+            SamplingParams(
+                temperature=TEMPERATURE,
+                ignore_eos=True,
+                max_tokens=int(rng.integers(least, most + 1)),
+            ),
+            seed=n,
+        )
+        for n in range(count)
+    ]
+
+
+class Served:
+    """An engine on its thread, as a worker has it."""
+
+    def __init__(self, part: Part, wave: list[Request]) -> None:
+        rows = len(wave)
+        stream = None if part.fake else torch.cuda.current_stream()
+        config = FAKE_QWEN3 if part.fake else QWEN3_0_6B
+        decoder = random_decoder(config, part.device, stream=stream)
+        needed = [len(r.prompt_ids) + (r.params.max_tokens or 0) for r in wave]
+        num_blocks = sum(blocks_for(n + 1, BLOCK_SIZE) for n in needed) + rows
+        kv = make_pool(part.device, decoder.kv_groups, num_blocks)
+        self.model = MeteredDecoder(decoder)
+        decoder.record(TimedRecorder(part.device, self.model.steps), kv, rows)
+        limits = EngineLimits(
+            vocab_size=decoder.config.vocab_size,
+            context_len=decoder.config.context_len,
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            max_running=rows,
+            chunk_size=64 if part.fake else CHUNK,
+            step_tokens=0 if part.fake else STEP_TOKENS,
+        )
+        ops = TimedSampling(stream, part.device, self.model.steps)
+        engine = Engine(self.model, kv, limits, ops, prefix_cache=False)
+        self._thread = EngineThread(engine, self._told)
+        self._left = self.num_tokens = 0
+        self._failed: list[str] = []
+        self._over = threading.Event()
+        self._thread.start()
+
+    def _told(self, step: Step) -> None:
+        for event in step.events:
+            self._left -= isinstance(event, Finished | RequestFailed)
+            if isinstance(event, NewTokens):
+                self.num_tokens += len(event.ids)
+            if isinstance(event, RequestFailed):
+                self._failed.append(event.message)
+        if not self._left:
+            self._over.set()
+
+    def run(self, wave: list[Request], limit_s: float) -> float:
+        """Seconds until all have ended. Raises RuntimeError if one fails, or they take longer."""
+        self._left, self.num_tokens, self._over = len(wave), 0, threading.Event()
+        self.model.steps.clear()
+        started = time.perf_counter()
+        self._thread.post(lambda engine: [engine.submit(one) for one in wave]).result()
+        if not self._over.wait(limit_s) or self._failed:
+            raise RuntimeError(f"{self._left} requests are left; {self._failed[:3]}")
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._thread.close()
+
+
+def serve(part: Part, copy: float, rate: float) -> None:
+    """256 requests of Qwen3-0.6B's shape, all at once."""
+    count = (2 if part.smallest else 4) if part.fake else ROWS
+    wave = requests(part, count, 1)
+    served = Served(part, wave)
+    if not part.fake:
+        served.run(requests(part, 64, 0), part.left_s)  # compiles
+    seconds = served.run(wave, part.left_s)
+    wait(part.device)
+    served.close()
+    steps = served.model.steps
+    ideal = sum(max(step.bytes / copy, step.operations / rate) for step in steps)
+    tokens = sum(one.params.max_tokens or 0 for one in wave)
+    part.note(
+        requests=count,
+        prompt_tokens=sum(len(one.prompt_ids) for one in wave),
+        answer_tokens=tokens,
+        seconds=seconds,
+        tokens_s=tokens / seconds,
+        steps=len(steps),
+        roofline_s=ideal,
+        of_roofline=ideal / seconds,
+    )
+    part.check("all answers", served.num_tokens == tokens)
+    share = ideal / seconds
+    part.check(f">= {LEAST_SHARE:.0%} of the roofline", share >= LEAST_SHARE, unless_fake=True)
+    found = idle(steps, count)
+    part.note(**found)
+    part.check("idle is measured", found["idle_of_steps"] is not None)
+    part.check("idle", (found["idle_of_steps"] or 0.0) <= MOST_IDLE, unless_fake=True)
+
+
+def idle(steps: list[StepRecord], rows: int) -> dict[str, Any]:
+    """Of the recorded steps that follow another one of at least nine tenths of the rows."""
+    gaps = spans = 0.0
+    num = 0
+    for before, step in pairwise(steps):
+        if min(before.rows, step.rows) >= 0.9 * rows and before.end and step.start and step.end:
+            gaps += max(0.0, before.end.elapsed_time(step.start))
+            spans += before.end.elapsed_time(step.end)
+            num += 1
+    return {"idle_of_steps": gaps / spans if spans else None, "idle_steps": num}
+
+
+def single_steps(part: Part, copy: float, rate: float) -> None:
+    """Llama-8B's shape: decode steps of 1 and 64 rows, a prefill, and Q4_K."""
+    hf_config = FAKE_LLAMA if part.fake else LLAMA_8B
+    prefill, batches = (20, (1, 2)) if part.fake else (PREFILL, tuple(LEAST_OF_BATCH))
+    alone: dict[str, float] = {}
+    for format in ("BF16", "Q4_K"):
+        decoder = random_decoder(hf_config, part.device, format)
+        rows = batches if format == "BF16" else batches[:1]
+        keys = 16 if part.fake else 512
+        width = max(rows[-1] * blocks_for(keys, BLOCK_SIZE), blocks_for(prefill, BLOCK_SIZE))
+        kv = make_pool(part.device, decoder.kv_groups, width)
+        vocab = decoder.config.vocab_size
+        decoder.record(make_recorder(part.device), kv, rows[-1])
+        some = Sequences(decoder, kv, drawn_tokens(rows[-1], keys, vocab))
+        for count in rows:
+            step = [Row(n, keys - 1, keys) for n in range(count)]
+            seconds = seconds_of(part.device, lambda s=some, step=step: s.logits(step))
+            read = step_bytes(decoder, format) + count * keys * token_bytes(decoder)
+            share = read / copy / seconds
+            part.note(**{f"{format}_{count}_ms": 1000 * seconds})
+            part.note(**{f"{format}_{count}_of_roofline": share})
+            if format == "BF16":
+                least = LEAST_OF_BATCH.get(count, 0.0)
+                part.check(f"batch {count} of 8B", share >= least, unless_fake=True)
+            if count == 1:
+                alone[format] = seconds
+        if format == "BF16":
+            whole = Sequences(decoder, kv, drawn_tokens(1, prefill, vocab))
+            long_prefill(part, whole, prefill, rate)
+            del whole
+        del decoder, kv, some
+        if not part.fake:
+            torch.cuda.empty_cache()
+    faster = alone["BF16"] / alone["Q4_K"]
+    part.note(q4_k_of_bf16=faster)
+    part.check("Q4_K", faster >= LEAST_Q4_K, unless_fake=True)
+
+
+def long_prefill(part: Part, whole: Sequences, length: int, rate: float) -> None:
+    """One chunk."""
+    config = whole.decoder.config
+    seconds = seconds_of(part.device, lambda: whole.logits([Row(0, 0, length)]), 3, 1)
+    values = step_bytes(whole.decoder) // 2 - config.vocab_size * config.hidden_size
+    pairs = 4 * config.num_layers * config.num_heads * config.head_dim * length * (length + 1) // 2
+    share = (2 * values * length + pairs) / seconds / rate
+    part.note(prefill_tokens=length, prefill_ms=1000 * seconds, prefill_of_mm=share)
+    part.check("prefill of 8B", share >= LEAST_PREFILL, unless_fake=True)
+
+
+if __name__ == "__main__":
+    run(measure)
