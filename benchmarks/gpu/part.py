@@ -72,6 +72,7 @@ def run(measure: Callable[[Part], None]) -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--fake", action="store_true")
     parser.add_argument("--smallest", action="store_true", help="the fewest sizes")
+    parser.add_argument("--watched", action="store_true", help="by compute-sanitizer")
     options = parser.parse_args()
     part = Part(Path(sys.argv[0]).stem, options)
     fake_device() if part.fake else own_stream()
@@ -81,8 +82,10 @@ def run(measure: Callable[[Part], None]) -> None:
         traceback.print_exc()
         part.fail(f"{type(error).__name__}: {error}"[:2000])
     sys.stdout.flush()
-    # A context that a failed kernel has broken may never come to its end.
-    os._exit(bool(part.record.get("error")))
+    code = bool(part.record.get("error"))
+    if options.watched:
+        sys.exit(code)  # compute-sanitizer tells what it found when a process ends
+    os._exit(code)  # a context that a failed kernel has broken may never come to its end
 
 
 def fake_device() -> None:

@@ -61,12 +61,12 @@ ORDER = (
 class Run:
     """One call; its result is in the file after each part."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, options: argparse.Namespace, folder: Path, started_s: float) -> None:
         self.fake: bool = options.fake
         self._smallest: bool = options.smallest
         self._folder, self._out = folder, options.out
-        self._ends_s = time.monotonic() + options.seconds - SPARE_S
-        self._started_s = time.monotonic()
+        self._ends_s = started_s + options.seconds - SPARE_S
+        self._started_s = started_s
         self._lock = threading.Lock()
         self.result: dict[str, Any] = {
             "name": "accept-gpu",
@@ -199,6 +199,7 @@ def obstacle() -> str:
 
 
 def main() -> int:
+    started_s = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("word", choices=("run", "prepare", "build"), nargs="?", default="run")
     parser.add_argument("--parts", nargs="+", default=[], metavar="PART", help="only these")
@@ -221,7 +222,7 @@ def main() -> int:
         parser.error(why)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pdserve-gpu-") as folder:
-        run = Run(options, Path(folder))
+        run = Run(options, Path(folder), started_s)
         all_parts(run, options.parts, options.wheels)
     print(json.dumps(run.result))
     found = {about["status"] for about in run.result["parts"].values()}

@@ -61,6 +61,11 @@ class ClaimQueue:
                 continue
             if reservation is None:
                 return
+            try:
+                ready = self._kv.ready()
+            except Exception:
+                self._engine.release(reservation)  # nobody else knows of it
+                raise
             self._queue.popleft()
-            head.grant(reservation, self._kv.spec, self._clock(), self._kv.ready())
+            head.grant(reservation, self._kv.spec, self._clock(), ready)
             yield head

@@ -114,9 +114,18 @@ class DeviceFrames:
     def poll(self) -> bool:
         """Reads the verdicts of copies that are done, and begins the copies that can begin. Returns
         whether there were any."""
-        before = self._pending
-        self._pending = [pending for pending in before if not self._ends(pending)]
-        moved = len(self._pending) < len(before)
+        moved = False
+        for pending in list(self._pending):
+            copy, failure = pending.begun.copy, None
+            assert copy is not None
+            try:
+                if not copy.done():
+                    continue
+            except Exception as err:
+                failure = err  # a device that fails will never say that it is done
+            self._pending.remove(pending)  # first: it is credited once, whatever is raised
+            self._ended(pending, failure)
+            moved = True
         for _ in range(len(self._waiting)):
             frame = self._waiting.popleft()
             if self._begins(frame):
@@ -147,15 +156,9 @@ class DeviceFrames:
             self._pending.append(_RunningCopy(frame, blocks, begun))
         return True
 
-    def _ends(self, pending: _RunningCopy) -> bool:
+    def _ended(self, pending: _RunningCopy, failure: Exception | None) -> None:
         frame, (piece, copy) = pending.frame, pending.begun
         assert copy is not None
-        failure: Exception | None = None
-        try:
-            if not copy.done():
-                return False
-        except Exception as err:
-            failure = err  # a device that fails will never say that it is done
         frame.link.credit(frame.header)  # first: an answer gives the slot back, too
         before = frame.attempt.num_inside
         try:
@@ -169,7 +172,6 @@ class DeviceFrames:
         else:  # wake the engine thread only for a whole chunk
             wake = frame.attempt.num_inside > before
             self._tell(self._verdicts.accepted, frame, piece, wake)
-        return True
 
     def _not_written(self, frame: ReceivedFrame, error: Exception) -> None:
         if isinstance(error, BlocksLeft):

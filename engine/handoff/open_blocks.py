@@ -4,7 +4,7 @@ A frame is written under a lock: on its connection's thread, or by a copy on the
 copying thread begins. Freeing the blocks takes the same lock first and waits for the copies that
 run, so nothing is ever written into blocks that have a new owner. That takes one frame at most on
 the host, a fraction of a millisecond, or a few if pages of the pool are touched for the first time;
-on a device as long as the copies of one connection, whatever the peer does.
+on a device as long as copies that were begun before, and the steps that these wait for.
 
 A copy hashes what it writes, so its blocks hold unverified bytes until its verdict is read.
 Therefore a frame waits while another copy writes one of its blocks, and no frame is ever copied

@@ -169,8 +169,8 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
     def close(self) -> None:
         """Ends every attempt and connection. Call it on the engine thread, or after its end."""
+        self._device_frames.close()  # first: it reads the windows
         self._listeners.close()
-        self._device_frames.close()
         for incoming in self.live:
             self._advance(incoming, HandoffEnded("decode stops"))
         self._close_links("decode stops")

@@ -294,7 +294,10 @@ def measure(part: Part) -> None:
         part.skip("twice as fast", "the part throughput has no figure")
         return
     part.note(ours_of_theirs=ours / (tokens / seconds))
-    part.check("twice as fast", ours >= LEAST_RATIO * tokens / seconds, unless_fake=True)
+    if FLASH or part.fake:
+        part.check("twice as fast", ours >= LEAST_RATIO * tokens / seconds, unless_fake=True)
+    else:
+        part.skip("twice as fast", "no flash_attn: the loop gathers its pages, which is too easy")
 
 
 def error(part: Part, model: TorchModel, hf_config: dict[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""Every kernel against float64: the largest difference, over the largest value."""
+"""The kernels of dense models against float64: the largest difference, over the largest value."""
 
 import math
 from collections.abc import Iterator

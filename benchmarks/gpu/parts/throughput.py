@@ -78,6 +78,7 @@ class MeteredDecoder:
         self._body = self._weights // 2 - self._head
         self._pair = 4 * config.num_layers * config.num_heads * config.head_dim
         self.logits, self.states = decoder.logits, decoder.states
+        self.synchronize = decoder.synchronize
 
     def forward(self, batch: Batch[Ints], kv: KvCache) -> Any:
         lens = sum(batch.kv_lens)

@@ -4,6 +4,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from engine_kit import ask, fake_engine, of
 
 from pdserve.engine.api.request import NewTokens, Request
@@ -43,6 +44,21 @@ def test_a_tenants_claims_are_in_order_of_priority_in_its_own_places() -> None:
             own = [c for c in claims if c.request.tenant == tenant]
             expected = sorted(own, key=lambda c: c.request.priority)
             assert [c for c in found if c.request.tenant == tenant] == expected
+
+
+def test_a_device_that_fails_at_a_grant_keeps_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine(num_blocks=16)
+    queue = ClaimQueue(engine, engine.kv, lambda: 0.0, lambda *_: None)
+    one = claim(1, b"a", 0)
+    queue.add(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.kv, "ready", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(queue.granted())
+    assert not engine.jobs.reserved
+    assert list(queue.granted()) == [one], "it is still the next"
+    for reservation in list(engine.jobs.reserved.values()):
+        engine.release(reservation)
 
 
 def test_a_claim_that_others_of_a_tenant_pass_keeps_its_order_of_arrival() -> None:

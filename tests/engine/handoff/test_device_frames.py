@@ -5,6 +5,7 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +84,7 @@ class DeviceSource:
 
 
 class Run:
-    """A Taker, and an attempt with its frames in random order."""
+    """What copies frames, and an attempt whose frames come in random order."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -252,6 +253,22 @@ def test_a_device_that_fails_ends_the_attempt_only() -> None:
     assert not run.frames.busy
     assert run.told == {"failed: the device has failed": 1}
     assert run.credits == {0: 1}
+
+
+def test_a_copy_is_credited_once_whatever_its_verdict_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(0)
+    run.send(Piece(0, range(1), range(2)), GOOD)
+    run.sources[0].is_ready = True
+    run.frames.poll()
+    run.copies[0].done = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(run, "accepted", lambda *_: 1 / 0, raising=False)
+    for _ in range(3):
+        with suppress(ZeroDivisionError):
+            run.frames.poll()
+    assert run.credits == {0: 1}
+    assert not run.frames.busy
 
 
 def test_frames_arrive_while_the_engine_computes_one_step(
