@@ -1,4 +1,4 @@
-"""The kernels of dense models against float64: the largest difference, over the largest value."""
+"""Every kernel against float64: the largest difference, over the largest value."""
 
 import math
 from collections.abc import Iterator
@@ -10,6 +10,11 @@ from attention_rows import plan_rows
 from part import Part, run
 from torch import Tensor
 
+from pdserve.engine.models.cuda.experts import LaunchedExperts
+from pdserve.engine.models.cuda.run import Run
+from pdserve.engine.models.cuda.weights import DeviceWeights
+from pdserve.engine.models.layers.routing import choose_experts
+from pdserve.engine.models.parts import Expert, ExpertRouting, Experts, Linear, TensorSpec
 from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels import reference
@@ -29,7 +34,7 @@ Case = tuple[str, Tensor, Tensor, float]  # its name, what came out, float64, an
 
 def measure(part: Part) -> None:
     worst: dict[str, float] = {}
-    for family in (products, attention, layers, activations):
+    for family in (products, attention, experts, layers, activations):
         within = True
         for name, found, expected, most in family(part):
             error = float((found.double() - expected).abs().max() / expected.abs().max())
@@ -48,8 +53,8 @@ def drawn(part: Part, *shape: int, seed: int = 0) -> Tensor:
 # --- products with weights
 
 
-def matrix(format: str, rows: int, cols: int) -> RawTensor:
-    rng = np.random.default_rng(rows + cols)
+def matrix(format: str, rows: int, cols: int, seed: int = 0) -> RawTensor:
+    rng = np.random.default_rng((rows + cols, seed))
     if format == "BF16":
         values = torch.from_numpy(rng.normal(0, 0.02, (rows, cols)).astype(np.float32)).bfloat16()
         return RawTensor(
@@ -129,6 +134,47 @@ def attended(
         None if weights is None else weights.double(),
     )  # fmt: skip
     return f"attention of {head_dim}", found, expected, 2 * ROUNDED
+
+
+# --- experts
+
+
+def experts(part: Part) -> Iterator[Case]:
+    """A layer of them: who is sent where, products, and the weighted sum."""
+    small = part.fake or part.smallest
+    hidden, size, count, top_k = (64, 32, 5, 2) if small else (2048, 768, 128, 8)
+    shapes = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
+    raws = {
+        f"{n}.{name}": matrix("BF16", *shape, seed=n) for n in range(count)
+        for name, shape in shapes.items()
+    }  # fmt: skip
+    raws["router"] = matrix("BF16", count, hidden)
+    values = {name: torch.from_numpy(unpack(raw)).to(part.device) for name, raw in raws.items()}
+
+    def spec(name: str) -> TensorSpec:
+        return TensorSpec(name, raws[name].shape)
+
+    mlps = tuple(
+        Expert(Linear((spec(f"{n}.gate"), spec(f"{n}.up"))), Linear((spec(f"{n}.down"),)))
+        for n in range(count)
+    )
+    routing = ExpertRouting(top_k, normalized=True)
+    layer = Experts(spec("router"), None, None, mlps, None, None, routing, "silu")
+    held = DeviceWeights(raws.__getitem__, torch.bfloat16, torch.device(part.device))
+    launched = LaunchedExperts(layer, held)
+    for tokens in (1, 7) if small else (1, 64, 256):
+        x = drawn(part, tokens, hidden, seed=tokens).bfloat16()
+        run = Run(x, x, None, None, [])  # type: ignore[arg-type]
+        launched(run)
+        chosen, weights = choose_experts(x.float() @ values["router"].T, None, routing)
+        expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=x.device)
+        for token in range(tokens):
+            for n, weight in zip(chosen[token].tolist(), weights[token].double(), strict=True):
+                gate, up, down = (values[f"{n}.{name}"].double() for name in shapes)
+                row = x[token].double()
+                between = torch.nn.functional.silu(gate @ row) * (up @ row)
+                expected[token] += weight * (down @ between)
+        yield "experts", run.x, expected, 4 * ROUNDED
 
 
 # --- what lies between

@@ -1,4 +1,4 @@
-"""compute-sanitizer over the kernels of dense models at small sizes: no wrong access, no race.
+"""compute-sanitizer over every kernel at small sizes: no access out of bounds, no race.
 
 What it watches are the parts kernels and handoff with --smallest, which must hold as well.
 """
