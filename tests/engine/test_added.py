@@ -114,6 +114,7 @@ def test_a_backend(tmp_path: Path) -> None:
 def test_each_file_of_the_folder_is_a_backend() -> None:
     folder = Path(import_module("pdserve.engine.backends").__path__[0])
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert files == {"native", "reference"} <= set(names())
-    for name in files:
-        assert choose(EngineConfig(kernels=name)).name == name
+    devices = {"native": "cpu", "cuda": "cuda", "reference": "cpu"}
+    assert files == devices.keys() <= set(names())
+    for name, device in devices.items():
+        assert choose(EngineConfig(kernels=name, device=device)).name == name
