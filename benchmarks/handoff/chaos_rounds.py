@@ -85,7 +85,7 @@ def judge(
         )
         outcome.hits += fell
         outcome.missed += not fell
-        outcome.detection_s += evidence.noticed(strike.address, strike.at_ns)
+        outcome.detection_s += evidence.noticed(strike.address, strike.boot, strike.at_ns)
         outcome.blocks_back_s += evidence.given_back(strike.boot, strike.at_ns)
 
 

@@ -58,7 +58,9 @@ def test_killed_processes_cost_no_stream_a_token(model: Path, tmp_path: Path, ri
         if strike.role == "router":
             assert not lost
         else:
-            assert max(evidence.noticed(strike.address, strike.at_ns)) < 1.0
+            noticed = evidence.noticed(strike.address, strike.boot, strike.at_ns)
+            assert noticed, (strike, struck, evidence.closed_since(strike.at_ns))
+            assert max(noticed) < 1.0
             assert all(s < 3.0 for s in evidence.given_back(strike.boot, strike.at_ns))
 
 

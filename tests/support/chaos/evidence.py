@@ -118,13 +118,24 @@ class Evidence:
             and not 0 < h.freed_ns.get(SEND, 0) < at_ns
         ]  # fmt: skip
 
-    def noticed(self, address: str, at_ns: int) -> list[float]:
-        """Seconds from a fault of the worker to each time that the router gave up a try of it."""
+    def noticed(self, address: str, boot: bytes, at_ns: int) -> list[float]:
+        """Seconds from a fault of the worker to each time that the router gave up a try of it: by
+        itself, with the worker's address as the reason, or since the other side of a hand-off has
+        lost it first, who names what became of the connection."""
         return [
             (h.closed_ns - at_ns) / 1e9
             for h in self.handoffs.values()
-            if address in h.reason and 0 <= h.closed_ns - at_ns < NOTICED_S * 1e9
+            if 0 <= h.closed_ns - at_ns < NOTICED_S * 1e9
+            and (address in h.reason or (h.reason and boot in (h.sender, h.receiver)))
         ]
+
+    def closed_since(self, at_ns: int) -> list[tuple[float, str]]:
+        """When tries were given up since then, in seconds, and why."""
+        return sorted(
+            ((h.closed_ns - at_ns) / 1e9, h.reason)
+            for h in self.handoffs.values()
+            if h.closed_ns >= at_ns
+        )
 
     def given_back(self, boot: bytes, at_ns: int) -> list[float]:
         """Seconds from a worker's death until the blocks of its hand-offs were free elsewhere."""
