@@ -16,7 +16,7 @@ BITS = {"bf16": 16.0, "Q4_K": 4.625, "INT4": 4.25, "FP8": 8.25}  # a weight, as 
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense model."""
+    """A model; `ffn` is that of one expert where it has experts."""
 
     name: str
     layers: int
@@ -26,10 +26,13 @@ class Shape:
     head_dim: int
     ffn: int
     vocab: int
+    experts: int = 0
+    top_k: int = 0
 
 
 QWEN = Shape("Qwen3-0.6B", 28, 1024, 16, 8, 128, 3072, 151_936)
 LLAMA = Shape("Llama 3 8B", 32, 4096, 32, 8, 128, 14_336, 128_256)
+QWEN_MOE = Shape("Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 768, 151_936, experts=128, top_k=8)
 
 
 class Cost(NamedTuple):
@@ -70,11 +73,34 @@ def decode_step(model: Shape, rows: int, keys: int, bits: float) -> Iterator[Cos
     yield Cost("attention: splits and merge", m.layers, kv_bytes + partials, flops)
     yield product("of the output", m.hidden, attended, m.layers)
     yield Cost("sum and norm", 2 * m.layers, 4 * row, 0)
-    yield product("of gate and up", 2 * m.ffn, m.hidden, m.layers)
-    yield Cost("gate", m.layers, 2 * n * 3 * m.ffn, 0)
-    yield product("down", m.hidden, m.ffn, m.layers)
+    if m.experts:
+        yield from experts_of(m, n, bits)
+    else:
+        yield product("of gate and up", 2 * m.ffn, m.hidden, m.layers)
+        yield Cost("gate", m.layers, 2 * n * 3 * m.ffn, 0)
+        yield product("down", m.hidden, m.ffn, m.layers)
     yield product("of the head", m.vocab, m.hidden, 1, out_bytes=4)
     yield Cost("sampling: survey and choice", 1, 4 * n * m.vocab, 0)
+
+
+def experts_of(m: Shape, rows: int, bits: float) -> Iterator[Cost]:
+    """Of one layer, where each token's experts are drawn evenly: those with tokens are read."""
+    pairs, read = rows * m.top_k, m.experts * (1 - (1 - m.top_k / m.experts) ** rows)
+
+    def grouped(name: str, outputs: int, inputs: int) -> Cost:
+        weights = read * outputs * inputs * bits / 8
+        moved = weights + 2 * pairs * (inputs + outputs)
+        return Cost(f"experts: {name}", m.layers, moved, 2 * pairs * outputs * inputs)
+
+    router = 4 * m.experts * m.hidden + rows * (4 * m.hidden + 4 * m.experts)
+    router_flops = 2 * rows * m.experts * m.hidden
+    yield Cost("experts: the router's product, float32", m.layers, router, router_flops)
+    yield Cost("experts: route", m.layers, rows * (4 * m.experts + 8 * m.top_k), 0)
+    yield Cost("experts: group", m.layers, 8 * pairs * m.experts, 0)
+    yield grouped("gate and up", 2 * m.ffn, m.hidden)
+    yield Cost("experts: gate", m.layers, 2 * pairs * 3 * m.ffn, 0)
+    yield grouped("down", m.hidden, m.ffn)
+    yield Cost("experts: weighted sum", m.layers, 2 * (pairs + rows) * m.hidden, 0)
 
 
 def table(model: Shape, rows: int, keys: int, format: str) -> Iterator[str]:
@@ -101,5 +127,7 @@ if __name__ == "__main__":
         (LLAMA, 1, 1024, "bf16"),
         (LLAMA, 1, 1024, "Q4_K"),
         (LLAMA, 64, 1024, "bf16"),
+        (QWEN_MOE, 1, 1024, "bf16"),
+        (QWEN_MOE, 64, 1024, "bf16"),
     ):
         print("\n".join(table(*arguments)), end="\n\n")
