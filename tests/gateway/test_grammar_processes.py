@@ -65,7 +65,7 @@ async def test_prompts_do_not_wait_for_grammars(pool: Pool) -> None:
     for _ in range(5):
         assert await ask()
     assert not compiling.done()
-    assert len(workers()) == 2
+    await eventually(lambda: len(workers()) == 2)
     with pytest.raises(TextError, match="the grammar takes too long"):
         await compiling
 

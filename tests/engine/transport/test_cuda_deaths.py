@@ -78,6 +78,11 @@ def take(source: Any) -> tuple[bool, np.ndarray]:
     return copy.intact, target
 
 
+def is_stopped(pid: int) -> bool:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return all("\nState:\tT" in (thread / "status").read_text() for thread in threads)
+
+
 def window_of(ends: Ends, link: int) -> Any:
     return ends.decode.wires[link]._window  # type: ignore[attr-defined]
 
@@ -123,6 +128,7 @@ def test_a_frozen_writer_keeps_its_window(ends: Ends, start: Any) -> None:
     child = start("late")
     first(ends)
     child.send_signal(signal.SIGSTOP)
+    wait_until(lambda: is_stopped(child.pid), "all its threads are stopped")
     ends.decode.links[0].close("peer silent")
     second = start("late")
     source = first(ends, 2)
