@@ -69,7 +69,7 @@ class ReadySampling:
     def logprobs(
         self, logits: Any, tokens: list[int], count: int, also: Sequence[int] = ()
     ) -> list[Any]:
-        raise NotImplementedError("nobody asks for them here")
+        raise AssertionError("no request here asks for log-probabilities")
 
 
 def cost(rows: int, ahead: bool) -> dict[str, float]:

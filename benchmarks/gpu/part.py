@@ -14,7 +14,7 @@ from typing import Any
 HELD, FAILED, SKIPPED = "held", "failed", "skipped"
 
 
-class Part:
+class MeasuredPart:
     """One part; the folder has the records of those before it."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
@@ -65,7 +65,7 @@ class Part:
         beside.rename(path)
 
 
-def run(measure: Callable[[Part], None]) -> None:
+def run(measure: Callable[[MeasuredPart], None]) -> None:
     """The main of a part's module."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", required=True, help="where records and models are")
@@ -74,7 +74,7 @@ def run(measure: Callable[[Part], None]) -> None:
     parser.add_argument("--smallest", action="store_true", help="the fewest sizes")
     parser.add_argument("--watched", action="store_true", help="by compute-sanitizer")
     options = parser.parse_args()
-    part = Part(Path(sys.argv[0]).stem, options)
+    part = MeasuredPart(Path(sys.argv[0]).stem, options)
     fake_device() if part.fake else own_stream()
     try:
         measure(part)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_kit import EDITS, sample, some_logits
 
 from pdserve.kernels import _native, reference
 from pdserve.kernels.cpu_sampling import CpuSampling
@@ -18,24 +19,6 @@ from pdserve.kernels.streams import StreamSettings
 CONTEXTS = {isa: _native.Context(2, isa=isa, spin_us=0) for isa in _native.isas()}
 ISAS = sorted(CONTEXTS)
 VOCABS = st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 100, 1000, 1040, 3000])
-
-
-def some_logits(seed: int, rows: int, vocab: int, spread: float = 3.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, vocab, generator=generator) * spread
-
-
-def sample(
-    ops: Any,
-    logits: torch.Tensor,
-    settings: list[StreamSettings],
-    generated: list[list[int]] | None = None,
-    rows: list[int] | None = None,
-) -> list[int]:
-    streams = [ops.stream(s, logits.shape[1]) for s in settings]
-    ids = generated or [[] for _ in settings]
-    tokens: list[int] = ops.sample(logits, rows or list(range(len(settings))), streams, ids)
-    return tokens
 
 
 def native(isa: str) -> CpuSampling:
@@ -178,19 +161,6 @@ def test_filters(
             allowed.append(int(ids[values.argmax()]))
         (got,) = sample(native(isa), logits, [one])
         assert got in allowed
-
-
-EDITS: list[dict[str, Any]] = [
-    {"logit_bias": {3: 0.5, 40: -1e6, 0: 1e-3}},
-    {"repetition_penalty": 1.3},
-    {"repetition_penalty": 0.7, "logit_bias": {5: 0.1}},
-    {"presence_penalty": 0.5},
-    {"frequency_penalty": -0.7},
-    {"presence_penalty": 1.5, "frequency_penalty": 0.31, "repetition_penalty": 1.9},
-    {"masked_ids": (1, 2, 3, 4), "min_tokens": 6},
-    {"masked_ids": tuple(range(100)), "min_tokens": 6},
-    {"masked_ids": tuple(range(100)), "min_tokens": 6, "temperature": 1.0},
-]
 
 
 @pytest.mark.parametrize("isa", ISAS)

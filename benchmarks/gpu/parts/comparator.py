@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from clock import wait
-from part import Part, run
+from part import MeasuredPart, run
 from random_models import FAKE_QWEN3, QWEN3_0_6B, RandomWeights, config_of, random_decoder
 from sequences import BLOCK_SIZE, Row, Sequences, make_pool
 from throughput import ROWS, TEMPERATURE, requests
@@ -270,7 +270,7 @@ def answer(model: TorchModel, wave: list[Request], batch_tokens: int = BATCH_TOK
     return sum(len(ids) - len(one.prompt_ids) for ids, one in zip(made, wave, strict=True))
 
 
-def measure(part: Part) -> None:
+def measure(part: MeasuredPart) -> None:
     hf_config = FAKE_QWEN3 if part.fake else QWEN3_0_6B
     wave = requests(part, (2 if part.smallest else 4) if part.fake else ROWS, 1)
     ends = [len(one.prompt_ids) + (one.params.max_tokens or 0) for one in wave]
@@ -300,7 +300,7 @@ def measure(part: Part) -> None:
         part.skip("twice as fast", "no flash_attn: the loop gathers its pages, which is too easy")
 
 
-def error(part: Part, model: TorchModel, hf_config: dict[str, Any]) -> float:
+def error(part: MeasuredPart, model: TorchModel, hf_config: dict[str, Any]) -> float:
     """Of the logits of a prompt and of a step behind it, over the largest."""
     decoder = random_decoder(hf_config, part.device)
     length = 20

@@ -7,7 +7,7 @@ import sys
 import torch
 import triton
 from clock import seconds_of
-from part import Part, run
+from part import MeasuredPart, run
 
 CHILD = """
 import sys, torch
@@ -20,7 +20,7 @@ print("recorded", flush=True)
 """
 
 
-def measure(part: Part) -> None:
+def measure(part: MeasuredPart) -> None:
     part.note(torch=torch.__version__, triton=triton.__version__, python=platform.python_version())
     if part.fake:
         part.note(device="fake")
@@ -58,7 +58,7 @@ def driver() -> str:
         return "unknown: no nvidia-smi"
 
 
-def ipc_events(part: Part) -> None:
+def ipc_events(part: MeasuredPart) -> None:
     """Another process opens an event of this one and records it."""
     event = torch.cuda.Event(enable_timing=False, interprocess=True)
     event.record()

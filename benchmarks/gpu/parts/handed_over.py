@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import numpy as np
-from part import Part, fake_device, own_stream, run
+from part import MeasuredPart, fake_device, own_stream, run
 from random_models import FAKE_QWEN3, QWEN3_0_6B, random_decoder
 from sequences import BLOCK_SIZE, Row, Sequences, drawn_tokens, same_bits
 from sides import Side, Taker, dial, listen, pieces, push, say
@@ -40,7 +40,7 @@ class Prompts:
         return self.sequences.logits([Row(n, end, end + 1) for n, end in enumerate(self.lens)])
 
 
-def measure(part: Part) -> None:
+def measure(part: MeasuredPart) -> None:
     prompts = Prompts(part.fake, str(part.folder))
     side = prompts.side
     prompts.compute()

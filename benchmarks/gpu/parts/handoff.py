@@ -7,13 +7,13 @@ import statistics
 import time
 from typing import Any
 
-from part import Part, run
+from part import MeasuredPart, run
 from sides import Children, Side, Taker, listen, tell
 
 LEAST_GB_S = 100.0
 
 
-def measure(part: Part) -> None:
+def measure(part: MeasuredPart) -> None:
     blocks, rounds = (3, 1) if part.fake or part.smallest else (256, 5)
     side = Side(part.fake, str(part.folder), blocks)
     found = hashes(side, 2 if part.smallest or part.fake else 20)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from part import Part, run
+from part import MeasuredPart, run
 from random_models import FAKE_QWEN3, QWEN3_0_6B, make_recorder, random_decoder
 from sequences import BLOCK_SIZE, Row, Sequences, drawn_tokens, make_pool, same_bits
 from torch import Tensor
@@ -75,7 +75,7 @@ def prompt_lens(sizes: Sizes) -> list[int]:
     return [int(n) for n in lens]
 
 
-def measure(part: Part) -> None:
+def measure(part: MeasuredPart) -> None:
     sizes = FAKE_SMALLEST if part.fake and part.smallest else FAKE if part.fake else WHOLE
     decoder = random_decoder(FAKE_QWEN3 if part.fake else QWEN3_0_6B, part.device)
     most, lens = sizes.prompt + sizes.new, prompt_lens(sizes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from attention_rows import plan_rows
-from part import Part, run
+from part import MeasuredPart, run
 from torch import Tensor
 
 from pdserve.engine.models.cuda.experts import LaunchedExperts
@@ -32,7 +32,7 @@ SUMMED = 1e-4  # a result of float32, of products of bfloat16
 Case = tuple[str, Tensor, Tensor, float]  # its name, what came out, float64, and the bound
 
 
-def measure(part: Part) -> None:
+def measure(part: MeasuredPart) -> None:
     worst: dict[str, float] = {}
     for family in (products, attention, experts, layers, activations):
         within = True
@@ -45,7 +45,7 @@ def measure(part: Part) -> None:
     sampling(part)
 
 
-def drawn(part: Part, *shape: int, seed: int = 0) -> Tensor:
+def drawn(part: MeasuredPart, *shape: int, seed: int = 0) -> Tensor:
     """The same numbers on every device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(part.device)
 
@@ -75,7 +75,7 @@ def matrix(format: str, rows: int, cols: int, seed: int = 0) -> RawTensor:
     return RawTensor(parts, format, (rows, cols))
 
 
-def products(part: Part) -> Iterator[Case]:
+def products(part: MeasuredPart) -> Iterator[Case]:
     small = part.fake or part.smallest
     formats = ("BF16", "Q4_K", "Q8_0", "INT4", "INT8", "FP8")
     tokens = (1, 17) if small else (1, 16, 64, 256, 2048)
@@ -95,7 +95,7 @@ def products(part: Part) -> Iterator[Case]:
 # --- attention
 
 
-def attention(part: Part) -> Iterator[Case]:
+def attention(part: MeasuredPart) -> Iterator[Case]:
     """Decode rows and chunks; what belongs to no row is NaN."""
     small = part.fake or part.smallest
     lens = (5, 600) if small else (1, 100, 700, 3000)
@@ -108,7 +108,12 @@ def attention(part: Part) -> Iterator[Case]:
 
 
 def attended(
-    part: Part, rows: list[tuple[int, int]], head_dim: int, window: int, cap: float, sinks: bool
+    part: MeasuredPart,
+    rows: list[tuple[int, int]],
+    head_dim: int,
+    window: int,
+    cap: float,
+    sinks: bool,
 ) -> Case:
     starts = tuple(sum(new for new, _ in rows[:n]) for n in range(len(rows) + 1))
     lens = tuple(total for _, total in rows)
@@ -139,7 +144,7 @@ def attended(
 # --- experts
 
 
-def experts(part: Part) -> Iterator[Case]:
+def experts(part: MeasuredPart) -> Iterator[Case]:
     """A layer of them: who is sent where, products, and the weighted sum."""
     small = part.fake or part.smallest
     hidden, size, count, top_k = (64, 32, 5, 2) if small else (2048, 768, 128, 8)
@@ -180,7 +185,7 @@ def experts(part: Part) -> Iterator[Case]:
 # --- what lies between
 
 
-def layers(part: Part) -> Iterator[Case]:
+def layers(part: MeasuredPart) -> Iterator[Case]:
     small = part.fake or part.smallest
     tokens, size = (2, 80) if small else (300, 4096)
     x, stream = (drawn(part, tokens, size, seed=n).bfloat16() for n in (1, 2))
@@ -203,7 +208,7 @@ def layers(part: Part) -> Iterator[Case]:
     yield from heads(part, tokens)
 
 
-def heads(part: Part, tokens: int) -> Iterator[Case]:
+def heads(part: MeasuredPart, tokens: int) -> Iterator[Case]:
     """Norms of heads and rope of 4 heads of q and 2 of k, and 2 of v as they are."""
     dim = 64
     x = drawn(part, tokens, 8 * dim).bfloat16()
@@ -229,7 +234,7 @@ def heads(part: Part, tokens: int) -> Iterator[Case]:
     yield "values", stored[:, 1], before[:, 6:], 0.0
 
 
-def activations(part: Part) -> Iterator[Case]:
+def activations(part: MeasuredPart) -> Iterator[Case]:
     tokens, size = (2, 40) if part.fake or part.smallest else (300, 14336)
     x = (3 * drawn(part, tokens, 2 * size)).bfloat16()
     gate, up = x.double().chunk(2, -1)
@@ -249,7 +254,7 @@ def activations(part: Part) -> Iterator[Case]:
 # --- sampling
 
 
-def sampling(part: Part) -> None:
+def sampling(part: MeasuredPart) -> None:
     """The same tokens as the reference picks on the host, and log-probabilities by doubles."""
     small = part.fake or part.smallest
     rows, vocab = (4, 300) if small else (256, 151936)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from part import HELD, Part, run
+from part import HELD, MeasuredPart, run
 from sides import READY, Children, Side, Taker, dial, listen, pieces, push, tell
 
 FEW = 8  # blocks of the pools of processes that are killed
@@ -23,7 +23,7 @@ PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 WITH_MPS = "with MPS"
 
 
-def measure(part: Part) -> None:
+def measure(part: MeasuredPart) -> None:
     count = 1 if part.fake else KILLS
     side = Side(part.fake, str(part.folder), FEW)
     prefill = kill_prefill(side, count)
@@ -45,7 +45,7 @@ def measure(part: Part) -> None:
         with_mps(part)
 
 
-def with_mps(part: Part) -> None:
+def with_mps(part: MeasuredPart) -> None:
     """The same in processes that share the card by MPS."""
     folder = part.folder / "mps"
     folder.mkdir(exist_ok=True)

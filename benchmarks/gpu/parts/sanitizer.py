@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from part import Part, run
+from part import MeasuredPart, run
 
 TOOLS = ("memcheck", "racecheck")
 WATCHED = ("kernels", "handoff")
@@ -19,7 +19,7 @@ CLEAN = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY:
 PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 
 
-def measure(part: Part) -> None:
+def measure(part: MeasuredPart) -> None:
     places = os.pathsep.join([os.environ.get("PATH", ""), *PLACES])
     program = shutil.which("compute-sanitizer", path=places)
     if not (part.fake or program):
@@ -50,7 +50,7 @@ def measure(part: Part) -> None:
 
 
 def start(
-    part: Part, watch: list[str], watched: str, folder: Path
+    part: MeasuredPart, watch: list[str], watched: str, folder: Path
 ) -> tuple["subprocess.Popen[bytes]", Path]:
     """One watched part; what it says goes to a file beside its record."""
     script = str(Path(__file__).with_name(f"{watched}.py"))

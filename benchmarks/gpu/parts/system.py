@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import numpy as np
 from fleet import Fleet
-from part import Part, run
+from part import MeasuredPart, run
 from random_models import FAKE_QWEN3, QWEN3_0_6B, write_checkpoint
 
 Answer = tuple[list[int], Any]  # token ids, log-probabilities
 
 
-def measure(part: Part) -> None:
+def measure(part: MeasuredPart) -> None:
     hf_config = FAKE_QWEN3 if part.fake else QWEN3_0_6B
     model = write_checkpoint(part.folder / "served", hf_config)
     count, least, most, new = (6, 40, 200, 8) if part.fake else (64, 1200, 3500, 64)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from clock import make_event, seconds_of, wait
-from part import Part, run
+from part import MeasuredPart, run
 from random_models import (
     FAKE_LLAMA,
     FAKE_QWEN3,
@@ -126,7 +126,7 @@ class TimedRecorder:
         return replay
 
 
-def measure(part: Part) -> None:
+def measure(part: MeasuredPart) -> None:
     facts = part.earlier("facts")
     if "mm_tflop_s" not in facts:
         raise RuntimeError("the part facts has measured no bandwidth and no rate")
@@ -137,7 +137,7 @@ def measure(part: Part) -> None:
         single_steps(part, copy, rate)
 
 
-def decode_attention(part: Part, copy: float) -> None:
+def decode_attention(part: MeasuredPart, copy: float) -> None:
     rows, keys, heads, kv_heads, dim = (2, 40, 2, 1, 16) if part.fake else (256, 1024, 16, 8, 128)
     width = blocks_for(keys, BLOCK_SIZE)
     device = part.device
@@ -158,7 +158,7 @@ def decode_attention(part: Part, copy: float) -> None:
     part.check("decode attention", share >= LEAST_ATTENTION, unless_fake=True)
 
 
-def requests(part: Part, count: int, seed: int) -> list[Request]:
+def requests(part: MeasuredPart, count: int, seed: int) -> list[Request]:
     """Prompts of random ids, and answers whose lengths are known."""
     rng = np.random.default_rng(seed)
     least, most = (5, 7) if part.fake else (SHORTEST, LONGEST)
@@ -181,7 +181,7 @@ def requests(part: Part, count: int, seed: int) -> list[Request]:
 class Served:
     """An engine on its thread, as a worker has it."""
 
-    def __init__(self, part: Part, wave: list[Request]) -> None:
+    def __init__(self, part: MeasuredPart, wave: list[Request]) -> None:
         rows = len(wave)
         stream = None if part.fake else torch.cuda.current_stream()
         config = FAKE_QWEN3 if part.fake else QWEN3_0_6B
@@ -232,7 +232,7 @@ class Served:
         self._thread.close()
 
 
-def serve(part: Part, copy: float, rate: float) -> None:
+def serve(part: MeasuredPart, copy: float, rate: float) -> None:
     """256 requests of Qwen3-0.6B's shape, all at once."""
     count = (2 if part.smallest else 4) if part.fake else ROWS
     wave = requests(part, count, 1)
@@ -276,7 +276,7 @@ def idle(steps: list[StepRecord], rows: int) -> dict[str, Any]:
     return {"idle_of_steps": gaps / spans if spans else None, "idle_steps": num}
 
 
-def single_steps(part: Part, copy: float, rate: float) -> None:
+def single_steps(part: MeasuredPart, copy: float, rate: float) -> None:
     """Llama-8B's shape: decode steps of 1 and 64 rows, a prefill, and Q4_K."""
     hf_config = FAKE_LLAMA if part.fake else LLAMA_8B
     prefill, batches = (20, (1, 2)) if part.fake else (PREFILL, tuple(LEAST_OF_BATCH))
@@ -314,7 +314,7 @@ def single_steps(part: Part, copy: float, rate: float) -> None:
     part.check("Q4_K", faster >= LEAST_Q4_K, unless_fake=True)
 
 
-def long_prefill(part: Part, whole: Sequences, length: int, rate: float) -> None:
+def long_prefill(part: MeasuredPart, whole: Sequences, length: int, rate: float) -> None:
     """One chunk."""
     config = whole.decoder.config
     seconds = seconds_of(part.device, lambda: whole.logits([Row(0, 0, length)]), 3, 1)

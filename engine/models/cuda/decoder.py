@@ -92,15 +92,15 @@ class CudaDecoder:
         self._graphs_kv = kv
 
     def _run(self, inputs: StepInputs, kv: LayerKv, kv_only: bool) -> Tensor:
-        stream = self._embedding.index_select(0, inputs.token_ids)
+        residual = self._embedding.index_select(0, inputs.token_ids)
         if self._embed_scale != 1:
-            stream = stream * self._embed_scale
+            residual = residual * self._embed_scale
         pools = [kv.layer(n) for n in range(self.config.num_layers)]
-        run = Run(stream, stream, None, inputs, pools)
+        run = Run(residual, residual, None, inputs, pools)
         for launch in self._launches[: self._storing] if kv_only else self._launches:
             launch(run)
         if kv_only:
-            return stream.new_empty((0, self.config.hidden_size))
+            return residual.new_empty((0, self.config.hidden_size))
         return self._norm.of(run.residual.index_select(0, inputs.outputs))
 
     @torch.inference_mode()

@@ -11,6 +11,7 @@ import triton
 import triton_interpreter  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_kit import EDITS, sample, some_logits
 
 from pdserve.kernels import reference
 from pdserve.kernels.cuda.sampling import candidates, logit_edits, picks
@@ -31,25 +32,6 @@ def _small_tiles() -> Iterator[None]:
             patch.setattr(module, "TILE", 64)
         patch.setattr(candidates, "BLOCK", 128)
         yield
-
-
-def some_logits(seed: int, rows: int, vocab: int, spread: float = 3.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, vocab, generator=generator) * spread
-
-
-def sample(
-    ops: Any,
-    logits: torch.Tensor,
-    kinds: list[StreamSettings],
-    generated: list[list[int]] | None = None,
-    rows: list[int] | None = None,
-    masks: Any = None,
-) -> list[int]:
-    streams = [ops.stream(kind, logits.shape[1]) for kind in kinds]
-    ids = generated or [[] for _ in kinds]
-    tokens: list[int] = ops.sample(logits, rows or list(range(len(kinds))), streams, ids, masks)
-    return tokens
 
 
 @settings(max_examples=20, deadline=None)
@@ -179,18 +161,6 @@ def test_many_equal_scores_and_wrong_guesses_end() -> None:
         one = StreamSettings(temperature=1.0, top_p=top_p)
         kept = (logits[0] >= floor_of(logits, one)).nonzero()[:, 0].tolist()
         assert kept in [kept_by(logits[0], one, top_p + off) for off in (-1e-12, 0, 1e-12)]
-
-
-EDITS: list[dict[str, Any]] = [
-    {"logit_bias": {3: 0.5, 40: -1e6, 0: 1e-3}},
-    {"repetition_penalty": 1.3},
-    {"repetition_penalty": 0.7, "logit_bias": {5: 0.1}},
-    {"presence_penalty": 0.5},
-    {"frequency_penalty": -0.7},
-    {"presence_penalty": 1.5, "frequency_penalty": 0.31, "repetition_penalty": 1.9},
-    {"masked_ids": (1, 2, 3, 4), "min_tokens": 6},
-    {"masked_ids": tuple(range(100)), "min_tokens": 6, "frequency_penalty": 0.3},
-]
 
 
 @pytest.mark.parametrize("edits", EDITS, ids=str)
