@@ -30,7 +30,8 @@ def install(wheels: Path) -> None:
     """What this Python lacks, if the wheels are there; and the stubs of the protos. Raises
     CalledProcessError."""
     found = sorted(wheels.glob("*.whl"))
-    if importlib.util.find_spec("grpc") is None and found and not SITE.exists():
+    lacks = any(importlib.util.find_spec(name) is None for name in ("grpc", "fastapi"))
+    if lacks and found and not SITE.exists():
         words = ("install", "-q", "--no-index", "--no-deps", "--no-compile")
         beside = SITE.with_suffix(".new")  # another process that imports finds all or nothing
         shutil.rmtree(beside, ignore_errors=True)

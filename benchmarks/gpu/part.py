@@ -20,6 +20,7 @@ class MeasuredPart:
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.fake: bool = options.fake
         self.smallest: bool = options.smallest
+        self.only: str = options.only
         self.folder = Path(options.folder)
         self.device = "cpu" if self.fake else "cuda"
         self._name = name
@@ -72,6 +73,7 @@ def run(measure: Callable[[MeasuredPart], None]) -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--fake", action="store_true")
     parser.add_argument("--smallest", action="store_true", help="the fewest sizes")
+    parser.add_argument("--only", default="", help="a piece of the part, which runs several")
     parser.add_argument("--watched", action="store_true", help="by compute-sanitizer")
     options = parser.parse_args()
     part = MeasuredPart(Path(sys.argv[0]).stem, options)

@@ -15,7 +15,7 @@ from pdserve.kernels.cuda.experts.combine import combine
 from pdserve.kernels.cuda.experts.grouping import Groups, group
 from pdserve.kernels.cuda.experts.routing import choose
 from pdserve.kernels.cuda.linear.packing import DeviceMatrix
-from pdserve.kernels.cuda.linear.product import ProductTarget, tiles_of
+from pdserve.kernels.cuda.linear.product import ProductTarget
 
 EXPERTS, TOP_K = 8, 2
 ROWS, COLS = compile_linear.ROWS, compile_linear.COLS
@@ -46,7 +46,7 @@ def groups_of(tokens: int, tile_tokens: int, experts: int = EXPERTS) -> Groups:
 
 def launch(made: DeviceMatrix, tokens: int) -> None:
     """Of tiles for so many pairs of an expert: with x of tokens, and with x of pairs and a bias."""
-    parts = (made.values, made.scales, made.zeros, made.supers)
+    parts = (made.values, made.scales, made.zeros)
     tensors = tuple(
         None if part is None else part[None].expand(EXPERTS, *part.shape).contiguous()
         for part in parts
@@ -55,7 +55,7 @@ def launch(made: DeviceMatrix, tokens: int) -> None:
     arch = driver.active.get_current_target().arch
     target = ProductTarget(arch == 90, MOST_SHARED[arch])
     width = grouped.tile_width(made, EXPERTS * tokens // 2, EXPERTS, target)
-    tiles = tiles_of(made, width, target)
+    tiles = grouped.tiles_of_group(made, width, target)
     groups = replace(groups_of(EXPERTS * tokens // 2 // TOP_K, 16), tile_tokens=width)
     pairs = len(groups.pairs)
     bias = torch.zeros(EXPERTS, ROWS)

@@ -8,8 +8,10 @@ import torch
 from pdserve.kernels.cuda.layer.activation import activated, gated
 from pdserve.kernels.cuda.layer.heads import HeadNorms, HeadRange, Rotation, prepare_heads
 from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
+from pdserve.kernels.cuda.linear.product import SplitSums
 
 BF16 = torch.bfloat16
+SPLITS = 3
 
 
 def launches() -> list[tuple[str, Callable[[], object]]]:
@@ -23,7 +25,12 @@ def launches() -> list[tuple[str, Callable[[], object]]]:
             (f"sum and norm of {size}", partial(add_norm, x, x, weight, None, 1e-6)),
             (f"sum of three of {size}", partial(add, x, x, x, 0.5)),
         ]
+        sums = SplitSums(torch.zeros(SPLITS, 4, size), weight, BF16)
+        label = f"sums of splits and norm of {size}"
+        found.append((label, partial(add_norm, x, sums, weight, None, 1e-6)))
     pair = torch.zeros(4, 4096, dtype=BF16)
+    sums = SplitSums(torch.zeros(SPLITS, 4, 4096), None, BF16)
+    found.append(("gated silu of sums of splits", partial(gated, sums, "silu")))
     for kind in ("silu", "gelu_tanh", "gelu", "swiglu_oai"):
         found.append((f"gated {kind}", partial(gated, pair, kind)))
         if kind != "swiglu_oai":

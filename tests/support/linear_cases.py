@@ -17,10 +17,10 @@ Parts = dict[str, NDArray[Any]]
 KINDS = [
     ("BF16", 520, 0, BF16, False),
     ("Q4_K", 768, 0, F16, False),
-    ("Q8_0", 288, 0, F16, False),
-    ("INT4", 384, 128, F16, True),
-    ("INT8", 272, 16, F32, False),
-    ("FP8", 384, 128, F32, False),
+    ("Q8_0", 544, 0, F16, False),
+    ("INT4", 640, 128, F16, True),
+    ("INT8", 528, 16, F32, False),
+    ("FP8", 640, 128, F32, False),
 ]
 
 
@@ -54,9 +54,27 @@ def parts_of(
 
 
 def values_of(form: str, parts: Parts, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """The weights, rounded once to the compute dtype."""
+    """The weights, rounded once to the compute dtype; of Q4_K scales and minima are, too, if that
+    is bfloat16."""
     with np.errstate(all="ignore"):
+        if form == "Q4_K" and dtype == torch.bfloat16:
+            scales, minima, levels = map(torch.from_numpy, q4_k_numbers(parts["blocks"]))
+            values = levels * scales.bfloat16().double()[..., None]
+            return (values - minima.bfloat16().double()[..., None]).to(dtype).view(rows, cols)
         return torch.tensor(unpack(RawTensor(parts, form, (rows, cols)))).to(dtype)
+
+
+def q4_k_numbers(stored: NDArray[np.uint8]) -> tuple[NDArray[np.float32], ...]:
+    """Scales and minima [rows, groups], and levels [rows, groups, 32], of Q4_K's blocks."""
+    blocks = stored.reshape(len(stored), -1, 144)
+    d, dmin = (blocks[..., at : at + 2].copy().view(np.float16) for at in (0, 2))
+    first, second, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    six = np.concatenate([first & 63, rest & 15 | first >> 6 << 4], -1)
+    low = np.concatenate([second & 63, rest >> 4 | second >> 6 << 4], -1)
+    runs = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 1, 32)
+    levels = np.concatenate([runs & 15, runs >> 4], -2).reshape(len(blocks), -1, 32)
+    scales, minima = (f.astype(np.float32) * n for f, n in ((d, six), (dmin, low)))
+    return scales.reshape(len(blocks), -1), minima.reshape(len(blocks), -1), levels
 
 
 def made(

@@ -1,7 +1,7 @@
 """Triton kernels on a CPU, by Triton's interpreter: tests/conftest.py sets TRITON_INTERPRET.
 
-Two of its operations are replaced. `tl.dot` took bfloat16 for integers, and numpy's product sums in
-an order that depends on the shape: ours sums in float32, in ascending order of k, so that what a
+Some of its operations are replaced. `tl.dot` took bfloat16 for integers, and numpy's product sums
+in an order that depends on the shape: ours sums in float32, in ascending order of k, so that what a
 kernel computes depends on its own order of operations alone. Casts to bfloat16 cut the bits off:
 ours round to nearest even. What overflows or is no number is no warning, as on a device. And what
 the interpreter puts in the place of Triton's language stays there, which took a fourth of its time.
@@ -44,10 +44,67 @@ def _rounding_cast(self: Any, source: Any, target: Any) -> Any:
     values = _widened(source) if kinds[0] == tl.bfloat16 else source.data
     if kinds[1] != tl.bfloat16:
         return interpreter.TensorHandle(values.astype(NP_TYPES[kinds[1]]), kinds[1])
+    return interpreter.TensorHandle(_bf16_bits(values).astype(np.uint16), kinds[1])
+
+
+def _inline_asm(
+    self: Any, asm: str, constraints: str, args: list[Any], types: list[Any], pure: bool, pack: int
+) -> Any:
+    """PTX that gives bfloat16 of 16-bit numbers, two in a register: four instructions of it."""
+    registers = {
+        f"${n}": np.ascontiguousarray(arg.data).view(np.uint32) for n, arg in enumerate(args, 1)
+    }
+
+    def value(word: str) -> Any:
+        return registers[word] if word in registers else np.uint32(int(word, 0))
+
+    for line in asm.strip("{} \n").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        result, *operands = (word.strip() for word in rest.split(","))
+        if name == "lop3.b32":
+            assert int(operands.pop(), 0) == 0xEA  # a & b | c
+        a, *others = map(value, operands)
+        match name:
+            case "mov.b32":
+                registers[result] = a
+            case "shr.b32":
+                registers[result] = a >> others[0]
+            case "lop3.b32":
+                registers[result] = a & others[0] | others[1]
+            case "fma.rn.bf16x2":
+                registers[result] = _pairs_fma(a, *others)
+            case _:
+                raise NotImplementedError(name)
+    return _AsmResult(registers["$0"].view(np.uint16))
+
+
+class _AsmResult:
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def get_result(self, number: int) -> Any:
+        return interpreter.TensorHandle(self._data, tl.bfloat16)
+
+
+def _pairs_fma(a: Any, b: Any, c: Any) -> Any:
+    """Of pairs of bfloat16, rounded once to float32 and then to bfloat16."""
+    halves = []
+    for shift in (0, 16):
+        x, y, z = (
+            ((word >> np.uint32(shift)) << np.uint32(16)).view(np.float32).astype(np.float64)
+            for word in np.broadcast_arrays(a, b, c)
+        )
+        halves.append(_bf16_bits((x * y + z).astype(np.float32)) << np.uint32(shift))
+    return halves[0] | halves[1]
+
+
+def _bf16_bits(values: Any) -> Any:
+    """uint32 of float32, rounded to nearest even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    rounded = np.where(np.isnan(values), np.uint32(0x7FC0), rounded)
-    return interpreter.TensorHandle(rounded.astype(np.uint16), kinds[1])
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded)
 
 
 class _Kept:
@@ -77,4 +134,5 @@ def _quiet_launch(self: Any, *args: Any, **kwargs: Any) -> None:
 interpreter._patch_lang = _patch_once
 interpreter.InterpreterBuilder.create_dot = _ordered_dot
 interpreter.InterpreterBuilder.cast_impl = _rounding_cast
+interpreter.InterpreterBuilder.create_inline_asm = _inline_asm
 interpreter.GridExecutor.__call__ = _quiet_launch

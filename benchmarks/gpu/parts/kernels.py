@@ -1,13 +1,21 @@
-"""Every kernel against float64: the largest difference, over the largest value."""
+"""Every kernel against float64: the largest difference, over the largest value.
 
+On a card its pieces are processes side by side, since most of the time goes into compiling.
+"""
+
+import json
 import math
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from attention_rows import plan_rows
-from part import MeasuredPart, run
+from linear_cases import values_of
+from part import HELD, MeasuredPart, run
 from torch import Tensor
 
 from pdserve.engine.models.cuda.experts import LaunchedExperts
@@ -29,20 +37,56 @@ from pdserve.kernels.streams import StreamSettings
 
 ROUNDED = 2.0**-8  # a result of bfloat16
 SUMMED = 1e-4  # a result of float32, of products of bfloat16
+FORMATS = ("BF16", "Q4_K", "Q8_0", "INT4", "INT8", "FP8")
+HEAD_DIMS = (64, 128, 256)
 Case = tuple[str, Tensor, Tensor, float]  # its name, what came out, float64, and the bound
 
 
 def measure(part: MeasuredPart) -> None:
+    pieces: dict[str, Callable[[], Iterator[Case]]] = {
+        **{f"products of {one}": partial(products, part, one) for one in FORMATS},
+        **{f"attention of {dim}": partial(attention, part, dim) for dim in HEAD_DIMS},
+        "experts": partial(experts, part),
+        "layers": partial(layers, part),
+        "activations": partial(activations, part),
+    }
+    if not (part.only or part.fake or part.smallest):
+        side_by_side(part, [*pieces, "sampling"])
+        return
     worst: dict[str, float] = {}
-    for family in (products, attention, experts, layers, activations):
+    for piece, cases in pieces.items():
+        if part.only not in ("", piece):
+            continue
         within = True
-        for name, found, expected, most in family(part):
+        for name, found, expected, most in cases():
             error = float((found.double() - expected).abs().max() / expected.abs().max())
             worst[name] = max(worst.get(name, 0.0), error)
             within &= error <= most and bool(found.isfinite().all())
             part.note(errors=worst)
-        part.check(family.__name__, within)
-    sampling(part)
+        part.check(piece, within)
+    if part.only in ("", "sampling"):
+        sampling(part)
+
+
+def side_by_side(part: MeasuredPart, pieces: list[str]) -> None:
+    running = []
+    for number, piece in enumerate(pieces):
+        folder = part.folder / f"kernels-{number}"
+        folder.mkdir()
+        words = [sys.executable, __file__, "--folder", str(folder), "--only", piece]
+        running.append((piece, folder, subprocess.Popen(words, stdout=sys.stderr)))
+    errors: dict[str, float] = {}
+    for piece, folder, process in running:
+        code = process.wait()
+        path = folder / "kernels.json"
+        record = json.loads(path.read_text()) if path.exists() else {"checks": {}, "figures": {}}
+        errors |= record["figures"].pop("errors", {})
+        part.note(errors=errors, **record["figures"])
+        for name, verdict in record["checks"].items():
+            part.check(name, verdict == HELD)
+        if code or not record["checks"]:
+            part.note(**{f"error in {piece}": record.get("error", f"exit code {code}")})
+            part.check(piece, False)
 
 
 def drawn(part: MeasuredPart, *shape: int, seed: int = 0) -> Tensor:
@@ -75,36 +119,34 @@ def matrix(format: str, rows: int, cols: int, seed: int = 0) -> RawTensor:
     return RawTensor(parts, format, (rows, cols))
 
 
-def products(part: MeasuredPart) -> Iterator[Case]:
+def products(part: MeasuredPart, format: str) -> Iterator[Case]:
     small = part.fake or part.smallest
-    formats = ("BF16", "Q4_K", "Q8_0", "INT4", "INT8", "FP8")
     tokens = (1, 17) if small else (1, 16, 64, 256, 2048)
     shapes = ((70, 256), (66, 768)) if small else ((4096, 1024), (1024, 3072), (130, 4096))
-    for format in formats:
-        for rows, cols in shapes:
-            raw = matrix(format, rows, cols)
-            held = pack(format, rows, cols, raw.parts, torch.bfloat16, part.device)
-            weight = torch.from_numpy(np.array(unpack(raw))).to(part.device).bfloat16().double()
-            for count in tokens[: 1 if part.fake and format != "BF16" else None]:
-                x = drawn(part, count, cols, seed=count).bfloat16()
-                bias = drawn(part, rows, seed=1)
-                found = linear(x, held, bias, out_dtype=torch.float32)
-                yield f"linear {format}", found, x.double() @ weight.T + bias.double(), SUMMED
+    for rows, cols in shapes:
+        raw = matrix(format, rows, cols)
+        held = pack(format, rows, cols, raw.parts, torch.bfloat16, part.device)
+        weight = values_of(format, raw.parts, rows, cols, torch.bfloat16)
+        weight = weight.to(part.device).double()
+        for count in tokens[: 1 if part.fake and format != "BF16" else None]:
+            x = drawn(part, count, cols, seed=count).bfloat16()
+            bias = drawn(part, rows, seed=1)
+            found = linear(x, held, bias, out_dtype=torch.float32)
+            yield f"linear {format}", found, x.double() @ weight.T + bias.double(), SUMMED
 
 
 # --- attention
 
 
-def attention(part: MeasuredPart) -> Iterator[Case]:
+def attention(part: MeasuredPart, head_dim: int) -> Iterator[Case]:
     """Decode rows and chunks; what belongs to no row is NaN."""
     small = part.fake or part.smallest
     lens = (5, 600) if small else (1, 100, 700, 3000)
     news = (1, 9) if small else (1, 300)
-    for head_dim in (64,) if small else (64, 128, 256):
-        for window, cap, sinks in ((0, 0.0, False), (33, 5.0, True)):
-            rows = [(min(new, n), n) for new in news for n in lens]
-            rows.sort(key=lambda row: row[0] > 1)
-            yield attended(part, rows, head_dim, window, cap, sinks)
+    for window, cap, sinks in ((0, 0.0, False), (33, 5.0, True)):
+        rows = [(min(new, n), n) for new in news for n in lens]
+        rows.sort(key=lambda row: row[0] > 1)
+        yield attended(part, rows, head_dim, window, cap, sinks)
 
 
 def attended(
@@ -257,7 +299,22 @@ def activations(part: MeasuredPart) -> Iterator[Case]:
 def sampling(part: MeasuredPart) -> None:
     """The same tokens as the reference picks on the host, and log-probabilities by doubles."""
     small = part.fake or part.smallest
-    rows, vocab = (4, 300) if small else (256, 151936)
+    unlike = total = 0
+    for rows, vocab in ((4, 300),) if small else ((4000, 1000), (256, 151936)):
+        logits, tokens, others = picks(part, rows, vocab)
+        unlike += sum(a != b for a, b in zip(tokens, others, strict=True))
+        total += rows
+    part.note(unlike_tokens=unlike, tokens=total)
+    part.check("sampling", not unlike)
+    scores = [own for own, _ in CudaSampling().logprobs(logits, tokens, 5)]
+    exact = logits.double().log_softmax(-1).cpu()[range(len(tokens)), tokens]
+    error = float((torch.tensor(scores, dtype=torch.float64) - exact).abs().max())
+    part.note(logprob_error=error)
+    part.check("logprobs", error <= 1e-5)
+
+
+def picks(part: MeasuredPart, rows: int, vocab: int) -> tuple[Tensor, list[int], list[int]]:
+    """Logits, and the tokens that both pick of them."""
     kinds = (
         StreamSettings(temperature=0.0),
         StreamSettings(temperature=0.6, seed=5),
@@ -269,15 +326,7 @@ def sampling(part: MeasuredPart) -> None:
     for ops, scores in ((CudaSampling(), logits), (reference, logits.cpu())):
         streams = [ops.stream(kinds[n % len(kinds)], vocab) for n in range(rows)]
         picked.append(ops.sample(scores, list(range(rows)), streams, [[1, 2]] * rows))
-    unlike = sum(a != b for a, b in zip(*picked, strict=True))
-    part.note(unlike_tokens=unlike, tokens=rows)
-    part.check("sampling", not unlike)
-    tokens = picked[1]
-    scores = [own for own, _ in CudaSampling().logprobs(logits, tokens, 5)]
-    exact = logits.double().log_softmax(-1).cpu()[range(rows), tokens]
-    error = float((torch.tensor(scores, dtype=torch.float64) - exact).abs().max())
-    part.note(logprob_error=error)
-    part.check("logprobs", error <= 1e-5)
+    return logits, picked[1], picked[0]
 
 
 if __name__ == "__main__":

@@ -6,15 +6,18 @@ the next are one part as well.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from pdserve.engine.models.config import ModelConfig
 from pdserve.engine.models.layer import layer_parts
 from pdserve.engine.models.parts import (
     Add,
     Attention,
+    Gate,
     HeadNorm,
     Heads,
     LayerNorm,
+    Linear,
     Norm,
     Part,
     Rope,
@@ -65,10 +68,26 @@ class AddNorm(Part):
         return self.norm.tensors() if self.norm else ()
 
 
+@dataclass(frozen=True, slots=True)
+class SplitLinear(Part):
+    """A product whose splits the next part adds."""
+
+    linear: Linear
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return self.linear.tensors()
+
+
 def fused_parts(config: ModelConfig) -> list[Part]:
     """The parts of all layers."""
     layers = ((n, part) for n in range(config.num_layers) for part in layer_parts(config, n))
-    return list(_fused(list(layers)))
+    parts = list(_fused(list(layers)))
+    return [
+        SplitLinear(part)
+        if isinstance(part, Linear) and isinstance(after, Gate | AddNorm)
+        else part
+        for part, after in zip_longest(parts, parts[1:])
+    ]
 
 
 def _fused(parts: Sequence[tuple[int, Part]]) -> Iterator[Part]:

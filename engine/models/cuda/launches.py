@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pdserve.engine.models.config import UnsupportedModel
 from pdserve.engine.models.cuda.experts import LaunchedExperts
-from pdserve.engine.models.cuda.fuse import AddNorm, Attend, PrepareHeads
+from pdserve.engine.models.cuda.fuse import AddNorm, Attend, PrepareHeads, SplitLinear
 from pdserve.engine.models.cuda.run import Launch, Run
 from pdserve.engine.models.cuda.weights import DeviceWeights
 from pdserve.engine.models.parts import (
@@ -28,6 +28,7 @@ from pdserve.kernels.cuda.attention.paged import HEAD_STEP, paged_attention
 from pdserve.kernels.cuda.layer.activation import activated, gated
 from pdserve.kernels.cuda.layer.heads import HeadNorms, HeadRange, Rotation, prepare_heads
 from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
+from pdserve.kernels.cuda.linear.product import SplitSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ def launch_of(part: Part, setup: LaunchSetup) -> Launch:
             return LaunchedSliceNorm(part, setup)
         case Linear():
             return LaunchedLinear(part, setup)
+        case SplitLinear():
+            return LaunchedSplitLinear(part, setup)
         case HeadLinear():
             return LaunchedHeadLinear(part, setup)
         case PrepareHeads():
@@ -106,12 +109,12 @@ class LaunchedSum:
         held = run.held if self._part.held else None
         factor, after = self._part.factor, self._norm
         if after is None:
-            add(run.residual, run.x, held, factor)
+            add(run.residual, run.take(), held, factor)
             run.x = run.residual
         else:
             run.x = add_norm(
                 run.residual,
-                run.x,
+                run.take(),
                 after.weight,
                 after.bias,
                 after.eps,
@@ -141,6 +144,20 @@ class LaunchedLinear:
 
     def __call__(self, run: Run) -> None:
         run.x = self._product(run.x)
+
+
+class LaunchedSplitLinear:
+    """The same for a part that takes x or the sums of its splits."""
+
+    def __init__(self, part: SplitLinear, setup: LaunchSetup) -> None:
+        self._product = setup.weights.product(part.linear.weights, part.linear.biases)
+
+    def __call__(self, run: Run) -> None:
+        found = self._product.split(run.x)
+        if isinstance(found, SplitSums):
+            run.sums = found
+        else:
+            run.x = found
 
 
 class LaunchedHeadLinear:
@@ -233,7 +250,7 @@ class LaunchedGate:
         self._activation = part.activation
 
     def __call__(self, run: Run) -> None:
-        run.x = gated(run.x, self._activation)
+        run.x = gated(run.take(), self._activation)
 
 
 class LaunchedActivation:

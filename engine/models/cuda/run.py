@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pdserve.engine.models.cuda.inputs import StepInputs
+from pdserve.kernels.cuda.linear.product import SplitSums
 
 
 @dataclass(slots=True)
@@ -18,6 +19,12 @@ class Run:
     held: Tensor | None
     inputs: StepInputs
     kv: Sequence[tuple[Tensor, int]]  # by model layer: its blocks, its group
+    sums: SplitSums | None = None  # what x is, once its splits are added
+
+    def take(self) -> Tensor | SplitSums:
+        """x, for a part that adds splits itself."""
+        taken, self.sums = self.sums or self.x, None
+        return taken
 
 
 class Launch(Protocol):

@@ -89,14 +89,14 @@ class _Stack:
             tensors = tuple(None if room is None else room[:count].clone() for room in tensors)
         numbers = torch.full((self._of,), -1, dtype=torch.int32)
         numbers[self._experts] = torch.arange(count, dtype=torch.int32)
-        values, scales, zeros, supers = (None if t is None else t[0] for t in tensors)
+        values, scales, zeros = (None if t is None else t[0] for t in tensors)
         assert values is not None
-        first = replace(self._first, values=values, scales=scales, zeros=zeros, supers=supers)
+        first = replace(self._first, values=values, scales=scales, zeros=zeros)
         return MatrixStack(first, tensors, numbers.to(values.device))
 
 
 def _tensors(matrix: DeviceMatrix) -> Sequence[Tensor | None]:
-    return matrix.values, matrix.scales, matrix.zeros, matrix.supers
+    return matrix.values, matrix.scales, matrix.zeros
 
 
 def _kind(matrix: DeviceMatrix) -> Hashable:

@@ -18,7 +18,7 @@ from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.plain import PLAIN, empty, write_rounded
 from pdserve.engine.weights.unpack import as_plain, unpack
 from pdserve.kernels.cuda.linear.packing import BITS, DeviceMatrix, pack
-from pdserve.kernels.cuda.linear.product import linear
+from pdserve.kernels.cuda.linear.product import SplitSums, linear, split_linear
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,14 @@ class Product:
             linear(x, matrix, bias, out[:, at:end])
             at = end
         return out
+
+    def split(self, x: Tensor) -> Tensor | SplitSums:
+        """The same, or the sums of splits of a single matrix."""
+        if len(self.matrices) > 1:
+            return self(x)
+        if self.columns is not None:
+            x = x.index_select(1, self.columns)
+        return split_linear(x, self.matrices[0], self.bias)
 
 
 @dataclass(frozen=True, slots=True)

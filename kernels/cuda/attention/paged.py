@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pdserve.kernels.cuda.attention.kernels import attend_kernel, merge_kernel, split_kernel
 
-SPLIT = 512  # keys
+SPLIT = 256  # keys
 LATENT_SPLIT = 1024  # of keys that many heads share, or partial results would be most of the bytes
 TOKENS = 64  # of one of Rows.tiles: with all heads of a group they fill columns, whatever its size
 HEAD_STEP = 16  # head_dim is a multiple of it

@@ -22,8 +22,10 @@ from pdserve.kernels.cuda.linear.product import (
     register_limit,
     row_sum,
     splits_of,
+    tall_tiles,
     target_of,
-    tiles_of,
+    tiles_of_width,
+    width_of,
 )
 
 
@@ -32,7 +34,7 @@ class MatrixStack:
     """Matrices of one shape and layout, one after the other in memory."""
 
     first: DeviceMatrix
-    tensors: tuple[Tensor | None, ...]  # of all: values, scales, zeros, supers; [matrices, ...]
+    tensors: tuple[Tensor | None, ...]  # of all: values, scales, zeros; [matrices, ...]
     numbers: Tensor  # int32 [experts]: which matrix is an expert's; -1: none of these
 
 
@@ -50,7 +52,12 @@ def tile_width(
     changes no bit of a result. Before Hopper a wider tile of scattered tokens has too few
     registers."""
     most = 128 if target.is_hopper else 64
-    return min(tiles_of(matrix, 2 * pairs // experts, target).tokens, most)
+    return min(width_of(matrix, 2 * pairs // experts, target), most)
+
+
+def tiles_of_group(matrix: DeviceMatrix, width: int, target: ProductTarget = LARGEST) -> Tiles:
+    """How products are cut whose tiles have `width` tokens."""
+    return tiles_of_width(matrix, width, tall_tiles(matrix, width), True, target)
 
 
 def grouped_product(
@@ -85,8 +92,8 @@ def grouped_product(
         raise ValueError(f"bias is {list(bias.shape)}, not [{experts}, {rows}]")
     if not pairs:
         return
-    tiles = tiles or tiles_of(matrix, groups.tile_tokens, target_of(x.device))
-    first = (matrix.values, matrix.scales, matrix.zeros, matrix.supers)
+    tiles = tiles or tiles_of_group(matrix, groups.tile_tokens, target_of(x.device))
+    first = (matrix.values, matrix.scales, matrix.zeros)
     row_strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in first)
     strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in stack.tensors)
     splits, split_blocks = splits_of(matrix)
@@ -124,21 +131,6 @@ def grouped_product(
     )
 
 
-@triton.jit
-def _of(tensors, number, strides):
-    """Pointers to one matrix of a stack."""
-    values, scales, zeros, supers = tensors
-    value_stride, scale_stride, zero_stride, super_stride = strides
-    values += number * value_stride
-    if scales is not None:
-        scales += number * scale_stride
-    if zeros is not None:
-        zeros += number * zero_stride
-    if supers is not None:
-        supers += number * super_stride
-    return values, scales, zeros, supers
-
-
 @triton.jit(do_not_specialize=["num_tiles", "blocks", "split_blocks", "splits"])
 def _grouped(
     x, tensors, row_strides, group_blocks, strides, numbers, tile_experts, tile_firsts, ends, pairs,
@@ -158,7 +150,14 @@ def _grouped(
         token = place
         if pairs is not None:
             token = tl.load(pairs + place, mask=valid, other=0) // TOP_K
-        weights = _of(tensors, number.to(tl.int64), strides)
+        values, scales, zeros = tensors
+        value_stride, scale_stride, zero_stride = strides
+        values += number.to(tl.int64) * value_stride
+        if scales is not None:
+            scales += number.to(tl.int64) * scale_stride
+        if zeros is not None:
+            zeros += number.to(tl.int64) * zero_stride
+        weights = (values, scales, zeros)
         total = row_sum(
             splits, split_blocks, blocks, row, x + token.to(tl.int64) * x_stride, valid, rows, cols,
             weights, row_strides, group_blocks, LAYOUT, BM, BN,

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kernels.cuda.linear.product import SplitSums, added, operands
+
 BLOCK = 1024
 # Of gpt-oss: how steep its sigmoid is, and what its inputs are cut to (arXiv:2508.10925).
 SWIGLU_OAI_ALPHA: tl.constexpr = tl.constexpr(1.702)
@@ -23,21 +25,28 @@ def _activated(x, KIND: tl.constexpr):
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
-@triton.jit
-def _gated_kernel(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["tokens"])
+def _gated_kernel(x, bias, splits, tokens, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    at = x + token * 2 * size + column
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + size, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if splits is None:
+        at = x + token * 2 * size + column
+        gate = tl.load(at, mask=inside, other=0.0)
+        up = tl.load(at + size, mask=inside, other=0.0)
+    else:
+        rows = 2 * size
+        gate = added(x, bias, splits, tokens, rows, token, column, inside).to(dtype)
+        up = added(x, bias, splits, tokens, rows, token, size + column, inside).to(dtype)
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
     if KIND == "swiglu_oai":
         gate = tl.minimum(gate, SWIGLU_OAI_LIMIT)
         up = tl.minimum(tl.maximum(up, -SWIGLU_OAI_LIMIT), SWIGLU_OAI_LIMIT)
         result = gate / (1.0 + tl.exp(-gate * SWIGLU_OAI_ALPHA)) * (up + 1.0)
     else:
         result = _activated(gate, KIND) * up
-    tl.store(out + token * size + column, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * size + column, result.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -50,13 +59,17 @@ def _activated_kernel(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + token * size + column, result.to(out.dtype.element_ty), mask=inside)
 
 
-def gated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]) -> Tensor:
+def gated(
+    x: Tensor | SplitSums, activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
+) -> Tensor:
     """x [T, 2 N] to [T, N]: activation(first half) * second half. swiglu_oai: gate *
     sigmoid(1.702 gate) * (up + 1), gate cut to at most 7, up to [-7, 7]."""
-    num_tokens, size = len(x), x.shape[1] // 2
-    out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
+    values, bias, splits = operands(x)
+    num_tokens, size = values.shape[-2], values.shape[-1] // 2
+    out = torch.empty((num_tokens, size), dtype=x.dtype, device=values.device)
     if num_tokens:
-        _gated_kernel[(num_tokens, triton.cdiv(size, BLOCK))](x, out, size, activation, BLOCK)
+        grid = (num_tokens, triton.cdiv(size, BLOCK))
+        _gated_kernel[grid](values, bias, splits, num_tokens, out, size, activation, BLOCK)
     return out
 
 

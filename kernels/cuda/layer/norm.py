@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kernels.cuda.linear.product import SplitSums, added, operands
+
 
 @triton.jit
 def _normed(value, weight, bias, eps, column, size: tl.constexpr, IS_LAYER: tl.constexpr):
@@ -35,9 +37,9 @@ def _norm_kernel(
     tl.store(out + token * out_stride + column, normed.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _add_norm_kernel(
-    stream, x, held, out, weight, bias, eps, factor,
+    stream, x, x_bias, splits, tokens, held, out, weight, bias, eps, factor,
     size: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -46,13 +48,16 @@ def _add_norm_kernel(
     inside = column < size
     at = token * size + column
     dtype: tl.constexpr = stream.dtype.element_ty
-    added = tl.load(x + at, mask=inside, other=0.0)
+    if splits is None:
+        new = tl.load(x + at, mask=inside, other=0.0)
+    else:
+        new = added(x, x_bias, splits, tokens, size, token, column, inside).to(dtype)
     if HAS_FACTOR:
-        added = (added.to(tl.float32) * factor).to(dtype)
+        new = (new.to(tl.float32) * factor).to(dtype)
     if held is not None:
         before = tl.load(held + at, mask=inside, other=0.0)
-        added = (before.to(tl.float32) + added.to(tl.float32)).to(dtype)
-    total = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32) + added.to(tl.float32)
+        new = (before.to(tl.float32) + new.to(tl.float32)).to(dtype)
+    total = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32) + new.to(tl.float32)
     total = total.to(dtype)
     tl.store(stream + at, total, mask=inside)
     if HAS_NORM:
@@ -85,19 +90,21 @@ def norm(
     return out
 
 
-def add(stream: Tensor, x: Tensor, held: Tensor | None = None, factor: float = 1.0) -> None:
+def add(
+    stream: Tensor, x: Tensor | SplitSums, held: Tensor | None = None, factor: float = 1.0
+) -> None:
     """stream += held + x * factor, all [T, N]: each product and sum is rounded to their dtype."""
     num_tokens, size = stream.shape
     if num_tokens:
         _add_norm_kernel[(num_tokens,)](
-            stream, x, held, None, None, None, 0.0, factor,
+            stream, *operands(x), num_tokens, held, None, None, None, 0.0, factor,
             size, *_shape(size, False), factor != 1, False, num_warps=_warps(size),
         )  # fmt: skip
 
 
 def add_norm(
     stream: Tensor,
-    x: Tensor,
+    x: Tensor | SplitSums,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
@@ -111,7 +118,7 @@ def add_norm(
     num_tokens, size = stream.shape
     if num_tokens:
         _add_norm_kernel[(num_tokens,)](
-            stream, x, held, out, weight, bias, eps, factor,
+            stream, *operands(x), num_tokens, held, out, weight, bias, eps, factor,
             size, *_shape(size, is_layer), factor != 1, True, num_warps=_warps(size),
         )  # fmt: skip
     return out

@@ -1,9 +1,9 @@
 """Weight matrices in the layouts that linear.py's kernels read.
 
-Plain numbers are [rows, padded columns]. Codes of 4 or 8 bits are words of 32 bits in tiles of
-TILE_ROWS rows, so that a kernel reads consecutive memory and unpacks by shifts alone: of the words
-that a row has in a block, field j of word i holds column j * (number of words) + i of the block.
-What belongs to groups of columns (scales, zero points, minima) is int32 words, too, [tiles, words,
+Plain numbers are [rows, padded columns]. Codes of 4 or 8 bits are words of 32 bits (AFFINE: of 16)
+in tiles of TILE_ROWS rows, so that a kernel reads consecutive memory and unpacks by shifts alone:
+of the words that a row has in a block, field j of word i holds column j * (number of words) + i.
+What belongs to groups of columns (scales, zero points, offsets) is int32 words, too, [tiles, words,
 TILE_ROWS], each of consecutive groups of one row. Added rows and columns are zero.
 """
 
@@ -38,7 +38,8 @@ class PackedLayout:
     """How a matrix is read; kernels are compiled for it.
 
     `kind`: PLAIN, LEVELS (whole numbers with a scale and a zero point), FAST_LEVELS (whose scales
-    have 16 bits and are modest), FP8 or Q4_K.
+    have 16 bits and are modest), FP8 or AFFINE (whole numbers of 4 bits with a scale and an offset:
+    Q4_K).
     """
 
     kind: str
@@ -49,12 +50,18 @@ class PackedLayout:
     scale_type: str = "F32"
     per_word: int = 1  # scales
     zero_byte: bool = False  # above a scale of 16 bits is a zero point of 8
+    word_bits: int = 32
+
+    @property
+    def word_bytes(self) -> int:
+        """Of a row in a block."""
+        return self.words * self.word_bits // 8
 
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """A weight matrix [rows, cols] on a device. Q4_K's scales and minima (`zeros`) are bytes of 6
-    bits, and its float16 d and dmin the low and the high half of a word of `supers`."""
+    """A weight matrix [rows, cols] on a device. A word of AFFINE's scales has the offset in its
+    high half if tokens are bfloat16; else both have 32 bits, and offsets are `zeros`."""
 
     format: str
     rows: int
@@ -64,7 +71,6 @@ class DeviceMatrix:
     values: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
-    supers: Tensor | None = None
     group_blocks: int = 1  # that share their scales
 
     @property
@@ -79,7 +85,7 @@ class DeviceMatrix:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        found = (self.values, self.scales, self.zeros, self.supers)
+        found = (self.values, self.scales, self.zeros)
         return tuple(tensor for tensor in found if tensor is not None)
 
     @property
@@ -215,28 +221,29 @@ def _q4_k(
     minima = torch.cat((second & 63, (rest >> 4) | (second >> 6 << 4)), -1)
     runs = stored[..., 16:].reshape(rows, -1, 4, 1, 32)
     levels = torch.cat((runs & 15, runs >> 4), -2).view(rows, cols)
-    layout = PackedLayout("Q4_K", 256, 4, 32, 8, per_word=4)
-    return DeviceMatrix(
-        "Q4_K",
-        rows,
-        cols,
-        dtype,
-        layout,
-        _words(levels, layout),
-        _group_words(scales.view(rows, -1), 8),
-        _group_words(minima.view(rows, -1), 8),
-        _group_words(stored[..., :4].contiguous().view(torch.int32).view(rows, -1), 1),
-    )
+    factors = stored[..., :4].contiguous().view(torch.float16).float()
+    scale = (factors[..., :1] * scales).view(rows, -1)
+    offset = (-factors[..., 1:] * minima).view(rows, -1)
+    layout = PackedLayout("AFFINE", 128, 4, 32, groups=4, word_bits=16)
+    if dtype == torch.bfloat16:
+        pairs = torch.stack((scale.bfloat16(), offset.bfloat16()), -1).view(torch.int32)
+        scale_words, offset_words = _group_words(pairs[..., 0], layout.groups), None
+    else:
+        scale_words, offset_words = (_group_words(n, layout.groups) for n in (scale, offset))
+    words = _words(levels, layout)
+    return DeviceMatrix("Q4_K", rows, cols, dtype, layout, words, scale_words, offset_words)
 
 
 def _words(levels: Tensor, layout: PackedLayout) -> Tensor:
-    """uint8 [rows, cols] -> int32 [tiles, blocks, TILE_ROWS, words of a row]."""
+    """uint8 [rows, cols] -> int32 or int16 [tiles, blocks, TILE_ROWS, words of a row]."""
     padded = _padded(_padded(levels, 1, layout.block), 0, TILE_ROWS)
-    tiles = padded.view(len(padded) // TILE_ROWS, TILE_ROWS, -1, 32 // layout.bits, layout.words)
+    fields = layout.word_bits // layout.bits
+    tiles = padded.view(len(padded) // TILE_ROWS, TILE_ROWS, -1, fields, layout.words)
     columns = tiles.permute(0, 2, 1, 4, 3).contiguous()
     if layout.bits == 4:
         columns = columns[..., 0::2] | columns[..., 1::2] << 4
-    return columns.contiguous().view(torch.int32)[..., 0]
+    word = torch.int32 if layout.word_bits == 32 else torch.int16
+    return columns.contiguous().view(word)[..., 0]
 
 
 def _group_words(of_group: Tensor, groups: int) -> Tensor:

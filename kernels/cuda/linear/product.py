@@ -20,11 +20,13 @@ from triton.runtime import driver
 from pdserve.kernels.cuda.linear.packing import PLAIN_BLOCK, TILE_ROWS, DeviceMatrix
 
 PROCESSORS = 132  # of an H100: it is the aim; the results of another device are the same
-SPLIT_COLUMNS = 256  # at least: shorter splits take longer to add than to multiply
+ENOUGH_TALL = 96  # programs of tall tiles that are worth more than sums of splits in memory
+SPLIT_COLUMNS = 512  # at least: shorter splits take longer to add than to multiply
 ADD_ROWS = 512
-NARROW_BYTES, WIDE_BYTES = 72 << 10, 144 << 10  # of shared memory for loads under way
+NARROW_BYTES, TALL_BYTES, WIDE_BYTES = 56 << 10, 100 << 10, 144 << 10  # for loads under way
+MOST_STAGES, MOST_PACKED_STAGES = 5, 3
 OTHER_BYTES = 16 << 10  # of shared memory, for what is not loads
-REGISTERS = {4: 168, 8: 255}  # or the compiler spills, for more programs than have shared memory
+MOST_REGISTERS = 168  # with few sums; left alone, the compiler spills for programs that do not fit
 SIDE = tl.constexpr(8)  # row tiles whose programs run side by side: what they read stays in L2
 TILE, PLAIN_COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(PLAIN_BLOCK)
 
@@ -34,6 +36,22 @@ class ProductTarget(NamedTuple):
 
     is_hopper: bool = True
     shared_bytes: int = 227 << 10  # that a block may have
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSums:
+    """A product [T, rows] whose splits are not added yet: the next kernel does that, by `added`."""
+
+    partials: Tensor  # float32 [splits, T, rows]
+    bias: Tensor | None  # [rows]
+    dtype: torch.dtype  # that the product is rounded to
+
+
+def operands(x: Tensor | SplitSums) -> tuple[Tensor, Tensor | None, int | None]:
+    """What a kernel takes that adds splits itself: x or partials, a bias, the number of splits."""
+    if isinstance(x, SplitSums):
+        return x.partials, x.bias, len(x.partials)
+    return x, None, None
 
 
 @dataclass(frozen=True)
@@ -48,8 +66,10 @@ class Tiles:
 
 
 def splits_of(matrix: DeviceMatrix) -> tuple[int, int]:
-    """The number of splits of a row, and the blocks of each but the last; by the shape alone."""
-    wanted = -(-2 * PROCESSORS // -(-matrix.rows // 64))
+    """The number of splits of a row, and the blocks of each but the last; by the shape alone. What
+    unpacks 4 bits takes more programs to hide how long each step of one takes."""
+    tiles, of_processor = -(-matrix.rows // 64), 4 if matrix.layout.kind == "AFFINE" else 2
+    wanted = -(-of_processor * PROCESSORS // tiles) if tiles < 2 * PROCESSORS else 1
     length = max(-(-matrix.blocks // wanted), SPLIT_COLUMNS // matrix.layout.block)
     return -(-matrix.blocks // length), length
 
@@ -67,24 +87,49 @@ def target_of(device: torch.device) -> ProductTarget:
     return ProductTarget(torch.cuda.get_device_capability(device)[0] == 9, shared)
 
 
+def width_of(matrix: DeviceMatrix, tokens: int, target: ProductTarget = LARGEST) -> int:
+    """The most tokens of a tile. Before Hopper products of 4 bits have too few registers for the
+    widest."""
+    widest = 128 if target.is_hopper or matrix.layout.bits > 4 else 64
+    if matrix.dtype == torch.float32:  # no tensor cores: products take registers, too
+        widest = 32
+    return next(n for n in (16, 32, 64, 128) if tokens <= n or n == widest)
+
+
 def tiles_of(matrix: DeviceMatrix, tokens: int, target: ProductTarget = LARGEST) -> Tiles:
     """Few tokens: narrow tiles, several programs a multiprocessor, and a program for each split as
-    long as there are too few tiles to occupy the device. Many: wide tiles, which read less often.
-    Before Hopper products of 4 bits have too few registers for the widest.
+    long as there are too few tiles to occupy the device. Many: wide tiles, which read less often,
+    and narrower ones rather than sums of splits in memory.
     """
+    width = width_of(matrix, tokens, target)
+    tall = tall_tiles(matrix, tokens)
+    row_tiles = -(-matrix.rows // (128 if tall else 64))
+    enough = ENOUGH_TALL if tall else PROCESSORS
+    looped = splits_of(matrix)[0] == 1 or row_tiles * -(-tokens // width) >= enough
+    if tall and not looped and row_tiles * -(-tokens // 64) >= enough:
+        width, looped = 64, True
+    return tiles_of_width(matrix, width, tall, looped, target)
+
+
+def tall_tiles(matrix: DeviceMatrix, tokens: int) -> bool:
+    """Whether a tile has 128 rows, or 64."""
+    return tokens > 64 and matrix.dtype != torch.float32
+
+
+def tiles_of_width(
+    matrix: DeviceMatrix, width: int, tall: bool, looped: bool, target: ProductTarget
+) -> Tiles:
+    """Those of `width` tokens."""
     layout, size = matrix.layout, matrix.dtype.itemsize
-    single = matrix.dtype == torch.float32  # no tensor cores: products take registers, too
-    widest = 32 if single else 128 if target.is_hopper or layout.bits > 4 else 64
-    width = next(n for n in (16, 32, 64, 128) if tokens <= n or n == widest)
-    many = tokens > 64 and not single
-    height = 128 if many else 64
-    programs = -(-matrix.rows // height) * -(-tokens // width)
-    looped = splits_of(matrix)[0] == 1 or programs >= PROCESSORS
-    row_bytes = layout.words * 4 or layout.block * size
+    tall = tall or (layout.kind == "AFFINE" and looped)
+    needs_registers = width == 128 or layout.kind not in ("PLAIN", "AFFINE")
+    height, warps = 128 if tall else 64, 8 if tall and needs_registers else 4
+    row_bytes = layout.word_bytes or layout.block * size
     stage_bytes = height * row_bytes + width * layout.block * size
-    room = min(WIDE_BYTES if many else NARROW_BYTES, target.shared_bytes - OTHER_BYTES)
-    stages = room // stage_bytes
-    return Tiles(height, width, 8 if many else 4, min(6, max(2, stages)), looped)
+    room = WIDE_BYTES if looped and warps == 8 else TALL_BYTES if tall else NARROW_BYTES
+    room = min(room, target.shared_bytes - OTHER_BYTES)
+    most = MOST_STAGES if layout.kind == "PLAIN" else MOST_PACKED_STAGES
+    return Tiles(height, width, warps, min(most, max(2, room // stage_bytes)), looped)
 
 
 def linear(
@@ -103,9 +148,19 @@ def linear(
     return product(x, matrix, bias, out, out_dtype, tiles)
 
 
+def split_linear(x: Tensor, matrix: DeviceMatrix, bias: Tensor | None) -> Tensor | SplitSums:
+    """`linear`, or the sums of its splits, where each split is a program of its own."""
+    tiles = tiles_of(matrix, len(x), target_of(x.device))
+    if tiles.looped or not len(x):
+        return product(x, matrix, bias, None, None, tiles)
+    _check(x, matrix, bias)
+    return SplitSums(_partials(x, matrix, tiles), bias, x.dtype)
+
+
 def register_limit(tiles: Tiles, dtype: torch.dtype) -> int:
     """Of a thread."""
-    return 255 if dtype == torch.float32 else REGISTERS[tiles.warps]
+    sums = 2 * tiles.rows * tiles.tokens // (32 * tiles.warps)  # of a split, and of all
+    return 255 if dtype == torch.float32 or sums > 64 else MOST_REGISTERS
 
 
 def product(
@@ -118,13 +173,7 @@ def product(
 ) -> Tensor:
     """`linear`, cut as told."""
     tokens, rows = len(x), matrix.rows
-    if x.shape != (tokens, matrix.cols) or x.dtype != matrix.dtype or x.stride(1) != 1:
-        raise ValueError(
-            f"x is {list(x.shape)} {x.dtype}, strides {x.stride()}, not rows of {matrix.cols} "
-            f"{matrix.dtype}"
-        )
-    if bias is not None and (bias.shape != (rows,) or not bias.is_contiguous()):
-        raise ValueError(f"bias is {list(bias.shape)}, not [{rows}]")
+    _check(x, matrix, bias)
     if out is None:
         out = torch.empty(tokens, rows, dtype=out_dtype or x.dtype, device=x.device)
     elif out.shape != (tokens, rows) or out.stride(1) != 1 or out_dtype not in (None, out.dtype):
@@ -133,12 +182,47 @@ def product(
         )
     if not tokens:
         return out
-    splits, split_blocks = splits_of(matrix)
-    weights = (matrix.values, matrix.scales, matrix.zeros, matrix.supers)
+    if tiles.looped:
+        arguments, constants = _arguments(x, matrix, tiles)
+        programs = -(-rows // tiles.rows) * -(-tokens // tiles.tokens)
+        splits = splits_of(matrix)[0]
+        _looped[(programs,)](x, *arguments, bias, out, out.stride(0), splits, **constants)
+        return out
+    partials = _partials(x, matrix, tiles)
+    grid = (-(-rows // ADD_ROWS), tokens)
+    _add_splits[grid](
+        partials, bias, out, tokens, rows, out.stride(0), len(partials), BLOCK=ADD_ROWS
+    )
+    return out
+
+
+def _check(x: Tensor, matrix: DeviceMatrix, bias: Tensor | None) -> None:
+    if x.shape != (len(x), matrix.cols) or x.dtype != matrix.dtype or x.stride(1) != 1:
+        raise ValueError(
+            f"x is {list(x.shape)} {x.dtype}, strides {x.stride()}, not rows of {matrix.cols} "
+            f"{matrix.dtype}"
+        )
+    if bias is not None and (bias.shape != (matrix.rows,) or not bias.is_contiguous()):
+        raise ValueError(f"bias is {list(bias.shape)}, not [{matrix.rows}]")
+
+
+def _partials(x: Tensor, matrix: DeviceMatrix, tiles: Tiles) -> Tensor:
+    """float32 [splits, T, rows]."""
+    splits, tokens, rows = splits_of(matrix)[0], len(x), matrix.rows
+    partials = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
+    arguments, constants = _arguments(x, matrix, tiles)
+    grid = (-(-rows // tiles.rows), splits, -(-tokens // tiles.tokens))
+    _separate[grid](x, *arguments, partials, **constants)
+    return partials
+
+
+def _arguments(
+    x: Tensor, matrix: DeviceMatrix, tiles: Tiles
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Of both kernels, behind x, and their constants."""
+    weights = (matrix.values, matrix.scales, matrix.zeros)
     strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in weights)
-    stored = (weights, strides, matrix.group_blocks)
-    row_tiles, token_tiles = -(-rows // tiles.rows), -(-tokens // tiles.tokens)
-    shape = (tokens, rows, matrix.cols, x.stride(0), matrix.blocks, split_blocks)
+    shape = (len(x), matrix.rows, matrix.cols, x.stride(0), matrix.blocks, splits_of(matrix)[1])
     constants = {
         "LAYOUT": matrix.layout,
         "BM": tiles.rows,
@@ -148,16 +232,7 @@ def product(
         "maxnreg": register_limit(tiles, x.dtype),
         "enable_fp_fusion": False,
     }
-    if tiles.looped:
-        _looped[(row_tiles * token_tiles,)](
-            x, *stored, bias, out, *shape, out.stride(0), splits, **constants
-        )
-        return out
-    partials = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
-    _separate[(row_tiles, splits, token_tiles)](x, *stored, partials, *shape, **constants)
-    grid = (-(-rows // ADD_ROWS), tokens)
-    _add_splits[grid](partials, bias, out, tokens, rows, out.stride(0), splits, BLOCK=ADD_ROWS)
-    return out
+    return (weights, strides, matrix.group_blocks, *shape), constants
 
 
 @triton.jit
@@ -175,6 +250,16 @@ def finish(total, bias, rows, valid):
 
 
 @triton.jit
+def added(partials, bias, splits, tokens, rows, token, r, valid):
+    """float32: the rows `r` of SplitSums, of one token, int64, where they are valid."""
+    total = tl.zeros(r.shape, tl.float32)
+    for split in range(splits):
+        at = (split * tokens + token) * rows + r
+        total = _add(total, tl.load(partials + at, mask=valid, other=0.0))
+    return finish(total, bias, r, valid)
+
+
+@triton.jit
 def _float(word, shift, TYPE: tl.constexpr):
     """The float32 in a word, or the float of 16 bits from bit `shift` on."""
     if TYPE == "F32":
@@ -187,8 +272,7 @@ def _float(word, shift, TYPE: tl.constexpr):
 
 @triton.jit
 def _weights(words, scale, zero, LAYOUT: tl.constexpr, FIELD: tl.constexpr):
-    """float32 [BM, words]: that field of each word as a weight. scale and zero: float32 [BM, 1],
-    of Q4_K the minimum.
+    """float32 [BM, words]: that field of each word as a weight. scale and zero: float32 [BM, 1].
 
     The unsigned n of a field becomes the lower bits of a mantissa, base + n, since integers are
     converted at a fourth of the speed; two fields need the same shift. FAST_LEVELS multiplies
@@ -208,10 +292,58 @@ def _weights(words, scale, zero, LAYOUT: tl.constexpr, FIELD: tl.constexpr):
         level = bits.to(tl.float32, bitcast=True)
         if LAYOUT.kind == "FAST_LEVELS":
             return tl.fma(level, scale, -((zero + base) * scale))
-        elif LAYOUT.kind == "LEVELS":
-            return (level - (zero + base)) * scale
         else:
-            return tl.fma(level - base, scale, -zero)
+            return (level - (zero + base)) * scale
+
+
+@triton.jit
+def _affine_weights(words, scale, offset, FIELD: tl.constexpr):
+    """[BM, words]: that field of each int16 word times scale, plus offset, [BM, 1], in their dtype.
+
+    In bfloat16 two weights are one number of 32 bits: n in the mantissa of 128 + n, less 128, which
+    is exact, times the scale plus the offset, rounded once.
+    """
+    shift: tl.constexpr = 4 * FIELD
+    if scale.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            f"""{{ .reg .b32 n, one, base;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 base, 0xC300C300;
+            shr.b32 n, $1, {shift};
+            lop3.b32 n, n, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 n, n, one, base;
+            fma.rn.bf16x2 $0, n, $2, $3; }}""",
+            "=r,r,r,r",
+            [words, scale, offset],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        bits = (words.to(tl.int32) >> shift) & 15 | 0x4B000000  # n + 2^23
+        return tl.fma(bits.to(tl.float32, bitcast=True) - 8388608.0, scale, offset)
+
+
+@triton.jit
+def _add_affine(acc, block, x, valid, weights, lanes, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    """As _add_block, of weights that are AFFINE; rows have whole blocks."""
+    values, scales, offsets = weights
+    lane = tl.arange(0, WIDTH)
+    words = tl.load(values + (block * TILE + lanes[:, None]) * WIDTH + lane[None, :])
+    x += block * (GROUPS * WIDTH) + lane[:, None]
+    for group in tl.static_range(GROUPS):
+        at = (block * GROUPS + group) * TILE + lanes
+        word = tl.load(scales + at)
+        if offsets is None:
+            scale = word.to(tl.int16).to(tl.bfloat16, bitcast=True)
+            offset = (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            scale = word.to(tl.float32, bitcast=True)
+            offset = tl.load(offsets + at).to(tl.float32, bitcast=True)
+        w = _affine_weights(words, scale[:, None], offset[:, None], group)
+        tokens = tl.load(x + group * WIDTH, mask=valid, other=0.0)
+        acc = tl.dot(w.to(x.dtype.element_ty), tokens, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -223,12 +355,14 @@ def _add_block(
     x: pointers to the tokens' first column, [1, BN]; valid: which of them there are. weights:
     pointers to the first word of the tile, or, for plain numbers, to the first row's.
     """
-    values, scales, zeros, supers = weights
+    values, scales, zeros = weights
     if LAYOUT.kind == "PLAIN":
         k = block * PLAIN_COLUMNS + tl.arange(0, PLAIN_COLUMNS)
         w = tl.load(values + rows[:, None] * row_stride + k[None, :])
         tokens = tl.load(x + k[:, None], mask=valid & (k[:, None] < cols), other=0.0)
         acc = tl.dot(w, tokens, acc, input_precision="ieee")
+    elif LAYOUT.kind == "AFFINE":
+        acc = _add_affine(acc, block, x, valid, weights, lanes, LAYOUT.words, LAYOUT.groups)
     else:
         fields: tl.constexpr = 32 // LAYOUT.bits
         groups: tl.constexpr = LAYOUT.groups
@@ -241,24 +375,14 @@ def _add_block(
         k = block * (fields * width) + lane[:, None]
         x = x + k
         zero = 128.0 if LAYOUT.bits == 8 else 8.0
-        if LAYOUT.kind == "Q4_K":
-            super = tl.load(supers + block * TILE + lanes)
         for group in tl.static_range(groups):
             if group % LAYOUT.per_word == 0:
                 word = tl.load(scales + first + group // LAYOUT.per_word * TILE)
-                if LAYOUT.kind == "Q4_K":
-                    minima = tl.load(zeros + first + group // LAYOUT.per_word * TILE)
-            if LAYOUT.kind == "Q4_K":
-                scale = ((word >> group % 4 * 8) & 255).to(tl.float32) * _float(super, 0, "F16")
-                zero = ((minima >> group % 4 * 8) & 255).to(tl.float32) * _float(super, 16, "F16")
-                zero = zero[:, None]
-            else:
-                scale = _float(word, group % LAYOUT.per_word * 16, scale_type)
-                if zeros is not None:
-                    zero = tl.load(zeros + first + group * TILE).to(tl.float32)[:, None]
-                elif LAYOUT.zero_byte:
-                    zero = ((word >> 16) & 255).to(tl.float32)[:, None]
-            scale = scale[:, None]
+            scale = _float(word, group % LAYOUT.per_word * 16, scale_type)[:, None]
+            if zeros is not None:
+                zero = tl.load(zeros + first + group * TILE).to(tl.float32)[:, None]
+            elif LAYOUT.zero_byte:
+                zero = ((word >> 16) & 255).to(tl.float32)[:, None]
             for part in tl.static_range(shared):
                 w = _weights(words, scale, zero, LAYOUT, group * shared + part)
                 ahead = (group * shared + part) * width
@@ -276,8 +400,8 @@ def _split_sum(
     the tokens that x points to, [1, BN], where they are valid. `weights` point to the matrix, of
     whatever table it is taken from.
     """
-    values, scales, zeros, supers = weights
-    value_stride, scale_stride, zero_stride, super_stride = strides
+    values, scales, zeros = weights
+    value_stride, scale_stride, zero_stride = strides
     lanes = tl.arange(0, BM)
     row_lanes = tl.minimum(lanes, rows - 1 - row)  # those after the last row read it again
     if LAYOUT.kind == "PLAIN":
@@ -288,12 +412,10 @@ def _split_sum(
         scales += tile * scale_stride + row % TILE
         if zeros is not None:
             zeros += tile * zero_stride + row % TILE
-        if supers is not None:
-            supers += tile * super_stride + row % TILE
     acc = tl.zeros((BM, BN), tl.float32)
     for block in range(first, last):
         acc = _add_block(
-            acc, block, x, cols, (values, scales, zeros, supers), value_stride, group_blocks,
+            acc, block, x, cols, (values, scales, zeros), value_stride, group_blocks,
             row_lanes, lanes, valid, LAYOUT,
         )  # fmt: skip
     return acc
@@ -325,7 +447,7 @@ def _tokens_at(x, token, x_stride, tokens, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "split_blocks"])
 def _separate(
-    x, weights, strides, group_blocks, partials, tokens, rows, cols, x_stride, blocks, split_blocks,
+    x, weights, strides, group_blocks, tokens, rows, cols, x_stride, blocks, split_blocks, partials,
     LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Writes partials, float32 [splits, tokens, rows]. Grid: row tiles, splits, token tiles."""
@@ -346,18 +468,14 @@ def _add_splits(partials, bias, out, tokens, rows, out_stride, splits, BLOCK: tl
     """Adds the splits' sums. Grid: blocks of rows, tokens."""
     r, t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     valid = r < rows
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in range(splits):
-        at = (split * tokens + t) * rows + r
-        total = _add(total, tl.load(partials + at, mask=valid, other=0.0))
-    total = finish(total, bias, r, valid)
+    total = added(partials, bias, splits, tokens, rows, t, r, valid)
     tl.store(out + t * out_stride + r, total.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "split_blocks", "splits"])
 def _looped(
-    x, weights, strides, group_blocks, bias, out, tokens, rows, cols, x_stride, blocks,
-    split_blocks, out_stride, splits,
+    x, weights, strides, group_blocks, tokens, rows, cols, x_stride, blocks, split_blocks,
+    bias, out, out_stride, splits,
     LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """All splits of a tile. Grid: row tiles times token tiles, in runs of SIDE tiles of rows."""

@@ -13,15 +13,18 @@ from pdserve.engine.models.layer import layer_parts
 from pdserve.engine.models.parts import Add
 
 LAYERS = {
-    "qwen3": "Norm Linear PrepareHeads Attend Linear AddNorm Linear Gate Linear AddNorm",
-    "gemma2": "Norm Linear PrepareHeads Attend Linear Norm AddNorm Linear Gate Linear Norm AddNorm",
-    "olmo2": "Linear SliceNorm SliceNorm PrepareHeads Attend Linear Norm AddNorm Linear Gate Linear"
-    " Norm AddNorm",
-    "phi": "LayerNorm Linear PrepareHeads Attend Linear Hold LayerNorm Linear Activate Linear"
+    "qwen3": "Norm Linear PrepareHeads Attend SplitLinear AddNorm SplitLinear Gate SplitLinear"
     " AddNorm",
-    "granite": "Norm Linear PrepareHeads Attend Linear AddNorm Linear Gate Linear AddNorm",
+    "gemma2": "Norm Linear PrepareHeads Attend Linear Norm AddNorm SplitLinear Gate Linear Norm"
+    " AddNorm",
+    "olmo2": "Linear SliceNorm SliceNorm PrepareHeads Attend Linear Norm AddNorm SplitLinear Gate"
+    " Linear Norm AddNorm",
+    "phi": "LayerNorm Linear PrepareHeads Attend Linear Hold LayerNorm Linear Activate SplitLinear"
+    " AddNorm",
+    "granite": "Norm Linear PrepareHeads Attend SplitLinear AddNorm SplitLinear Gate SplitLinear"
+    " AddNorm",
     "deepseek_v3": "Norm Linear SliceNorm HeadLinear SliceNorm PrepareHeads PrepareHeads HeadLinear"
-    " PrepareHeads Attend HeadLinear Linear AddNorm Linear Gate Linear AddNorm",
+    " PrepareHeads Attend HeadLinear SplitLinear AddNorm SplitLinear Gate SplitLinear AddNorm",
 }
 
 

@@ -157,7 +157,7 @@ def _splits(pairs: int, experts: int) -> list[list[int]]:
 
 def stacked(matrices: list[DeviceMatrix], experts: list[int], count: int) -> MatrixStack:
     """A stack of the matrices of those experts, among so many."""
-    parts = [(m.values, m.scales, m.zeros, m.supers) for m in matrices]
+    parts = [(m.values, m.scales, m.zeros) for m in matrices]
     tensors = tuple(
         None if some[0] is None else torch.stack([one for one in some if one is not None])
         for some in zip(*parts, strict=True)
@@ -215,8 +215,8 @@ def test_rows_that_fill_no_tile(rows: int) -> None:
     """All tokens go to one expert; x and `out` are slices of rows."""
     matrices = matrices_of(KINDS[3], 3, rows, torch.bfloat16)
     stack = stacked(matrices, [0, 1, 2], 3)
-    wide = randoms(21, 384 + 16).bfloat16()
-    x = wide[:, 8 : 8 + 384]
+    wide = randoms(21, 640 + 16).bfloat16()
+    x = wide[:, 8 : 8 + 640]
     groups = group(torch.full((21, 1), 2, dtype=torch.int32), 3, 16)
     out = torch.full((21, rows + 20), 7.0)
     grouped_product(x, stack, groups, None, out[:, 10 : 10 + rows], by_pair=False)
@@ -228,9 +228,9 @@ def test_rows_that_fill_no_tile(rows: int) -> None:
 def test_experts_that_a_stack_has_not_are_left_alone() -> None:
     """Of five experts three are plain and two are packed: each stack writes what is its own."""
     some = matrices_of(KINDS[3], 3, 10, torch.bfloat16)
-    others = matrices_of(("BF16", 384, 0, BF16, False), 2, 10, torch.bfloat16)
+    others = matrices_of(("BF16", 640, 0, BF16, False), 2, 10, torch.bfloat16)
     stacks = stacked(some, [0, 2, 3], 5), stacked(others, [4, 1], 5)
-    chosen, x = sent(12, 5, 2), randoms(12, 384).bfloat16()
+    chosen, x = sent(12, 5, 2), randoms(12, 640).bfloat16()
     groups = group(chosen, 5, tile_tokens(stacks, 24, 5))
     out = torch.full((24, 10), 7.0).bfloat16()
     grouped_product(x, stacks[0], groups, None, out, by_pair=False)
@@ -373,7 +373,7 @@ def test_no_tokens() -> None:
 def test_tensors_that_do_not_fit_are_refused() -> None:
     stack = stacked(matrices_of(KINDS[3], 2, 10, torch.bfloat16), [0, 1], 2)
     groups = group(torch.zeros(3, 1, dtype=torch.int32), 2, 16)
-    x, out = torch.zeros(3, 384).bfloat16(), torch.zeros(3, 10)
+    x, out = torch.zeros(3, 640).bfloat16(), torch.zeros(3, 10)
 
     def refused(why: str, x: Tensor = x, out: Tensor = out, bias: Tensor | None = None) -> None:
         with pytest.raises(ValueError, match=why):

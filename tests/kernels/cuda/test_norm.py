@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-import triton_interpreter as _  # noqa: F401  (before kernels run)
+import triton_interpreter  # noqa: F401  (before kernels run)
+from linear_cases import BF16, made
 from torch import Tensor
 
+from pdserve.kernels.cuda.layer.activation import gated
 from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
+from pdserve.kernels.cuda.linear.product import SplitSums, linear, split_linear
 
 SHAPES = [(1, 1), (1, 16), (2, 17), (3, 64), (5, 100), (7, 128), (2, 257), (4, 640), (1, 1000)]
 SHAPES += [(3, 1024), (2, 2880), (1, 4100)]
@@ -53,6 +56,26 @@ def test_add_norm(shape: tuple[int, int], dtype: torch.dtype, most: float, has_h
     alone = before.clone()
     add(alone, x, held if has_held else None, 0.22)
     assert torch.equal(alone, stream)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_splits_are_added_as_the_product_adds_them(dtype: torch.dtype, has_bias: bool) -> None:
+    matrix, _ = made(("BF16", 1100, 0, BF16, False), 70, dtype)
+    x, stream = drawn(1, 3, 1100, dtype=dtype), drawn(2, 3, 70, dtype=dtype)
+    weight, bias = drawn(3, 70), drawn(4, 70) if has_bias else None
+    sums = split_linear(x, matrix, bias)
+    assert isinstance(sums, SplitSums)
+    assert len(sums.partials) == 3
+    for held in (None, drawn(5, 3, 70, dtype=dtype)):
+        once, other = stream.clone(), stream.clone()
+        ours = add_norm(once, sums, weight, None, 1e-5, held=held, factor=0.5)
+        product = linear(x, matrix, bias)
+        assert torch.equal(
+            ours, add_norm(other, product, weight, None, 1e-5, held=held, factor=0.5)
+        )
+        assert torch.equal(once, other)
+    assert torch.equal(gated(sums, "silu"), gated(product, "silu"))
 
 
 def test_a_row_is_the_same_alone() -> None:
