@@ -23,7 +23,8 @@ PROCESSORS = 132  # of an H100: it is the aim; the results of another device are
 ENOUGH_TALL = 96  # programs of tall tiles that are worth more than sums of splits in memory
 SPLIT_COLUMNS = 512  # at least: shorter splits take longer to add than to multiply
 ADD_ROWS = 512
-NARROW_BYTES, TALL_BYTES, WIDE_BYTES = 56 << 10, 100 << 10, 144 << 10  # for loads under way
+# Of shared memory, for loads under way.
+NARROW, TALL, WIDE, PACKED_NARROW = 56 << 10, 100 << 10, 144 << 10, 72 << 10
 MOST_STAGES, MOST_PACKED_STAGES = 5, 3
 OTHER_BYTES = 16 << 10  # of shared memory, for what is not loads
 MOST_REGISTERS = 168  # with few sums; left alone, the compiler spills for programs that do not fit
@@ -119,17 +120,20 @@ def tall_tiles(matrix: DeviceMatrix, tokens: int) -> bool:
 def tiles_of_width(
     matrix: DeviceMatrix, width: int, tall: bool, looped: bool, target: ProductTarget
 ) -> Tiles:
-    """Those of `width` tokens."""
+    """Those of `width` tokens; what is chosen was fastest on an H200."""
     layout, size = matrix.layout, matrix.dtype.itemsize
-    tall = tall or (layout.kind == "AFFINE" and looped)
-    needs_registers = width == 128 or layout.kind not in ("PLAIN", "AFFINE")
-    height, warps = 128 if tall else 64, 8 if tall and needs_registers else 4
+    is_plain, is_affine = layout.kind == "PLAIN", layout.kind == "AFFINE"
+    tall = tall or (is_affine and looped)
+    height = 128 if tall else 64
+    warps = 8 if tall and (width == 128 or not (is_plain or is_affine)) else 4
     row_bytes = layout.word_bytes or layout.block * size
     stage_bytes = height * row_bytes + width * layout.block * size
-    room = WIDE_BYTES if looped and warps == 8 else TALL_BYTES if tall else NARROW_BYTES
-    room = min(room, target.shared_bytes - OTHER_BYTES)
-    most = MOST_STAGES if layout.kind == "PLAIN" else MOST_PACKED_STAGES
-    return Tiles(height, width, warps, min(most, max(2, room // stage_bytes)), looped)
+    if is_plain:
+        room, most = (WIDE if looped and warps == 8 else TALL if tall else NARROW), MOST_STAGES
+    else:
+        room, most = (WIDE if tall else PACKED_NARROW), MOST_PACKED_STAGES
+    stages = min(room, target.shared_bytes - OTHER_BYTES) // stage_bytes
+    return Tiles(height, width, warps, min(most, max(2, stages)), looped)
 
 
 def linear(
