@@ -18,7 +18,7 @@ from pdserve.engine.weights.format import RawTensor
 from pdserve.kernels.cuda.attention.paged import SPLIT
 from pdserve.kernels.cuda.sampling.step import CudaSampling
 
-KERNELS = "cuda-1"  # raise it with any change of the results
+KERNELS = "cuda-2"  # raise it with any change of the results
 LEAST_CAPABILITY = (8, 0)  # bfloat16 products
 CUDA_SHARE = 0.9  # of the free memory; the rest is for fragments and others
 WINDOWS_BYTES = 2 * SLOTS * DEVICE_SLOT_BYTES  # of two prefill workers that send at once

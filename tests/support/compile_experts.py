@@ -88,7 +88,7 @@ def launches() -> list[tuple[str, Callable[[], object]]]:
             continue
         for stored in formats:
             made = compile_linear.matrix(*stored, dtype)
-            for tokens in dict.fromkeys(tokens for tokens, _ in shapes):
+            for tokens in dict.fromkeys(tokens for tokens, *_ in shapes):
                 label = f"experts {stored[0]}/{stored[1]} {dtype} {tokens} tokens"
                 found.append((label, partial(launch, made, tokens)))
     for shared in (False, True):

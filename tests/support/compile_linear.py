@@ -1,7 +1,6 @@
 """Launches of linear.py that together compile each of its kernels: formats, types, tiles."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,9 +12,14 @@ from pdserve.kernels.cuda.linear import product as linear
 from pdserve.kernels.cuda.linear.packing import DeviceMatrix, pack
 
 ROWS, COLS = 256, 1024
-TOKENS = (1, 32, 64, 256)  # one for each width of tiles
-EVERY = tuple((tokens, looped) for tokens in TOKENS for looped in (False, True))
-ENDS = ((1, False), (256, True))  # the fewest and the most registers
+# Tokens, most tokens of a tile, and whether a program adds all splits of its tile.
+EVERY = (
+    *((n, n, looped) for n in (16, 32, 64) for looped in (False, True)),
+    (256, 64, True),
+    (256, 128, False),
+    (256, 128, True),
+)
+ENDS = (EVERY[0], EVERY[-1])  # the fewest and the most registers
 
 # Format, columns of a group, type of scales, whether there are zeros.
 PLAIN = ("BF16", 0, np.uint16, False)
@@ -30,8 +34,8 @@ FP8 = ("FP8", 128, np.float32, False)
 FP8_ROWS = ("FP8", COLS, np.uint16, False)
 
 LAUNCHED = (
-    (torch.bfloat16, (PLAIN, GPTQ), EVERY),
-    (torch.bfloat16, (Q4_K, Q8_0, EXACT_INT4, INT4_PAIRS, INT8_16, INT8_ROWS, FP8, FP8_ROWS), ENDS),
+    (torch.bfloat16, (PLAIN, Q4_K, GPTQ), EVERY),
+    (torch.bfloat16, (Q8_0, EXACT_INT4, INT4_PAIRS, INT8_16, INT8_ROWS, FP8, FP8_ROWS), ENDS),
     (torch.float16, (PLAIN, Q4_K, GPTQ, INT8_16), ENDS),
     (torch.float32, (PLAIN, Q4_K, Q8_0), ENDS),
 )
@@ -56,10 +60,12 @@ def matrix(
     return pack(format, ROWS, COLS, parts, dtype, "cpu")
 
 
-def launch(made: DeviceMatrix, tokens: int, looped: bool, bias: bool) -> None:
+def launch(made: DeviceMatrix, tokens: int, width: int, looped: bool, bias: bool) -> None:
     arch = driver.active.get_current_target().arch
     target = linear.ProductTarget(arch == 90, MOST_SHARED[arch])
-    tiles = replace(linear.tiles_of(made, tokens, target), looped=looped)
+    width = min(width, linear.width_of(made, tokens, target))
+    tall = linear.tall_tiles(made, tokens)
+    tiles = linear.tiles_of_width(made, width, tall, looped, target)
     x = torch.zeros(tokens, COLS, dtype=made.dtype)
     linear.product(x, made, torch.zeros(ROWS) if bias else None, None, None, tiles)
 
@@ -70,8 +76,8 @@ def launches() -> list[tuple[str, Callable[[], None]]]:
     for dtype, formats, shapes in LAUNCHED:
         for stored in formats:
             made = matrix(*stored, dtype)
-            for tokens, looped in shapes:
+            for tokens, width, looped in shapes:
                 kind = "looped" if looped else "separate"
-                label = f"linear {stored[0]}/{stored[1]} {dtype} {tokens} tokens {kind}"
-                found.append((label, partial(launch, made, tokens, looped, bias=looped)))
+                label = f"linear {stored[0]}/{stored[1]} {dtype} {tokens} tokens by {width} {kind}"
+                found.append((label, partial(launch, made, tokens, width, looped, bias=looped)))
     return found

@@ -27,12 +27,13 @@ FEW = (
     *(
         f"linear {kind} torch.bfloat16 {shape}"
         for kind in ("BF16/0", "Q4_K/0", "INT4/128", "FP8/128")
-        for shape in ("1 tokens separate", "256 tokens looped")
+        for shape in ("16 tokens by 16 separate", "256 tokens by 128 looped")
     ),
-    "experts Q4_K/0 torch.bfloat16 1 tokens",
+    "experts Q4_K/0 torch.bfloat16 16 tokens",
     "every kind of pick, 151936 tokens",
     "sum and norm of 4096",
     "gated silu",
+    "sums of splits and norm of 4096",
     "heads of 128 to torch.bfloat16",
 )
 

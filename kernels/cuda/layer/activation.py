@@ -26,19 +26,21 @@ def _activated(x, KIND: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _gated_kernel(x, bias, splits, tokens, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_kernel(
+    x, bias, SPLITS: tl.constexpr, tokens, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     dtype: tl.constexpr = out.dtype.element_ty
-    if splits is None:
+    if SPLITS:
+        rows = 2 * size
+        gate = added(x, bias, SPLITS, tokens, rows, token, column, inside).to(dtype)
+        up = added(x, bias, SPLITS, tokens, rows, token, size + column, inside).to(dtype)
+    else:
         at = x + token * 2 * size + column
         gate = tl.load(at, mask=inside, other=0.0)
         up = tl.load(at + size, mask=inside, other=0.0)
-    else:
-        rows = 2 * size
-        gate = added(x, bias, splits, tokens, rows, token, column, inside).to(dtype)
-        up = added(x, bias, splits, tokens, rows, token, size + column, inside).to(dtype)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     if KIND == "swiglu_oai":
         gate = tl.minimum(gate, SWIGLU_OAI_LIMIT)

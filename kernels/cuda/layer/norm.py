@@ -39,7 +39,7 @@ def _norm_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _add_norm_kernel(
-    stream, x, x_bias, splits, tokens, held, out, weight, bias, eps, factor,
+    stream, x, x_bias, SPLITS: tl.constexpr, tokens, held, out, weight, bias, eps, factor,
     size: tl.constexpr, BLOCK: tl.constexpr, IS_LAYER: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -48,10 +48,10 @@ def _add_norm_kernel(
     inside = column < size
     at = token * size + column
     dtype: tl.constexpr = stream.dtype.element_ty
-    if splits is None:
-        new = tl.load(x + at, mask=inside, other=0.0)
+    if SPLITS:
+        new = added(x, x_bias, SPLITS, tokens, size, token, column, inside).to(dtype)
     else:
-        new = added(x, x_bias, splits, tokens, size, token, column, inside).to(dtype)
+        new = tl.load(x + at, mask=inside, other=0.0)
     if HAS_FACTOR:
         new = (new.to(tl.float32) * factor).to(dtype)
     if held is not None:
@@ -130,4 +130,4 @@ def _shape(size: int, is_layer: bool) -> tuple[int, bool]:
 
 def _warps(size: int) -> int:
     """By the size of a row alone: they share its sum."""
-    return 1 if size <= 256 else 4 if size <= 4096 else 8
+    return 1 if size <= 256 else 4 if size <= 1024 else 8 if size <= 2048 else 16

@@ -48,11 +48,12 @@ class SplitSums:
     dtype: torch.dtype  # that the product is rounded to
 
 
-def operands(x: Tensor | SplitSums) -> tuple[Tensor, Tensor | None, int | None]:
-    """What a kernel takes that adds splits itself: x or partials, a bias, the number of splits."""
+def operands(x: Tensor | SplitSums) -> tuple[Tensor, Tensor | None, int]:
+    """What a kernel takes that adds splits itself: partials, a bias, the number of splits; or x,
+    which has none."""
     if isinstance(x, SplitSums):
         return x.partials, x.bias, len(x.partials)
-    return x, None, None
+    return x, None, 0
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def tall_tiles(matrix: DeviceMatrix, tokens: int) -> bool:
 def tiles_of_width(
     matrix: DeviceMatrix, width: int, tall: bool, looped: bool, target: ProductTarget
 ) -> Tiles:
-    """Those of `width` tokens; what is chosen was fastest on an H200."""
+    """Those of `width` tokens."""
     layout, size = matrix.layout, matrix.dtype.itemsize
     is_plain, is_affine = layout.kind == "PLAIN", layout.kind == "AFFINE"
     tall = tall or (is_affine and looped)
@@ -194,9 +195,7 @@ def product(
         return out
     partials = _partials(x, matrix, tiles)
     grid = (-(-rows // ADD_ROWS), tokens)
-    _add_splits[grid](
-        partials, bias, out, tokens, rows, out.stride(0), len(partials), BLOCK=ADD_ROWS
-    )
+    _add_splits[grid](partials, bias, out, tokens, rows, out.stride(0), len(partials), ADD_ROWS)
     return out
 
 
@@ -254,10 +253,11 @@ def finish(total, bias, rows, valid):
 
 
 @triton.jit
-def added(partials, bias, splits, tokens, rows, token, r, valid):
-    """float32: the rows `r` of SplitSums, of one token, int64, where they are valid."""
+def added(partials, bias, SPLITS: tl.constexpr, tokens, rows, token, r, valid):
+    """float32: the rows `r` of SplitSums, of one token, int64, where they are valid. SPLITS is a
+    constant so that no load waits for the sum before it."""
     total = tl.zeros(r.shape, tl.float32)
-    for split in range(splits):
+    for split in tl.static_range(SPLITS):
         at = (split * tokens + token) * rows + r
         total = _add(total, tl.load(partials + at, mask=valid, other=0.0))
     return finish(total, bias, r, valid)
@@ -467,12 +467,14 @@ def _separate(
     tl.store(partials + at, acc, mask=(r < rows) & (t < tokens))
 
 
-@triton.jit(do_not_specialize=["tokens", "splits"])
-def _add_splits(partials, bias, out, tokens, rows, out_stride, splits, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["tokens"])
+def _add_splits(
+    partials, bias, out, tokens, rows, out_stride, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Adds the splits' sums. Grid: blocks of rows, tokens."""
     r, t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     valid = r < rows
-    total = added(partials, bias, splits, tokens, rows, t, r, valid)
+    total = added(partials, bias, SPLITS, tokens, rows, t, r, valid)
     tl.store(out + t * out_stride + r, total.to(out.dtype.element_ty), mask=valid)
 
 
