@@ -36,6 +36,19 @@ QWEN3_0_6B: dict[str, Any] = {
     "tie_word_embeddings": True,
     "hidden_act": "silu",
 }
+QWEN3_MOE: dict[str, Any] = QWEN3_0_6B | {  # four layers of Qwen3-30B-A3B
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -62,6 +75,8 @@ _SMALL = {
     "max_position_embeddings": 256,
 }
 FAKE_QWEN3 = QWEN3_0_6B | _SMALL
+FAKE_MOE = QWEN3_MOE | _SMALL | {"num_experts": 5, "num_experts_per_tok": 2}
+FAKE_MOE |= {"moe_intermediate_size": 32}
 # Blocks of Q4_K have 256 columns.
 FAKE_LLAMA = LLAMA_8B | _SMALL | {"hidden_size": 256, "intermediate_size": 256}
 POOL_VALUES = 1 << 26

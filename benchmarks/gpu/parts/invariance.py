@@ -1,13 +1,21 @@
 """Logits of 64 sequences are the same bits alone, in every batch and in every cut of their prompts,
-when they go on after their keys were computed anew, and from recorded steps."""
+when they go on after their keys were computed anew, and from recorded steps; those of 16 of a
+mixture of experts, too."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from part import MeasuredPart, run
-from random_models import FAKE_QWEN3, QWEN3_0_6B, make_recorder, random_decoder
+from random_models import (
+    FAKE_MOE,
+    FAKE_QWEN3,
+    QWEN3_0_6B,
+    QWEN3_MOE,
+    make_recorder,
+    random_decoder,
+)
 from sequences import BLOCK_SIZE, Row, Sequences, drawn_tokens, make_pool, same_bits
 from torch import Tensor
 
@@ -27,6 +35,7 @@ class Sizes(NamedTuple):
 
 
 WHOLE = Sizes(64, 256, 2100, 4, 8192, (2, 16, 64, 256), (64, 256, 512, 2048))
+FEWER = Sizes(16, 64, 700, 2, 8192, (2, 16, 64), (64, 256, 2048))
 FAKE = Sizes(3, 4, 20, 2, 64, (2, 4), (5, 64))
 FAKE_SMALLEST = Sizes(2, 2, 6, 1, 64, (2,), (4,))
 
@@ -76,8 +85,15 @@ def prompt_lens(sizes: Sizes) -> list[int]:
 
 
 def measure(part: MeasuredPart) -> None:
-    sizes = FAKE_SMALLEST if part.fake and part.smallest else FAKE if part.fake else WHOLE
-    decoder = random_decoder(FAKE_QWEN3 if part.fake else QWEN3_0_6B, part.device)
+    fake = FAKE_SMALLEST if part.smallest else FAKE
+    compare_steps(part, "", FAKE_QWEN3 if part.fake else QWEN3_0_6B, fake if part.fake else WHOLE)
+    compare_steps(
+        part, "experts in ", FAKE_MOE if part.fake else QWEN3_MOE, fake if part.fake else FEWER
+    )
+
+
+def compare_steps(part: MeasuredPart, label: str, hf_config: dict[str, Any], sizes: Sizes) -> None:
+    decoder = random_decoder(hf_config, part.device)
     most, lens = sizes.prompt + sizes.new, prompt_lens(sizes)
     whole = [n + sizes.new for n in lens]
     blocks = sum(blocks_for(n, BLOCK_SIZE) for n in whole)
@@ -86,14 +102,14 @@ def measure(part: MeasuredPart) -> None:
     case = Case(Sequences(decoder, kv, tokens, whole), sizes, lens)
     compared, everyone = list(range(sizes.sequences)), list(range(sizes.rows))
     alone = case.run(1, most, compared)
-    part.note(logits=alone.numel(), finite=bool(alone.isfinite().all()))
-    part.check("finite", bool(alone.isfinite().all()))
+    part.note(**{f"{label}logits": alone.numel()})
+    part.check(f"{label}finite numbers", bool(alone.isfinite().all()))
 
     def compare(name: str, found: Tensor, expected: Tensor = alone) -> None:
-        part.check(name, same_bits(found, expected))
+        part.check(label + name, same_bits(found, expected))
         if not same_bits(found, expected):
             unlike = (found.view(torch.int32) != expected.view(torch.int32)).sum()
-            part.note(**{f"{name}_differences": int(unlike)})
+            part.note(**{f"{label}{name}: differences": int(unlike)})
 
     for chunk in sizes.chunks:
         compare(f"chunks of {chunk}", case.run(1, chunk, compared))
@@ -101,7 +117,7 @@ def measure(part: MeasuredPart) -> None:
         chunk = sizes.chunks[number % len(sizes.chunks)]
         compare(f"batches of {batch}", case.run(batch, chunk, everyone))
     resumed = case.run(sizes.sequences, sizes.chunks[0], compared, resumed=1)
-    compare("resumed", resumed, alone[:, 1:])
+    compare("steps behind a resume", resumed, alone[:, 1:])
     decoder.record(make_recorder(part.device), kv, sizes.rows)
     for batch in (1, sizes.batches[-1]):
         compare(f"graphs of {batch}", case.run(batch, most, everyone))

@@ -24,7 +24,7 @@ class SharedExpert:
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(gated(self._gate_up(x), self._activation))
+        return self._down(gated(self._gate_up.split(x), self._activation))
 
 
 class RoutedExperts:

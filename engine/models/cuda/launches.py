@@ -1,4 +1,4 @@
-"""What each part of a model launches. None of it waits for the device, but experts."""
+"""What each part of a model launches. None of it waits for the device."""
 
 from dataclasses import dataclass
 
