@@ -24,7 +24,7 @@ from pdserve.engine.constraints.manager import ConstraintManager, has_constraint
 from pdserve.engine.execution.ahead import plan_ahead
 from pdserve.engine.execution.batch import UnreadTokens
 from pdserve.engine.execution.pooler import with_states
-from pdserve.engine.execution.runner import DeviceModel, Model, ModelRunner
+from pdserve.engine.execution.runner import DeviceLost, DeviceModel, Model, ModelRunner
 from pdserve.engine.execution.sampler import Sampler
 from pdserve.engine.kv.block_hash import cache_seed
 from pdserve.engine.kv.cache import KvCache
@@ -233,14 +233,15 @@ class Engine:
                 )
         except Exception as error:
             log.exception("the forward pass failed")
+            self._synchronize()
             pending.hidden, pending.error = None, f"{type(error).__name__}: {error}"
         return pending
 
     def collect(self, pending: Pending) -> Step:
         """Waits for the step, samples, and returns what has happened."""
         plan = pending.plan
-        if pending.hidden is None and plan.rows and isinstance(self.model, DeviceModel):
-            self.model.synchronize()  # nothing of it is read
+        if pending.hidden is None and plan.rows:
+            self._synchronize()  # nothing of it is read
         outcomes: list[Outcome] = []
         error = pending.error
         if not error:
@@ -248,6 +249,7 @@ class Engine:
                 outcomes = self._outcomes(pending)
             except Exception as raised:
                 log.exception("sampling failed")
+                self._synchronize()
                 error = f"{type(raised).__name__}: {raised}"
         events = self._fail_step(plan, error) if error else self._progress.apply(plan, outcomes)
         self._constraints.start_masks()
@@ -256,6 +258,14 @@ class Engine:
         self._collected_s = now_s
         self._meter.count(plan, wall_s)
         return Step(self._meter.step, (*plan.events, *events), wall_s)
+
+    def _synchronize(self) -> None:
+        """Waits for the device, if there is one. Raises DeviceLost if it cannot even do that."""
+        if isinstance(self.model, DeviceModel):
+            try:
+                self.model.synchronize()
+            except Exception as error:
+                raise DeviceLost(f"{type(error).__name__}: {error}") from error
 
     def _outcomes(self, pending: Pending) -> list[Outcome]:
         if pending.picks is not None:

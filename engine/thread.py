@@ -1,7 +1,7 @@
 """The engine's thread: the only one that uses the Engine between start() and close().
 
 A turn calls what was posted, then the polls, then runs an engine step. The thread ends with close()
-only: errors are logged, and the requests concerned fail.
+only: errors are logged, and the requests concerned fail. Once the device is lost it runs no step.
 """
 
 import logging
@@ -16,6 +16,7 @@ from typing import Any
 
 from pdserve.engine.api.request import Step
 from pdserve.engine.engine import Engine, Pending
+from pdserve.engine.execution.runner import DeviceLost
 from pdserve.engine.liveness import LivenessCounter
 from pdserve.engine.scheduling.plan import Plan
 
@@ -43,6 +44,7 @@ class EngineThread:
         self._liveness = LivenessCounter()
         self._step_plan: Plan | None = None  # of the step that is computed, or was the last
         self._ahead: Pending | None = None  # launched before the step before it was collected
+        self._lost = ""
         engine.wake_with(self.wake)
         self._thread = threading.Thread(target=self._run, name="engine")
 
@@ -56,6 +58,12 @@ class EngineThread:
     def busy(self) -> bool:
         """Whether it has something to do, so that its counter should move; any thread."""
         return not self._resting or bool(self._posted)
+
+    @property
+    def lost(self) -> str:
+        """Why the device computes nothing any more; empty while it does. Requests are not told: of
+        a worker's, others go on with them. Any thread may read it."""
+        return self._lost
 
     def passes_over(self, key: str) -> bool:
         """Whether the step that is computed, or was the last, has rows of other requests only; any
@@ -151,6 +159,8 @@ class EngineThread:
 
     def _step(self) -> bool:
         """Runs one step; False if the engine had nothing to do."""
+        if self._lost:
+            return False
         try:
             pending, self._ahead = self._ahead, None
             if pending is None:
@@ -160,6 +170,10 @@ class EngineThread:
             if pending is not None:
                 self._ahead = self._engine.launch_ahead(pending)
                 self._tell(self._engine.collect(pending))
+        except DeviceLost as error:
+            log.critical("the device is lost; no step is computed any more", exc_info=error)
+            self._lost = str(error)
+            return False
         except Exception as error:
             return self._give_up(error)
         return pending is not None

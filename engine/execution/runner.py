@@ -37,6 +37,11 @@ class DeviceModel(Protocol):
         """Waits for all that was launched."""
 
 
+class DeviceLost(Exception):
+    """The device fails whatever is asked of it, as a GPU does after a kernel's illegal access: only
+    another process can compute there."""
+
+
 class ModelRunner:
     """Owns the slots' tables; the KvCache is the engine's."""
 

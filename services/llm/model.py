@@ -93,6 +93,8 @@ class InProcessModel:
 
     def _admit(self, engine: Engine) -> bool:
         """Hands over what the engine has room for, before each of its steps."""
+        if self._thread.lost:
+            self._fail_all(f"the device is lost: {self._thread.lost}")
         for waiting in self._waiting.values():
             while waiting and len(engine.jobs.waiting) < engine.limits.max_waiting:
                 request = waiting[0][-1]
@@ -126,8 +128,8 @@ class InProcessModel:
             self._thread.close()
             self._fail_all()
 
-    def _fail_all(self) -> None:
-        self._end([RequestFailed(key, CLOSED) for key in list(self._inboxes)])
+    def _fail_all(self, why: str = CLOSED) -> None:
+        self._end([RequestFailed(key, why) for key in list(self._inboxes)])
 
     def _close_at_exit(self) -> None:
         while not self._closed.wait(EXIT_POLL_S):

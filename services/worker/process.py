@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pdserve.engine.execution.runner import DeviceLost
 from pdserve.engine.thread import EngineThread
 from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
@@ -253,11 +254,14 @@ class WorkerProcess:
             waited += LOAD_S
 
     async def _watch(self, thread: EngineThread) -> None:
-        """Watch the engine's counter; a call into a frozen engine would not return."""
+        """Watch the engine's counter; a call into a frozen engine would not return. Raises
+        DeviceLost once there is nothing left to compute on."""
         loop = asyncio.get_running_loop()
         seen, serving = StallDetector(), True
         while True:
             await asyncio.sleep(LOOK_S)
+            if thread.lost:
+                raise DeviceLost(thread.lost)
             frozen = seen.look(thread.liveness, thread.busy, loop.time())
             if frozen == serving:
                 serving = not frozen

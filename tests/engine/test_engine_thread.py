@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
 from eventually import LIMIT_S, wait_until
-from fake_decoder import FakeDecoder, fake_spec, reference
+from fake_decoder import FakeDecoder, LosableDevice, fake_spec, reference
 
 from pdserve.engine.api.request import Event, Finished, RequestFailed, Scheduled, Step
 from pdserve.engine.engine import Engine
@@ -52,6 +52,29 @@ def test_posted_requests_run_in_order_of_posting() -> None:
         assert thread.liveness > 0
     assert tokens(listener.events)["a", 0] == reference(list(range(9)), fake_spec(), 8)
     assert_at_rest(engine)
+
+
+def test_a_lost_device_computes_nothing_more_and_requests_are_not_told() -> None:
+    model, listener = LosableDevice(lost=True), Listener()
+    with running(fake_engine(model=model), listener) as thread:
+        thread.post(lambda e: e.submit(ask("a", range(9)))).result(LIMIT_S)
+        wait_until(lambda: thread.lost, listener.events)
+        assert "earlier illegal memory access" in thread.lost
+        thread.post(lambda e: e.submit(ask("b", range(9)))).result(LIMIT_S)
+        thread.post(lambda _: None).result(LIMIT_S)  # turns that compute nothing
+        assert model.failures == 1
+        assert not of(listener.events, RequestFailed)
+        assert tokens(listener.events)["a", 0] == reference(list(range(9)), fake_spec(), 2)
+
+
+def test_a_step_that_fails_on_a_device_that_works_fails_its_requests() -> None:
+    model, listener = LosableDevice(lost=False), Listener()
+    with running(fake_engine(model=model), listener) as thread:
+        thread.post(lambda e: e.submit(ask("a", range(9)))).result(LIMIT_S)
+        listener.wait_for("a")
+        assert not thread.lost
+        (failed,) = of(listener.events, RequestFailed)
+        assert "an illegal memory access" in failed.message
 
 
 def test_scheduled_is_told_before_the_first_chunk_is_computed_and_once() -> None:

@@ -33,6 +33,27 @@ def words(ids: Tensor, positions: Tensor) -> Tensor:
     return (ids[:, None, None] * scale + positions[:, None, None] * (scale**2)).float()
 
 
+class LosableDevice:
+    """A device model whose steps fail from the third on, and with them the device if it is `lost`;
+    it computes as FakeDecoder."""
+
+    def __init__(self, lost: bool) -> None:
+        self._inner = FakeDecoder(fake_spec())
+        self._lost = lost
+        self.failures = 0
+        self.logits, self.states = self._inner.logits, self._inner.states
+
+    def forward(self, batch: Any, kv: Any) -> Any:
+        if self._inner.steps >= 2:
+            self.failures += 1
+            raise RuntimeError("an illegal memory access")
+        return self._inner.forward(batch, kv)
+
+    def synchronize(self) -> None:
+        if self._lost and self.failures:
+            raise RuntimeError("an earlier illegal memory access")
+
+
 class FakeDecoder:
     """Logits of a token are a hash of the (id, position) pairs that it sees in every group."""
 

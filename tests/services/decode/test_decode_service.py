@@ -14,11 +14,12 @@ import grpc
 import pytest
 from cluster_secret import open_channel
 from eventually import LIMIT_S, eventually, wait_until
-from fake_decoder import FakeDecoder, fake_spec
+from fake_decoder import FakeDecoder, LosableDevice, fake_spec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from memory_tracer import CLIENT, MemoryTracer
 from worker_kit import CARD, Pair, SessionClient, expected, prompt
 
+from pdserve.engine.execution.runner import DeviceLost
 from pdserve.engine.kv.codec import decode_spec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
@@ -360,6 +361,24 @@ def test_a_stranger_reaches_nothing(with_pair: Callable[..., None]) -> None:
         await stranger.close()
 
     with_pair(test)
+
+
+def test_a_lost_device_ends_the_process_and_not_its_requests(
+    with_pair: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session ends without a word on the request, so that the router goes on elsewhere."""
+    monkeypatch.setattr("pdserve.services.worker.process.LOOK_S", 0.02)
+    device = LosableDevice(lost=True)
+
+    async def test(pair: Pair) -> None:
+        attempt = pair.admit(prompt(30), remote=False)
+        await asyncio.wait([pair.decode_worker.failed], timeout=LIMIT_S)
+        with pytest.raises(DeviceLost, match="an earlier illegal memory access"):
+            pair.decode_worker.failed.result()
+        assert device.failures == 1
+        assert not {"failed", "finished"} & set(pair.decode.kinds(attempt))
+
+    with_pair(test, engine={"model": device})
 
 
 def test_a_frozen_engine_is_not_serving(

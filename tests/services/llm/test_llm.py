@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from llm_kit import engine_threads, is_idle, model_of, slow, stats
@@ -19,6 +19,7 @@ import pdserve
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.engine.checkpoints.source import CheckpointError
+from pdserve.engine.execution.runner import DeviceLost
 from pdserve.services.llm.llm import LLM
 from pdserve.services.llm.outputs import GenerationError
 from pdserve.services.llm.sampling import SamplingParams, StructuredOutputsParams
@@ -68,6 +69,21 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, normalizes: bool) 
 def test_a_generating_model_embeds_nothing(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="The model does not support Embeddings API"):
         llm.embed("hello")
+
+
+def test_a_lost_device_fails_what_is_asked_and_what_comes_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(engine: object, pending: object) -> NoReturn:
+        raise DeviceLost("an illegal memory access")
+
+    with LLM(str(folder), **OPTIONS) as llm:
+        monkeypatch.setattr("pdserve.engine.engine.Engine.collect", lost)
+        for _ in range(2):
+            with pytest.raises(
+                GenerationError, match="the device is lost: an illegal memory access"
+            ):
+                llm.generate("hi", GREEDY)
 
 
 def test_it_is_the_package_s_api() -> None:
