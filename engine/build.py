@@ -120,15 +120,15 @@ def measure(model: Model, kv: KvCache, most: int) -> Measured:
     """Warms the model up with chunks of at most `most` tokens, which `kv` has blocks for; chunks
     that take longer than 100 ms are not tried."""
     first = min(CHUNKS[0], most)
+    longest_s = CHUNK_S / math.sqrt(2)  # one of twice the size is further from 100 ms
     _chunk_seconds(model, kv, 1)  # the first pass reads all weights
-    taken = {first: _chunk_seconds(model, kv, first)}
-    if taken[first] >= CHUNK_S / math.sqrt(2):  # a device loads its kernels in the first chunk
-        taken[first] = min(taken[first], _chunk_seconds(model, kv, first))
-    for size in CHUNKS[1:]:
-        # A chunk of twice the size takes at least twice as long: further from 100 ms than this.
-        if size > most or taken[size // 2] >= CHUNK_S / math.sqrt(2):
+    taken: dict[int, float] = {}
+    for size in (first, *CHUNKS[1:]):
+        if size > most or (taken and taken[size // 2] >= longest_s):
             break
         taken[size] = _chunk_seconds(model, kv, size)
+        if taken[size] >= longest_s:  # a device compiles or loads kernels in the first of a size
+            taken[size] = min(taken[size], _chunk_seconds(model, kv, size))
     best = min(taken, key=lambda size: abs(math.log(taken[size] / CHUNK_S)))
     return Measured(
         max(best, CHUNKS[0]),

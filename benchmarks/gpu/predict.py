@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 COPY_BYTES_S = 3.35e12  # of an H100 SXM's memory (NVIDIA H100 data sheet)
 BF16_FLOPS = 989e12  # of its tensor cores, dense (as above)
-SPLIT = 512  # keys: kernels/cuda/attention/paged.py
+SPLIT = 256  # keys: kernels/cuda/attention/paged.py
 BITS = {"bf16": 16.0, "Q4_K": 5.0, "INT4": 4.25, "FP8": 8.25}  # a weight, as packed
 
 

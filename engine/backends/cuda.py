@@ -15,7 +15,7 @@ from pdserve.engine.models.cuda.decoder import CudaDecoder
 from pdserve.engine.models.cuda.graphs import CudaRecorder, row_counts
 from pdserve.engine.transport.base import DEVICE_SLOT_BYTES, SLOTS
 from pdserve.engine.weights.format import RawTensor
-from pdserve.kernels.cuda.attention.paged import SPLIT
+from pdserve.kernels.cuda.attention.paged import LATENT_SPLIT, SPLIT
 from pdserve.kernels.cuda.sampling.step import CudaSampling
 
 KERNELS = "cuda-2"  # raise it with any change of the results
@@ -34,7 +34,7 @@ class CudaBackend(Backend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._graphs_bytes = 0  # until the model is known
+        self._steps_bytes = 0  # until the model is known
         self._capability = torch.cuda.get_device_capability(self._device)
         if self._capability < LEAST_CAPABILITY:
             major, minor = self._capability
@@ -61,7 +61,7 @@ class CudaBackend(Backend):
 
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> CudaDecoder:
         numerics = cuda_numerics(self._capability, torch.bfloat16)
-        self._graphs_bytes = graphs_bytes(model, row_counts(self._config.max_running)[-1])
+        self._steps_bytes = steps_bytes(model, row_counts(self._config.max_running)[-1])
         return CudaDecoder(
             model, weights, torch.bfloat16, self.kv_dtype, self._device, numerics, self._stream
         )
@@ -80,16 +80,17 @@ class CudaBackend(Backend):
         return int(torch.cuda.mem_get_info(self._device)[0] * CUDA_SHARE)
 
     def pool_bytes(self) -> int:
-        return max(0, super().pool_bytes() - WINDOWS_BYTES - self._graphs_bytes)
+        return max(0, super().pool_bytes() - WINDOWS_BYTES - self._steps_bytes)
 
 
-def graphs_bytes(model: ModelConfig, rows: int) -> int:
-    """About what the largest recorded step of so many rows needs, whose memory the others share:
-    partial results of attention, and the widest activations with what they are made of."""
-    splits = -(-model.context_len // SPLIT)
+def steps_bytes(model: ModelConfig, rows: int) -> int:
+    """About what steps of so many rows need: partial results of attention and the widest
+    activations with what they are made of, of the largest recorded one, whose memory the others
+    share, and partial results again of one that is not recorded."""
+    splits = -(-model.context_len // (LATENT_SPLIT if model.latent else SPLIT))
     partials = 4 * model.num_heads * splits * (model.head_dim + 2)
     widest = max(2 * model.ffn_size, 3 * model.num_heads * model.head_dim, model.hidden_size)
-    return rows * (partials + 4 * widest * torch.bfloat16.itemsize)
+    return rows * (2 * partials + 4 * widest * torch.bfloat16.itemsize)
 
 
 def cuda_numerics(capability: tuple[int, int], dtype: torch.dtype) -> str:

@@ -79,11 +79,13 @@ def test_the_pool_leaves_room_for_windows_and_graphs(monkeypatch: pytest.MonkeyP
     windows = 2 * 8 * (32 << 20)
     assert backend.pool_bytes() == int(free * 0.9) // 2 - windows
     model = SimpleNamespace(
-        context_len=32768, num_heads=32, head_dim=128, ffn_size=14336, hidden_size=4096
+        context_len=32768, num_heads=32, head_dim=128, ffn_size=14336, hidden_size=4096, latent=None
     )
-    backend.decoder(model, lambda name: pytest.fail(name))  # type: ignore[arg-type]
-    partials = 256 * 32 * 64 * 130 * 4
-    assert backend.pool_bytes() == int(free * 0.9) // 2 - windows - partials - 256 * 28672 * 8
+    for latent, splits in ((None, 128), ("one vector of a token", 32)):
+        model.latent = latent
+        backend.decoder(model, lambda name: pytest.fail(name))  # type: ignore[arg-type]
+        partials = 2 * 256 * 32 * splits * 130 * 4
+        assert backend.pool_bytes() == int(free * 0.9) // 2 - windows - partials - 256 * 28672 * 8
 
 
 def test_an_old_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

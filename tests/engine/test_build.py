@@ -11,13 +11,14 @@ from pdserve.engine import build
 @pytest.mark.parametrize(
     ("seconds", "chunk", "tried"),
     [
-        ({64: [0.004], 128: [0.008], 256: [0.016], 512: [0.03], 1024: [0.07], 2048: [0.15]},
-         1024, [1, 64, 128, 256, 512, 1024, 2048]),
-        ({size: [size / 1e5] for size in build.CHUNKS}, 8192, [1, *build.CHUNKS]),
-        ({64: [0.06], 128: [0.12]}, 128, [1, 64, 128]),
+        ({64: [0.004], 128: [0.008], 256: [0.016], 512: [0.03], 1024: [0.07], 2048: [0.15] * 2},
+         1024, [1, 64, 128, 256, 512, 1024, 2048, 2048]),
+        ({size: [size / 1e5] * 2 for size in build.CHUNKS}, 8192, [1, *build.CHUNKS, 8192]),
+        ({64: [0.06], 128: [0.12, 0.13]}, 128, [1, 64, 128, 128]),
         ({64: [0.9, 0.3]}, 64, [1, 64, 64]),
-        # The first chunk of a device that loads its kernels then: the second is the measure.
-        ({64: [0.9, 0.05], 128: [0.1]}, 128, [1, 64, 64, 128]),
+        # A device compiles kernels in the first chunk of a size: the second is the measure.
+        ({64: [0.9, 0.05], 128: [2.0, 0.05], 256: [0.1, 0.1]}, 256,
+         [1, 64, 64, 128, 128, 256, 256]),
     ],
     ids=["fast", "faster", "slow", "slower than a chunk may be", "cold"],
 )  # fmt: skip

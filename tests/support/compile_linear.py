@@ -19,7 +19,7 @@ EVERY = (
     (256, 128, False),
     (256, 128, True),
 )
-ENDS = (EVERY[0], EVERY[-1])  # the fewest and the most registers
+ENDS = (EVERY[0], (256, 64, True), EVERY[-1])  # the fewest and the most registers
 
 # Format, columns of a group, type of scales, whether there are zeros.
 PLAIN = ("BF16", 0, np.uint16, False)

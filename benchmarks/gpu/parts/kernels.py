@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -76,8 +77,14 @@ def side_by_side(part: MeasuredPart, pieces: list[str]) -> None:
         words = [sys.executable, __file__, "--folder", str(folder), "--only", piece]
         running.append((piece, folder, subprocess.Popen(words, stdout=sys.stderr)))
     errors: dict[str, float] = {}
-    for piece, folder, process in running:
-        code = process.wait()
+    while running:
+        ended = [one for one in running if one[2].poll() is not None]
+        if not ended:
+            time.sleep(0.1)
+            continue
+        piece, folder, process = ended[0]
+        running.remove(ended[0])
+        code = process.returncode
         path = folder / "kernels.json"
         record = json.loads(path.read_text()) if path.exists() else {"checks": {}, "figures": {}}
         errors |= record["figures"].pop("errors", {})
@@ -133,6 +140,8 @@ def products(part: MeasuredPart, format: str) -> Iterator[Case]:
             bias = drawn(part, rows, seed=1)
             found = linear(x, held, bias, out_dtype=torch.float32)
             yield f"linear {format}", found, x.double() @ weight.T + bias.double(), SUMMED
+            alone = linear(x[-1:], held, bias, out_dtype=torch.float32)
+            yield f"linear {format}, bits alone", found[-1:], alone.double(), 0.0
 
 
 # --- attention
@@ -211,7 +220,7 @@ def experts(part: MeasuredPart) -> Iterator[Case]:
     launched = LaunchedExperts(layer, held)
     for tokens in (1, 7) if small else (1, 64, 256):
         x = drawn(part, tokens, hidden, seed=tokens).bfloat16()
-        run = Run(x, x, None, None, [])  # type: ignore[arg-type]
+        run = Run(x, None, [])  # type: ignore[arg-type]
         launched(run)
         chosen, weights = choose_experts(x.float() @ values["router"].T, None, routing)
         expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=x.device)

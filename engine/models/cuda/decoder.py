@@ -96,7 +96,7 @@ class CudaDecoder:
         if self._embed_scale != 1:
             residual = residual * self._embed_scale
         pools = [kv.layer(n) for n in range(self.config.num_layers)]
-        run = Run(residual, residual, None, inputs, pools)
+        run = Run(residual, inputs, pools)
         for launch in self._launches[: self._storing] if kv_only else self._launches:
             launch(run)
         if kv_only:

@@ -28,7 +28,6 @@ from pdserve.kernels.cuda.attention.paged import HEAD_STEP, paged_attention
 from pdserve.kernels.cuda.layer.activation import activated, gated
 from pdserve.kernels.cuda.layer.heads import HeadNorms, HeadRange, Rotation, prepare_heads
 from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
-from pdserve.kernels.cuda.linear.product import SplitSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +108,12 @@ class LaunchedSum:
         held = run.held if self._part.held else None
         factor, after = self._part.factor, self._norm
         if after is None:
-            add(run.residual, run.take(), held, factor)
+            add(run.residual, run.sums, held, factor)
             run.x = run.residual
         else:
             run.x = add_norm(
                 run.residual,
-                run.take(),
+                run.sums,
                 after.weight,
                 after.bias,
                 after.eps,
@@ -153,11 +152,7 @@ class LaunchedSplitLinear:
         self._product = setup.weights.product(part.linear.weights, part.linear.biases)
 
     def __call__(self, run: Run) -> None:
-        found = self._product.split(run.x)
-        if isinstance(found, SplitSums):
-            run.sums = found
-        else:
-            run.x = found
+        run.x = self._product.split(run.x)
 
 
 class LaunchedHeadLinear:
@@ -250,7 +245,7 @@ class LaunchedGate:
         self._activation = part.activation
 
     def __call__(self, run: Run) -> None:
-        run.x = gated(run.take(), self._activation)
+        run.x = gated(run.sums, self._activation)
 
 
 class LaunchedActivation:

@@ -1,7 +1,6 @@
 """What goes from launch to launch within a step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -10,21 +9,34 @@ from pdserve.engine.models.cuda.inputs import StepInputs
 from pdserve.kernels.cuda.linear.product import SplitSums
 
 
-@dataclass(slots=True)
 class Run:
-    """One pass over the parts."""
+    """One pass over the parts: `residual` is the residual stream [tokens, hidden], which sums
+    change in place; `kv` has by model layer its blocks and its group."""
 
-    residual: Tensor  # the residual stream [tokens, hidden]; sums change it in place
-    x: Tensor  # what the next part takes
-    held: Tensor | None
-    inputs: StepInputs
-    kv: Sequence[tuple[Tensor, int]]  # by model layer: its blocks, its group
-    sums: SplitSums | None = None  # what x is, once its splits are added
+    def __init__(
+        self,
+        residual: Tensor,
+        inputs: StepInputs,
+        kv: Sequence[tuple[Tensor, int]],
+    ) -> None:
+        self.residual, self.inputs, self.kv = residual, inputs, kv
+        self.held: Tensor | None = None
+        self._x: Tensor | SplitSums = residual
 
-    def take(self) -> Tensor | SplitSums:
+    @property
+    def x(self) -> Tensor:
+        """What the next part takes."""
+        assert not isinstance(self._x, SplitSums), "its splits are not added yet"
+        return self._x
+
+    @x.setter
+    def x(self, x: Tensor | SplitSums) -> None:
+        self._x = x
+
+    @property
+    def sums(self) -> Tensor | SplitSums:
         """x, for a part that adds splits itself."""
-        taken, self.sums = self.sums or self.x, None
-        return taken
+        return self._x
 
 
 class Launch(Protocol):

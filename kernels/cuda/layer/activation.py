@@ -71,7 +71,9 @@ def gated(
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=values.device)
     if num_tokens:
         grid = (num_tokens, triton.cdiv(size, BLOCK))
-        _gated_kernel[grid](values, bias, splits, num_tokens, out, size, activation, BLOCK)
+        _gated_kernel[grid](
+            values, bias, splits, num_tokens, out, size, activation, BLOCK, enable_fp_fusion=False
+        )
     return out
 
 

@@ -85,7 +85,7 @@ def norm(
     if num_tokens:
         _norm_kernel[(num_tokens,)](
             x, out, weight, bias, eps, x.stride(0), out.stride(0),
-            size, *_shape(size, is_layer), num_warps=_warps(size),
+            size, *_shape(size, is_layer), num_warps=_warps(size), enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -99,6 +99,7 @@ def add(
         _add_norm_kernel[(num_tokens,)](
             stream, *operands(x), num_tokens, held, None, None, None, 0.0, factor,
             size, *_shape(size, False), factor != 1, False, num_warps=_warps(size),
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -120,6 +121,7 @@ def add_norm(
         _add_norm_kernel[(num_tokens,)](
             stream, *operands(x), num_tokens, held, out, weight, bias, eps, factor,
             size, *_shape(size, is_layer), factor != 1, True, num_warps=_warps(size),
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -2,9 +2,9 @@
 
 y^T = W x^T: weights are the rows of a tile and tokens its columns, so that on Hopper one family of
 instructions (HGMMA) serves every number of tokens. A row of weights is cut into splits by its shape
-alone. The products of a split are summed in ascending order of columns, and the splits' sums are
-added in ascending order: with few tokens by a second kernel, since each split is a program of its
-own, with many in one program. How many tokens share a tile has no part in any sum.
+and format alone. The products of a split are summed in ascending order of columns, and the splits'
+sums are added in ascending order: with few tokens by a second kernel, since each split is a program
+of its own, with many in one program. How many tokens share a tile has no part in any sum.
 """
 
 from dataclasses import dataclass
@@ -68,8 +68,8 @@ class Tiles:
 
 
 def splits_of(matrix: DeviceMatrix) -> tuple[int, int]:
-    """The number of splits of a row, and the blocks of each but the last; by the shape alone. What
-    unpacks 4 bits takes more programs to hide how long each step of one takes."""
+    """The number of splits of a row, and the blocks of each but the last; by shape and format
+    alone. AFFINE takes more programs, to hide how long each step of one takes."""
     tiles, of_processor = -(-matrix.rows // 64), 4 if matrix.layout.kind == "AFFINE" else 2
     wanted = -(-of_processor * PROCESSORS // tiles) if tiles < 2 * PROCESSORS else 1
     length = max(-(-matrix.blocks // wanted), SPLIT_COLUMNS // matrix.layout.block)

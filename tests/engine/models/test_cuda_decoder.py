@@ -2,15 +2,21 @@
 is computed and in which pieces. CUDA_VARIANTS=all takes every architecture."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 import triton_interpreter as _  # noqa: F401  (before kernels run)
 from paged_runner import PagedRunner, load_decoder
 from tiny_models import ARCHITECTURES, write_tiny
 from torch import Tensor
+
+from pdserve.engine.models.cuda import weights
+from pdserve.kernels.cuda.linear import packing, product
+from pdserve.kernels.cuda.linear.product import SplitSums, split_linear
 
 LATENT = {"qk_rope_head_dim": 16, "kv_lora_rank": 32, "head_dim": 16}  # 48 values of a token
 
@@ -41,6 +47,25 @@ SAME = ("qwen3", "gemma2", "gpt_oss", "deepseek_v3")
 EVERY = os.environ.get("CUDA_VARIANTS") == "all"
 # Tokens of two sequences in each step: chunks, decode rows beside chunks, decode rows.
 SCHEDULE = ({"a": 5}, {"a": 1, "b": 14}, {"a": 8, "b": 1}, {"a": 1, "b": 1})
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rows of a few columns are cut, too, and the kernel behind a product adds its splits."""
+    monkeypatch.setattr(product, "SPLIT_COLUMNS", 16)
+    monkeypatch.setattr(packing, "PLAIN_BLOCK", 16)
+    monkeypatch.setattr(product, "PLAIN_COLUMNS", tl.constexpr(16))
+    sums = 0
+
+    def counted(x: Tensor, matrix: Any, bias: Tensor | None) -> Tensor | SplitSums:
+        nonlocal sums
+        found = split_linear(x, matrix, bias)
+        sums += isinstance(found, SplitSums)
+        return found
+
+    monkeypatch.setattr(weights, "split_linear", counted)
+    yield
+    assert sums
 
 
 def tokens_of(name: str, count: int) -> list[int]:

@@ -161,6 +161,10 @@ def test_splits_depend_on_the_shape_alone() -> None:
         assert (splits - 1) * length < matrix.blocks <= splits * length
         few, many = tiles_of(matrix, 8), tiles_of(matrix, 8192)
         assert (few.tokens, few.looped, many.tokens, many.looped) == (16, False, 128, True)
+    some = [tiles_of(shaped(rows, 1024), 256) for rows in (6144, 4096, 1024)]
+    assert [(t.tokens, t.warps, t.looped) for t in some] == [
+        (128, 8, True), (64, 4, True), (128, 8, False)
+    ]  # fmt: skip
     assert splits_of(shaped(64, 512)) == (1, 8)  # a split has at least 512 columns
 
 
