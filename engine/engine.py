@@ -3,7 +3,8 @@
 It owns the KV pool through its parts: the JobTable gains and loses the blocks of requests, the
 KvCache holds their bytes. Every submitted request ends with exactly one Finished, RequestFailed or
 Evicted event, unless it is held and released: a prefill_only request, whose last event is
-PrefillComputed(done), or one that has migrated.
+PrefillComputed(done), or one that has migrated. Steps raise DeviceLost once the device is lost, and
+requests have no more events then.
 
 Over 400 lines: one class that all callers share, whose methods say what they promise.
 """
@@ -204,7 +205,8 @@ class Engine:
         return Step(self._meter.step + 1, events, wall_s=0.0)
 
     def launch(self, plan: Plan) -> Pending:
-        """Starts the step. A model that raises fails the requests of this step only."""
+        """Starts the step. A model that raises fails the requests of this step only, or raises
+        DeviceLost."""
         return self._launch(plan, None)
 
     def launch_ahead(self, pending: Pending) -> Pending | None:

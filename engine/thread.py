@@ -61,8 +61,9 @@ class EngineThread:
 
     @property
     def lost(self) -> str:
-        """Why the device computes nothing any more; empty while it does. Requests are not told: of
-        a worker's, others go on with them. Any thread may read it."""
+        """Why the device computes nothing any more; empty while it does. No event ends its
+        requests: a worker's router places them elsewhere, and in-process callers look here. Any
+        thread may read it."""
         return self._lost
 
     def passes_over(self, key: str) -> bool:
@@ -173,7 +174,7 @@ class EngineThread:
         except DeviceLost as error:
             log.critical("the device is lost; no step is computed any more", exc_info=error)
             self._lost = str(error)
-            return False
+            return True  # the polls look at it at once
         except Exception as error:
             return self._give_up(error)
         return pending is not None

@@ -49,8 +49,8 @@ async def run_until_signal(
     `drain` returns when nothing runs any more and may take `drain_s`; `stop` closes the servers
     within the seconds that it is given, at most `grace_s` and `drain_s`. If one of `failed`
     (futures or tasks of the service that end only by a failure) ends first, there is nothing to
-    drain and the code is 1. Its exception is logged here; without one its owner has logged the
-    reason. Call it on the main thread.
+    drain and the code is 1; if one raises while it drains, so is it. Its exception is logged here;
+    without one its owner has logged the reason. Call it on the main thread.
     """
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[signal.Signals] = loop.create_future()
@@ -73,17 +73,36 @@ async def run_until_signal(
         set_serving(False)
         if signalled.done():
             log.info("%s: draining for up to %g s", signalled.result().name, drain_s)
-            try:
-                async with asyncio.timeout(drain_s):
-                    await drain()
-            except TimeoutError:
-                log.warning("work still running after %g s is cut off", drain_s)
-        code = 0 if signalled.done() else _log_failures(watched)
+            await _drain(drain, drain_s, watched)
+        code = 0 if signalled.done() and not _any_raised(watched) else _log_failures(watched)
         await stop(min(grace_s, drain_s))
         return code
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+
+
+async def _drain(
+    drain: Callable[[], Awaitable[None]], drain_s: float, watched: "tuple[asyncio.Future[Any], ...]"
+) -> None:
+    """Until it is over, its time is, or a service has failed that could not end its work."""
+    draining = asyncio.ensure_future(drain())
+    try:
+        async with asyncio.timeout(drain_s):
+            while not draining.done() and not _any_raised(watched):
+                waited = [one for one in (draining, *watched) if not one.done()]
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    except TimeoutError:
+        log.warning("work still running after %g s is cut off", drain_s)
+    if not draining.done():
+        draining.cancel()
+        await asyncio.wait([draining])
+    if not draining.cancelled():
+        draining.result()
+
+
+def _any_raised(watched: "tuple[asyncio.Future[Any], ...]") -> bool:
+    return any(one.done() and not one.cancelled() and one.exception() for one in watched)
 
 
 def _log_failures(watched: "Iterable[asyncio.Future[Any]]") -> int:

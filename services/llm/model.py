@@ -94,7 +94,10 @@ class InProcessModel:
     def _admit(self, engine: Engine) -> bool:
         """Hands over what the engine has room for, before each of its steps."""
         if self._thread.lost:
+            for waiting in self._waiting.values():
+                waiting.clear()
             self._fail_all(f"the device is lost: {self._thread.lost}")
+            return False
         for waiting in self._waiting.values():
             while waiting and len(engine.jobs.waiting) < engine.limits.max_waiting:
                 request = waiting[0][-1]

@@ -82,7 +82,7 @@ class WorkerProcess:
         self._metrics_http: MetricsHttp | None = None
         self._draining = self._stopped = False
         self._loading: threading.Thread | None = None
-        self.hung = False  # the loading thread or the engine's did not end when it was stopped
+        self.hung = False  # what has to be closed cannot be: a thread hangs, or the device is lost
 
     async def start(self) -> None:
         """Listen, and begin to load. Raises OSError if the address is taken."""
@@ -123,7 +123,10 @@ class WorkerProcess:
                 self.hung = True
                 log.critical("the loading thread does not end; the process ends without it")
         if self.runtime is not None:
-            await self._close(self.runtime)
+            if self.runtime.thread.lost:
+                self.hung = True  # every call fails that would give back what is on the device
+            else:
+                await self._close(self.runtime)
         if not self.loaded.done():
             self.loaded.cancel()
 
@@ -304,7 +307,7 @@ async def serve_worker(
         drain_s=settings.drain_s,
         failed=(worker.failed,),
     )
-    if worker.hung:  # Python would wait for its thread for ever
+    if worker.hung:  # Python would wait for its threads for ever
         os._exit(1)
     if worker.loaded.done() and not worker.loaded.cancelled():
         worker.loaded.result()

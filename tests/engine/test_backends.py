@@ -81,7 +81,7 @@ def test_the_pool_leaves_room_for_windows_and_graphs(monkeypatch: pytest.MonkeyP
     model = SimpleNamespace(
         context_len=32768, num_heads=32, head_dim=128, ffn_size=14336, hidden_size=4096, latent=None
     )
-    for latent, splits in ((None, 128), ("one vector of a token", 32)):
+    for latent, splits in ((None, 128), (object(), 32)):
         model.latent = latent
         backend.decoder(model, lambda name: pytest.fail(name))  # type: ignore[arg-type]
         partials = 2 * 256 * 32 * splits * 130 * 4

@@ -377,6 +377,10 @@ def test_a_lost_device_ends_the_process_and_not_its_requests(
             pair.decode_worker.failed.result()
         assert device.failures == 1
         assert not {"failed", "finished"} & set(pair.decode.kinds(attempt))
+        await pair.decode_worker.stop(0.1)
+        assert pair.decode_worker.hung  # so that the process ends without closing what it cannot
+        assert pair.decode_worker.runtime is not None
+        await asyncio.to_thread(pair.decode_worker.runtime.close)  # this process goes on
 
     with_pair(test, engine={"model": device})
 

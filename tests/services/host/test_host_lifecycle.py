@@ -16,20 +16,25 @@ import asyncio, functools, signal, sys
 from pdserve.services.host.lifecycle import run_until_signal
 
 async def main(mode):
+    draining = asyncio.Event()
+
     async def drain():
         print("drain", flush=True)
+        draining.set()
         if mode == "twice":
             signal.raise_signal(signal.SIGTERM)
-        await asyncio.sleep(60 if mode == "stuck" else 0.05)
+        await asyncio.sleep(60 if mode in ("stuck", "fail while draining") else 0.05)
         print("drained", flush=True)
 
     async def stop(grace):
         print("stop", flush=True)
 
     async def fail():
+        if mode == "fail while draining":
+            await draining.wait()
         raise RuntimeError("engine died")
 
-    failed = [asyncio.ensure_future(fail())] if mode == "fail" else []
+    failed = [asyncio.ensure_future(fail())] if mode.startswith("fail") else []
     # Runs once run_until_signal waits, so its handlers are there.
     asyncio.get_running_loop().call_soon(functools.partial(print, "up", flush=True))
     return await run_until_signal(
@@ -104,6 +109,14 @@ def test_a_failure_of_the_service_ends_it() -> None:
     with start("fail", 10) as process:
         lines = rest_of(process)
     assert lines == ["serving False", "stop"]
+    assert process.returncode == 1
+
+
+def test_a_failure_while_it_drains_ends_the_drain() -> None:
+    with start("fail while draining", 60) as process:
+        process.send_signal(signal.SIGTERM)
+        lines = rest_of(process)
+    assert lines == ["serving False", "drain", "stop"]
     assert process.returncode == 1
 
 
