@@ -15,7 +15,7 @@ from pdserve.kernels.cuda.experts.combine import combine
 from pdserve.kernels.cuda.experts.grouping import Groups, group
 from pdserve.kernels.cuda.experts.routing import choose
 from pdserve.kernels.cuda.linear.packing import DeviceMatrix
-from pdserve.kernels.cuda.linear.product import ProductTarget
+from pdserve.kernels.cuda.linear.tiles import ProductTarget
 
 EXPERTS, TOP_K = 8, 2
 ROWS, COLS = compile_linear.ROWS, compile_linear.COLS

@@ -10,6 +10,12 @@ from triton.runtime import driver
 
 from pdserve.kernels.cuda.linear import product as linear
 from pdserve.kernels.cuda.linear.packing import DeviceMatrix, pack
+from pdserve.kernels.cuda.linear.tiles import (
+    ProductTarget,
+    tall_tiles,
+    tiles_of_width,
+    width_of,
+)
 
 ROWS, COLS = 256, 1024
 # Tokens, most tokens of a tile, and whether a program adds all splits of its tile.
@@ -62,10 +68,10 @@ def matrix(
 
 def launch(made: DeviceMatrix, tokens: int, width: int, looped: bool, bias: bool) -> None:
     arch = driver.active.get_current_target().arch
-    target = linear.ProductTarget(arch == 90, MOST_SHARED[arch])
-    width = min(width, linear.width_of(made, tokens, target))
-    tall = linear.tall_tiles(made, tokens)
-    tiles = linear.tiles_of_width(made, width, tall, looped, target)
+    target = ProductTarget(arch == 90, MOST_SHARED[arch])
+    width = min(width, width_of(made, tokens, target))
+    tall = tall_tiles(made, tokens)
+    tiles = tiles_of_width(made, width, tall, looped, target)
     x = torch.zeros(tokens, COLS, dtype=made.dtype)
     linear.product(x, made, torch.zeros(ROWS) if bias else None, None, None, tiles)
 

@@ -1,4 +1,4 @@
-"""Weight matrices in the layouts that linear.py's kernels read.
+"""Weight matrices in the layouts that product.py's kernels read.
 
 Plain numbers are [rows, padded columns]. Codes of 4 or 8 bits are words of 32 bits (AFFINE: of 16)
 in tiles of TILE_ROWS rows, so that a kernel reads consecutive memory and unpacks by shifts alone:

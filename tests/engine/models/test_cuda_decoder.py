@@ -15,7 +15,7 @@ from tiny_models import ARCHITECTURES, write_tiny
 from torch import Tensor
 
 from pdserve.engine.models.cuda import weights
-from pdserve.kernels.cuda.linear import packing, product
+from pdserve.kernels.cuda.linear import packing, product, tiles
 from pdserve.kernels.cuda.linear.product import SplitSums, split_linear
 
 LATENT = {"qk_rope_head_dim": 16, "kv_lora_rank": 32, "head_dim": 16}  # 48 values of a token
@@ -52,7 +52,7 @@ SCHEDULE = ({"a": 5}, {"a": 1, "b": 14}, {"a": 8, "b": 1}, {"a": 1, "b": 1})
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows of a few columns are cut, too, and the kernel behind a product adds its splits."""
-    monkeypatch.setattr(product, "SPLIT_COLUMNS", 16)
+    monkeypatch.setattr(tiles, "SPLIT_COLUMNS", 16)
     monkeypatch.setattr(packing, "PLAIN_BLOCK", 16)
     monkeypatch.setattr(product, "PLAIN_COLUMNS", tl.constexpr(16))
     sums = 0

@@ -17,7 +17,8 @@ from pdserve.kernels.cuda.experts.grouping import Groups, group, most_tiles
 from pdserve.kernels.cuda.experts.routing import choose
 from pdserve.kernels.cuda.layer.activation import gated
 from pdserve.kernels.cuda.linear.packing import DeviceMatrix
-from pdserve.kernels.cuda.linear.product import linear, splits_of
+from pdserve.kernels.cuda.linear.product import linear
+from pdserve.kernels.cuda.linear.tiles import splits_of
 
 # Experts, routing, whether there is a correction.
 ROUTED: dict[str, tuple[int, ExpertRouting, bool]] = {

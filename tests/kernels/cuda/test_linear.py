@@ -26,7 +26,8 @@ from linear_cases import (
 )
 
 from pdserve.kernels.cuda.linear.packing import DeviceMatrix, pack
-from pdserve.kernels.cuda.linear.product import linear, product, splits_of, tiles_of
+from pdserve.kernels.cuda.linear.product import linear, product
+from pdserve.kernels.cuda.linear.tiles import splits_of, tiles_of
 
 NUM_CASES = int(os.environ.get("LINEAR_CASES", "10"))
 
