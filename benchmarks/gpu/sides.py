@@ -162,7 +162,7 @@ class Taker:
                     taken += 1
                     continue
                 while not payload.ready():
-                    assert time.monotonic() < end, "an event that does not end"
+                    assert time.monotonic() < end, f"frame {begun}: an event that does not end"
                 pages = side.kv.pages(header.group, header.layers, blocks, side.kv.ready())
                 key = side.key.copy_key(header.sequence)
                 copies.append((link, header, payload.copy_in(pages, key)))

@@ -88,7 +88,11 @@ def kill_prefill(side: Side, count: int) -> dict[str, int]:
     for number in range(count):
         process, _ = children.next(count - number - 1)
         tell(process, "cuda_ipc", "-", boot.hex(), number, "flood")
-        taken, bad = taker.take(rng.randrange(1, 40))
+        try:
+            taken, bad = taker.take(rng.randrange(1, 40))
+        except AssertionError as error:
+            sender = "the sender lives" if process.poll() is None else "the sender has ended"
+            raise AssertionError(f"{error}, after {number} kills; {sender}") from error
         process.kill()
         process.communicate()
         ended = over(lambda n=number: len(taker.links) > n and all(x.ended for x in taker.links))
