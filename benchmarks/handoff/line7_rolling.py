@@ -40,7 +40,7 @@ def engine_with_images(folder: Path | None) -> Iterator[DockerEngine]:
         yield DockerEngine(folder)
         return
     with tempfile.TemporaryDirectory() as made, docker_engine(Path(made) / "engine") as engine:
-        engine.make_base_image()
+        engine.make_base_images()
         engine.make_proxy_image()
         yield engine
 

@@ -16,7 +16,9 @@ from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 ROOT = Path(__file__).parents[2]
 WORKERS = ("prefill", "decode")
 # Variables of the compose files themselves: where to find models, which GPU.
-COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU"}
+COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU"} | {
+    f"PDSERVE_{name}_MEMORY" for name in ("GATEWAY", "ROUTER", "WORKER")
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,7 @@ def test_variables_are_options_with_good_values(services: dict[str, Any]) -> Non
 def test_every_name_is_known_to_some_command() -> None:
     known = {ENV_PREFIX + name.upper() for name in known_names()} | COMPOSE_ONLY
     files = [path.name for path in ROOT.glob("*compose*.yml")]
-    assert len(files) == 4
+    assert len(files) == 5
     for name in (*files, "Dockerfile"):
         found = set(re.findall(r"PDSERVE_[A-Z_]+[A-Z]", (ROOT / name).read_text()))
         assert found <= known, name
@@ -84,6 +86,31 @@ def test_traces_reach_the_collector_of_the_overlay(services: dict[str, Any]) -> 
             "PDSERVE_OTLP_TRACES_ENDPOINT": "http://jaeger:4318",
             "PDSERVE_OTLP_TRACES_SAMPLE": known["PDSERVE_OTLP_TRACES_SAMPLE"].default,
         }
+
+
+def test_containers_have_no_rights_and_bounds(services: dict[str, Any]) -> None:
+    for service in services.values():
+        assert service["read_only"] is True
+        assert service["tmpfs"] == ["/tmp"]
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["pids_limit"] > 0
+        assert re.fullmatch(r"\d+g", default(service["mem_limit"]))
+
+
+def test_nothing_reaches_the_internet_without_the_hub_overlay(services: dict[str, Any]) -> None:
+    networks = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["networks"]
+    assert networks["pdserve"] == {"internal": True}
+    masquerade = {"com.docker.network.bridge.enable_ip_masquerade": "false"}
+    assert networks["clients"] == {"driver_opts": masquerade}
+    assert set(networks) == {"pdserve", "clients"}
+    for role, service in services.items():
+        assert service["networks"] == (["pdserve"] + ["clients"] * (role == "gateway"))
+    hub = yaml.safe_load((ROOT / "docker-compose.hub.yml").read_text())
+    assert hub["networks"] == {"hub": {}}
+    assert {role: s["networks"] for role, s in hub["services"].items()} == {
+        role: ["pdserve", "hub"] for role in WORKERS
+    }
 
 
 def test_there_is_time_to_drain(services: dict[str, Any]) -> None:
@@ -135,7 +162,7 @@ def test_the_database_is_in_a_volume_that_its_user_owns(services: dict[str, Any]
     url = default(services["gateway"]["environment"]["PDSERVE_DATABASE_URL"])
     folder = url.removeprefix("sqlite:///").rpartition("/")[0]
     assert services["gateway"]["volumes"] == [f"data:{folder}"]
-    assert re.search(rf"install -d -o pdserve .*{folder}\n", (ROOT / "Dockerfile").read_text())
+    assert re.search(rf"install -d -o pdserve .*{folder} ", (ROOT / "Dockerfile").read_text())
 
 
 def test_the_gpu_overlay_only_adds_to_workers() -> None:
@@ -160,12 +187,12 @@ def test_the_gpu_overlay_has_what_cuda_ipc_compares() -> None:
     for service in overlay.values():
         assert (service["ipc"], service["pid"]) == ("host", "host")
         chosen = service["build"]["args"]["WORKER_EXTRAS"].split()
-        assert chosen == ["worker", "torch", "cuda"]
+        assert chosen == ["torch", "cuda"]
         assert any(name.startswith("cupy") for extra in chosen for name in extras[extra])
         assert any(name.startswith("triton") for extra in chosen for name in extras[extra])
         assert "gcc" in service["build"]["args"]["WORKER_PACKAGES"].split(), "Triton asks for it"
     dockerfile = (ROOT / "Dockerfile").read_text()
-    assert "ARG WORKER_EXTRAS=worker\n" in dockerfile
+    assert "ARG WORKER_EXTRAS=\n" in dockerfile
     assert "ARG WORKER_PACKAGES=\n" in dockerfile
     assert "TRITON_CACHE_DIR=/tmp/" in dockerfile, "k8s has a read-only root file system"
     assert not any(name.startswith("torch") for name in extras["worker"]), "CPU images have none"
@@ -213,3 +240,38 @@ def test_the_proxy_learns_of_an_end_before_requests_are_refused(
         waits = re.search(rf"timeout {side} (\d+)s", config)
         assert waits
         assert int(waits[1]) > options["request_timeout_s"].default
+
+
+def locked(name: str) -> dict[str, str]:
+    """Entries of a lock file by package name."""
+    text = (ROOT / f"images/{name}.txt").read_text()
+    return {entry.partition("==")[0]: entry for entry in re.split(r"\n(?=[a-z])", text)[1:]}
+
+
+@pytest.mark.parametrize("name", ["control", "worker", "redis", "postgres", "trace", "tools"])
+def test_lock_files_have_the_versions_of_constraints_and_hashes(name: str) -> None:
+    constraints = (ROOT / "constraints.txt").read_text().lower().replace("_", "-")
+    pins = dict(line.split("==") for line in constraints.splitlines() if "==" in line)
+    found = locked(name)
+    assert found
+    for package, entry in found.items():
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), package
+        version = re.split(r"[ ;\\]", entry.partition("==")[2])[0].strip()
+        assert version == pins.get(package, version), f"{package}: make lock"
+
+
+def test_lock_files_have_what_the_project_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[\[>=<;]", text)[0].strip() for text in requirements}
+
+    control, extras = locked("control"), project["optional-dependencies"]
+    assert names(project["dependencies"]) <= set(control)
+    for extra in ("worker", "redis", "postgres", "trace"):
+        assert names(extras[extra]) <= set(control) | set(locked(extra)), f"{extra}: make lock"
+
+
+def test_images_start_from_a_digest() -> None:
+    (start,) = re.findall(r"^ARG PYTHON_IMAGE=(.*)$", (ROOT / "Dockerfile").read_text(), re.M)
+    assert re.fullmatch(r"python:3\.11-slim-bookworm@sha256:[0-9a-f]{64}", start)

@@ -2,12 +2,11 @@
 
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from compose_project import KEY, ROLES, Project
-from docker_engine import DockerEngine, docker_engine, missing
+from compose_project import ROLES, Project
+from docker_engine import DockerEngine
 from eventually import wait_until
 
 from pdserve.services.cli.http_client import ApiClient, ApiError
@@ -15,30 +14,6 @@ from pdserve.services.cli.http_client import ApiClient, ApiError
 PROMPT = "The quick brown fox jumps over the lazy dog near the old river bank. " * 45
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerEngine]:
-    if reason := missing():
-        pytest.skip(f"DOCKER COMPOSE WAS NOT TESTED: {reason}")
-    with docker_engine(tmp_path_factory.mktemp("docker")) as made:
-        made.make_base_image()
-        yield made
-
-
-@pytest.fixture(scope="module")
-def project(engine: DockerEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    made = Project(engine, tmp_path_factory.mktemp("project"))
-    made.build()
-    made.up()
-    yield made
-    print(made.compose("logs", "--no-color"))
-    made.down()
-
-
-@pytest.fixture(scope="module")
-def client(project: Project) -> ApiClient:
-    return ApiClient(project.url, KEY, timeout_s=120)
 
 
 def chat(client: ApiClient, text: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from docker_engine import DockerEngine
+from docker_engine import BUILD_IMAGE, PYTHON_IMAGE, DockerEngine
 from eventually import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,8 @@ class Project:
         self._name = name
         override = folder / f"{name}.yml"
         # The engine has no bridge of its own: builds use the host's network.
-        builds = {role: {"build": {"network": "host"}} for role in ROLES}
+        images = {"PYTHON_IMAGE": PYTHON_IMAGE, "BUILD_IMAGE": BUILD_IMAGE}
+        builds = {role: {"build": {"network": "host", "args": images}} for role in ROLES}
         override.write_text(yaml.safe_dump({"services": builds}))
         self._files.append(override)
         self.port, grpc_port = free_ports(2)

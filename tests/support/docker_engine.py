@@ -13,7 +13,20 @@ from pathlib import Path
 
 from eventually import wait_until
 
-BASE_IMAGE = "python:3.11-slim"
+BUILD_IMAGE = "pdserve-test-python:build"  # what the Dockerfile's stages build in
+PYTHON_IMAGE = "pdserve-test-python:run"  # what its images start from: nothing but Python
+PACKAGES = {
+    BUILD_IMAGE: "python3,python3-dev,python3-venv,python3-pip,ca-certificates",
+    PYTHON_IMAGE: "python3,ca-certificates",
+}
+# Docker's own slim images have none of these.
+NOT_SLIM = (
+    "usr/share/doc",
+    "usr/share/man",
+    "usr/share/locale",
+    "var/cache/apt",
+    "var/lib/apt/lists",
+)
 PROXY_IMAGE = "haproxy:3.0-alpine"
 START_S = 60.0
 DAEMON_FLAGS = ("--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false")
@@ -64,10 +77,13 @@ class DockerEngine:
             done.check_returncode()
         return done.stdout
 
-    def make_base_image(self) -> None:
-        """A Debian with Python under the name that the Dockerfile starts from."""
+    def make_base_images(self) -> None:
+        """A Debian with Python for the stages that build, and a smaller one for the images."""
+        for name, packages in PACKAGES.items():
+            self._import(name, packages)
+
+    def _import(self, name: str, packages: str) -> None:
         root = self._folder / "rootfs"
-        packages = "python3,python3-dev,python3-venv,python3-pip,ca-certificates"
         subprocess.run(
             ["debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", root],
             check=True,
@@ -76,11 +92,15 @@ class DockerEngine:
         (root / "usr/bin/python").symlink_to("python3")
         bundle = Path("etc/ssl/certs/ca-certificates.crt")
         shutil.copy(Path("/") / bundle, root / bundle)
-        (root / "etc/pip.conf").write_text(self._pip_conf(root, bundle))
+        if name == BUILD_IMAGE:
+            (root / "etc/pip.conf").write_text(self._pip_conf(root, bundle))
+        for folder in NOT_SLIM:
+            shutil.rmtree(root / folder)
+            (root / folder).mkdir()
         tar = subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE)
         with tar:
             subprocess.run(
-                ["docker", "import", "-", BASE_IMAGE],
+                ["docker", "import", "-", name],
                 stdin=tar.stdout,
                 env={**os.environ, "DOCKER_HOST": self.host},
                 check=True,
@@ -89,8 +109,8 @@ class DockerEngine:
         shutil.rmtree(root)
 
     def make_proxy_image(self) -> None:
-        """Debian's HAProxy under the name that compose.ha.yml runs; needs the base image."""
-        text = f"""FROM {BASE_IMAGE}
+        """Debian's HAProxy under the name that compose.ha.yml runs; needs the base images."""
+        text = f"""FROM {BUILD_IMAGE}
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends haproxy
 """
         context = self._folder / "proxy"

@@ -49,6 +49,7 @@ class RateLimits:
         self._counting: set[asyncio.Task[bool]] = set()  # the loop keeps weak references only
         self._skip_until = 0.0
         self._close: Callable[[], None] = lambda: None  # the storage
+        self._pool: Any = None  # its connections, if it is Redis
         if not any(amounts.values()):
             return
         # Few systems have limits, and these imports take a while.
@@ -63,7 +64,10 @@ class RateLimits:
                 storage = _counts_file(settings.storage)
                 self._close = storage.close
             else:
-                storage = storage_from_string(f"async+{settings.storage}")
+                pooled = self._connect(settings.storage)
+                storage = storage_from_string(f"async+{settings.storage}", **pooled)
+        except ImportError:
+            raise ValueError("--rate-storage redis: needs pip install 'pdserve[redis]'") from None
         except ConfigurationError as error:
             # Without the rest of the address, which may have a password.
             scheme = settings.storage.partition("://")[0]
@@ -76,10 +80,22 @@ class RateLimits:
             if amount
         }
 
+    def _connect(self, storage: str) -> dict[str, Any]:
+        """Options of the library for redis-py; coredis, which it would take, needs older packages
+        than the rest of ours."""
+        if not storage.startswith(("redis://", "rediss://")):
+            return {}
+        from redis.asyncio import ConnectionPool
+
+        self._pool = ConnectionPool.from_url(storage)
+        return {"implementation": "redispy", "connection_pool": self._pool}
+
     async def close(self) -> None:
         """Returns when everything is counted."""
         await asyncio.gather(*self._counting, return_exceptions=True)
         self._close()
+        if self._pool is not None:
+            await self._pool.aclose()
 
     async def count_request(self, owner: bytes) -> None:
         """One more request. Raises ServiceError OVERLOADED if there were too many."""

@@ -1,0 +1,11 @@
+# Run by the Dockerfile in the last stage of a build: installs pdserve beside its dependencies, takes
+# the symbols of a debugger out of their libraries, and lists what is there in /opt/pdserve/sbom.json.
+set -eu
+/tmp/tools/bin/pip --python /opt/pdserve/bin/python install -q --no-deps /wheels/*.whl
+find /opt/pdserve -name '*.so' -o -name '*.so.*' | while read -r library; do
+  strip --strip-unneeded "$library" 2>/dev/null || true # a package's own script with that name
+done
+find /opt/pdserve -type d -name tests \( -path '*/numpy/*' -o -path '*/greenlet/*' \) \
+  -prune -exec rm -rf {} +
+/tmp/tools/bin/cyclonedx-py environment /opt/pdserve/bin/python \
+  --output-reproducible -o /opt/pdserve/sbom.json

@@ -1,0 +1,40 @@
+"""One Docker engine and one running system for all tests of containers."""
+
+from collections.abc import Iterator
+
+import pytest
+from compose_project import KEY, Project
+from docker_engine import DockerEngine, docker_engine, missing
+
+from pdserve.services.cli.http_client import ApiClient
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerEngine]:
+    if reason := missing():
+        pytest.skip(f"DOCKER COMPOSE WAS NOT TESTED: {reason}")
+    with docker_engine(tmp_path_factory.mktemp("docker")) as made:
+        made.make_base_images()
+        yield made
+
+
+@pytest.fixture(scope="session")
+def project(engine: DockerEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    made = Project(engine, tmp_path_factory.mktemp("project"))
+    made.build()
+    made.up()
+    yield made
+    print(made.compose("logs", "--no-color"))
+    made.down()
+
+
+@pytest.fixture(scope="session")
+def client(project: Project) -> ApiClient:
+    return ApiClient(project.url, KEY, timeout_s=120)
+
+
+@pytest.fixture(scope="session")
+def built(engine: DockerEngine, project: Project) -> DockerEngine:
+    """An engine that has the images."""
+    assert project
+    return engine

