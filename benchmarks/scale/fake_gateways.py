@@ -32,6 +32,8 @@ from scale.prompts import prompts
 from scale.shape import MARKS, MODEL, Shape
 
 RAMP_S = 0.004  # between the first Starts
+STEADY_S = 60.0  # whether or not the streams have come up to their number by then
+NEARLY = 0.98
 TIMEOUT_MS = 600_000
 QUEUE_MS = 60_000
 
@@ -132,7 +134,8 @@ async def answer(commands: asyncio.StreamReader, streams: Streams, shape: Shape)
     async for line in commands:
         command = line.strip()
         if command == b"steady":
-            while streams.num_running < shape.streams * 0.99:
+            deadline = time.monotonic() + STEADY_S
+            while streams.num_running < shape.streams * NEARLY and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
         elif command == b"finish":
             streams.goes_on = False

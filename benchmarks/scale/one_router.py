@@ -5,7 +5,6 @@ between processes are by the machine's one monotonic clock; they hold the fakes'
 """
 
 import json
-import select
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import Any
 from eventually import wait_until
 
 from pdserve.services.host.auth.roles import Role
-from scale.processes import END_S, HERE, Processes, cpu_s, free_address, memory_mib, stop
+from scale.processes import END_S, HERE, Processes, cpu_s, free_address, memory_mib, read_line, stop
 from scale.shape import Shape
 
 SETTLE_S = 2.0  # after the last join or first token
@@ -30,13 +29,6 @@ COUNTS = ("starts", "ended", "tokens", *AMISS)
 
 class Late(Exception):
     """The streams do not come up to their number: the machine does not carry them."""
-
-
-def read_line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
-    """The next line that it says; nothing if none comes in time."""
-    assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], limit_s)
-    return process.stdout.readline() if ready else b""
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -126,13 +118,13 @@ class _OneRouter:
             self._gateways.wait(END_S)  # it ends by itself, and so do the sessions
         stop(self._router)
         stop(self._fleet)
-        lines = self._files["placed"].read_text().splitlines()
-        admitted, sent = (json.loads(self._files[n].read_text()) for n in ("admitted", "sent"))
-        placed = [one for one in map(json.loads, lines) if began <= one[1] <= ended]
+        noted, admitted, sent = (json.loads(file.read_text()) for file in self._files.values())
+        placed = [one for one in noted["placed"] if began <= one[1] <= ended]
         return {
             "placed": len(placed),
             "placing_cpu_ms": spread_ms([cpu for _, _, _, cpu in placed]),
             "placing_ms": spread_ms([took for _, _, took, _ in placed]),
+            "wait_for_loop_ms": spread_ms([w for at, w in noted["waits"] if began <= at <= ended]),
             "sent_to_placing_ms": spread_ms([at - sent[name] for name, at, _, _ in placed]),
             "sent_to_admit_ms": spread_ms(
                 [admitted[name] - sent[name] for name, *_ in placed if name in admitted]

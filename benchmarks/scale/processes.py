@@ -1,6 +1,7 @@
 """The processes of a measurement: those of pdserve, and fakes of the same certificates."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -105,6 +106,13 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
+
+
+def read_line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
+    """The next line that it says; nothing if none comes in time."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], limit_s)
+    return process.stdout.readline() if ready else b""
 
 
 def free_address() -> str:

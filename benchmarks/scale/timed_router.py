@@ -1,35 +1,54 @@
 """The router's own process, which notes what it takes to place each request.
 
-`timed_router.py FILE WORDS...`: WORDS are those of `pdserve router`. At its end FILE has one JSON
-array a request: its id, when placing began (time.monotonic), seconds by the clock, seconds of the
-thread's processor time. Both end when the Admit is in the worker's outbox.
+`timed_router.py FILE WORDS...`: WORDS are those of `pdserve router`. At its end FILE has a JSON
+object: `placed`, an array a request with its id, when placing began (time.monotonic), seconds by
+the clock and seconds of the thread's processor time, both until the Admit is in the worker's
+outbox; `waits`, arrays of a time and of how late the loop came to it: so long does a message wait.
 """
 
+import asyncio
 import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from pdserve.services.cli.main import main as pdserve
 from pdserve.services.host.rpc.request_progress import RequestProgress
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.requests.effects import Client
 
-submit = RouterCore.submit
-samples: list[tuple[str, float, float, float]] = []
+LOOK_S = 0.0137  # between two looks at how late the loop is
+
+begin, submit = RouterCore.__init__, RouterCore.submit
+placed: list[tuple[str, float, float, float]] = []
+waits: list[tuple[float, float]] = []
 
 
 def timed_submit(core: RouterCore, progress: RequestProgress, client: Client) -> None:
     began, used = time.monotonic(), time.thread_time()
     submit(core, progress, client)
     used, ended = time.thread_time() - used, time.monotonic()
-    samples.append((progress.start.request, began, ended - began, used))
+    placed.append((progress.start.request, began, ended - began, used))
+
+
+def watched_core(core: RouterCore, *args: Any, **kwargs: Any) -> None:
+    begin(core, *args, **kwargs)
+    loop = asyncio.get_running_loop()
+
+    def look(due: float) -> None:
+        now = loop.time()
+        waits.append((time.monotonic(), now - due))
+        loop.call_at(now + LOOK_S, look, now + LOOK_S)
+
+    look(loop.time())
 
 
 def main() -> int:
+    RouterCore.__init__ = watched_core  # type: ignore[method-assign]
     RouterCore.submit = timed_submit  # type: ignore[method-assign]
     code = pdserve(["router", *sys.argv[2:]])
-    Path(sys.argv[1]).write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
+    Path(sys.argv[1]).write_text(json.dumps({"placed": placed, "waits": waits}))
     return code
 
 
