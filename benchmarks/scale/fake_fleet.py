@@ -16,7 +16,7 @@ import uvloop
 from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.auth.tls import TlsAccess
 from scale.card import model
-from scale.fake_worker import Exchange, FakeDecode, FakePrefill
+from scale.fake_worker import Exchange, FakeDecode, FakePrefill, slow_down
 from scale.processes import files_of
 from scale.shape import Shape
 
@@ -41,8 +41,10 @@ async def run(certificates: Path, shape: Shape, file: Path, routers: list[str]) 
 
 
 def main() -> None:
-    certificates, shape, file, *routers = sys.argv[1:]
-    uvloop.run(run(Path(certificates), Shape.from_json(shape), Path(file), routers))
+    certificates, text, file, *routers = sys.argv[1:]
+    shape = Shape.from_json(text)
+    slow_down(shape.slow)
+    uvloop.run(run(Path(certificates), shape, Path(file), routers))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ from scale.processes import files_of
 from scale.prompts import prompts
 from scale.shape import MARKS, MODEL, Shape
 
+AGAIN_S = 2.0  # after a failed stream another one is tried
 RAMP_S = 0.004  # between the first Starts
-STEADY_S = 60.0  # whether or not the streams have come up to their number by then
+STEADY_S = 60.0  # after the last Start, whether or not the streams have all begun by then
 NEARLY = 0.98
 TIMEOUT_MS = 600_000
 QUEUE_MS = 60_000
@@ -108,7 +109,9 @@ class Streams:
                 self.counts["failed"] += 1
                 message = event.failed.failure.message
                 self.failures[message] = self.failures.get(message, 0) + 1
-                self._end(event.failed.request)
+                stream = self._open.pop(event.failed.request)
+                loop = asyncio.get_running_loop()
+                loop.call_later(AGAIN_S, self.first, stream.gateway)
 
     def _take(self, name: str, position: int, id_: int) -> None:
         counts, stream = self.counts, self._open.get(name)
@@ -134,7 +137,7 @@ async def answer(commands: asyncio.StreamReader, streams: Streams, shape: Shape)
     async for line in commands:
         command = line.strip()
         if command == b"steady":
-            deadline = time.monotonic() + STEADY_S
+            deadline = time.monotonic() + STEADY_S + RAMP_S * shape.slow * shape.streams
             while streams.num_running < shape.streams * NEARLY and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
         elif command == b"finish":
@@ -160,7 +163,7 @@ async def run(certificates: Path, shape: Shape, file: Path, router: str) -> None
     answering = asyncio.create_task(answer(commands, streams, shape))
     for number in range(shape.streams):
         streams.first(gateways[number % len(gateways)])
-        await asyncio.sleep(RAMP_S)
+        await asyncio.sleep(RAMP_S * shape.slow)
     await answering
     file.write_text(json.dumps(streams.sent))
     for gateway in gateways:

@@ -1,6 +1,7 @@
 """One router at its share: a real process between fake workers and the sessions of fake gateways.
 
-What it costs is the processor time of its process, whatever else the machine does meanwhile. Times
+What it costs is the processor time of its process, whatever else the machine does meanwhile; of one
+in slow motion, what it would cost at full speed. Times
 between processes are by the machine's one monotonic clock; they hold the fakes' own delays too.
 """
 
@@ -20,7 +21,7 @@ from scale.shape import Shape
 
 SETTLE_S = 2.0  # after the last join or first token
 START_S = 60.0
-STEADY_S = 120.0  # for all streams to have begun
+STEADY_S = 300.0  # for all streams to have begun
 ANSWER_S = 20.0
 FINISH_S = 60.0
 AMISS = ("short", "lost", "repeated", "wrong", "failed")
@@ -66,7 +67,8 @@ class _OneRouter:
         address = free_address()
         words = ["--bind", address, *processes.words(Role.ROUTER)]
         script, placed = str(HERE / "timed_router.py"), str(self._files["placed"])
-        self._router = processes.start(sys.executable, script, placed, *words)
+        slow = str(shape.slow)
+        self._router = processes.start(sys.executable, script, slow, placed, *words)
         wait_until(lambda: processes.fleet(address), "the router", START_S)
         self._empty_mib = memory_mib(self._router.pid)
         words = [shape.to_json(), str(self._files["admitted"]), address]
@@ -81,14 +83,15 @@ class _OneRouter:
             words = [shape.to_json(), str(self._files["sent"]), address]
             self._gateways = processes.fake("fake_gateways.py", *words)
             self._ask("steady", STEADY_S)
-            time.sleep(SETTLE_S)
+            time.sleep(SETTLE_S * shape.slow)
 
     def measure(self, window_s: float, finish: bool) -> dict[str, Any]:
         pids = [p.pid for p in (self._router, self._fleet, self._gateways) if p is not None]
         before, began, used = self._ask("count"), time.monotonic(), list(map(cpu_s, pids))
         time.sleep(window_s)
         after, ended = self._ask("count"), time.monotonic()
-        cores = [(cpu_s(pid) - u) / (ended - began) for pid, u in zip(pids, used, strict=True)]
+        slow, seconds = self._shape.slow, ended - began
+        cores = [slow * (cpu_s(pid) - u) / seconds for pid, u in zip(pids, used, strict=True)]
         found = {
             "shape": json.loads(self._shape.to_json()),
             "core": round(cores[0], 4),
@@ -97,14 +100,14 @@ class _OneRouter:
             "joined_mib": round(self._joined_mib - self._empty_mib, 1),
         }
         if self._gateways is not None:
-            demanded = self._shape.streams * self._shape.tokens_s * (ended - began)
+            demanded = self._shape.streams * self._shape.tokens_s * seconds / slow
             found["carried"] = round((after["tokens"] - before["tokens"]) / demanded, 4)
             found |= self._streams(finish) | self._placing(began, ended)
         return found
 
     def _streams(self, finish: bool) -> dict[str, Any]:
         """What has come of them, of the whole run."""
-        last_s = self._shape.answer_len / self._shape.tokens_s
+        last_s = self._shape.answer_len * self._shape.slow / self._shape.tokens_s
         counts = self._ask("finish", FINISH_S + last_s) if finish else self._ask("end")
         return {
             "counts": {name: counts[name] for name in COUNTS},

@@ -1,6 +1,6 @@
 """The router's own process, which notes what it takes to place each request.
 
-`timed_router.py FILE WORDS...`: WORDS are those of `pdserve router`. At its end FILE has a JSON
+`timed_router.py SLOW FILE WORDS...`: it ticks SLOW times more rarely; WORDS are those of `pdserve router`. At its end FILE has a JSON
 object: `placed`, an array a request with its id, when placing began (time.monotonic), seconds by
 the clock and seconds of the thread's processor time, both until the Admit is in the worker's
 outbox; `waits`, arrays of a time and of how late the loop came to it: so long does a message wait.
@@ -15,6 +15,7 @@ from typing import Any
 
 from pdserve.services.cli.main import main as pdserve
 from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.router import core
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.requests.effects import Client
 
@@ -25,15 +26,15 @@ placed: list[tuple[str, float, float, float]] = []
 waits: list[tuple[float, float]] = []
 
 
-def timed_submit(core: RouterCore, progress: RequestProgress, client: Client) -> None:
+def timed_submit(router: RouterCore, progress: RequestProgress, client: Client) -> None:
     began, used = time.monotonic(), time.thread_time()
-    submit(core, progress, client)
+    submit(router, progress, client)
     used, ended = time.thread_time() - used, time.monotonic()
     placed.append((progress.start.request, began, ended - began, used))
 
 
-def watched_core(core: RouterCore, *args: Any, **kwargs: Any) -> None:
-    begin(core, *args, **kwargs)
+def watched_core(router: RouterCore, *args: Any, **kwargs: Any) -> None:
+    begin(router, *args, **kwargs)
     loop = asyncio.get_running_loop()
 
     def look(due: float) -> None:
@@ -45,10 +46,11 @@ def watched_core(core: RouterCore, *args: Any, **kwargs: Any) -> None:
 
 
 def main() -> int:
+    core.TICK_S *= float(sys.argv[1])
     RouterCore.__init__ = watched_core  # type: ignore[method-assign]
     RouterCore.submit = timed_submit  # type: ignore[method-assign]
-    code = pdserve(["router", *sys.argv[2:]])
-    Path(sys.argv[1]).write_text(json.dumps({"placed": placed, "waits": waits}))
+    code = pdserve(["router", *sys.argv[3:]])
+    Path(sys.argv[2]).write_text(json.dumps({"placed": placed, "waits": waits}))
     return code
 
 
