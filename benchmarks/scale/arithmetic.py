@@ -1,4 +1,4 @@
-"""What a system of any size asks of each of its routers: connections, messages, bytes, cores, memory.
+"""What a system of any size asks of each router: connections, messages, bytes, cores, memory.
 
 `python benchmarks/scale/arithmetic.py` prints the tables of docs/scale.md. A router costs
 `fixed + per_worker * workers that join it + per_stream * its streams`; what joins it is all workers

@@ -5,13 +5,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from byte_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, write_tokenizer
+from scale.prompts import IDENTITY
+from scale.shape import BLOCK, MODEL
 
 from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.rpc.blobs import BlobCache, blob_digest
-from scale.prompts import IDENTITY
-from scale.shape import BLOCK, MODEL
 
 GetBlob = Callable[[str], Awaitable[bytes | None]]
 

@@ -12,16 +12,17 @@ import sys
 from pathlib import Path
 
 import uvloop
-
-from pdserve.services.host.auth.roles import Role
-from pdserve.services.host.auth.tls import TlsAccess
 from scale.card import model
 from scale.fake_worker import Exchange, FakeDecode, FakePrefill, slow_down
 from scale.processes import files_of
 from scale.shape import Shape
 
+from pdserve.services.host.auth.roles import Role
+from pdserve.services.host.auth.tls import TlsAccess
 
-async def run(certificates: Path, shape: Shape, file: Path, routers: list[str]) -> None:
+
+async def run(certificates: Path, shape: Shape, routers: list[str]) -> dict[str, float]:
+    """When each Admit arrived."""
     card, blobs = model()
     exchange = Exchange()
     decode = TlsAccess(*files_of(certificates, Role.DECODE))
@@ -36,15 +37,16 @@ async def run(certificates: Path, shape: Shape, file: Path, routers: list[str]) 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     print("ready", flush=True)
     await stop.wait()
-    file.write_text(json.dumps(exchange.admitted))
-    os._exit(0)  # hundreds of threads, of which none has anything to save
+    return exchange.admitted
 
 
 def main() -> None:
     certificates, text, file, *routers = sys.argv[1:]
     shape = Shape.from_json(text)
     slow_down(shape.slow)
-    uvloop.run(run(Path(certificates), shape, Path(file), routers))
+    admitted = uvloop.run(run(Path(certificates), shape, routers))
+    Path(file).write_text(json.dumps(admitted))
+    os._exit(0)  # hundreds of threads, of which none has anything to save
 
 
 if __name__ == "__main__":

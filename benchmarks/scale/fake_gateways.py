@@ -2,9 +2,9 @@
 `fake_gateways.py CERTIFICATES SHAPE FILE ROUTER`.
 
 A stream that ends is followed by another. Each line of standard input is answered with a line:
-`steady` (once nearly all streams of the Shape have a token) and `count` with its counts so far, `finish`
-with those when no stream is open any more, `end` with those so far; after these two it ends,
-leaving in FILE when each Start was sent.
+`steady` (once nearly all streams of the Shape have a token) and `count` with its counts so far,
+`finish` with those when no stream is open any more, `end` with those so far; after these two it
+ends, leaving in FILE when each Start was sent.
 The first streams end at times of their own, so that later ones begin at all times alike.
 """
 
@@ -14,12 +14,17 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import uvloop
+from eventually import eventually
+from scale.processes import files_of
+from scale.prompts import prompts
+from scale.shape import MARKS, MODEL, Shape
 
 from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.protos import common_pb2 as pb
@@ -27,9 +32,6 @@ from pdserve.protos.router_pb2 import GatewayMessage, RequestEvent
 from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.auth.tls import TlsAccess
 from pdserve.services.host.rpc.token_rows import TokenRow
-from scale.processes import files_of
-from scale.prompts import prompts
-from scale.shape import MARKS, MODEL, Shape
 
 AGAIN_S = 2.0  # after a failed stream another one is tried
 RAMP_S = 0.004  # between the first Starts
@@ -69,6 +71,9 @@ class Streams:
     @property
     def num_running(self) -> int:
         return sum(1 for one in self._open.values() if one.seen)
+
+    def nearly_all_run(self) -> bool:
+        return self.num_running >= NEARLY * self._shape.streams
 
     def start(self, gateway: RouterConnection, num_tokens: int) -> None:
         name = f"req-{len(self.sent)}-{os.getpid()}"
@@ -137,9 +142,9 @@ async def answer(commands: asyncio.StreamReader, streams: Streams, shape: Shape)
     async for line in commands:
         command = line.strip()
         if command == b"steady":
-            deadline = time.monotonic() + STEADY_S + RAMP_S * shape.slow * shape.streams
-            while streams.num_running < shape.streams * NEARLY and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
+            limit_s = STEADY_S + RAMP_S * shape.slow * shape.streams
+            with suppress(TimeoutError):
+                await eventually(streams.nearly_all_run, "streams", limit_s)
         elif command == b"finish":
             streams.goes_on = False
             await streams.none_open.wait()
@@ -149,14 +154,14 @@ async def answer(commands: asyncio.StreamReader, streams: Streams, shape: Shape)
             return
 
 
-async def run(certificates: Path, shape: Shape, file: Path, router: str) -> None:
+async def run(certificates: Path, shape: Shape, router: str) -> dict[str, float]:
+    """When each Start was sent."""
     access = TlsAccess(*files_of(certificates, Role.GATEWAY))
     streams = Streams(shape)
     gateways = [
         RouterConnection(router, access, os.urandom(16), streams) for _ in range(shape.gateways)
     ]
-    while streams.num_up < len(gateways):
-        await asyncio.sleep(0.02)
+    await eventually(lambda: streams.num_up == len(gateways), "sessions")
     commands = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
@@ -165,14 +170,15 @@ async def run(certificates: Path, shape: Shape, file: Path, router: str) -> None
         streams.first(gateways[number % len(gateways)])
         await asyncio.sleep(RAMP_S * shape.slow)
     await answering
-    file.write_text(json.dumps(streams.sent))
     for gateway in gateways:
         await gateway.close()
+    return streams.sent
 
 
 def main() -> None:
     certificates, shape, file, router = sys.argv[1:]
-    uvloop.run(run(Path(certificates), Shape.from_json(shape), Path(file), router))
+    sent = uvloop.run(run(Path(certificates), Shape.from_json(shape), router))
+    Path(file).write_text(json.dumps(sent))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from scale.card import GetBlob
+from scale.prompts import held_by
+from scale.shape import BLOCK, MARKS, Shape
+
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
@@ -32,9 +36,6 @@ from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.worker import membership
 from pdserve.services.worker.process import IDLE_LOAD_S, LOAD_S
-from scale.card import GetBlob
-from scale.prompts import held_by
-from scale.shape import BLOCK, MARKS, Shape
 
 BLOCKS_TOTAL = 60_000
 PREFILL_S = 0.05  # from PrefillStart to the last block
@@ -196,7 +197,9 @@ class FakeDecode(FakeWorker, DecodeServicer):
                     ids.add(command.ids_part)
                 case "admit":
                     start = command.admit.start
-                    self._admit(outbox, command.admit, len(ids.take(start.request, start.prompt_ids)))
+                    self._admit(
+                        outbox, command.admit, len(ids.take(start.request, start.prompt_ids))
+                    )
                 case "cancel":
                     self._streams.pop(command.cancel.attempt, None)
                 case "resume":
@@ -318,7 +321,9 @@ class FakePrefill(FakeWorker, PrefillServicer):
                 self.of_another_router()
                 accepted = wire.PrefillAccepted(attempt=start.attempt)
                 outbox.put(wire.PrefillEvent(accepted=accepted))
-                loop.call_later(PREFILL_S * self.shape.slow, self._done, outbox, start.attempt, start.ticket.id)
+                loop.call_later(
+                    PREFILL_S * self.shape.slow, self._done, outbox, start.attempt, start.ticket.id
+                )
 
     def _done(self, outbox: Outbox[wire.PrefillEvent], attempt: bytes, ticket: bytes) -> None:
         self._exchange.deliver(ticket)

@@ -3,9 +3,11 @@ a second, and how that grows with workers, streams and gateways.
 
 Two cores do not carry the whole system, so one router is real and what surrounds it are fakes that
 speak the whole protocol: all 100 workers, which report of the streams of all ten routers, and a
-tenth of the streams, from ten gateways. Its cost is the processor time of its process. A point at
-which the fakes do not come up to their tokens was not carried: it is shown, counts in no line, and
-makes the share fail. `whole` is a smaller system with real gateways, over HTTP.
+tenth of the streams, from ten gateways. Its cost is the processor time of its process. What the
+machine does not carry at full speed (the fakes do not come up to their tokens) is measured in slow
+motion, where each message is handled by itself and none with others: it costs rather more there.
+The lines along workers, streams and gateways are all of SLOWEST. `whole` is a smaller system with
+real gateways, over HTTP, at full speed.
 Words: names of parts, all without any. Writes scale.json and scale.svg beside the other results if
 all parts were run. Wants benchmarks and tests/support in PYTHONPATH.
 """
@@ -32,6 +34,7 @@ IDLE_WINDOW_S = 30.0
 CARRIED = 0.97  # of the tokens that the streams demand
 MOST_CORE, MOST_MIB, MOST_P99_MS = 0.70, 1024.0, 2.0
 MOST_INDEX_BYTES, MOST_PLACING_MS, MOST_IDLE_CORE = 40.0, 0.5, 0.03
+SLOW, SLOWEST = (1.0, 2.0, 4.0), 4.0
 SHARE = Shape()
 IDLE = replace(SHARE, streams=0)
 WORKERS, STREAMS, GATEWAYS = (25, 50, 100, 200), (500, 1_000, 2_000, 4_000), (1, 5, 10, 20)
@@ -54,10 +57,14 @@ def point(shape: Shape) -> dict[str, Any]:
 
 
 def share() -> dict[str, Any]:
-    """Bounds of the one router at its whole share."""
-    found = point(SHARE)
-    carried = found["carried"] >= CARRIED
-    ok = carried and found["exact"]
+    """Bounds of the one router at its whole share, as fast as the machine carries it."""
+    for slow in SLOW:
+        found = point(replace(SHARE, slow=slow))
+        if carried := found["carried"] >= CARRIED:
+            break
+    if not carried:
+        return found | {"ok": False}
+    ok = found["exact"]
     ok = ok and found["core"] < MOST_CORE and found["rss_mib"] < MOST_MIB
     ok = ok and found["placing_ms"]["p99"] < MOST_P99_MS
     return found | {"ok": ok and found["placing_cpu_ms"]["mean"] <= MOST_PLACING_MS}
@@ -85,7 +92,7 @@ def along(shapes: list[Shape], sizes: tuple[int, ...]) -> dict[str, Any]:
     """The cost at each size, and the line through those that were carried."""
     points = []
     for shape, size in zip(shapes, sizes, strict=True):
-        found = point(shape)
+        found = point(replace(shape, slow=SLOWEST if shape.streams else 1.0))
         carried = found.get("carried", 1.0) >= CARRIED
         cpu = found.get("placing_cpu_ms", {}).get("mean")
         points.append(

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from eventually import wait_until
-
-from pdserve.services.host.auth.roles import Role
 from scale.processes import END_S, HERE, Processes, cpu_s, free_address, memory_mib, read_line, stop
 from scale.shape import Shape
+
+from pdserve.services.host.auth.roles import Role
 
 SETTLE_S = 2.0  # after the last join or first token
 START_S = 60.0
@@ -123,11 +123,14 @@ class _OneRouter:
         stop(self._fleet)
         noted, admitted, sent = (json.loads(file.read_text()) for file in self._files.values())
         placed = [one for one in noted["placed"] if began <= one[1] <= ended]
+        looks = [one for one in noted["looks"] if began <= one[0] <= ended]
+        reports = self._shape.slow * (looks[-1][2] - looks[0][2]) / (ended - began)
         return {
+            "reports_s": round(reports),
             "placed": len(placed),
             "placing_cpu_ms": spread_ms([cpu for _, _, _, cpu in placed]),
             "placing_ms": spread_ms([took for _, _, took, _ in placed]),
-            "wait_for_loop_ms": spread_ms([w for at, w in noted["waits"] if began <= at <= ended]),
+            "wait_for_loop_ms": spread_ms([late for _, late, _ in looks]),
             "sent_to_placing_ms": spread_ms([at - sent[name] for name, at, _, _ in placed]),
             "sent_to_admit_ms": spread_ms(
                 [admitted[name] - sent[name] for name, *_ in placed if name in admitted]

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from functools import cache
 from random import Random
 
-from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from scale.shape import BLOCK, Shape
+
+from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 
 BEGINNINGS = 200
 HOLDERS = 10  # one worker in so many has a beginning

@@ -16,10 +16,10 @@ import httpx
 import uvloop
 from eventually import wait_until
 from front.clients import Stream, stream
-
-from pdserve.services.host.auth.roles import Role
 from scale.processes import PDSERVE, Processes, cpu_s, free_address, read_line
 from scale.shape import MARKS, MODEL, Shape
+
+from pdserve.services.host.auth.roles import Role
 
 START_S = 90.0
 
@@ -74,9 +74,7 @@ def measure(whole: Whole) -> dict[str, Any]:
         return _run(whole, gateways, named)
 
 
-def _gateway(
-    processes: Processes, address: str, routers: list[str]
-) -> subprocess.Popen[bytes]:
+def _gateway(processes: Processes, address: str, routers: list[str]) -> subprocess.Popen[bytes]:
     words = ["--port", address.split(":")[1], *processes.words(Role.GATEWAY)]
     words += [f"--routers={router}" for router in routers]
     return processes.start(*PDSERVE, "gateway", *words)
