@@ -1,0 +1,354 @@
+"""Workers without engines that speak the whole protocol: what they say is as much, and as often, as
+real ones of the Shape would say.
+
+They join by the product's own Membership. All of one process share its event loop; a decode worker
+steps at its own times, once for each token of a stream.
+"""
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from scale.card import GetBlob
+from scale.prompts import held_by
+from scale.shape import BLOCK, MARKS, Shape
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import fleet_pb2
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
+from pdserve.protos.worker_pb2_grpc import (
+    DecodeServicer,
+    PrefillServicer,
+    add_DecodeServicer_to_server,
+    add_PrefillServicer_to_server,
+)
+from pdserve.services.host.auth.access import Access
+from pdserve.services.host.rpc.blobs import BlobService
+from pdserve.services.host.rpc.fragments import IdsCollector
+from pdserve.services.host.rpc.outbox import Outbox, TokensOutbox
+from pdserve.services.host.rpc.token_rows import NumberedChoice
+from pdserve.services.host.server import GrpcHost
+from pdserve.services.worker import membership
+from pdserve.services.worker.process import IDLE_LOAD_S, LOAD_S
+
+BLOCKS_TOTAL = 60_000
+PREFILL_S = 0.05  # from PrefillStart to the last block
+HASH_BYTES = 16
+PREFILL_TOKENS_S = 50_000.0
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """One attempt at a decode worker."""
+
+    outbox: TokensOutbox[wire.DecodeEvent]
+    choice: NumberedChoice
+    num_tokens: int
+    prompt_len: int
+    remote: bool
+    position: int = 0
+
+
+class Exchange:
+    """What prefill workers hand over: they are in one process with the decode workers. Notes when
+    each Admit arrived, too."""
+
+    def __init__(self) -> None:
+        self.admitted: dict[str, float] = {}  # when, by request
+        self._waiting: dict[bytes, Callable[[], None]] = {}  # by ticket
+
+    def expect(self, ticket: bytes, arrived: Callable[[], None]) -> None:
+        self._waiting[ticket] = arrived
+
+    def deliver(self, ticket: bytes) -> None:
+        if arrived := self._waiting.pop(ticket, None):
+            arrived()
+
+
+class FakeWorker:
+    """Joins the routers and reports, as a worker with its share of all routers' streams does."""
+
+    role: fleet_pb2.Role
+    peers: int  # workers of its role
+
+    def __init__(self, number: int, access: Access, card: pb.ModelCard, shape: Shape) -> None:
+        self.shape = shape
+        self.boot = os.urandom(16)
+        self.host = GrpcHost(access)
+        self.rng = Random(number)
+        self.load = fleet_pb2.Load(blocks_total=BLOCKS_TOTAL)
+        self.changed = True
+        self._access, self._card = access, card
+        held = held_by(number, shape)[: shape.hashes]
+        fresh = new_hashes(shape.hashes - len(held))
+        self._added = [*held, *fresh]
+        self._removed: list[bytes] = []
+        self._hashes = deque(fresh)
+        self._commands = 0.0  # of other routers, until the next turn
+        self._waited = 0.0
+        self._turns = 0
+        self._turn_s = LOAD_S * shape.slow
+        self._said = fleet_pb2.Load()
+
+    @property
+    def others(self) -> float:
+        """Commands of the other routers in a second."""
+        return (self.shape.routers - 1) * self.shape.starts_s / self.peers
+
+    async def start(self, routers: list[str], get_blob: GetBlob) -> None:
+        add_BlobsServicer_to_server(BlobService(get_blob), self.host.server)
+        address = f"127.0.0.1:{self.host.listen('127.0.0.1:0')}"
+        await self.host.start()
+        hello = fleet_pb2.WorkerHello(
+            role=self.role,
+            boot=self.boot,
+            address=address,
+            data_address=address,
+            card=self._card,
+            transports=["tcp"],
+            wire_version=1,
+            block_size=BLOCK,
+        )
+        self._membership = membership.Membership(
+            hello, routers, self._access, lambda: (self._turns, bool(self.shape.streams))
+        )
+        self._report()
+        self._membership.start()
+        asyncio.get_running_loop().call_later(self.rng.uniform(0, 2 * self._turn_s), self._turn)
+
+    def commanded(self, attempt: bytes) -> None:
+        self.load.last_command = attempt
+        self.changed = True
+
+    def cache(self, num_blocks: int) -> None:
+        """So many blocks are new in the cache, and as many old ones left it."""
+        fresh = new_hashes(num_blocks)
+        self._added += fresh
+        self._hashes.extend(fresh)
+        self._removed += [self._hashes.popleft() for _ in fresh]
+
+    def _turn(self) -> None:
+        asyncio.get_running_loop().call_later(self._turn_s, self._turn)
+        self._turns += 1
+        self._commands += LOAD_S * self.others
+        while self._commands >= 1:
+            self._commands -= 1
+            self.commanded(self.rng.randbytes(HASH_BYTES))
+            self.of_another_router()
+        self.turn()
+        self._waited += LOAD_S
+        if self.changed or self._waited >= IDLE_LOAD_S:
+            self.changed, self._waited = False, 0.0
+            self._report()
+
+    def _report(self) -> None:
+        self._membership.prefixes(self._added, self._removed)
+        self._added, self._removed = [], []
+        if self.load != self._said:
+            self._said.CopyFrom(self.load)
+            load = fleet_pb2.Load()
+            load.CopyFrom(self.load)
+            self._membership.report(load)
+
+    def turn(self) -> None:
+        """LOAD_S has passed."""
+
+    def of_another_router(self) -> None:
+        """A command of one has come."""
+
+
+class FakeDecode(FakeWorker, DecodeServicer):
+    role = fleet_pb2.DECODE
+
+    def __init__(
+        self, number: int, access: Access, card: pb.ModelCard, shape: Shape, exchange: Exchange
+    ) -> None:
+        self.peers = shape.decodes
+        super().__init__(number, access, card, shape)
+        add_DecodeServicer_to_server(self, self.host.server)
+        self._exchange = exchange
+        self._streams: dict[bytes, Stream] = {}  # by attempt
+        self._next_step = 0.0
+        self._blocks = 0.0  # full, and not cached yet
+
+    async def Session(self, requests: Any, context: Any) -> AsyncIterator[wire.DecodeMessage]:
+        outbox = TokensOutbox(wire.DecodeEvent)
+        reader = asyncio.create_task(self._read(requests, outbox))
+        try:
+            async for batch in outbox:
+                yield wire.DecodeMessage(events=batch)
+        finally:
+            reader.cancel()
+            self._streams = {a: s for a, s in self._streams.items() if s.outbox is not outbox}
+
+    async def _read(self, commands: Any, outbox: TokensOutbox[wire.DecodeEvent]) -> None:
+        ids = IdsCollector()
+        async for command in commands:
+            match command.WhichOneof("command"):
+                case "hello":
+                    outbox.reads_rows = command.hello.reads_rows
+                case "ids_part":
+                    ids.add(command.ids_part)
+                case "admit":
+                    start = command.admit.start
+                    self._admit(
+                        outbox, command.admit, len(ids.take(start.request, start.prompt_ids))
+                    )
+                case "cancel":
+                    self._streams.pop(command.cancel.attempt, None)
+                case "resume":
+                    outbox.put(wire.DecodeEvent(gone=wire.Gone(attempt=command.resume.attempt)))
+                case "hold":
+                    stayed = wire.Stayed(attempt=command.hold.attempt, reason="it is a fake")
+                    outbox.put(wire.DecodeEvent(stayed=stayed))
+
+    def _admit(
+        self, outbox: TokensOutbox[wire.DecodeEvent], admit: wire.Admit, prompt_len: int
+    ) -> None:
+        start, attempt = admit.start, admit.attempt
+        self._exchange.admitted[start.request] = time.monotonic()
+        self.commanded(attempt)
+        choice = NumberedChoice(start.request, attempt, start.epoch, 0)
+        remote = bool(admit.prefill_boot)
+        stream = Stream(outbox, choice, start.params.max_tokens, prompt_len, remote)
+        admitted = wire.Admitted(attempt=attempt)
+        if remote:
+            admitted.ticket.id = attempt
+            admitted.ticket.secret = os.urandom(32)
+            admitted.ticket.data_address = "127.0.0.1:1"
+            admitted.ticket.decode_boot = self.boot
+            self._exchange.expect(attempt, lambda: self._received(stream))
+        else:
+            self._streams[attempt] = stream
+        outbox.put(wire.DecodeEvent(admitted=admitted))
+
+    def _received(self, stream: Stream) -> None:
+        attempt = stream.choice.attempt
+        verified = wire.Verified(attempt=attempt, tokens=stream.prompt_len - 1)
+        stream.outbox.put(wire.DecodeEvent(verified=verified))
+        self._streams[attempt] = stream
+
+    def of_another_router(self) -> None:
+        self._blocks += (self.shape.prompt_len - self.shape.shared_len) / BLOCK
+
+    def turn(self) -> None:
+        now = time.monotonic()
+        if now < self._next_step or not self._streams:
+            return
+        self._next_step = max(now, self._next_step + self.shape.slow / self.shape.tokens_s)
+        for attempt, stream in list(self._streams.items()):
+            if stream.position + 1 < stream.num_tokens:
+                _put_token(stream)
+            else:
+                _finish(stream)
+                del self._streams[attempt]
+                self._blocks += (stream.prompt_len - self.shape.shared_len) / BLOCK
+        running = len(self._streams) * self.shape.routers
+        self._blocks += running / BLOCK
+        blocks, self._blocks = divmod(self._blocks, 1)
+        self.cache(int(blocks))
+        load = self.load
+        load.running = running
+        load.generation_tokens += running
+        mean_len = self.shape.prompt_len + self.shape.answer_len // 2
+        load.blocks_used = min(BLOCKS_TOTAL, running * mean_len // BLOCK)
+        load.blocks_cached = min(self.shape.hashes, BLOCKS_TOTAL - load.blocks_used)
+        load.blocks_free = BLOCKS_TOTAL - load.blocks_used - load.blocks_cached
+        self.changed = True
+
+
+def _put_token(stream: Stream) -> None:
+    position, stream.position = stream.position, stream.position + 1
+    if not stream.outbox.put_token(stream.choice, position, position % MARKS):
+        tokens = _tokens(stream, position)
+        stream.outbox.put(wire.DecodeEvent(tokens=tokens))
+
+
+def _finish(stream: Stream) -> None:
+    choice = stream.choice
+    tokens = _tokens(stream, stream.position)
+    tokens.finish = pb.LENGTH
+    stream.outbox.put(wire.DecodeEvent(tokens=tokens))
+    finished = pb.Finished(
+        request=choice.request, attempt=choice.attempt, epoch=choice.epoch, remote=stream.remote,
+        transport="tcp" if stream.remote else "", phases=pb.Phases(prefill_s=PREFILL_S),
+    )  # fmt: skip
+    stream.outbox.put(wire.DecodeEvent(finished=finished))
+
+
+def _tokens(stream: Stream, position: int) -> pb.Tokens:
+    choice = stream.choice
+    return pb.Tokens(
+        request=choice.request, attempt=choice.attempt, epoch=choice.epoch, position=position,
+        ids=[position % MARKS],
+    )  # fmt: skip
+
+
+class FakePrefill(FakeWorker, PrefillServicer):
+    role = fleet_pb2.PREFILL
+
+    def __init__(
+        self, number: int, access: Access, card: pb.ModelCard, shape: Shape, exchange: Exchange
+    ) -> None:
+        self.peers = shape.prefills
+        super().__init__(number, access, card, shape)
+        add_PrefillServicer_to_server(self, self.host.server)
+        self._exchange = exchange
+        self._new_blocks = 0
+        self.load.prefill_tokens_s = PREFILL_TOKENS_S
+
+    async def Session(self, requests: Any, context: Any) -> AsyncIterator[wire.PrefillMessage]:
+        outbox = Outbox[wire.PrefillEvent]()
+        reader = asyncio.create_task(self._read(requests, outbox))
+        try:
+            async for batch in outbox:
+                yield wire.PrefillMessage(events=batch)
+        finally:
+            reader.cancel()
+
+    async def _read(self, commands: Any, outbox: Outbox[wire.PrefillEvent]) -> None:
+        loop = asyncio.get_running_loop()
+        async for command in commands:
+            if command.HasField("start"):
+                start = command.start
+                self.commanded(start.attempt)
+                self.of_another_router()
+                accepted = wire.PrefillAccepted(attempt=start.attempt)
+                outbox.put(wire.PrefillEvent(accepted=accepted))
+                loop.call_later(
+                    PREFILL_S * self.shape.slow, self._done, outbox, start.attempt, start.ticket.id
+                )
+
+    def _done(self, outbox: Outbox[wire.PrefillEvent], attempt: bytes, ticket: bytes) -> None:
+        self._exchange.deliver(ticket)
+        phases = pb.Phases(prefill_s=PREFILL_S)
+        done = wire.PrefillDone(attempt=attempt, transport="tcp", sent_bytes=1 << 20, phases=phases)
+        outbox.put(wire.PrefillEvent(done=done))
+        self.changed = True
+
+    def of_another_router(self) -> None:
+        self._new_blocks += (self.shape.prompt_len - self.shape.shared_len) // BLOCK
+        self.load.prompt_tokens += self.shape.prompt_len - self.shape.shared_len
+
+    def turn(self) -> None:
+        num, self._new_blocks = self._new_blocks, 0
+        self.cache(num)
+        self.load.waiting = num * BLOCK // self.shape.prompt_len
+
+
+def slow_down(factor: float) -> None:
+    """All that the product's Membership says at intervals comes as much later."""
+    for name in ("HEARTBEAT_S", "LOAD_INTERVAL_S", "STEADY_INTERVAL_S"):
+        setattr(membership, name, getattr(membership, name) * factor)
+
+
+def new_hashes(count: int) -> list[bytes]:
+    """That no prompt has."""
+    drawn = os.urandom(HASH_BYTES * count)
+    return [drawn[at : at + HASH_BYTES] for at in range(0, len(drawn), HASH_BYTES)]

@@ -1,0 +1,170 @@
+"""Line 7: what one of ten routers costs at its share of 100 workers and 20,000 streams of 10 tokens
+a second, and how that grows with workers, streams and gateways.
+
+Two cores do not carry the whole system, so one router is real and what surrounds it are fakes that
+speak the whole protocol: all 100 workers, which report of the streams of all ten routers, and a
+tenth of the streams, from ten gateways. Its cost is the processor time of its process. What the
+machine does not carry at full speed (the fakes do not come up to their tokens) is measured in slow
+motion, where each message is handled by itself and none with others: it costs rather more there.
+The lines along workers, streams and gateways are all of SLOWEST. `whole` is a smaller system with
+real gateways, over HTTP, at full speed.
+Words: names of parts, all without any. Writes scale.json and scale.svg beside the other results if
+all parts were run. Wants benchmarks and tests/support in PYTHONPATH.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+
+import machine
+from scale import one_router, whole
+from scale.curves import svg
+from scale.shape import Shape
+from scale.straight import fit
+
+RESULTS = Path(__file__).parents[1] / "results"
+WINDOW_S = 20.0
+IDLE_WINDOW_S = 30.0
+CARRIED = 0.97  # of the tokens that the streams demand
+MOST_CORE, MOST_MIB, MOST_P99_MS = 0.70, 1024.0, 2.0
+MOST_INDEX_BYTES, MOST_PLACING_MS, MOST_IDLE_CORE = 40.0, 0.5, 0.03
+SLOW, SLOWEST = (1.0, 2.0, 4.0), 4.0
+SHARE = Shape()
+IDLE = replace(SHARE, streams=0)
+WORKERS, STREAMS, GATEWAYS = (25, 50, 100, 200), (500, 1_000, 2_000, 4_000), (1, 5, 10, 20)
+FEW = replace(SHARE, streams=1_000)  # of the points along workers and gateways
+
+measured: dict[Shape, dict[str, Any]] = {}
+
+
+def point(shape: Shape) -> dict[str, Any]:
+    """Figures of one router, measured once."""
+    if shape not in measured:
+        window_s = WINDOW_S if shape.streams else IDLE_WINDOW_S
+        try:
+            found = one_router.measure(shape, window_s)
+        except one_router.Late as late:
+            found = {"shape": asdict(shape), "core": None, "carried": 0.0, "late": str(late)}
+        print(json.dumps(found), file=sys.stderr, flush=True)
+        measured[shape] = found
+    return measured[shape]
+
+
+def share() -> dict[str, Any]:
+    """Bounds of the one router at its whole share, as fast as the machine carries it."""
+    for slow in SLOW:
+        found = point(replace(SHARE, slow=slow))
+        if carried := found["carried"] >= CARRIED:
+            break
+    if not carried:
+        return found | {"ok": False}
+    ok = found["exact"]
+    ok = ok and found["core"] < MOST_CORE and found["rss_mib"] < MOST_MIB
+    ok = ok and found["placing_ms"]["p99"] < MOST_P99_MS
+    return found | {"ok": ok and found["placing_cpu_ms"]["mean"] <= MOST_PLACING_MS}
+
+
+def idle() -> dict[str, Any]:
+    """100 workers that have nothing to do."""
+    found = point(IDLE)
+    return found | {"ok": found["core"] <= MOST_IDLE_CORE}
+
+
+def index() -> dict[str, Any]:
+    """Resident memory of a hash: what the router grows by when the workers join with their hashes,
+    less what it grows by when they join with none."""
+    grown = [point(shape)["joined_mib"] for shape in (IDLE, replace(IDLE, hashes=0))]
+    num_bytes = (grown[0] - grown[1]) * (1 << 20) / (IDLE.workers * IDLE.hashes)
+    return {
+        "ok": num_bytes <= MOST_INDEX_BYTES,
+        "bytes_a_hash": round(num_bytes, 1),
+        "mib_a_worker_without": round(grown[1] / IDLE.workers, 3),
+    }
+
+
+def along(shapes: list[Shape], sizes: tuple[int, ...]) -> dict[str, Any]:
+    """The cost at each size, and the line through those that were carried."""
+    points = []
+    for shape, size in zip(shapes, sizes, strict=True):
+        found = point(replace(shape, slow=SLOWEST if shape.streams else 1.0))
+        carried = found.get("carried", 1.0) >= CARRIED
+        cpu = found.get("placing_cpu_ms", {}).get("mean")
+        points.append(
+            {"x": size, "core": found["core"] or 0.0, "carried": carried, "placing_cpu_ms": cpu}
+        )
+    kept = [(p["x"], p["core"]) for p in points if p["carried"]]
+    line = fit(kept) if len(kept) > 2 else None
+    return {
+        "ok": line is not None and line.straight and len(kept) == len(points),
+        "points": points,
+        "line": None if line is None else {k: round(v, 6) for k, v in asdict(line).items()},
+    }
+
+
+def idle_workers() -> dict[str, Any]:
+    return along([replace(IDLE, workers=n) for n in WORKERS], WORKERS)
+
+
+def workers() -> dict[str, Any]:
+    return along([replace(FEW, workers=n) for n in WORKERS], WORKERS)
+
+
+def streams() -> dict[str, Any]:
+    return along([replace(SHARE, streams=n) for n in STREAMS], STREAMS)
+
+
+def gateways() -> dict[str, Any]:
+    return along([replace(FEW, gateways=n) for n in GATEWAYS], GATEWAYS)
+
+
+def small_system() -> dict[str, Any]:
+    return whole.measure(whole.Whole())
+
+
+SERIES = {
+    "idle workers": idle_workers,
+    f"workers, {FEW.streams:,} streams": workers,
+    f"streams, {SHARE.workers} workers": streams,
+    f"gateways, {FEW.streams:,} streams": gateways,
+}
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "share": share,
+    "idle": idle,
+    "index": index,
+    "idle_workers": idle_workers,
+    "workers": workers,
+    "streams": streams,
+    "gateways": gateways,
+    "whole": small_system,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
+    args = parser.parse_args()
+    cores = machine.two_cores()
+    load = machine.load(cores)
+    found = {name: PARTS[name]() for name in args.parts or PARTS}
+    complete = found.keys() == PARTS.keys()
+    report = {
+        "ok": complete and all(part["ok"] for part in found.values()),
+        "machine": f"{machine.name()}, {len(cores)} cores",
+        "load_by_others": round(load, 3),
+        **found,
+    }
+    if complete:
+        series = {name: measured_part() for name, measured_part in SERIES.items()}
+        (RESULTS / "scale.json").write_text(json.dumps(report, indent=1) + "\n")
+        (RESULTS / "scale.svg").write_text(svg(series, report["machine"]))
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""One router at its share: a real process between fake workers and the sessions of fake gateways.
+
+What it costs is the processor time of its process, whatever else the machine does meanwhile; of one
+in slow motion, what it would cost at full speed. Times
+between processes are by the machine's one monotonic clock; they hold the fakes' own delays too.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from eventually import wait_until
+from scale.processes import END_S, HERE, Processes, cpu_s, free_address, memory_mib, read_line, stop
+from scale.shape import Shape
+
+from pdserve.services.host.auth.roles import Role
+
+SETTLE_S = 2.0  # after the last join or first token
+START_S = 60.0
+STEADY_S = 300.0  # for all streams to have begun
+ANSWER_S = 20.0
+FINISH_S = 60.0
+AMISS = ("short", "lost", "repeated", "wrong", "failed")
+COUNTS = ("starts", "ended", "tokens", *AMISS)
+
+
+class Late(Exception):
+    """The streams do not come up to their number: the machine does not carry them."""
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[int(share * (len(ordered) - 1))]
+
+
+def spread_ms(seconds: list[float]) -> dict[str, float]:
+    """Of times, in milliseconds."""
+    if not seconds:
+        return {}
+    return {
+        "mean": round(1e3 * sum(seconds) / len(seconds), 3),
+        "p50": round(1e3 * percentile(seconds, 0.5), 3),
+        "p99": round(1e3 * percentile(seconds, 0.99), 3),
+    }
+
+
+def measure(shape: Shape, window_s: float, finish: bool = False) -> dict[str, Any]:
+    """Figures of one router that carries the Shape. `finish`: wait until every stream has ended,
+    so that all are counted to their last token. Raises Late."""
+    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
+        return _OneRouter(processes, shape).measure(window_s, finish)
+
+
+class _OneRouter:
+    """The processes of one measurement."""
+
+    def __init__(self, processes: Processes, shape: Shape) -> None:
+        self._processes = processes
+        self._shape = shape
+        self._files = {
+            name: processes.folder / f"{name}.json" for name in ("placed", "admitted", "sent")
+        }
+        address = free_address()
+        words = ["--bind", address, *processes.words(Role.ROUTER)]
+        script, placed = str(HERE / "timed_router.py"), str(self._files["placed"])
+        slow = str(shape.slow)
+        self._router = processes.start(sys.executable, script, slow, placed, *words)
+        wait_until(lambda: processes.fleet(address), "the router", START_S)
+        self._empty_mib = memory_mib(self._router.pid)
+        words = [shape.to_json(), str(self._files["admitted"]), address]
+        self._fleet = processes.fake("fake_fleet.py", *words)
+        if not read_line(self._fleet, START_S):
+            raise Late("the workers do not start")
+        processes.wait_joined(address, shape.workers)
+        time.sleep(SETTLE_S)
+        self._joined_mib = memory_mib(self._router.pid)
+        self._gateways: subprocess.Popen[bytes] | None = None
+        if shape.streams:
+            words = [shape.to_json(), str(self._files["sent"]), address]
+            self._gateways = processes.fake("fake_gateways.py", *words)
+            self._ask("steady", STEADY_S)
+            time.sleep(SETTLE_S * shape.slow)
+
+    def measure(self, window_s: float, finish: bool) -> dict[str, Any]:
+        pids = [p.pid for p in (self._router, self._fleet, self._gateways) if p is not None]
+        before, began, used = self._ask("count"), time.monotonic(), list(map(cpu_s, pids))
+        time.sleep(window_s)
+        after, ended = self._ask("count"), time.monotonic()
+        slow, seconds = self._shape.slow, ended - began
+        cores = [slow * (cpu_s(pid) - u) / seconds for pid, u in zip(pids, used, strict=True)]
+        found = {
+            "shape": json.loads(self._shape.to_json()),
+            "core": round(cores[0], 4),
+            "fakes_cores": [round(share, 3) for share in cores[1:]],
+            "rss_mib": round(memory_mib(self._router.pid), 1),
+            "joined_mib": round(self._joined_mib - self._empty_mib, 1),
+        }
+        if self._gateways is not None:
+            demanded = self._shape.streams * self._shape.tokens_s * seconds / slow
+            found["carried"] = round((after["tokens"] - before["tokens"]) / demanded, 4)
+            found |= self._streams(finish) | self._placing(began, ended)
+        return found
+
+    def _streams(self, finish: bool) -> dict[str, Any]:
+        """What has come of them, of the whole run."""
+        last_s = self._shape.answer_len * self._shape.slow / self._shape.tokens_s
+        counts = self._ask("finish", FINISH_S + last_s) if finish else self._ask("end")
+        return {
+            "counts": {name: counts[name] for name in COUNTS},
+            "exact": not any(counts[name] for name in AMISS),
+            "failures": counts["failures"],
+        }
+
+    def _placing(self, began: float, ended: float) -> dict[str, Any]:
+        """Of the requests that were placed in the window."""
+        if self._gateways is not None:
+            self._gateways.wait(END_S)  # it ends by itself, and so do the sessions
+        stop(self._router)
+        stop(self._fleet)
+        noted, admitted, sent = (json.loads(file.read_text()) for file in self._files.values())
+        placed = [one for one in noted["placed"] if began <= one[1] <= ended]
+        looks = [one for one in noted["looks"] if began <= one[0] <= ended]
+        reports = self._shape.slow * (looks[-1][2] - looks[0][2]) / (ended - began)
+        return {
+            "reports_s": round(reports),
+            "placed": len(placed),
+            "placing_cpu_ms": spread_ms([cpu for _, _, _, cpu in placed]),
+            "placing_ms": spread_ms([took for _, _, took, _ in placed]),
+            "wait_for_loop_ms": spread_ms([late for _, late, _ in looks]),
+            "sent_to_placing_ms": spread_ms([at - sent[name] for name, at, _, _ in placed]),
+            "sent_to_admit_ms": spread_ms(
+                [admitted[name] - sent[name] for name, *_ in placed if name in admitted]
+            ),
+        }
+
+    def _ask(self, command: str, limit_s: float = ANSWER_S) -> dict[str, Any]:
+        """What the gateways count, once they answer; nothing without any. Raises Late."""
+        if self._gateways is None:
+            return {}
+        assert self._gateways.stdin is not None
+        self._gateways.stdin.write(f"{command}\n".encode())
+        self._gateways.stdin.flush()
+        line = read_line(self._gateways, limit_s)
+        if not line:
+            raise Late(f"no answer to {command} within {limit_s:g} s")
+        return dict(json.loads(line))

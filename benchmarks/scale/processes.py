@@ -1,0 +1,131 @@
+"""The processes of a measurement: those of pdserve, and fakes of the same certificates."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import psutil
+from chaos.cluster import lasting_port
+from eventually import wait_until
+
+from pdserve.protos.router_pb2 import FleetView, GetFleetRequest
+from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.services.host.auth.roles import Role
+from pdserve.services.host.auth.tls import TlsAccess
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PDSERVE = (sys.executable, "-P", "-m", "pdserve.services.cli.main")
+END_S = 30.0
+GIVES_WAY = 5  # fakes are other machines in truth: they must not keep the router from its core
+
+
+def files_of(certificates: Path, role: Role) -> tuple[str, str, str]:
+    """The authority, the role's certificate and its key."""
+    own, key = certificates / f"{role}.pem", certificates / f"{role}-key.pem"
+    return str(certificates / "ca.pem"), str(own), str(key)
+
+
+class Processes:
+    """`with Processes(folder)`: all that were started have ended at its end. What each says on
+    standard error is in a file of the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.certificates = folder / "certificates"
+        self._stack = ExitStack()
+        self._count = 0
+
+    def __enter__(self) -> "Processes":
+        command = [*PDSERVE, "certs", str(self.certificates)]
+        subprocess.run(command, check=True, capture_output=True, timeout=END_S)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def start(self, *command: str) -> subprocess.Popen[bytes]:
+        """A process that is spoken to by its pipes."""
+        self._count += 1
+        places = os.pathsep.join([str(HERE.parent), str(ROOT / "tests/support")])
+        with (self.folder / f"{self._count}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                env=os.environ | {"PYTHONPATH": places, "PDSERVE_DRAIN_S": "0"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+        self._stack.callback(stop, process)
+        return process
+
+    def fake(self, script: str, *words: str) -> subprocess.Popen[bytes]:
+        """A script of this folder."""
+        process = self.start(sys.executable, str(HERE / script), str(self.certificates), *words)
+        psutil.Process(process.pid).nice(GIVES_WAY)
+        return process
+
+    def words(self, role: Role) -> list[str]:
+        """The options by which a process of pdserve is known to the others."""
+        authority, own, key = files_of(self.certificates, role)
+        return ["--cluster-ca", authority, "--cluster-cert", own, "--cluster-key", key]
+
+    def fleet(self, router: str) -> FleetView | None:
+        """What a router knows; None while it does not answer."""
+        access = TlsAccess(*files_of(self.certificates, Role.GATEWAY))
+        with access.open_blocking_channel(router, Role.ROUTER) as channel:
+            try:
+                return RouterStub(channel).GetFleet(GetFleetRequest(), timeout=5)
+            except grpc.RpcError:
+                return None
+
+    def wait_joined(self, router: str, count: int, limit_s: float = 90.0) -> None:
+        """Until a router knows so many live workers."""
+
+        def joined() -> bool:
+            view = self.fleet(router)
+            return view is not None and sum(w.state == "live" for w in view.workers) == count
+
+        wait_until(joined, f"{count} workers at {router}", limit_s, 0.25)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process, in order if it can be."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def read_line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
+    """The next line that it says; nothing if none comes in time."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], limit_s)
+    return process.stdout.readline() if ready else b""
+
+
+def free_address() -> str:
+    """One that the kernel gives to nobody else."""
+    return f"127.0.0.1:{lasting_port()}"
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of the cores that a process has taken, all its threads."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def memory_mib(pid: int) -> float:
+    """Resident."""
+    return float(psutil.Process(pid).memory_info().rss) / (1 << 20)

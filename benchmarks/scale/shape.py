@@ -1,0 +1,51 @@
+"""The system that is measured, as one of its routers meets it.
+
+A router of ten has a tenth of the streams, and all workers join it. What a worker reports is of all
+its streams, those of the nine other routers too, so its reports are as many and as large as there.
+
+In slow motion everything takes `slow` times as long: steps, reports, the router's own ticks. Then
+a machine with too few cores carries it, and `slow` times the measured share of a core is the cost.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+BLOCK = 16  # tokens of a KV block
+MODEL = "scale"
+MARKS = 64  # the token at position p is p % MARKS
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes; streams and gateways are those of the measured router."""
+
+    workers: int = 100  # a tenth of them prefill
+    streams: int = 2_000
+    gateways: int = 10
+    hashes: int = 20_000  # of a worker's prefix cache
+    routers: int = 10
+    tokens_s: float = 10.0  # of a stream
+    answer_len: int = 256
+    prompt_len: int = 512
+    shared_len: int = 256  # of a prompt: its beginning, which some workers have cached
+    slow: float = 1.0
+
+    @property
+    def prefills(self) -> int:
+        return self.workers // 10
+
+    @property
+    def decodes(self) -> int:
+        return self.workers - self.prefills
+
+    @property
+    def starts_s(self) -> float:
+        """Requests that begin in a second at this router, at full speed."""
+        return self.streams * self.tokens_s / self.answer_len
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Shape":
+        return cls(**json.loads(text))

@@ -1,0 +1,67 @@
+"""The router's own process, which notes what it takes to place each request.
+
+`timed_router.py SLOW FILE WORDS...`: it ticks SLOW times more rarely; WORDS are those of `pdserve
+router`. At its end FILE has a JSON object: `placed`, an array a request with its id, when placing
+began (time.monotonic), seconds by the clock and seconds of the thread's processor time, both until
+the Admit is in the worker's outbox; `looks`, arrays of a time, of how late the loop came to it (so
+long does a message wait) and of how many reports of workers it had read by then.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pdserve.services.cli.main import main as pdserve
+from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.router import core
+from pdserve.services.router.core import RouterCore
+from pdserve.services.router.requests.effects import Client
+
+LOOK_S = 0.0137  # between two looks at how late the loop is
+
+begin, submit, report = RouterCore.__init__, RouterCore.submit, RouterCore.report
+placed: list[tuple[str, float, float, float]] = []
+looks: list[tuple[float, float, int]] = []
+num_reports = 0
+
+
+def timed_submit(router: RouterCore, progress: RequestProgress, client: Client) -> None:
+    began, used = time.monotonic(), time.thread_time()
+    submit(router, progress, client)
+    used, ended = time.thread_time() - used, time.monotonic()
+    placed.append((progress.start.request, began, ended - began, used))
+
+
+def counted_report(router: RouterCore, worker: Any, said: Any) -> bool:
+    global num_reports
+    num_reports += 1
+    return report(router, worker, said)
+
+
+def watched_core(router: RouterCore, *args: Any, **kwargs: Any) -> None:
+    begin(router, *args, **kwargs)
+    loop = asyncio.get_running_loop()
+
+    def look(due: float) -> None:
+        now = loop.time()
+        looks.append((time.monotonic(), now - due, num_reports))
+        loop.call_at(now + LOOK_S, look, now + LOOK_S)
+
+    look(loop.time())
+
+
+def main() -> int:
+    core.TICK_S *= float(sys.argv[1])
+    RouterCore.__init__ = watched_core  # type: ignore[method-assign]
+    RouterCore.report = counted_report  # type: ignore[method-assign]
+    RouterCore.submit = timed_submit  # type: ignore[method-assign]
+    code = pdserve(["router", *sys.argv[3:]])
+    Path(sys.argv[2]).write_text(json.dumps({"placed": placed, "looks": looks}))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Scale's harness: one real router between fakes, its lines and plot, and the arithmetic."""
+
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from scale import arithmetic
+from scale.arithmetic import MEASURED, Costs, System, busiest, least_routers, mesh_limit, rendezvous
+from scale.curves import svg
+from scale.one_router import measure
+from scale.prompts import IDENTITY, held_by, prompts
+from scale.shape import BLOCK, Shape
+from scale.straight import fit
+
+from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
+
+SMALL = Shape(workers=10, streams=50, gateways=2, hashes=1_000, answer_len=20)
+DOC = Path(__file__).parents[2] / "docs/scale.md"
+
+
+def test_one_router_at_a_small_share_loses_and_repeats_no_token() -> None:
+    found = measure(SMALL, window_s=1.0, finish=True)
+    counts = found["counts"]
+    assert found["exact"], found
+    assert counts["ended"] == counts["starts"] > SMALL.streams
+    assert found["core"] > 0
+    assert found["reports_s"] > 10 * SMALL.workers  # each says ten heartbeats or more
+    assert found["placing_cpu_ms"]["mean"] > 0
+    assert found["sent_to_admit_ms"]["p50"] >= found["sent_to_placing_ms"]["p50"]
+
+
+def test_workers_hold_beginnings_of_prompts() -> None:
+    """So that the router's prefix index finds what it is asked for."""
+    shape = Shape()
+    prompt = next(prompts(shape, Random(0)))
+    chain = chain_hashes(prompt, BLOCK, cache_seed(IDENTITY, b""))
+    shared = shape.shared_len // BLOCK
+    held = [set(held_by(worker, shape)) for worker in range(shape.decodes)]
+    holders = [hashes for hashes in held if set(chain[:shared]) <= hashes]
+    assert len(prompt) == shape.prompt_len
+    assert len(holders) == shape.decodes // 10
+    assert all(chain[shared] not in hashes for hashes in held)
+
+
+def test_a_line_and_its_bend() -> None:
+    line = fit([(1, 3), (2, 5), (4, 9)])
+    assert (line.fixed, line.slope, line.r2) == pytest.approx((1, 2, 1))
+    assert line.straight
+    square = fit([(n, n * n) for n in (25, 50, 100, 200)])
+    assert not square.straight
+    assert fit([(1, 1), (2, 2), (3, 2.5)]).straight, "a discount is no fault"
+    with pytest.raises(ValueError, match="2 points"):
+        fit([(1, 1), (2, 2)])
+
+
+def test_the_plot_shows_what_was_not_carried() -> None:
+    points = [{"x": n, "core": n / 1000, "carried": n < 200} for n in (25, 50, 100, 200)]
+    line = {"fixed": 0.0, "slope": 0.001, "r2": 1.0, "bend": 1.0}
+    root = ET.fromstring(svg({"a<b": {"points": points, "line": line}}, "x & y"))
+    circles = [e for e in root.iter() if e.tag.endswith("circle")]
+    assert [c.get("fill") for c in circles].count("white") == 1
+    assert any("a<b" in (e.text or "") for e in root.iter())
+
+
+COSTS = Costs(0.02, 0.001, 0.0001, 70, 0.2, 40, 0.02, 20)
+
+
+def test_the_share_of_ten_routers() -> None:
+    system = System(workers=100, streams=20_000, routers=10)
+    assert system.joins == 1_000
+    assert system.workers_a_router == 100
+    assert system.core(COSTS) == pytest.approx(0.02 + 0.1 + 0.2)
+    assert system.mib(COSTS) == pytest.approx(70 + 20 + 100 * 20_000 * 40 / (1 << 20) + 40)
+    assert system.rows_a_message == pytest.approx(20_000 / 900)
+    assert system.token_messages_s == pytest.approx(900)
+    assert system.gateways == 9
+    assert system.reports_s(COSTS) == 2_000
+
+
+def test_more_routers_do_not_thin_a_mesh_but_sharding_does() -> None:
+    assert mesh_limit(COSTS) == 350
+    assert least_routers(1_000, 100_000, COSTS) is None
+    assert least_routers(1_000, 100_000, COSTS, keep=4) == 21
+    few = System(1_000, 100_000, 50, keep=4)
+    assert few.workers_a_router == 80
+    assert few.core(COSTS) < replace(few, keep=0).core(COSTS)
+    assert few.sees(1) == pytest.approx(0.08)
+    assert few.sees(50) > 0.98
+
+
+def test_rendezvous_moves_only_what_it_must() -> None:
+    routers = [f"r{n}" for n in range(10)]
+    for n in range(100):
+        worker = f"w{n}".encode()
+        chosen = rendezvous(worker, routers, 4)
+        without = rendezvous(worker, [r for r in routers if r != chosen[0]], 4)
+        assert without[:3] == chosen[1:]
+        kept = set(rendezvous(worker, [*routers, "new"], 4)) & set(chosen)
+        assert len(kept) >= 3
+    assert busiest(1_000, 50, 4) < 1.4
+
+
+def test_the_document_has_the_tables() -> None:
+    """`python benchmarks/scale/arithmetic.py` prints them."""
+    lines = set(DOC.read_text().splitlines())
+    assert set(arithmetic.table(MEASURED)) | set(arithmetic.sharding()) <= lines
+    found = re.search(r"up to (\d+) workers", DOC.read_text())
+    assert found is not None
+    assert int(found[1]) == mesh_limit(MEASURED)
