@@ -46,9 +46,7 @@ class Gateway:
 
     async def open(self) -> None:
         self.call = self.stub.Session()
-        hello = rpc.GatewayHello(
-            boot=self.boot, reads_rows=self.reads_rows, protocol=self.protocol
-        )
+        hello = rpc.GatewayHello(boot=self.boot, reads_rows=self.reads_rows, protocol=self.protocol)
         await self.call.write(rpc.GatewayMessage(hello=hello))
         self.reader = asyncio.create_task(self._read())
 
