@@ -1,4 +1,4 @@
-"""The messages of this tree, as tests/test_released_messages.py compares them with the last release's.
+"""The messages of this tree; tests/test_released_messages.py holds the last release against them.
 
 `python tests/support/released_fields.py > tests/support/released_fields.json` at a release.
 """
