@@ -1,7 +1,7 @@
 """The last release, checked out of git and built beside this tree.
 
-releases.json names the commit of each release and the version of its protocol; a tag of git with the
-release's name, if there is one, is taken before that.
+releases.json names the commit of each release and the version of its protocol; a tag of git with
+the release's name, if there is one, is taken before that.
 """
 
 import json

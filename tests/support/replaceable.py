@@ -118,6 +118,20 @@ class ReplaceableSystem:
             wait_until(lambda: not any(self._knows(r, process) for r in self.routers), process.role)
         return code
 
+    def wait_joined(self) -> None:
+        """Until every router can send work to all workers."""
+        wait_until(lambda: all(map(self._joined, self.workers)), "workers joined", START_S)
+
+    def wait_draining(self, worker: Replaceable) -> None:
+        """Until every router knows that the worker takes nothing new, or has forgotten it."""
+
+        def states() -> set[str]:
+            views = [self._view(router) for router in self.routers]
+            found = {(v.state, v.hello.address) for view in views if view for v in view.workers}
+            return {state for state, address in found if address == worker.address}
+
+        wait_until(lambda: states() <= {"draining"}, states, START_S)
+
     def view(self) -> router_pb2.FleetView:
         """The fleet as the first router knows it."""
         found = self._view(self.routers[0])
