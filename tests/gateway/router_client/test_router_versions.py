@@ -8,8 +8,10 @@ from cluster_secret import ACCESS
 from eventually import LIMIT_S, eventually
 from scripted_router import connected, ids_of, start
 
+from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client import session as session_module
 from pdserve.gateway.router_client.client import RouterClient
+from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.anyio
@@ -17,7 +19,15 @@ ANSWER = list(range(100, 106))
 
 
 @pytest.mark.parametrize("protocol", [0, PROTOCOL_VERSION, PROTOCOL_VERSION + 1])
-async def test_a_neighbour_is_used_and_known(served, protocol):
+async def test_a_neighbour_is_used_and_known(served, protocol, monkeypatch):
+    made = []
+
+    class Noted(RouterConnection):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(client_module, "RouterConnection", Noted)
     served.router.protocol = protocol
     served.router.checks_version = protocol > 0
     client = RouterClient([f"127.0.0.1:{served.port}"], ACCESS, b"g" * 16)
@@ -25,8 +35,7 @@ async def test_a_neighbour_is_used_and_known(served, protocol):
     await connected(client)
     ids, _ = await ids_of(client, start())
     assert ids == ANSWER
-    (connection,) = client._sessions.values()
-    assert connection.protocol == protocol
+    assert [connection.protocol for connection in made] == [protocol]
     await client.close()
 
 

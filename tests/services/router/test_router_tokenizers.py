@@ -1,5 +1,6 @@
 """Workers of one model name with different tokenizers: no prompt is read in another one's ids."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ async def test_the_card_is_that_of_the_larger_pool(make_cluster: Any) -> None:
         made = pb.ModelCard(**(CARD | card))
         hello = WorkerHello(role=DECODE, boot=bytes([number]) * 16, address=f"10.0.0.1:{number}")
         hello.card.CopyFrom(made)
-        core.fleet.join(hello, core._loop.time())
+        core.fleet.join(hello, asyncio.get_running_loop().time())
         (found,) = core.models()
         return found.kv_identity.tokenizer
 

@@ -302,14 +302,13 @@ async def test_a_router_of_another_version_is_asked_with_growing_pauses(
     far.protocol = PROTOCOL_VERSION + 2
     far.refuses = who_refuses == "router"
     near.protocol = PROTOCOL_VERSION + 1
-    new_lease = Membership._new_lease
+    refused = Membership.refused
 
-    def noted(self: Membership, address: str) -> Any:
-        if address == far.address:
-            tried.append(time.monotonic())
-        return new_lease(self, address)
+    def noted(self: Membership, address: str) -> None:
+        tried.append(time.monotonic())
+        refused(self, address)
 
-    monkeypatch.setattr(Membership, "_new_lease", noted)
+    monkeypatch.setattr(Membership, "refused", noted)
     member.start()
     await eventually(lambda: len(tried) >= 6)
     pauses = [later - at for at, later in pairwise(tried)]
