@@ -14,20 +14,18 @@ import argparse
 import asyncio
 import itertools
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from changed_weights import write_changed
 from eventually import eventually
-from gguf import GGUFReader
 from handoff.steady_load import Ask, Load, RawClient, asks
 from releases import NoRelease, last_release, python_of
 from replaceable import Replaceable, ReplaceableSystem, tail
 
-from pdserve.engine.checkpoints.resolve import shipped_model
 from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
 
 CLIENTS = 6
@@ -204,17 +202,6 @@ class TwoPoolLoad(Load):
         return "of the old pool" if only_new else answer
 
 
-def other_weights(folder: Path) -> Path:
-    """The shipped model with a few weights changed, as training it further would."""
-    other = folder / "other.gguf"
-    shutil.copyfile(shipped_model(), other)
-    tensors = {tensor.name: tensor.data for tensor in GGUFReader(other, "r+").tensors}
-    for name, data in tensors.items():
-        if name.endswith("attn_norm.weight"):
-            data *= 1.02  # float32
-    return other
-
-
 async def calm_of(folder: Path, *words: str) -> dict[Ask, Any]:
     """What a pool with these options answers, alone."""
     with ReplaceableSystem(folder, *OPTIONS, *words) as system:
@@ -230,7 +217,7 @@ async def calm_of(folder: Path, *words: str) -> dict[Ask, Any]:
 
 async def two_pools(folder: Path, per_stage: int) -> dict[str, Any]:
     """The pool of the shipped weights, then one of others beside it, then that alone."""
-    words = ("--model", str(other_weights(folder)), "--served-name", MODEL)
+    words = ("--model", str(write_changed(folder / "other.gguf")), "--served-name", MODEL)
     calm = await calm_of(folder), await calm_of(folder, *words)
     differ = sum(calm[0][ask] != calm[1][ask] for ask in calm[0])
     with ReplaceableSystem(folder, *OPTIONS) as system:

@@ -3,15 +3,20 @@
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from changed_weights import write_changed
 from compose_project import KEY, ROLES, Project
 from docker_engine import DockerEngine, docker_engine, missing
 from eventually import wait_until
 
 from pdserve.services.cli.http_client import ApiClient, ApiError
 
+MODEL = "SmolLM2-135M-Instruct"
+NUM_STREAMS = 12
+RUNNING = r"^vllm:num_requests_running{.*} (\S+)"
 PROMPT = "The quick brown fox jumps over the lazy dog near the old river bank. " * 45
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
@@ -28,7 +33,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerEngine]:
 
 @pytest.fixture(scope="module")
 def project(engine: DockerEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    made = Project(engine, tmp_path_factory.mktemp("project"))
+    folder = tmp_path_factory.mktemp("project")
+    folder.chmod(0o755)  # the workers' user reads the second pool's model
+    write_changed(folder / "other.gguf").chmod(0o644)
+    second = {"PDSERVE_MODELS": str(folder), "PDSERVE_MODEL_B": "/models/other.gguf"}
+    second["PDSERVE_SERVED_NAME"] = MODEL
+    made = Project(engine, folder, ("docker-compose.yml", "compose.pools.yml"), env=second)
     made.build()
     made.up()
     yield made
@@ -100,6 +110,45 @@ def test_no_image_has_torch_and_nobody_is_root(engine: DockerEngine) -> None:
         "pdserve-control": ["10001", "False"],
         "pdserve-worker": ["10001", "False"],
     }
+
+
+def completions(client: ApiClient) -> list[str]:
+    """Answers to long and short prompts, all of them asked at once; each takes a while."""
+
+    def one(number: int) -> str:
+        prompt = f"{number}. {PROMPT if number % 4 == 0 else 'Once upon a time'}"
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 48, "temperature": 0}
+        return str(client.post_json("/v1/completions", body)["choices"][0]["text"])
+
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        return list(pool.map(one, range(NUM_STREAMS)))
+
+
+def test_a_second_pool_takes_over(project: Project, client: ApiClient) -> None:
+    pools = ("prefill", "decode"), ("prefill-b", "decode-b")
+    of_old = completions(client)
+    first = [container for role in pools[0] for container in project.containers(role)]
+    project.compose("up", "--detach", "--wait", "--no-build", *pools[1], timeout_s=600)
+    with ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(completions, client)
+        wait_until(lambda: running(client) >= NUM_STREAMS // 3, "requests under way")
+        project.compose("stop", *pools[0], timeout_s=180)
+        answers = under_way.result()
+    of_new = completions(client)
+    assert [project.exit_code(container) for container in first] == [0, 0, 0]
+    assert sum(a != b for a, b in zip(of_old, of_new, strict=True)) > NUM_STREAMS // 2
+    told = [text in both for text, *both in zip(answers, of_old, of_new, strict=True)]
+    assert all(told), "no answer is of both weights"
+    project.compose("up", "--detach", "--wait", "--no-build", *pools[0], timeout_s=600)
+    project.compose("stop", *pools[1], timeout_s=180)
+    project.compose("rm", "--force", *pools[1])
+    assert completions(client) == of_old
+
+
+def running(client: ApiClient) -> float:
+    """Requests in the batches of the workers."""
+    found = re.findall(RUNNING, client.get("/metrics").decode(), re.MULTILINE)
+    return sum(float(value) for value in found)
 
 
 def test_a_killed_worker_is_replaced_and_a_stop_is_clean(
