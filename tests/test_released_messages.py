@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 from released_fields import described
 
-LAST = json.loads((Path(__file__).parent / "support/released_fields.json").read_text())
+from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
+
+HERE = Path(__file__).parent
+LAST = json.loads((HERE / "support/released_fields.json").read_text())
+RELEASES = json.loads((HERE.parent / "benchmarks/k8s/releases.json").read_text())
 RESERVED = "reserved"
 
 
@@ -36,6 +40,12 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def test_the_last_release_can_read_what_this_one_says() -> None:
     assert changes(LAST, described()) == []
+
+
+def test_a_changed_message_has_the_next_version() -> None:
+    *_, last = RELEASES.values()
+    changed = described() != LAST
+    assert last["protocol"] + changed == PROTOCOL_VERSION
 
 
 def test_the_protocol_of_the_last_release_is_known() -> None:
