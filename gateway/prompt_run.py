@@ -139,6 +139,7 @@ class PromptRun:
             priority=completion.priority,
             tenant=completion.tenant,
             prompt_ids=self._prompt.ids,
+            tokenizer=completion.model.card.kv_identity.tokenizer,
             params=self._prompt.params,
             trace_parent=completion.meter.span.context.parent,
             trace_state=completion.meter.span.context.state,

@@ -51,6 +51,8 @@ OTHER_FLAGS = {
     "--from-literal",
     "--build-arg",
     "--target",
+    "--replicas",
+    "--for",
 }
 SCRIPT_FLAGS = {
     flag

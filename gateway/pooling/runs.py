@@ -134,6 +134,7 @@ class PoolingRuns:
         start.trace_parent = prepared.meter.span.context.parent
         start.trace_state = prepared.meter.span.context.state
         start.prompt_ids.extend(ids)
+        start.tokenizer = prepared.model.card.kv_identity.tokenizer
         start.remaining_ms = max(1, int(left_s * 1000))
         start.queue_remaining_ms = max(1, int(prepared.queue_timeout_s * 1000))
         return start

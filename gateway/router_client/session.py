@@ -13,6 +13,8 @@ from pdserve.protos.router_pb2 import GatewayHello, GatewayMessage, RequestEvent
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.auth.roles import Role
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION, check_version, is_refusal
 from pdserve.services.host.rpc.token_rows import RowReader, TokenRow
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,7 @@ CONNECT_S = 2.0  # to open a connection
 STABLE_S = 1.0  # a session that lasted longer worked
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 0.5  # so that a router is found again well before decode gives its requests up
+MAX_REFUSED_S = 10.0  # to a router of another version: it is upgraded, or this gateway
 
 
 class RouterListener(Protocol):
@@ -48,7 +51,9 @@ class RouterConnection:
         self.channel: grpc.aio.Channel | None = None  # while messages can be sent
         self.up_since = 0.0
         self.has_worked = False  # in the session that ended last, or this one
+        self.protocol: int | None = None  # the router's version, once it has said something
         self.num_open = 0  # requests; the listener's to keep
+        self._refusal = ""  # why the two versions do not go together, as said last
         self._recent = Recent()
         self._access = access
         self._boot = boot
@@ -89,25 +94,39 @@ class RouterConnection:
                 async with self._access.open_channel(self.address, Role.ROUTER) as channel:
                     await _connect(channel)
                     await self._run(channel)
-            except (grpc.aio.AioRpcError, OSError, TimeoutError) as error:
-                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-                log.warning("router %s: %s", self.address, reason or type(error).__name__)
-            backoff = FIRST_BACKOFF_S if self.has_worked else min(MAX_BACKOFF_S, backoff * 2)
+            except (grpc.aio.AioRpcError, OSError, TimeoutError, ServiceError) as error:
+                self._note(error)
+            longest = MAX_REFUSED_S if self._refusal else MAX_BACKOFF_S
+            backoff = FIRST_BACKOFF_S if self.has_worked else min(longest, backoff * 2)
             await asyncio.sleep(backoff)
+
+    def _note(self, error: Exception) -> None:
+        """Logs why a session ended; that of two versions once."""
+        reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+        text = str(reason or type(error).__name__)
+        if not is_refusal(error):
+            log.warning("router %s: %s", self.address, text)
+            self._refusal = ""
+        elif text != self._refusal:
+            log.warning("router %s: %s; trying again", self.address, text)
+            self._refusal = text
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
         loop = asyncio.get_running_loop()
         call = RouterStub(channel).Session()
-        await call.write(GatewayMessage(hello=GatewayHello(boot=self._boot, reads_rows=True)))
-        log.info("connected to router %s", self.address)
-        self.channel = channel
+        hello = GatewayHello(boot=self._boot, reads_rows=True, protocol=PROTOCOL_VERSION)
+        await call.write(GatewayMessage(hello=hello))
         self.up_since = loop.time()
+        self.protocol = None
         writer = asyncio.create_task(self._write(call))
         try:
-            self._listener.up(self)
+            if not self._refusal:  # a router of 0.1.0 says nothing until it is asked something
+                self._begin(channel)
             rows = RowReader()
             async for message in call:
-                self.has_worked = True  # it is not only a port that is open
+                if self.protocol is None:
+                    self._greeted(message.protocol, channel)
+                self.has_worked |= bool(message.events)  # it is not only a port that is open
                 for event in message.events:
                     if event.HasField("rows"):
                         self._listener.rows(self, rows.read(event.rows))
@@ -124,6 +143,20 @@ class RouterConnection:
             writer.cancel()
             call.cancel()
             await asyncio.gather(writer, return_exceptions=True)
+
+    def _begin(self, channel: grpc.aio.Channel) -> None:
+        """Messages can be sent."""
+        log.info("connected to router %s", self.address)
+        self.channel = channel
+        self._listener.up(self)
+
+    def _greeted(self, protocol: int, channel: grpc.aio.Channel) -> None:
+        """The router has said its version. Raises ServiceError if it is too old or too new."""
+        check_version(protocol, "gateway", f"router {self.address}")
+        log.debug("router %s has protocol version %d", self.address, protocol)
+        self.protocol, self._refusal = protocol, ""
+        if self.channel is None:
+            self._begin(channel)
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[GatewayMessage, object]") -> None:
         while True:

@@ -51,6 +51,7 @@ class DecodeService(DecodeServicer):
                     self._core.migrations.stay(session, command.stay.attempt)
                 case "hello":
                     session.outbox.reads_rows = command.hello.reads_rows
+                    self._core.greet(session, command.hello)
                     log.debug("session of router %s", command.hello.router_boot.hex())
                 case _:
                     log.warning("an empty or unknown command was ignored")

@@ -38,6 +38,7 @@ CATALOGUE: dict[pb.ErrorCode, Mapping] = {
     pb.CANCELLED: Mapping(499, grpc.StatusCode.CANCELLED),
     pb.POISON_REQUEST: Mapping(500, grpc.StatusCode.ABORTED),
     pb.INTERNAL: Mapping(500, grpc.StatusCode.INTERNAL),
+    pb.INCOMPATIBLE_VERSION: Mapping(503, grpc.StatusCode.FAILED_PRECONDITION),
 }
 HTTP_STATUS: dict[pb.ErrorCode, int] = {code: row.http for code, row in CATALOGUE.items()}
 
@@ -49,6 +50,7 @@ _BARE_STATUS: dict[grpc.StatusCode, pb.ErrorCode] = {
     grpc.StatusCode.UNAVAILABLE: pb.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED: pb.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED: pb.CANCELLED,
+    grpc.StatusCode.FAILED_PRECONDITION: pb.INCOMPATIBLE_VERSION,
 }
 
 

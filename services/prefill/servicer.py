@@ -40,6 +40,7 @@ class PrefillService(PrefillServicer):
                 case "cancel":
                     self._core.cancel(session, command.cancel.attempt)
                 case "hello":
+                    self._core.greet(session, command.hello)
                     log.debug("session of router %s", command.hello.router_boot.hex())
                 case _:
                     log.warning("an empty or unknown command was ignored")

@@ -179,12 +179,16 @@ class RouterCore:
         self.dispatcher.client_gone(client, self._loop.time())
 
     def models(self) -> list[pb.ModelCard]:
-        """Cards by name, of decode workers that are not draining."""
-        cards: dict[str, pb.ModelCard] = {}
+        """Cards by name, of decode workers that are not draining. If those of a name have several
+        tokenizers, the card is of the one with the most workers, of equal ones the newest."""
+        pools: dict[str, dict[str, list[pb.ModelCard]]] = {}
         for worker in self.fleet.workers.values():
             if worker.hello.role == fleet_pb2.DECODE and worker.state is not State.DRAINING:
-                cards.setdefault(worker.model, worker.hello.card)
-        return [cards[name] for name in sorted(cards)]
+                tokenizers = pools.setdefault(worker.model, {})
+                cards = tokenizers.setdefault(worker.identity.tokenizer, [])
+                cards.append(worker.hello.card)
+        newest_first = {name: reversed(list(pools[name].values())) for name in sorted(pools)}
+        return [max(cards, key=len)[0] for cards in newest_first.values()]
 
     def view(self) -> FleetView:
         """The fleet, for metrics and people."""

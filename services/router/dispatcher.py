@@ -148,6 +148,9 @@ class Dispatcher:
         if not known:
             text = f"model {quoted(request.model)} is not served"
             return ServiceError(pb.MODEL_NOT_FOUND, text, "model")
+        if not resumed and self.placer.is_unread(request):
+            text = "the model has another tokenizer since the prompt was read; ask again"
+            return ServiceError(pb.UNAVAILABLE, text, "", 1.0)
         if request.progress.complete:
             return ServiceError(pb.INVALID_ARGUMENT, "every choice has already ended", "choices")
         return None
@@ -337,7 +340,10 @@ class Dispatcher:
         for request in list(self._requests.values()):
             request.tick(now)
         for request in self.placer.overdue(now):
-            text = "no worker is left with the weights that began this answer"
+            what = "weights that began this answer"
+            if not request.state.begun:
+                what = "tokenizer of its prompt"
+            text = f"no worker is left with the {what}"
             error = ServiceError(pb.UNAVAILABLE, text, "", 1.0)
             request.step(on.RequestRefused(error), now)
         self._recently_finished.tick(now)

@@ -12,6 +12,7 @@ from pdserve.protos.fleet_pb2_grpc import FleetServicer
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION, VersionGate
 from pdserve.services.router.core import RouterCore
 
 BOOT_BYTES = 16
@@ -49,6 +50,7 @@ class JoinService(FleetServicer):
     def __init__(self, core: RouterCore, access: Access) -> None:
         self._core = core
         self._access = access
+        self._versions = VersionGate("router")
 
     async def Join(
         self,
@@ -57,6 +59,7 @@ class JoinService(FleetServicer):
     ) -> AsyncIterator[fleet_pb2.JoinReply]:
         hello = (await anext(request_iterator, fleet_pb2.WorkerReport())).hello
         try:
+            self._versions.check(hello.protocol, f"worker {hello.address}")
             check_hello(hello)
             if not self._access.may_be(context, ROLES[hello.role]):
                 text = "hello: the certificate is of another role"
@@ -66,7 +69,8 @@ class JoinService(FleetServicer):
         worker = self._core.join(hello)
         lease = worker.lease
         try:
-            yield fleet_pb2.JoinReply(welcome=fleet_pb2.Welcome(router_boot=self._core.boot))
+            welcome = fleet_pb2.Welcome(router_boot=self._core.boot, protocol=PROTOCOL_VERSION)
+            yield fleet_pb2.JoinReply(welcome=welcome)
             echoed = 0.0
             async for report in request_iterator:
                 if not self._core.report(worker, report):

@@ -22,6 +22,7 @@ from pdserve.services.host.rpc.backpressure import Backpressure, deliver
 from pdserve.services.host.rpc.channel import AUTHORIZATION
 from pdserve.services.host.rpc.fragments import IdsCollector
 from pdserve.services.host.rpc.outbox import TokensOutbox
+from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION, VersionGate, host_of
 from pdserve.services.host.rpc.request_progress import RequestProgress
 from pdserve.services.host.tenants.fairness import FairShare
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
@@ -67,6 +68,7 @@ class RouterService(RouterServicer):
         self._rates = rates
         self._held = FairShare(settings.max_generate_bytes)
         self._sessions: set[ClientSession] = set()
+        self._versions = VersionGate("router")
 
     def send_away(self) -> None:
         """End the gateways' sessions after what was said: each goes on with another router, or
@@ -82,10 +84,15 @@ class RouterService(RouterServicer):
             await abort(context, ServiceError(pb.INVALID_ARGUMENT, "no hello", "hello"))
         if self._core.draining:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the router is shutting down"))
+        try:
+            self._versions.check(first.hello.protocol, f"gateway at {host_of(context.peer())}")
+        except ServiceError as error:
+            await abort(context, error)
         session = ClientSession(first.hello.boot, first.hello.reads_rows)
         self._sessions.add(session)
         reader = asyncio.create_task(self._read(request_iterator, session))
         try:
+            yield rpc.RouterMessage(protocol=PROTOCOL_VERSION)
             async for batch in session:
                 yield rpc.RouterMessage(events=batch)
         finally:

@@ -15,8 +15,10 @@ import grpc.aio
 
 from pdserve.engine.api.errors import ContextLengthExceeded, EngineError
 from pdserve.protos import common_pb2 as pb
+from pdserve.protos.worker_pb2 import SessionHello
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.rpc.outbox import Outbox
+from pdserve.services.host.rpc.protocol_version import VersionGate, host_of
 from pdserve.services.worker.runtime import WorkerRuntime
 
 END_S = 1.0  # how long a drained worker waits for routers to read its last events
@@ -30,6 +32,7 @@ class RouterSession(Generic[OutboxT]):
     """One router's stream of events. The attempts that it started outlive it."""
 
     outbox: OutboxT
+    peer: str  # as gRPC names it
     lost: bool = False  # the stream is over
 
 
@@ -45,6 +48,7 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         self._runtime: RuntimeT | None = None
         self._sessions: set[RouterSession[OutboxT]] = set()
         self._session_closed = asyncio.Event()
+        self._versions = VersionGate("worker")
         self._draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -72,9 +76,8 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         """One Session call: `read` carries out the router's commands; yields batches of events."""
         if self._runtime is None:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the model is loading"))
-        session = RouterSession(self._new_outbox())
+        session = RouterSession(self._new_outbox(), context.peer())
         self._sessions.add(session)
-        self.in_fleet.set()
         reader = asyncio.create_task(read(session))
         reader.add_done_callback(lambda _: session.outbox.close())
         try:
@@ -82,6 +85,8 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
                 yield events
             if reader.done():
                 await reader  # an error of the reader ends the stream
+        except ServiceError as error:
+            await abort(context, error)
         finally:
             reader.cancel()
             session.lost = True
@@ -89,6 +94,11 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
             self._sessions.discard(session)
             self._session_closed.set()
             self._session_lost(session)
+
+    def greet(self, session: RouterSession[OutboxT], hello: SessionHello) -> None:
+        """A router has said who it is. Raises ServiceError if it is too old or too new."""
+        self._versions.check(hello.protocol, f"router at {host_of(session.peer)}")
+        self.in_fleet.set()
 
     def _session_lost(self, session: RouterSession[OutboxT]) -> None:
         """The stream is over. Attempts go on without it unless a subclass says otherwise."""

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 
 from pdserve.protos import fleet_pb2 as pb
+from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.channel import resolve
+from pdserve.services.host.rpc.protocol_version import check_version
 from pdserve.services.worker.settings import LEAVE_S
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ STEADY_INTERVAL_S = 0.1  # ... and if only blocks and counters have
 RESOLVE_S = 1.0
 SILENT_S = 5.0  # after this time without an echo of a heartbeat the router is joined again
 REJOIN_S = 0.1  # least time between two looks at the leases
+REFUSED_S = 0.5  # between two tries at a router of another version, doubled with each ...
+MAX_REFUSED_S = 10.0  # ... up to this: it is upgraded, or this worker
 # What moves by requests that come, go or wait, not with every token.
 LOAD_FIELDS = (
     "running",
@@ -140,11 +144,24 @@ class _Lease:
             for reply in call:
                 self._heard = time.monotonic()
                 if reply.HasField("welcome"):
-                    log.info("joined router %s", self.address)
-                    self._owner.note(self.address, "")
+                    self._welcomed(reply.welcome)
         except grpc.RpcError as error:
             if not self._closed:
-                self._owner.note(self.address, str(ServiceError.from_rpc(error)))
+                self._failed(ServiceError.from_rpc(error))
+        except ServiceError as error:
+            call.cancel()
+            self._failed(error)
+
+    def _welcomed(self, welcome: pb.Welcome) -> None:
+        """Raises ServiceError if the router is too old or too new."""
+        check_version(welcome.protocol, "worker", f"router {self.address}")
+        log.info("joined router %s, protocol version %d", self.address, welcome.protocol)
+        self._owner.note(self.address, "")
+
+    def _failed(self, error: ServiceError) -> None:
+        if error.code == INCOMPATIBLE_VERSION:
+            self._owner.refused(self.address)
+        self._owner.note(self.address, str(error))
 
 
 def load_interval_s(said: pb.Load, load: pb.Load) -> float:
@@ -178,6 +195,8 @@ class Membership:
         self._load: pb.Load | None = None
         self._goodbye: str | None = None
         self._troubles: dict[str, str] = {}  # why a router is not joined, by address
+        # Routers of another version: when the next try is, and the pause after it.
+        self._refused: dict[str, tuple[float, float]] = {}
         self._stop = threading.Event()
         self._changed = threading.Event()
         self._thread = threading.Thread(target=self._resolve_forever, name="join", daemon=True)
@@ -254,8 +273,16 @@ class Membership:
         with self._lock:
             before = self._troubles.get(address, "")
             self._troubles[address] = trouble
+            if not trouble:
+                self._refused.pop(address, None)
         if trouble not in ("", before):
             log.warning("not joined to router %s: %s; trying again", address, trouble)
+
+    def refused(self, address: str) -> None:
+        """A router and this worker are too far apart: it is not asked again at once."""
+        with self._lock:
+            _, pause = self._refused.get(address, (0.0, REFUSED_S))
+            self._refused[address] = time.monotonic() + pause, min(MAX_REFUSED_S, 2 * pause)
 
     def lease_ended(self) -> None:
         """A lease's stream has ended: join again soon."""
@@ -268,7 +295,9 @@ class Membership:
                 if self._stop.is_set():
                     return
                 self._leases = {a: x for a, x in self._leases.items() if x.alive()}
-                for address in sorted(addresses - self._leases.keys()):
+                now = time.monotonic()
+                late = {a for a, (again, _) in self._refused.items() if now < again}
+                for address in sorted(addresses - self._leases.keys() - late):
                     self._leases[address] = self._new_lease(address)
             self._changed.wait(RESOLVE_S)
             self._changed.clear()

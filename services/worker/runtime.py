@@ -32,6 +32,7 @@ from pdserve.engine.transport.base import KvTransport, TransportOptions
 from pdserve.engine.transport.cuda_ipc.device_cupy import opener
 from pdserve.engine.transport.registry import make_transports
 from pdserve.protos import fleet_pb2 as pb
+from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
 from pdserve.services.worker.card import model_card
 from pdserve.services.worker.settings import WorkerSettings
 
@@ -141,6 +142,7 @@ class WorkerRuntime(ABC):
             wire_version=WIRE_VERSION,
             encrypt_kv=self._settings.encrypt_kv,
             block_size=engine.limits.block_size,
+            protocol=PROTOCOL_VERSION,
         )
         self.figures = {
             "model": card.name,

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from compose_project import KEY, Project
+from changed_weights import write_changed
+from compose_project import KEY, MODEL, Project
 from docker_engine import DockerEngine, docker_engine, missing
 
 from pdserve.services.cli.http_client import ApiClient
@@ -20,7 +21,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DockerEngine]:
 
 @pytest.fixture(scope="session")
 def project(engine: DockerEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    made = Project(engine, tmp_path_factory.mktemp("project"))
+    folder = tmp_path_factory.mktemp("project")
+    folder.chmod(0o755)  # the workers' user reads the second pool's model
+    write_changed(folder / "other.gguf").chmod(0o644)
+    second = {"PDSERVE_MODELS": str(folder), "PDSERVE_MODEL_B": "/models/other.gguf"}
+    second["PDSERVE_SERVED_NAME"] = MODEL
+    made = Project(engine, folder, ("docker-compose.yml", "compose.pools.yml"), env=second)
     made.build()
     made.up()
     yield made

@@ -16,7 +16,7 @@ from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 ROOT = Path(__file__).parents[2]
 WORKERS = ("prefill", "decode")
 # Variables of the compose files themselves: where to find models, which GPU.
-COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU"} | {
+COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU", "PDSERVE_MODEL_B"} | {
     f"PDSERVE_{name}_MEMORY" for name in ("GATEWAY", "ROUTER", "WORKER")
 }
 
@@ -62,7 +62,7 @@ def test_variables_are_options_with_good_values(services: dict[str, Any]) -> Non
 def test_every_name_is_known_to_some_command() -> None:
     known = {ENV_PREFIX + name.upper() for name in known_names()} | COMPOSE_ONLY
     files = [path.name for path in ROOT.glob("*compose*.yml")]
-    assert len(files) == 5
+    assert len(files) == 6
     for name in (*files, "Dockerfile"):
         found = set(re.findall(r"PDSERVE_[A-Z_]+[A-Z]", (ROOT / name).read_text()))
         assert found <= known, name
@@ -196,6 +196,23 @@ def test_the_gpu_overlay_has_what_cuda_ipc_compares() -> None:
     assert "ARG WORKER_PACKAGES=\n" in dockerfile
     assert "TRITON_CACHE_DIR=/tmp/" in dockerfile, "k8s has a read-only root file system"
     assert not any(name.startswith("torch") for name in extras["worker"]), "CPU images have none"
+
+
+def test_the_second_pool_is_the_first_with_another_model(services: dict[str, Any]) -> None:
+    overlay = yaml.safe_load((ROOT / "compose.pools.yml").read_text())["services"]
+    assert set(overlay) == {f"{role}-b" for role in WORKERS}
+    engines = int(services["decode"]["environment"]["PDSERVE_HOST_ENGINES"])
+    for role in WORKERS:
+        service = overlay[f"{role}-b"]
+        assert service["extends"] == {"file": "docker-compose.yml", "service": role}
+        known = {o.env: o for s in COMMANDS[role].sections() for o in s.options}
+        assert set(service["environment"]) <= known.keys()
+        drain_s = float(service["environment"]["PDSERVE_DRAIN_S"])
+        gateway = {o.name: o for s in COMMANDS["gateway"].sections() for o in s.options}
+        assert drain_s >= gateway["request_timeout_s"].default
+        stop_s = GRACE_S + STOP_S + LEAVE_S + CLOSE_S
+        assert float(service["stop_grace_period"].removesuffix("s")) > drain_s + stop_s
+        assert service["environment"]["PDSERVE_HOST_ENGINES"] == 2 * engines
 
 
 def test_the_ha_overlay_has_two_of_every_process(

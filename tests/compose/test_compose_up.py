@@ -2,15 +2,18 @@
 
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from compose_project import ROLES, Project
+from compose_project import MODEL, ROLES, Project
 from docker_engine import DockerEngine
 from eventually import wait_until
 
 from pdserve.services.cli.http_client import ApiClient, ApiError
 
+NUM_STREAMS = 12
+RUNNING = r"^vllm:num_requests_running{.*} (\S+)"
 PROMPT = "The quick brown fox jumps over the lazy dog near the old river bank. " * 45
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
@@ -75,6 +78,45 @@ def test_no_image_has_torch_and_nobody_is_root(engine: DockerEngine) -> None:
         "pdserve-control": ["10001", "False"],
         "pdserve-worker": ["10001", "False"],
     }
+
+
+def completions(client: ApiClient) -> list[str]:
+    """Answers to long and short prompts, all of them asked at once; each takes a while."""
+
+    def one(number: int) -> str:
+        prompt = f"{number}. {PROMPT if number % 4 == 0 else 'Once upon a time'}"
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 48, "temperature": 0}
+        return str(client.post_json("/v1/completions", body)["choices"][0]["text"])
+
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        return list(pool.map(one, range(NUM_STREAMS)))
+
+
+def test_a_second_pool_takes_over(project: Project, client: ApiClient) -> None:
+    pools = ("prefill", "decode"), ("prefill-b", "decode-b")
+    of_old = completions(client)
+    first = [container for role in pools[0] for container in project.containers(role)]
+    project.compose("up", "--detach", "--wait", "--no-build", *pools[1], timeout_s=600)
+    with ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(completions, client)
+        wait_until(lambda: running(client) >= NUM_STREAMS // 3, "requests under way")
+        project.compose("stop", *pools[0], timeout_s=180)
+        answers = under_way.result()
+    of_new = completions(client)
+    assert [project.exit_code(container) for container in first] == [0, 0, 0]
+    assert sum(a != b for a, b in zip(of_old, of_new, strict=True)) > NUM_STREAMS // 2
+    told = [text in both for text, *both in zip(answers, of_old, of_new, strict=True)]
+    assert all(told), "no answer is of both weights"
+    project.compose("up", "--detach", "--wait", "--no-build", *pools[0], timeout_s=600)
+    project.compose("stop", *pools[1], timeout_s=180)
+    project.compose("rm", "--force", *pools[1])
+    assert completions(client) == of_old
+
+
+def running(client: ApiClient) -> float:
+    """Requests in the batches of the workers."""
+    found = re.findall(RUNNING, client.get("/metrics").decode(), re.MULTILINE)
+    return sum(float(value) for value in found)
 
 
 def test_a_killed_worker_is_replaced_and_a_stop_is_clean(

@@ -185,6 +185,9 @@ class Context:
     async def abort(self, code: grpc.StatusCode, details: str, trailing: Any = ()) -> None:
         raise Aborted(code, details, trailing)
 
+    def peer(self) -> str:
+        return "simulated"
+
     def invocation_metadata(self) -> tuple[()]:
         return ()
 

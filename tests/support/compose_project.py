@@ -2,7 +2,7 @@
 
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -12,6 +12,7 @@ from eventually import wait_until
 ROOT = Path(__file__).parents[2]
 ROLES = ("gateway", "router", "prefill", "decode")
 KEY = "compose-key"
+MODEL = "SmolLM2-135M-Instruct"
 
 
 class Project:
@@ -23,6 +24,7 @@ class Project:
         folder: Path,
         files: Sequence[str] = ("docker-compose.yml",),
         name: str = "pdserve-test",
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._engine = engine
         self._files = [ROOT / file for file in files]
@@ -41,6 +43,7 @@ class Project:
             "PDSERVE_GRPC_PORT": str(grpc_port),
             "TORCH_INDEX": "",
             "DOCKER_BUILDKIT": "0",
+            **(env or {}),
         }
 
     @property
@@ -71,6 +74,9 @@ class Project:
     def stop(self, container: str) -> int:
         """SIGTERM, and SIGKILL after stop_grace_period; its exit code."""
         self._engine.run("stop", container, timeout_s=120)
+        return self.exit_code(container)
+
+    def exit_code(self, container: str) -> int:
         return int(self._engine.run("inspect", "--format", "{{.State.ExitCode}}", container))
 
     def start(self, container: str, timeout_s: float = 180) -> None:

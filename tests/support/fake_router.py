@@ -62,7 +62,11 @@ def served(
         template_digest=digests[1],
         generation_config_digest=digests[2],
         kv_identity=pb.KvIdentity(
-            digest=b"\1\2", weights="ab" * 32, quantization="Q4_1", numerics="torch-f32"
+            digest=b"\1\2",
+            weights="ab" * 32,
+            quantization="Q4_1",
+            tokenizer="7" * 64,
+            numerics="torch-f32",
         ),
         created=1700000000,
         weights_bytes=98,

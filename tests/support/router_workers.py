@@ -52,7 +52,10 @@ class FakeWorker(ABC):
 
     role: fleet_pb2.Role
 
-    def __init__(self, model: str = "tiny", identity: bytes = b"identity") -> None:
+    def __init__(
+        self, model: str = "tiny", identity: bytes = b"identity", protocol: int = 0
+    ) -> None:
+        self.protocol = protocol
         self.boot = os.urandom(16)
         self.card = card(model, identity)
         self.outboxes: list[Outbox[Any]] = []
@@ -75,6 +78,7 @@ class FakeWorker(ABC):
             card=self.card,
             transports=["tcp"],
             wire_version=1,
+            protocol=self.protocol,
         )
         self.membership = Membership(hello, [router], ACCESS)
         self.membership.start()

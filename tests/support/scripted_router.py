@@ -8,6 +8,7 @@ from eventually import eventually
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import common_pb2_grpc, router_pb2, router_pb2_grpc
+from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.rpc.fragments import IdsCollector
 from pdserve.services.host.server import GrpcHost
 
@@ -31,6 +32,8 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         self.hellos: list[bytes] = []
         self.blob_calls = 0
         self.wrong_blob = False
+        self.protocol = 0  # its version, which 0.1.0 does not say
+        self.checks_version = False
 
     async def Session(self, requests, context):
         ids = IdsCollector()
@@ -38,6 +41,11 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
             kind = message.WhichOneof("message")
             if kind == "hello":
                 self.hellos.append(message.hello.boot)
+                if self.checks_version and abs(message.hello.protocol - self.protocol) > 1:
+                    error = ServiceError(pb.INCOMPATIBLE_VERSION, "too old or too new")
+                    await abort(context, error)
+                if self.protocol:
+                    yield router_pb2.RouterMessage(protocol=self.protocol)
             elif kind == "ids_part":
                 ids.add(message.ids_part)
             elif kind == "cancel":

@@ -21,6 +21,7 @@ from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.rpc.outbox import Outbox
+from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION, is_refusal
 from pdserve.services.host.rpc.token_rows import RowReader, TokenRow
 from pdserve.services.router.fleet.fleet import Worker
 
@@ -74,7 +75,9 @@ class WorkerSession:
         self._worker = worker
         self._address = worker.hello.address
         self._access = access
-        self._hello = wire.SessionHello(router_boot=boot, reads_rows=True)
+        self._hello = wire.SessionHello(
+            router_boot=boot, reads_rows=True, protocol=PROTOCOL_VERSION
+        )
         self._listener = listener
         self._outbox: Outbox[wire.DecodeCommand | wire.PrefillCommand] | None = None
         self._owed: deque[Command] = deque(maxlen=MAX_OWED)  # cancels that nobody has read
@@ -89,13 +92,17 @@ class WorkerSession:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         retry_s = RETRY_S
+        refusal = ""  # as logged last: a worker of another version says it again each time
         while True:
             began = loop.time()
             try:
                 await self._session()
             except (grpc.aio.AioRpcError, OSError) as error:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-                log.warning("session with %s: %s", self._address, reason)
+                refused = is_refusal(error)
+                if not refused or reason != refusal:
+                    log.warning("session with %s: %s", self._address, reason)
+                refusal = str(reason) if refused else ""
             except Exception:
                 log.exception("the session with %s failed; it is opened anew", self._address)
             found = await probe(self._address)

@@ -85,7 +85,14 @@ class Placer:
         ]
 
     def _able(self, request: RoutedRequest) -> list[Worker]:
-        return self.compatibility.able(request.origin, self._fleet.of(DECODE, request.model))
+        workers = self._fleet.of(DECODE, request.model)
+        return [w for w in self.compatibility.able(request.origin, workers) if reads(w, request)]
+
+    def is_unread(self, request: RoutedRequest) -> bool:
+        """Whether its prompt is of a tokenizer whose workers have all left or leave, while others
+        serve its model."""
+        stay = [w for w in self._fleet.of(DECODE, request.model) if not w.said_goodbye]
+        return bool(stay) and not any(reads(w, request) for w in stay)
 
     def _begin(self, request: RoutedRequest, now: float) -> bool:
         """Ask the policy; False: it knows no worker."""
@@ -150,10 +157,11 @@ class Placer:
 
     def _strand(self, request: RoutedRequest, workers: list[Worker], now: float) -> bool:
         """Whether none of its model's workers may go on with it: then it waits for another one."""
-        if not workers or self._able(request):
+        able = bool(self._able(request))
+        if not workers or (able and (request.state.begun or not self.is_unread(request))):
             return False
         self.waiting.add(request, WaitReason.COMPATIBLE_WORKER, now)
-        log.warning("no worker has its weights any more", extra={"request": request.id})
+        log.warning("no worker can go on with it any more", extra={"request": request.id})
         return True
 
     def worker_connected(self, worker: Worker, now: float) -> None:
@@ -213,3 +221,9 @@ class Placer:
         identity = attempt.decode.identity
         if self.compatibility.count_resume(request.id, request.origin, identity):
             request.inexact = True
+
+
+def reads(worker: Worker, request: RoutedRequest) -> bool:
+    """Whether the ids of its prompt are text to the worker's model; unknown tokenizers do."""
+    of_worker, of_prompt = worker.identity.tokenizer, request.progress.start.tokenizer
+    return not of_worker or not of_prompt or of_worker == of_prompt

@@ -37,6 +37,7 @@ async def test_tokenize_messages_as_chat_does(make_http):
     await client.post("/v1/chat/completions", json={"model": "tiny", "messages": HI})
     body = (await client.post("/tokenize", json={"messages": HI})).json()
     assert body["tokens"] == list(router.starts[0].prompt_ids)
+    assert router.starts[0].tokenizer == router.cards[0].kv_identity.tokenizer != ""
     closed = {"model": "tiny", "messages": HI, "add_generation_prompt": False}
     assert (await client.post("/tokenize", json=closed)).json()["count"] < body["count"]
 

@@ -68,6 +68,7 @@ async def test_every_prompt_has_the_priority_of_the_request(make_http, path, bod
     router = reranker(by_length)
     await ask(make_http(router), path, {**body, "priority": 7})
     assert {start.priority for start in router.starts} == {7}
+    assert {start.tokenizer for start in router.starts} == {"7" * 64}
 
 
 @pytest.mark.parametrize(("path", "body"), [("/rerank", RERANK), ("/score", SCORE)])

@@ -27,7 +27,13 @@ class Gateway:
     """A raw gateway session."""
 
     def __init__(
-        self, address: str, secret: str = SECRET, boot: bytes = b"", *, reads_rows: bool = True
+        self,
+        address: str,
+        secret: str = SECRET,
+        boot: bytes = b"",
+        *,
+        reads_rows: bool = True,
+        protocol: int = 0,
     ) -> None:
         self.boot = boot or os.urandom(16)
         self.channel = open_channel(address, secret)
@@ -35,16 +41,19 @@ class Gateway:
         self.events: dict[str, list[rpc.RequestEvent]] = {}
         self.reads_rows = reads_rows
         self.num_rows = 0  # tokens that came in rows
+        self.protocol = protocol
+        self.router_protocol = 0
 
     async def open(self) -> None:
         self.call = self.stub.Session()
-        hello = rpc.GatewayHello(boot=self.boot, reads_rows=self.reads_rows)
+        hello = rpc.GatewayHello(boot=self.boot, reads_rows=self.reads_rows, protocol=self.protocol)
         await self.call.write(rpc.GatewayMessage(hello=hello))
         self.reader = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         session = SessionEvents()
         async for message in self.call:
+            self.router_protocol = max(self.router_protocol, message.protocol)
             for event in message.events:
                 for kind, said in session.of(event):
                     of_request = self.events.setdefault(said.request, [])

@@ -15,7 +15,10 @@ from cluster_secret import ACCESS
 from eventually import LIMIT_S, eventually
 
 from pdserve.protos import fleet_pb2 as pb
+from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
+from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.worker import membership
 from pdserve.services.worker.membership import (
@@ -55,6 +58,8 @@ class Router(FleetServicer):
     def __init__(self) -> None:
         self.leases: list[Lease] = []
         self.echoes = True
+        self.protocol = 0  # its version, which 0.1.0 does not say
+        self.refuses = False
 
     async def start(self, port: int = 0) -> str:
         self.host = GrpcHost(ACCESS)
@@ -66,7 +71,9 @@ class Router(FleetServicer):
     async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.JoinReply]:
         lease = Lease()
         self.leases.append(lease)
-        yield pb.JoinReply(welcome=pb.Welcome(router_boot=b"r"))
+        if self.refuses:
+            await abort(context, ServiceError(INCOMPATIBLE_VERSION, "upgrade the router first"))
+        yield pb.JoinReply(welcome=pb.Welcome(router_boot=b"r", protocol=self.protocol))
         async for report in request_iterator:
             lease.reports.append((time.monotonic(), report))
             if report.HasField("heartbeat") and self.echoes:
@@ -279,3 +286,36 @@ async def test_a_router_that_is_away_is_told_once(make: Any, caplog: Any, monkey
     assert said == ["INFO", "WARNING", "INFO"]
     await asyncio.to_thread(member.close)
     await second.host.stop(0)
+
+
+@pytest.mark.parametrize("who_refuses", ["router", "worker"])
+async def test_a_router_of_another_version_is_asked_with_growing_pauses(
+    who_refuses: str, make: Any, caplog: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(membership, "REJOIN_S", 0.01)
+    monkeypatch.setattr(membership, "RESOLVE_S", 0.02)
+    monkeypatch.setattr(membership, "REFUSED_S", 0.05)
+    monkeypatch.setattr(membership, "MAX_REFUSED_S", 0.4)
+    caplog.set_level(logging.INFO, logger=membership.__name__)
+    routers, member = await make(2)
+    (far, near), tried = routers, []
+    far.protocol = PROTOCOL_VERSION + 2
+    far.refuses = who_refuses == "router"
+    near.protocol = PROTOCOL_VERSION + 1
+    refused = Membership.refused
+
+    def noted(self: Membership, address: str) -> None:
+        tried.append(time.monotonic())
+        refused(self, address)
+
+    monkeypatch.setattr(Membership, "refused", noted)
+    member.start()
+    await eventually(lambda: len(tried) >= 6)
+    pauses = [later - at for at, later in pairwise(tried)]
+    assert all(p >= least for p, least in zip(pauses, (0.05, 0.1, 0.2, 0.4, 0.4), strict=False))
+    assert len(near.leases) == 1, "the other router has it all the while"
+    said = [r for r in caplog.records if far.address in r.message]
+    assert [r.levelname for r in said] == ["WARNING"], "it is logged once"
+    assert "upgrade the" in said[0].message
+    far.refuses, far.protocol = False, PROTOCOL_VERSION
+    await eventually(lambda: far.leases and far.leases[-1].of("heartbeat"))

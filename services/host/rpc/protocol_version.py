@@ -1,0 +1,68 @@
+"""The version of the messages between gateway, router and workers, and who talks to whom.
+
+A release talks to the one before it, and so to the one after it (docs/upgrades.md). Messages
+without a version (0) are those of pdserve 0.1.0.
+"""
+
+import logging
+
+import grpc
+
+from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
+from pdserve.services.host.errors import ServiceError
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+MAX_TOLD = 1024  # peers whose refusal has been logged
+
+
+def incompatibility(theirs: int, here: str, there: str) -> str:
+    """Why process `here` does not talk to process `there`; empty: it does."""
+    ours = PROTOCOL_VERSION
+    if abs(theirs - ours) <= 1:
+        return ""
+    older, version = (here, theirs - 1) if ours < theirs else (there, ours - 1)
+    return (
+        f"protocol version {ours} here ({here}), {theirs} there ({there}): "
+        f"upgrade the {older} to a release with version {version} first"
+    )
+
+
+def check_version(theirs: int, here: str, there: str) -> None:
+    """Raises ServiceError(INCOMPATIBLE_VERSION) if process `here` does not talk to `there`."""
+    if text := incompatibility(theirs, here, there):
+        raise ServiceError(INCOMPATIBLE_VERSION, text, "protocol")
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether a call ended because one end is too old or too new for the other."""
+    if isinstance(error, grpc.RpcError):
+        error = ServiceError.from_rpc(error)
+    return isinstance(error, ServiceError) and error.code == INCOMPATIBLE_VERSION
+
+
+class VersionGate:
+    """The rule at a server. A peer that is refused asks again for as long as it lives; it is
+    logged once."""
+
+    def __init__(self, here: str) -> None:
+        self._here = here
+        self._told: set[str] = set()
+
+    def check(self, theirs: int, there: str) -> None:
+        """Raises ServiceError(INCOMPATIBLE_VERSION) for a peer that is too old or too new."""
+        try:
+            check_version(theirs, self._here, there)
+        except ServiceError as error:
+            if there not in self._told and len(self._told) < MAX_TOLD:
+                self._told.add(there)
+                log.warning("refused: %s", error)
+            raise
+        self._told.discard(there)
+
+
+def host_of(peer: str) -> str:
+    """The host of a gRPC call's peer, which has another port with every connection."""
+    kind, _, rest = peer.partition(":")
+    return rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer

@@ -1,0 +1,33 @@
+"""A router of another release at a prefill and a decode worker."""
+
+from collections.abc import Callable
+
+import grpc
+import pytest
+from cluster_secret import open_channel
+from worker_kit import Pair, prompt
+
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub
+from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
+
+
+def test_a_router_too_new_is_refused_and_others_are_served(with_pair: Callable[..., None]) -> None:
+    async def test(pair: Pair) -> None:
+        far = PROTOCOL_VERSION + 2
+        for worker, stub_type, command in (
+            (pair.decode_worker, DecodeStub, wire.DecodeCommand),
+            (pair.prefill_worker, PrefillStub, wire.PrefillCommand),
+        ):
+            async with open_channel(worker.address) as channel:
+                hello = wire.SessionHello(router_boot=b"new", protocol=far)
+                call = stub_type(channel).Session(iter([command(hello=hello)]))
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await anext(aiter(call))
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            text = f"protocol version {PROTOCOL_VERSION} here (worker), {far} there (router at"
+            assert text in str(caught.value.details())
+        attempt = await pair.hand_off(prompt(80))
+        await pair.decode.wait("finished", attempt)
+
+    with_pair(test)

@@ -1,0 +1,56 @@
+"""Which releases talk to each other, and what is said where they do not."""
+
+import logging
+
+import pytest
+
+from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.rpc import protocol_version
+from pdserve.services.host.rpc.protocol_version import VersionGate, host_of, incompatibility
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "talk"),
+    [
+        (1, 0, True), (1, 1, True), (1, 2, True), (1, 3, False),
+        (2, 0, False), (3, 1, False), (3, 2, True), (3, 4, True),
+    ],
+)  # fmt: skip
+def test_a_release_talks_to_its_neighbours(
+    ours: int, theirs: int, talk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol_version, "PROTOCOL_VERSION", ours)
+    assert (incompatibility(theirs, "router", "worker a:1") == "") == talk
+
+
+def test_the_older_one_is_to_be_upgraded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol_version, "PROTOCOL_VERSION", 3)
+    assert incompatibility(1, "router", "worker a:1") == (
+        "protocol version 3 here (router), 1 there (worker a:1): "
+        "upgrade the worker a:1 to a release with version 2 first"
+    )
+    assert incompatibility(6, "router", "worker a:1") == (
+        "protocol version 3 here (router), 6 there (worker a:1): "
+        "upgrade the router to a release with version 5 first"
+    )
+
+
+def test_a_refused_peer_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    gate = VersionGate("router")
+    for peer in ("worker a:1", "worker a:1", "worker b:1", "worker a:1"):
+        with pytest.raises(ServiceError) as caught:
+            gate.check(9, peer)
+        assert (caught.value.code, caught.value.param) == (INCOMPATIBLE_VERSION, "protocol")
+    assert [r.message.count("worker a:1") > 0 for r in caplog.records] == [True, False]
+    gate.check(1, "worker a:1")  # it was upgraded
+    with pytest.raises(ServiceError):
+        gate.check(9, "worker a:1")
+    assert len(caplog.records) == 3
+
+
+def test_the_host_of_a_call() -> None:
+    assert host_of("ipv4:10.1.2.3:4711") == "10.1.2.3"
+    assert host_of("ipv6:%5B::1%5D:4711") == "%5B::1%5D"
+    assert host_of("unix:/run/x") == "unix:/run/x"

@@ -1,0 +1,102 @@
+"""Workers of one model name with different tokenizers: no prompt is read in another one's ids."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from dispatcher_world import CARD, NUMERICS, SAME, TOKENIZER, World, other
+
+from pdserve.engine.kv.identity import Mixing
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos.fleet_pb2 import DECODE, WorkerHello
+from pdserve.services.router.fleet.compatibility import STRANDED_S
+
+OLD, NEW = SAME.tokenizer, "71"
+
+
+def world_of(*cards: dict[str, Any]) -> World:
+    world = World(Mixing(), "never")
+    for card in cards:
+        world.join(DECODE, **card)
+    return world
+
+
+def tokenizers_of(world: World) -> list[str]:
+    """Of the workers that were asked, in order."""
+    return [worker.identity.tokenizer for worker, _ in world.commands("admit")]
+
+
+@pytest.mark.parametrize("asked", [OLD, NEW])
+def test_a_prompt_goes_to_workers_of_its_tokenizer(asked: str) -> None:
+    world = world_of({}, TOKENIZER)
+    for number in range(8):
+        world.submit(f"r{number}", tokenizer=asked)
+    assert tokenizers_of(world) == [asked] * 8
+
+
+def test_workers_and_prompts_without_a_known_one_take_any() -> None:
+    world = world_of(other(tokenizer=""))
+    world.submit("r", tokenizer=NEW)
+    assert tokenizers_of(world) == [""]
+    world = world_of({})
+    world.submit("r")
+    assert tokenizers_of(world) == [OLD]
+
+
+def test_the_client_is_asked_to_read_the_prompt_again() -> None:
+    world = world_of({}, TOKENIZER)
+    old = next(w for w in world.fleet.workers.values() if w.identity.tokenizer == OLD)
+    world.fleet.goodbye(old)
+    world.submit("late", tokenizer=OLD)
+    failure = world.events[-1].failed.failure
+    assert (failure.code, failure.retry_after_ms) == (pb.UNAVAILABLE, 1000)
+    assert "another tokenizer" in failure.message
+    world.submit("read again", tokenizer=NEW)
+    assert tokenizers_of(world) == [NEW]
+
+
+def test_one_that_waits_for_leaving_workers_holds_up_nobody() -> None:
+    world = world_of({}, TOKENIZER)
+    old, new = world.fleet.workers.values()
+    old.busy_until = new.busy_until = world.now + 1.0
+    world.submit("first", tokenizer=OLD)
+    world.submit("second", tokenizer=NEW)
+    assert not tokenizers_of(world)
+    world.fleet.goodbye(old)
+    world.pass_time(1.0)
+    assert tokenizers_of(world) == [NEW]
+    world.pass_time(STRANDED_S + 1.0)
+    failed = [e.failed for e in world.events if e.HasField("failed")]
+    assert [f.request for f in failed] == ["first"]
+    assert "tokenizer of its prompt" in failed[0].failure.message
+
+
+def test_a_lone_pool_that_leaves_is_waited_for() -> None:
+    """It may be a restart: nobody else serves the model."""
+    world = world_of({})
+    (old,) = world.fleet.workers.values()
+    world.fleet.goodbye(old)
+    world.submit("r", tokenizer=OLD)
+    world.leave(old)
+    world.pass_time(1.0)
+    assert not world.events or not world.events[-1].HasField("failed")
+    world.join(DECODE)
+    assert tokenizers_of(world) == [OLD]
+
+
+@pytest.mark.anyio
+async def test_the_card_is_that_of_the_larger_pool(make_cluster: Any) -> None:
+    core = (await make_cluster()).router.core
+
+    def join(card: dict[str, Any]) -> str:
+        number = 1 + len(core.fleet.workers)
+        made = pb.ModelCard(**(CARD | card))
+        hello = WorkerHello(role=DECODE, boot=bytes([number]) * 16, address=f"10.0.0.1:{number}")
+        hello.card.CopyFrom(made)
+        core.fleet.join(hello, asyncio.get_running_loop().time())
+        (found,) = core.models()
+        return found.kv_identity.tokenizer
+
+    assert [join(card) for card in ({}, NUMERICS)] == [OLD, OLD]
+    assert [join(TOKENIZER) for _ in range(2)] == [OLD, NEW], "of equal ones the newest"
+    assert join({}) == OLD

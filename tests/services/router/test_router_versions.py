@@ -1,0 +1,92 @@
+"""Workers and gateways of other releases at a router: neighbours are served, others are refused."""
+
+import logging
+from typing import Any
+
+import pytest
+from cluster_secret import open_channel
+
+from pdserve.engine.kv.codec import encode_spec
+from pdserve.engine.kv.spec import KvSpec
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import router_pb2 as rpc
+from pdserve.protos.fleet_pb2 import WorkerHello, WorkerReport
+from pdserve.protos.fleet_pb2_grpc import FleetStub
+from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
+
+pytestmark = pytest.mark.anyio
+PROMPT = list(range(20))
+CARD = pb.ModelCard(name="tiny", kv_spec=encode_spec(KvSpec(16, ())))
+
+
+def worker_hello(protocol: int) -> WorkerReport:
+    """Of a decode worker at whose port nobody listens."""
+    hello = WorkerHello(role=2, boot=b"n" * 16, address="127.0.0.1:9", card=CARD)
+    hello.protocol = protocol
+    return WorkerReport(hello=hello)
+
+
+async def first_of(call: Any) -> Any:
+    return await anext(aiter(call))
+
+
+@pytest.mark.parametrize("protocol", [0, PROTOCOL_VERSION, PROTOCOL_VERSION + 1])
+async def test_neighbours_join_and_are_served(
+    make_cluster: Any, expected: Any, protocol: int
+) -> None:
+    cluster = await make_cluster()
+    await cluster.decode(protocol=protocol)
+    gateway = await cluster.gateway(protocol=protocol)
+    await gateway.start("r", PROMPT)
+    assert isinstance(await gateway.end("r"), pb.Finished)
+    assert gateway.ids("r") == expected(PROMPT, 8)
+    assert gateway.router_protocol == PROTOCOL_VERSION
+
+
+async def test_a_worker_too_new_is_refused_and_the_others_serve_on(
+    make_cluster: Any, expected: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    cluster = await make_cluster()
+    await cluster.decode()
+    gateway = await cluster.gateway()
+    async with open_channel(cluster.router.address) as channel:
+        for again in range(3):
+            call = FleetStub(channel).Join(iter([worker_hello(PROTOCOL_VERSION + 2)]))
+            with pytest.raises(Exception) as caught:
+                await first_of(call)
+            error = ServiceError.from_rpc(caught.value)
+            assert error.code == pb.INCOMPATIBLE_VERSION
+            assert f"protocol version {PROTOCOL_VERSION} here (router)" in error.message
+            assert "upgrade the router" in error.message
+            await gateway.start(f"r{again}", PROMPT)
+            assert isinstance(await gateway.end(f"r{again}"), pb.Finished)
+            assert gateway.ids(f"r{again}") == expected(PROMPT, 8)
+    assert len(cluster.router.core.fleet.workers) == 1
+    refused = [r for r in caplog.records if "worker 127.0.0.1:9" in r.message]
+    assert len(refused) == 1, "it is logged once"
+
+
+async def test_a_gateway_too_new_is_refused(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    async with open_channel(cluster.router.address) as channel:
+        call = RouterStub(channel).Session()
+        hello = rpc.GatewayHello(boot=b"g" * 16, protocol=PROTOCOL_VERSION + 2)
+        await call.write(rpc.GatewayMessage(hello=hello))
+        with pytest.raises(Exception) as caught:
+            await first_of(call)
+        error = ServiceError.from_rpc(caught.value)
+        assert error.code == pb.INCOMPATIBLE_VERSION
+        assert "(gateway at 127.0.0.1)" in error.message
+
+
+async def test_the_router_says_its_version_to_workers(make_cluster: Any) -> None:
+    cluster = await make_cluster()
+    decode = await cluster.decode()
+    (hello,) = decode.of("hello")
+    assert hello.protocol == PROTOCOL_VERSION
+    async with open_channel(cluster.router.address) as channel:
+        call = FleetStub(channel).Join(iter([worker_hello(0)]))
+        assert (await first_of(call)).welcome.protocol == PROTOCOL_VERSION

@@ -1,0 +1,149 @@
+"""Other weights come as a second pool under load: the old one takes nothing more once it is told to
+stop, its streams end on it, and no answer is of both (docs/upgrades.md)."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from eventually import LIMIT_S, wait_until
+from replaceable import Replaceable, ReplaceableSystem
+from streams import Stream
+from tiny_models import write_tiny
+
+from pdserve.services.host.options import ECHO_S
+
+NAME = "tiny"
+STREAMS = 20
+LONG = "a prompt that is long enough to be computed by a worker of its own. " * 2
+
+
+def asks() -> list[dict[str, Any]]:
+    """Short and long prompts in turn, for answers that take a while."""
+    return [
+        {"prompt": f"{n}: {LONG if n % 2 else ''}", "max_tokens": 250, "temperature": 0.0}
+        for n in range(STREAMS)
+    ]
+
+
+class Pool:
+    """A prefill and a decode worker with the weights of one model."""
+
+    def __init__(self, system: ReplaceableSystem, model: Path) -> None:
+        words = ("--model", str(model), "--served-name", NAME)
+        self._system = system
+        self.prefill = system.worker("prefill", *words)
+        self.decode = system.worker("decode", *words)
+
+    def load(self) -> Any:
+        (found,) = [
+            w.load for w in self._system.view().workers if w.hello.address == self.decode.address
+        ]
+        return found
+
+    def retire(self) -> list[int]:
+        """SIGTERM to all of it, at once, as a scale to 0 does; the exit codes."""
+        codes: dict[Replaceable, int] = {}
+
+        def one(process: Replaceable) -> None:
+            codes[process] = self._system.retire(process)
+
+        threads = [threading.Thread(target=one, args=(p,)) for p in (self.prefill, self.decode)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        return list(codes.values())
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory, rings: Path) -> Iterator[ReplaceableSystem]:
+    own = ("--kv-tokens", "65536", "--chunk-size", "64", "--kv-transport", "tcp")
+    folder = tmp_path_factory.mktemp("pools")
+    with ReplaceableSystem(folder, *own, "--weights", "float32") as system:
+        system.router("--remote-prefill", "auto", "--remote-prefill-threshold", "64")
+        yield system
+
+
+@pytest.fixture(scope="module")
+def old(system: ReplaceableSystem, tmp_path_factory: pytest.TempPathFactory) -> Pool:
+    return Pool(system, tiny_model(tmp_path_factory.mktemp("old") / "old", 5))
+
+
+@pytest.fixture(scope="module")
+def api(system: ReplaceableSystem, old: Pool) -> Iterator[openai.OpenAI]:
+    system.gateway()
+    with openai.OpenAI(
+        base_url=f"{system.gateways[0].url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S
+    ) as client:
+        yield client
+
+
+def tiny_model(folder: Path, seed: int) -> Path:
+    """The seed is in the weights alone: tokenizer and template are the same."""
+    return write_tiny(folder, "llama", seed, max_position_embeddings=2048)
+
+
+def run(api: openai.OpenAI) -> tuple[list[Stream], list[threading.Thread]]:
+    streams = [Stream(options) for options in asks()]
+    threads = [threading.Thread(target=s.run, args=(api, NAME)) for s in streams]
+    for thread in threads:
+        thread.start()
+    return streams, threads
+
+
+def answers(streams: list[Stream], threads: list[threading.Thread]) -> list[str]:
+    """What they have said, all of them whole."""
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert [s.error for s in streams if s.error] == []
+    assert all(s.ends == {0: "length"} for s in streams)
+    return [s.text[0] for s in streams]
+
+
+def test_a_change_of_weights_under_load(
+    system: ReplaceableSystem, old: Pool, api: openai.OpenAI, tmp_path: Path
+) -> None:
+    of_old = answers(*run(api))
+    assert system.view().prefill_remote, "long prompts come from prefill"
+    new = Pool(system, tiny_model(tmp_path / "new", 6))
+
+    streams, threads = run(api)  # both pools take work
+    wait_until(lambda: all(s.num_chunks > 3 for s in streams), "streams")
+    assert old.load().running, "some run on the old pool"
+    assert new.load().running, "and some on the new one"
+    codes: list[int] = []
+    retiring = threading.Thread(target=lambda: codes.extend(old.retire()))
+    retiring.start()
+    wait_until(lambda: any(w.state == "draining" for w in system.view().workers), "draining")
+    late, late_threads = run(api)  # requests of which the old pool takes none
+    both = answers(streams, threads)
+    of_new = answers(late, late_threads)
+    retiring.join(LIMIT_S)
+    assert codes == [0, 0], "the drain ended with the last stream, not with its time"
+
+    assert all(one != other for one, other in zip(of_old, of_new, strict=True))
+    found = [text in (a, b) for text, a, b in zip(both, of_old, of_new, strict=True)]
+    assert all(found), "no answer is of both weights"
+    assert set(both) & set(of_old)
+    assert set(both) & set(of_new)
+    assert [w.hello.address for w in system.view().workers if w.hello.data_address] == [
+        new.decode.address
+    ]
+
+
+def test_a_second_signal_ends_a_drain_at_once(
+    system: ReplaceableSystem, api: openai.OpenAI
+) -> None:
+    (decode,) = [w for w in system.workers if w.role == "decode"]
+    streams, _ = run(api)
+    wait_until(lambda: all(s.num_chunks > 3 for s in streams), "streams")
+    decode.popen.send_signal(signal.SIGTERM)
+    time.sleep(1.5 * ECHO_S)  # what comes sooner is the same stop
+    assert decode.popen.poll() is None, "it drains"
+    decode.popen.send_signal(signal.SIGTERM)
+    assert decode.popen.wait(LIMIT_S) == 128 + signal.SIGTERM
