@@ -17,7 +17,7 @@ from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.histogram import FileHistogram, MemoryHistogram, TokenHistogram
 from pdserve.protos.fleet_pb2 import Role
 from pdserve.protos.router_pb2 import FleetView
-from pdserve.services.host.engine_metrics import Worker, engine_metrics
+from pdserve.services.host.metrics.engine_metrics import Worker, engine_metrics
 
 _LATENCY_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from eventually import LIMIT_S, wait_until
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter
 
-from pdserve.services.host import metrics_http
-from pdserve.services.host.metrics_http import MAX_CONNECTIONS, MetricsHttp
+from pdserve.services.host.metrics import metrics_http
+from pdserve.services.host.metrics.metrics_http import MAX_CONNECTIONS, MetricsHttp
 
 
 @pytest.fixture
 def server() -> Iterator[MetricsHttp]:
-    things = Counter("things", "Things", registry=None)
-    things.inc(3)
-    server = MetricsHttp(things, 0)
+    registry = CollectorRegistry()
+    Counter("things", "Things", registry=registry).inc(3)
+    server = MetricsHttp(registry, 0)
     yield server
     server.close()
 
@@ -59,14 +59,13 @@ def test_a_crowd_keeps_nobody_out(server: MetricsHttp, capfd: pytest.CaptureFixt
 
 
 def test_on_the_given_address_only() -> None:
-    things = Counter("things", "Things", registry=None)
-    server = MetricsHttp(things, 0, "[::1]:0")
+    server = MetricsHttp(CollectorRegistry(), 0, "[::1]:0")
     with socket.create_connection(("::1", server.port), LIMIT_S):
         pass
     with pytest.raises(ConnectionRefusedError):
         silent(server)
     with pytest.raises(OSError, match="in use"):
-        MetricsHttp(things, server.port, "[::1]:0")
+        MetricsHttp(CollectorRegistry(), server.port, "[::1]:0")
     server.close()
 
 
