@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import random
+from collections import Counter
 from collections.abc import Iterable
 
 from pdserve.protos import common_pb2 as pb
@@ -48,6 +49,7 @@ class RouterCore:
             self._loop.time(),
             tracer,
         )
+        self.deaths: Counter[tuple[str, str]] = Counter()  # without a goodbye, by model and role
         self._idle = asyncio.Event()  # set when no client is left, while draining
         # It ends only by a failure, or by `close`.
         self.ticker = asyncio.create_task(self._tick(), name="router tick")
@@ -57,6 +59,11 @@ class RouterCore:
         self.ticker.cancel()
         await asyncio.gather(self.ticker, return_exceptions=True)
         await self.worker_sessions.close_all()
+
+    @property
+    def now(self) -> float:
+        """The clock of all times here."""
+        return self._loop.time()
 
     @property
     def draining(self) -> bool:
@@ -87,6 +94,9 @@ class RouterCore:
     def _lose(self, dead: list[Worker]) -> None:
         for worker in dead:
             log.warning("worker %s is dead", worker.hello.address)
+            if not worker.said_goodbye:
+                role = fleet_pb2.Role.Name(worker.hello.role).lower()
+                self.deaths[worker.model, role] += 1
             self.worker_sessions.close(worker)
             self.dispatcher.disconnected(
                 worker, died=not worker.said_goodbye, now=self._loop.time()
