@@ -21,6 +21,9 @@ COPY kernels kernels
 COPY engine engine
 COPY gateway gateway
 COPY services services
+# Whose sources these are, for pdserve_build_info: --build-arg COMMIT=$(git rev-parse HEAD)
+ARG COMMIT=
+RUN printf %s "$COMMIT" > .src/pdserve/commit.txt
 RUN python -m venv /tmp/build && /tmp/build/bin/pip wheel -q --no-deps -w /wheels .
 
 # Dependencies before sources: they change rarely and weigh most.

@@ -66,7 +66,7 @@ class Dispatcher:
         self.num_adopted = 0  # attempts that went on where another session had left them
         self.num_stale = 0
         self.num_frozen = 0  # engines found frozen
-        self.queue_waits: dict[str, Observations] = {}  # seconds until the first try, by model
+        self.queue_waits: dict[str, Observations] = {}  # in the queue, by model
         self.placer = Placer(fleet, rules, rng, max_queued)
         self.migrations = Migrations(fleet, self.placer)
 
@@ -212,8 +212,6 @@ class Dispatcher:
         num_attempts = request.state.num_attempts
         self.event_log.route(attempt.id, num_attempts, request.ordinal)
         self.placer.opened(attempt, how, now)
-        if num_attempts == 1:
-            self._waited(request, now)
         self.num_retries += num_attempts > 1 and not how.migrates
 
     def answered(self, attempt: Assignment) -> None:
@@ -236,6 +234,10 @@ class Dispatcher:
     def count_prefill(self, remote: bool) -> None:
         self.prefills["remote" if remote else "local"] += 1
 
+    def waited(self, request: RoutedRequest, seconds: float) -> None:
+        seen = self.queue_waits.setdefault(request.model, Observations(QUEUE_WAITS_S))
+        seen.observe(seconds)
+
     def migration_begun(self, request: RoutedRequest) -> None:
         self.migrations.begun(request)
 
@@ -253,12 +255,8 @@ class Dispatcher:
             epoch, placement = request.state.epoch, request.placement
             self._recently_finished.add(request.key, epoch, placement, now)
         if error is not None and error.code == pb.QUEUE_TIMEOUT and not request.state.num_attempts:
-            self._waited(request, now)
+            self.waited(request, now - request.arrived)
         self.outcomes["ok" if error is None else pb.ErrorCode.Name(error.code)] += 1
-
-    def _waited(self, request: RoutedRequest, now: float) -> None:
-        seen = self.queue_waits.setdefault(request.model, Observations(QUEUE_WAITS_S))
-        seen.observe(now - request.arrived)
 
     def _forget(self, request: RoutedRequest) -> None:
         if self._requests.get(request.key) is request:

@@ -130,7 +130,7 @@ class RouterMetrics:
         )
         waits = HistogramMetricFamily(
             "pdserve_router_queue_seconds",
-            "From a request's arrival to its first try, or to the end of its time without any",
+            "From a request's arrival to the try that gave its first token, or to its end without any try",
             labels=model_name,
         )
         backlog = GaugeMetricFamily(

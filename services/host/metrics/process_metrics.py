@@ -96,6 +96,7 @@ class MetricsPort:
         ProcessCollector(registry=registry)
         lag = lag_histogram(registry)
         self._http = MetricsHttp(registry, settings.metrics_port, bind)
+        self.number = self._http.port
         self._watching = asyncio.create_task(watch_loop(lag.observe), name="event loop lag")
 
     async def close(self) -> None:

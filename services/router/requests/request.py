@@ -498,6 +498,8 @@ class RoutedRequest:
         pooled = isinstance(fresh, pb.Embedding)
         if not assignment.adopted and (pooled or fresh.position == 0):
             first = self.beginning.token.came(assignment.id, assignment.began, now)
+            if first:
+                self._effects.waited(self, assignment.began - self.arrived)
             if first and self.span.recorded:
                 self.span.phase("queue", self.arrived, assignment.began)
                 self.span.event("first token", now)
