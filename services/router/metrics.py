@@ -33,6 +33,11 @@ class RouterMetrics:
             "1 while the router hears too few of its workers and takes nothing new",
             value=self._core.fleet.isolated,
         )
+        yield CounterMetricFamily(
+            "pdserve_router_isolations",
+            "Times that the router began to hear too few of its workers",
+            value=self._core.num_isolations,
+        )
         deaths = CounterMetricFamily(
             "pdserve_router_worker_deaths",
             "Workers that went without a goodbye",
