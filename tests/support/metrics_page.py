@@ -5,7 +5,7 @@ collector gets some to show.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 
@@ -63,14 +63,7 @@ scrape_configs:
 `k8s/observability` is that for Kubernetes (PodMonitors), docker-compose.observability.yml for
 compose; boards and alerts are there, too, and [runbook.md](runbook.md) is about the alerts.
 
-| figures of | sum over | gives |
-|---|---|---|
-| gateways | all gateways | the system; `sum by (le)` of a histogram's buckets, then `histogram_quantile` |
-| workers | all workers | the system, without `vllm:prompt_tokens` and `vllm:generation_tokens` beside the gateways' |
-| routers, counters and `pdserve_router_requests`, `_queued`, `_queue_seconds`, `_moving`, `_migrating` | all routers | the system: a request is in one router |
-| routers, their view: `pdserve_router_workers`, `pdserve_worker_silent_seconds`, `pdserve_prefill_backlog_seconds`, `pdserve_decode_kv_used_ratio` | none: `max` | the system: each router hears every worker, so a sum counts it once for each router |
-| `pdserve_router_worker_deaths`, `pdserve_router_frozen` | none: `max` | the system: each router sees every death |
-| every process: `pdserve_build_info` and the next ones | as asked | one sample for each process |
+{sums}
 
 Scalers read `pdserve_prefill_backlog_seconds` (prefill), `pdserve_decode_kv_used_ratio` and
 `pdserve_router_queued` (decode). The Gateway API Inference Extension reads
@@ -81,6 +74,33 @@ What prometheus_client says of a process is there as well (`process_cpu_seconds_
 `process_resident_memory_bytes`, `process_open_fds`, ...); with `--workers N` it is not, since each
 scrape would be of another process.
 """
+# Of which processes a figure is, what it is summed over, and what that gives.
+SUMS = (
+    (
+        "gateways",
+        "all gateways",
+        "the system; of a histogram `sum by (le)` of the buckets, then `histogram_quantile`",
+    ),
+    (
+        "workers",
+        "all workers",
+        "the system, without the tokens that gateways count under the same names",
+    ),
+    (
+        "routers: counters, and what is in them (`pdserve_router_requests`, `_queued`, "
+        "`_queue_seconds`, `_moving`, `_migrating`)",
+        "all routers",
+        "the system: a request is in one router",
+    ),
+    (
+        "routers: what they hear of workers (`pdserve_router_workers`, `_worker_deaths`, "
+        "`_frozen`, `pdserve_worker_silent_seconds`) and what scalers read of it "
+        "(`pdserve_prefill_backlog_seconds`, `pdserve_decode_kv_used_ratio`)",
+        "none: `max`",
+        "the system: each router hears every worker, so a sum counts it once for each router",
+    ),
+    ("every process", "as is asked", "a sample of each process"),
+)
 WHO = pb.ModelCard(name="x", kv_spec=encode_spec(KvSpec(4, ())))
 HELLO = fleet_pb2.WorkerHello(role=fleet_pb2.DECODE, boot=b"x", address="x:1", card=WHO)
 PREFILL = fleet_pb2.WorkerHello(role=fleet_pb2.PREFILL, boot=b"y", address="y:1", card=WHO)
@@ -178,12 +198,17 @@ def labels(metric: Metric) -> list[str]:
     return [label for label in first.labels if label != "le"]
 
 
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def page() -> str:
     return "\n".join(_lines()) + "\n"
 
 
 def _lines() -> Iterator[str]:
-    yield HEAD.rstrip()
+    rows = ("| figures of | sum over | gives |", "|---|---|---|", *map(_row, SUMS))
+    yield HEAD.replace("{sums}", "\n".join(rows)).rstrip()
     for title, metrics in exported().items():
         yield f"\n## {title}\n"
         yield "| metric | type | labels | |"
