@@ -50,6 +50,7 @@ OTHER_FLAGS = {
     "--from-file",
     "--from-literal",
     "--build-arg",
+    "--tail",
     "--target",
 }
 SCRIPT_FLAGS = {

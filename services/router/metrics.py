@@ -135,19 +135,19 @@ class RouterMetrics:
         )
         waits = HistogramMetricFamily(
             "pdserve_router_queue_seconds",
-            "From a request's arrival to the try that gave its first token, or to its end without any try",
+            "From a request's arrival to the try of its first token, or to its end without a try",
             labels=model_name,
         )
         backlog = GaugeMetricFamily(
             "pdserve_prefill_backlog_seconds",
-            "Prompt tokens that wait for prefill workers, by the sum of the live ones' rates. Their "
-            "own queues are the same in every router, and each adds its queue: take the max",
+            "Prompt tokens that wait for prefill, by the sum of the live workers' rates. Every "
+            "router counts their queues and adds its own: take the max",
             labels=model_name,
         )
         used = GaugeMetricFamily(
             "pdserve_decode_kv_used_ratio",
-            "KV tokens of the live decode workers that are in use or promised; 1 is all. The same in "
-            "every router: take the max",
+            "KV tokens of the live decode workers in use or promised; 1 is all. Every router says "
+            "the same: take the max",
             labels=model_name,
         )
         waiting = list(dispatcher.placer.waiting)

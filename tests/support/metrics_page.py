@@ -43,9 +43,9 @@ of the fleet. `pdserve top` reads it, too. So is `pdserve gateway --workers N`: 
 asked has the sums of all ([gateways.md](gateways.md)).
 
 In a cluster each process is asked for its own figures, and nobody exports another's: gateways get
-`--no-fleet-metrics` (`PDSERVE_FLEET_METRICS=false`), routers and workers `--metrics-port`. A gateway
-that exports the fleet would count it once more for each gateway. `fleet=true` in the query asks for
-the fleet all the same, `fleet=false` for none; nothing should scrape that twice.
+`--no-fleet-metrics` (`PDSERVE_FLEET_METRICS=false`), routers and workers `--metrics-port`. With the
+fleet, each gateway would count it once more. `fleet=true` in the query asks for the fleet all the
+same, `fleet=false` for none.
 
 ```yaml
 scrape_configs:

@@ -71,7 +71,7 @@ def role_in(certificate: bytes) -> Role:
 
 
 def ends_of(pem: bytes) -> list[float]:
-    """When each certificate of a PEM text ends, as Unix time. Raises ValueError if there is none."""
+    """When each certificate of a PEM text ends, in Unix time. Raises ValueError without any."""
     return [c.not_valid_after_utc.timestamp() for c in x509.load_pem_x509_certificates(pem)]
 
 

@@ -47,8 +47,8 @@ class ProcessFacts(Collector):
         yield build
         left = GaugeMetricFamily(
             "pdserve_certificate_expiry_seconds",
-            "Seconds until a certificate of this process ends (of authorities, the last one); below "
-            "0: since",
+            "Seconds until a certificate of this process ends (of authorities: the last); below "
+            "0 it has ended",
             labels=("certificate",),
         )
         for name, source in self._certificates.items():
@@ -85,8 +85,8 @@ def certificates_of(settings: CertificateSettings, client: str = "") -> dict[str
 
 
 class MetricsPort:
-    """The metrics of a process at a port of their own. Make it in the process's loop. Raises OSError
-    if the port is taken."""
+    """The metrics of a process at a port of their own. Make it in the process's loop. Raises
+    OSError if the port is taken."""
 
     def __init__(self, settings: BackendSettings, bind: str, client: str, *collectors: Collector):
         """It listens on the host of `bind`; `client` as in `certificates_of`."""

@@ -1,7 +1,6 @@
 """Every alert fires when its cause is made, and none while all is well: the rule that is deployed,
 evaluated by promtool over what the real objects export."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module")
-async def well(one_loop: None) -> AsyncIterator[Pages]:
-    yield await healthy()
+async def well(one_loop: None) -> Pages:
+    return await healthy()
 
 
 def test_every_alert_has_a_cause() -> None:
