@@ -90,7 +90,7 @@ class Bundle:
             if path.endswith(RING):  # numbers and ids; a part of it could not be read
                 kept, cut = data, ""
             else:
-                kept = self._secrets.hide(data[-MAX_FILE_BYTES:])
+                kept = self._secrets.hide(data)[-MAX_FILE_BYTES:]  # else half a secret is left
             if len(kept) > self._left:
                 self._said.append(f"{name}: {path} is left out: the report is full")
                 continue

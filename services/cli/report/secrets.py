@@ -49,9 +49,9 @@ def _of_variables(environ: Mapping[str, str]) -> Iterator[str]:
     for name, value in environ.items():
         if name in secret:
             yield from (value, *(one.strip() for one in value.split(",")))
-        others = len(value) >= LEAST_OF_OTHERS and not name.startswith(ENV_PREFIX)
-        if others and _NAMES.search(name):
-            yield value
+        elif _NAMES.search(name) and not name.startswith(ENV_PREFIX):
+            words = (value, *re.split("[,=]", value))  # of headers: name=value,name=value
+            yield from (word for word in words if len(word) >= LEAST_OF_OTHERS)
 
 
 def _password_of(value: str) -> str:
@@ -64,6 +64,6 @@ def _password_of(value: str) -> str:
 
 def _of_settings(settings: Settings) -> Iterator[str]:
     for option in settings.options():
-        value = settings.values[option.name].value
-        if option.secret and value:
-            yield from value if isinstance(value, tuple) else (str(value),)
+        found = settings.values[option.name]
+        if option.secret and found.given:
+            yield from found.value if isinstance(found.value, tuple) else (str(found.value),)
