@@ -65,9 +65,9 @@ async def healthy() -> Pages:
     """A page of each process, of a system that has answered a few requests."""
     async with watched_router() as (router, _, _):
         of_router = router_page(router.core)
-    async with watched_gateway(FakeRouter(saying("hello"))) as (asking, page):
-        assert await asking(2) == [200, 200]
-        of_gateway = page()
+    async with watched_gateway(FakeRouter(saying("hello"))) as gateway:
+        assert await gateway.ask(2) == [200, 200]
+        of_gateway = await gateway.page()
     engine = fake_engine()
     run(engine, ask("a", range(20)))
     return {"router": of_router, "gateway": of_gateway, "decode": worker_page(engine_load(engine))}
@@ -252,18 +252,18 @@ async def router_cannot_take_them(patch: pytest.MonkeyPatch) -> Change:
         raise ServiceError(pb.UNAVAILABLE, "no worker has joined")
         yield
 
-    async with watched_gateway(FakeRouter(refuses)) as (asking, page):
-        before = page()
-        assert set(await asking(20)) == {503}
-        return {"gateway": before}, {"gateway": page()}
+    async with watched_gateway(FakeRouter(refuses)) as gateway:
+        before = await gateway.page()
+        assert set(await gateway.ask(20)) == {503}
+        return {"gateway": before}, {"gateway": await gateway.page()}
 
 
 async def gateway_is_full(patch: pytest.MonkeyPatch) -> Change:
     limits = AdmissionLimits(0, 0)
-    async with watched_gateway(FakeRouter(saying("x")), limits) as (asking, page):
-        before = page()
-        assert set(await asking(20)) == {429}
-        return {"gateway": before}, {"gateway": page()}
+    async with watched_gateway(FakeRouter(saying("x")), limits) as gateway:
+        before = await gateway.page()
+        assert set(await gateway.ask(20)) == {429}
+        return {"gateway": before}, {"gateway": await gateway.page()}
 
 
 async def answers_are_slow(patch: pytest.MonkeyPatch) -> Change:
@@ -274,11 +274,11 @@ async def answers_are_slow(patch: pytest.MonkeyPatch) -> Change:
         async for event in saying("hello")(router, start):
             yield event
 
-    async with watched_gateway(FakeRouter(slow), clock=lambda: now[0]) as (asking, page):
-        before = page()
+    async with watched_gateway(FakeRouter(slow), clock=lambda: now[0]) as gateway:
+        before = await gateway.page()
         for _ in range(3):
-            assert await asking(1) == [200]
-        return {"gateway": before}, {"gateway": page()}
+            assert await gateway.ask(1) == [200]
+        return {"gateway": before}, {"gateway": await gateway.page()}
 
 
 # --- processes

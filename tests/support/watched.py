@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 from cluster_secret import ACCESS, SECRET
 from eventually import eventually
-from fake_router import FakeRouter
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 from router_workers import FakeDecode, FakePrefill, FakeWorker
@@ -135,13 +134,32 @@ async def watched_router() -> AsyncIterator[tuple[WatchedRouter, FakeDecode, Fak
         await router.stop(0)
 
 
+Prompt = str | list[int]
+
+
+class WatchedGateway:
+    """A client of a gateway's HTTP API, and its page."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+
+    async def ask(self, count: int, prompt: Prompt = "hello", max_tokens: int = 16) -> list[int]:
+        """The codes of so many answers, asked for at once."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens}
+        asked = (self._http.post("/v1/completions", json=body) for _ in range(count))
+        return [answer.status_code for answer in await asyncio.gather(*asked)]
+
+    async def page(self, **query: str) -> str:
+        return (await self._http.get("/metrics", params=query)).raise_for_status().text
+
+
 @asynccontextmanager
 async def watched_gateway(
-    router: FakeRouter,
+    router: Any,
     limits: AdmissionLimits | None = None,
     clock: Callable[[], float] | None = None,
-) -> AsyncIterator[tuple[Callable[[int], Any], Callable[[], str]]]:
-    """Yields what asks for so many answers at once, and what gives the page."""
+) -> AsyncIterator[WatchedGateway]:
+    """Of a cluster, over an Upstream."""
     service = scripted_service(router, limits, clock=clock)
     openai = OpenAiDialect(service, LIMITS, BodyReader(LIMITS))
     readiness = Readiness(router, service.catalog)
@@ -149,13 +167,4 @@ async def watched_gateway(
     app = create_app([openai], service, readiness, ApiKeys(()), routes=routes)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
-
-        async def ask(count: int) -> list[int]:
-            body = {"model": "tiny", "prompt": "hello"}
-            asked = (http.post("/v1/completions", json=body) for _ in range(count))
-            return [answer.status_code for answer in await asyncio.gather(*asked)]
-
-        def page() -> str:
-            return service.metrics.page(with_fleet=False).decode()
-
-        yield ask, page
+        yield WatchedGateway(http)
