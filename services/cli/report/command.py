@@ -28,6 +28,9 @@ MAX_FILE_BYTES = 4 << 20  # of a longer one the end is kept
 MAX_BYTES = 64 << 20  # of all files, before they are compressed
 
 
+Made = dict[str, bytes] | str  # files by name, or why there are none
+
+
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """0 if the file is written, whatever is missing in it; 1 if it cannot be."""
     chosen = settings.build(ReportSettings)
@@ -47,9 +50,9 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     return 0
 
 
-def gathered(makers: Mapping[str, Part], timeout_s: float) -> dict[str, dict[str, bytes] | str]:
+def gathered(makers: Mapping[str, Part], timeout_s: float) -> dict[str, Made]:
     """By part: its files by name, or why there are none."""
-    done: queue.SimpleQueue[tuple[str, dict[str, bytes] | str]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[str, Made]] = queue.SimpleQueue()
 
     def make(name: str, part: Part) -> None:
         try:
@@ -60,14 +63,14 @@ def gathered(makers: Mapping[str, Part], timeout_s: float) -> dict[str, dict[str
 
     for name, part in makers.items():
         threading.Thread(target=make, args=(name, part), name=name, daemon=True).start()
-    found: dict[str, dict[str, bytes] | str] = {}
+    found: dict[str, Made] = {}
     deadline = time.monotonic() + timeout_s
     while len(found) < len(makers):
         try:
-            name, part = done.get(timeout=max(0.0, deadline - time.monotonic()))
+            name, made = done.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             break
-        found[name] = part
+        found[name] = made
     return {name: found.get(name, f"not within {timeout_s:g} s") for name in makers}
 
 
@@ -80,7 +83,7 @@ class Bundle:
         self._said: list[str] = []
         self._left = MAX_BYTES
 
-    def add(self, name: str, part: dict[str, bytes] | str) -> None:
+    def add(self, name: str, part: Made) -> None:
         """Take the files of a part, or the reason why it has none."""
         if isinstance(part, str):
             self._said.append(f"{name}: MISSING: {self._secrets.hide(part.encode()).decode()}")
