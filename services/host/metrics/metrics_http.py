@@ -51,6 +51,9 @@ class _Handler(MetricsHandler):
 
     def do_GET(self) -> None:
         if urlsplit(self.path).path == "/metrics":
+            # Always the text format, as gateways have it: in OpenMetrics' the library writes the
+            # colon of vLLM's names as an underscore for a scraper that does not ask for UTF-8.
+            del self.headers["Accept"]
             super().do_GET()
         else:
             self.send_error(404)

@@ -40,6 +40,19 @@ def test_metrics_and_nothing_else(server: MetricsHttp) -> None:
         assert httpx.request(method, url(server)).status_code == 501
 
 
+def test_names_are_the_same_for_every_scraper() -> None:
+    """Also for a Prometheus 2, which would rather have OpenMetrics."""
+    registry = CollectorRegistry()
+    Counter("vllm:things", "Things", registry=registry).inc(3)
+    server = MetricsHttp(registry, 0)
+    of_two = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+    of_three = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,*/*;q=0.1"
+    pages = {httpx.get(url(server), headers={"accept": a}).text for a in (of_two, of_three, "*/*")}
+    server.close()
+    (page,) = pages
+    assert "\nvllm:things_total 3.0\n" in page
+
+
 def test_silence_ends(server: MetricsHttp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_http, "SILENT_S", 0.1)
     with silent(server) as nothing, silent(server) as half:
