@@ -25,6 +25,9 @@ COPY kernels kernels
 COPY engine engine
 COPY gateway gateway
 COPY services services
+# Whose sources these are, for pdserve_build_info: --build-arg COMMIT=$(git rev-parse HEAD)
+ARG COMMIT=
+RUN printf %s "$COMMIT" > .src/pdserve/commit.txt
 RUN python3 -m venv /tmp/build && /tmp/build/bin/pip wheel -q --no-deps -w /wheels .
 
 # Dependencies before sources: they change rarely and weigh most.
@@ -82,12 +85,12 @@ RUN useradd --uid 10001 --create-home pdserve \
 FROM scratch AS runtime
 COPY --from=trimmed / /
 ARG VERSION=0.1.0
-ARG REVISION=unknown
+ARG COMMIT=unknown
 LABEL org.opencontainers.image.title=pdserve \
     org.opencontainers.image.description="Disaggregated LLM server: prefill and decode in separate services" \
     org.opencontainers.image.licenses=Apache-2.0 \
     org.opencontainers.image.version=$VERSION \
-    org.opencontainers.image.revision=$REVISION
+    org.opencontainers.image.revision=$COMMIT
 ENV PATH=/opt/pdserve/bin:/usr/local/bin:/usr/bin:/bin \
     LANG=C.UTF-8 \
     PYTHONUNBUFFERED=1

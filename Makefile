@@ -48,7 +48,7 @@ help:
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"
-	@echo "make docs         models.md, api.md, flags.md and metrics.md in docs/, from the code"
+	@echo "make docs         models.md, api.md, flags.md and metrics.md in docs/, from the code, and the alerts of compose"
 	@echo "make lock         images/*.txt: the images' packages and their hashes, from constraints.txt"
 	@echo "make pin          the digests of foreign images in Dockerfile and compose files, from their registry"
 	@echo "make modelcheck   every interleaving of a small hand-off, and eleven seeded bugs"
@@ -188,6 +188,7 @@ docs: setup
 	$(BIN)/python tests/support/api_page.py > docs/api.md
 	$(BIN)/python tests/support/flags_page.py > docs/flags.md
 	$(BIN)/python tests/support/metrics_page.py > docs/metrics.md
+	$(BIN)/python tests/support/alerts_page.py > k8s/observability/compose/alerts.yml
 
 fuzz: setup
 	PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.run $(ARGS)

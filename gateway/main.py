@@ -48,6 +48,7 @@ from pdserve.services.host import lifecycle
 from pdserve.services.host.auth.access import make_access, make_tls
 from pdserve.services.host.lifecycle import Report, run_until_signal, silent
 from pdserve.services.host.logs import configure_logging
+from pdserve.services.host.metrics.process_metrics import certificates_of, watch_loop
 from pdserve.services.host.process import freeze_heap
 from pdserve.services.host.rpc.backpressure import Backpressure
 from pdserve.services.host.server import GrpcHost
@@ -141,6 +142,7 @@ async def _serve(
         limits.on_change = lambda: metrics.show_open(limits)
     else:
         metrics, counts, siblings = GatewayMetrics(), None, Siblings()
+    metrics.add_process(certificates_of(settings, settings.tls_cert))
     mcp = make_mcp(settings, metrics)
     service = Service(
         client,
@@ -179,7 +181,7 @@ async def _serve(
         RerankDialect(service, bodies),
         openai,
     ]
-    routes = create_routes(dialects, service, readiness)
+    routes = create_routes(dialects, service, readiness, settings.fleet_metrics)
     add_fleet(routes, service)
     open_paths = add_pages(routes, settings.root_path)
     app = create_app(
@@ -234,6 +236,7 @@ async def _serve(
     watching = [
         asyncio.create_task(keys.watch(), name="keys"),
         asyncio.create_task(http.watch_certificate(), name="certificate"),
+        asyncio.create_task(watch_loop(metrics.loop_lag.observe), name="event loop lag"),
     ]
     if stored:
         watching.append(asyncio.create_task(stored.run(routes), name="stored"))

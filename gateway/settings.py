@@ -28,6 +28,9 @@ class GatewaySettings(PublicSettings):
         (), "host:port of routers; names are resolved anew, and requests spread over all"
     )
     open_metrics: bool = option(False, "/metrics needs no API key, even if there are any")
+    fleet_metrics: bool = option(
+        True, "/metrics has the fleet's figures, too; off where routers and workers are scraped"
+    )
     allow_origins: tuple[str, ...] = option(
         (),
         "origins whose web pages may call, e.g. https://chat.example; *: any",

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import alerts_page
 import flags_page
 import metrics_page
 import pytest
@@ -50,6 +51,7 @@ OTHER_FLAGS = {
     "--from-file",
     "--from-literal",
     "--build-arg",
+    "--tail",
     "--target",
     "--replicas",
     "--for",
@@ -85,6 +87,8 @@ def test_the_pages_are_as_the_code() -> None:
         name = page.__name__.removesuffix("_page")
         text = (ROOT / f"docs/{name}.md").read_text()
         assert page.page() == text, f"`make docs` writes docs/{name}.md anew"
+    alerts = (ROOT / "k8s/observability/compose/alerts.yml").read_text()
+    assert alerts_page.page() == alerts, "`make docs` writes the alerts of compose anew"
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -24,9 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prepare import prepare
-
 from build import ROOT, build, environment, install
+from prepare import prepare
 
 LIMIT_S = 590.0
 SPARE_S = 3.0  # to write and to end

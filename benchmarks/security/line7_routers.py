@@ -108,7 +108,7 @@ class System:
 
     def ready(self) -> bool:
         """Every gateway answers and is connected to every router, which knows all workers."""
-        known = 'pdserve_router_workers{role="decode",state="live"}'
+        known = 'pdserve_router_workers{model_name="tiny",role="decode",state="live"}'
         return (
             all(answers(f"{g}/ready") for g in self.gateways)
             and all(metric(router, known) == WORKERS for router in self.routers)

@@ -83,14 +83,19 @@ def create_app(
     )
 
 
-def create_routes(dialects: Sequence[Dialect], service: Service, readiness: Readiness) -> FastAPI:
-    """What answers requests that the Guard has let in."""
+def create_routes(
+    dialects: Sequence[Dialect],
+    service: Service,
+    readiness: Readiness,
+    fleet_metrics: bool = True,
+) -> FastAPI:
+    """What answers requests that the Guard has let in; `fleet_metrics`: /metrics has the fleet."""
     # No docs of FastAPI's: its pages load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_errors(app, dialects)
     for dialect in dialects:
         dialect.add_routes(app)
-    add_operations(app, service, readiness)
+    add_operations(app, service, readiness, fleet_metrics)
     add_traces(app, service, dialects)
     return app
 

@@ -30,7 +30,7 @@ _FLEET = {
             "name": "fleet",
             "in": "query",
             "required": False,
-            "schema": {"enum": list(_YES_OR_NO), "default": "true"},
+            "schema": {"enum": list(_YES_OR_NO)},
         }
     ]
 }
@@ -53,7 +53,9 @@ class Version(BaseModel):
     platform: str = f"{platform.system()}-{platform.machine()}".lower()
 
 
-def add_operations(app: FastAPI, service: Service, readiness: Readiness) -> None:
+def add_operations(
+    app: FastAPI, service: Service, readiness: Readiness, fleet_metrics: bool
+) -> None:
     scraping = FairSemaphore(1)
 
     @app.get("/health", **described(answer=Health))
@@ -76,9 +78,9 @@ def add_operations(app: FastAPI, service: Service, readiness: Readiness) -> None
 
     @app.get("/metrics", response_class=PlainTextResponse, openapi_extra=_FLEET)
     async def metrics(request: Request) -> Response:
-        """Figures of the gateway and of the fleet in Prometheus' text format. Every gateway has
-        those of the whole fleet: where several are scraped, `fleet=false` leaves them out."""
-        fleet = request.query_params.get("fleet", "true")
+        """Figures of the gateway, and with `fleet=true` of the whole fleet, in Prometheus' text
+        format. Without a word --fleet-metrics decides."""
+        fleet = request.query_params.get("fleet", _YES_OR_NO[not fleet_metrics])
         if fleet not in _YES_OR_NO:
             raise refuse("fleet", "fleet must be true or false")
         async with scraping.turn(caller_of(request).tenant.id):

@@ -303,6 +303,8 @@ class Meter:
         if self._where:  # its phases are known
             m.queue.labels(self._model).observe(self._phases.queue_s)
             m.prefill.labels(self._model).observe(self._phases.prefill_s)
+            if self._where.keys() - {"local"}:
+                m.transfer.labels(self._model).observe(self._phases.transfer_s)
         if self._first is not None:
             m.decode.labels(self._model).observe(
                 max(self._last.values(), default=self._first) - self._first

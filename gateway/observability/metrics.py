@@ -5,10 +5,18 @@ one of the fleet's, which are the last FleetView given to `FleetCollector.update
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+    values,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
@@ -17,7 +25,8 @@ from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.histogram import FileHistogram, MemoryHistogram, TokenHistogram
 from pdserve.protos.fleet_pb2 import Role
 from pdserve.protos.router_pb2 import FleetView
-from pdserve.services.host.engine_metrics import Worker, engine_metrics
+from pdserve.services.host.metrics.engine_metrics import Worker, engine_metrics
+from pdserve.services.host.metrics.process_metrics import ProcessFacts, lag_histogram
 
 _LATENCY_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
@@ -65,6 +74,10 @@ class GatewayMetrics:
         self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.")
         self.queue = histogram("vllm:request_queue_time_seconds", "Waiting for a first step.")
         self.prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt's KV.")
+        self.transfer = histogram(
+            "pdserve_request_transfer_time_seconds",
+            "Of a hand-off, what the prompt's computation did not hide.",
+        )
         self.decode = histogram("vllm:request_decode_time_seconds", "First token to last token.")
         self.prompt_len = histogram(
             "vllm:request_prompt_tokens", "Prompt tokens of an answered request.", _TOKENS
@@ -87,6 +100,14 @@ class GatewayMetrics:
             "pdserve_gateway_requests", "Requests in the gateway.", ("state",),
             registry=self.registry, multiprocess_mode="livesum",
         )  # fmt: skip
+
+        self.loop_lag = lag_histogram(self.registry)
+
+    def add_process(self, certificates: Mapping[str, str]) -> None:
+        """Export the process itself, too; of several processes, what they have in common."""
+        self._exported.register(ProcessFacts(certificates))
+        if self._exported is self.registry:
+            ProcessCollector(registry=self._exported)
 
     def show_open(self, limits: AdmissionLimits) -> None:
         """The requests that are in this gateway now."""

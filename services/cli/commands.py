@@ -177,6 +177,12 @@ COMMANDS = {
             (Positional("ring", "ring file, or a folder of them (--trace-dir)", repeated=True),),
         ),
         Command(
+            "report",
+            "write what explains a broken system to one file, without secrets",
+            "pdserve.services.cli.report.command:run",
+            (("report", CLI + "ReportSettings", ()),),
+        ),
+        Command(
             "demo",
             "start, ask a short and a long question over each transport, stop",
             "pdserve.services.cli.demo:run",

@@ -10,9 +10,13 @@ import os
 import sys
 import threading
 from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import TextIO
 
 log = logging.getLogger(__name__)
+
+KEPT_BYTES = 1 << 20  # of a file that keeps the last lines
 
 
 class LineFormatter(logging.Formatter):
@@ -60,17 +64,24 @@ def configure_logging(
 ) -> None:
     """Send all records of `level` and above to the stream (standard error). As JSON, so go Python's
     warnings and exceptions that nobody catches."""
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(
-        JsonFormatter(component) if log_format == "json" else LineFormatter(component)
-    )
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    kept = [one for one in root.handlers if isinstance(one, RotatingFileHandler)]
+    root.handlers[:] = [logging.StreamHandler(stream or sys.stderr), *kept]
+    for handler in root.handlers:
+        handler.setFormatter(
+            JsonFormatter(component) if log_format == "json" else LineFormatter(component)
+        )
     root.setLevel(level.upper())
     if log_format == "json":
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
         threading.excepthook = _log_thread
+
+
+def keep_log(path: Path) -> None:
+    """Send all records to a file, too, which has the last MiB or two (`path` and `path`.1)."""
+    handler = RotatingFileHandler(path, maxBytes=KEPT_BYTES, backupCount=1, delay=True)
+    logging.getLogger().addHandler(handler)
 
 
 def quiet_grpc_core(log_format: str) -> None:

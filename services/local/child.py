@@ -12,14 +12,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
+from pdserve.services.host.logs import keep_log
 from pdserve.services.host.process import die_with, show_as
 from pdserve.services.local.cores import Share
 
 MAX_REPORT_BYTES = 64 << 10  # that the parent takes
 MAX_MESSAGE = 4000
+LOG_SUFFIX = ".log"
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +30,12 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Task:
     """A Task names what a child runs: "module:function" takes `(*args, report=...)` and returns the
-    exit code."""
+    exit code. `log_folder`: where its last log lines are kept, too."""
 
     entry: str
     args: tuple[Any, ...]
     share: Share | None = None
+    log_folder: str = ""
 
 
 def child_main(name: str, task: Task, parent: int, pipe: Connection) -> NoReturn:
@@ -42,6 +46,8 @@ def child_main(name: str, task: Task, parent: int, pipe: Connection) -> NoReturn
     show_as(name)
     report = reporter(pipe)
     try:
+        if task.log_folder:
+            keep_log(Path(task.log_folder, f"{name}{LOG_SUFFIX}"))
         if task.share:
             take(task.share)
         code = resolve_name(task.entry)(*task.args, report=report)

@@ -81,7 +81,7 @@ class GatewayWorkers:
             index, self._num, self._listener, self._unix, str(self._folder), self._trace_key
         )
         ConnectionCounts(worker.counts_file, index, self._num)  # unready until it has started
-        return Task(self._entry, (self._settings, worker))
+        return Task(self._entry, (self._settings, worker), log_folder=str(self._folder))
 
 
 def run(settings: GatewaySettings) -> int:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "pdserve-up-"
+CONFIG_FILE = "config.yaml"  # the options in force, without secrets
 
 
 @contextmanager
@@ -26,6 +27,16 @@ def run_dir(parent: Path | None = None) -> Iterator[Path]:
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+def run_dirs(base: Path | None = None) -> list[Path]:
+    """This user's folders, also those that a killed owner has left."""
+    own = []
+    for path in sorted((base or Path(tempfile.gettempdir())).glob(PREFIX + "*")):
+        with suppress(FileNotFoundError):  # its owner has just ended
+            if path.lstat().st_uid == os.getuid() and not path.is_symlink():
+                own.append(path)
+    return own
 
 
 def _locked_folder(base: Path) -> tuple[Path, int]:

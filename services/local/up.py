@@ -35,10 +35,11 @@ from pdserve.services.local.cores import Share, allot, machine_cores
 from pdserve.services.local.data_folder import data_dir
 from pdserve.services.local.kept_database import kept_database
 from pdserve.services.local.progress import Lines, ProgressView, progress_below_log
-from pdserve.services.local.run_folder import run_dir
+from pdserve.services.local.run_folder import CONFIG_FILE, run_dir
 from pdserve.services.local.supervisor import Child, StartError, Supervisor, outcome
 from pdserve.services.options.options import OptionError
 from pdserve.services.options.settings import DEFAULT_URL, UpSettings
+from pdserve.services.options.show import render
 from pdserve.services.options.sources import Settings
 from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.router.settings import RouterSettings
@@ -80,6 +81,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
                     system.on_event, PRELOAD, lambda: system.serving, system.reloading()
                 ) as supervisor,
             ):
+                (folder / CONFIG_FILE).write_text(render(settings))  # for `pdserve report`
                 return system.serve(supervisor, folder)
     except (StartError, OSError) as error:
         say(f"pdserve up: {error}", logging.ERROR)
@@ -230,7 +232,7 @@ class System:
             **self._trust[Role.ROUTER],
             trace_dir=self._trace_dir(folder),
         )
-        return Task(self._entries["router"], (made,))
+        return Task(self._entries["router"], (made,), log_folder=str(folder))
 
     @contextmanager
     def _database(self, folder: Path) -> Iterator[str]:
@@ -263,7 +265,7 @@ class System:
         )
         names = self._gateway_names()
         if len(names) == 1:
-            yield {GATEWAY: lambda: Task(self._entries["gateway"], (made,))}
+            yield {GATEWAY: lambda: Task(self._entries["gateway"], (made,), log_folder=str(folder))}
             return
         entry = self._entries["gateway worker"]
         with gateway_workers.GatewayWorkers(made, len(names), folder, entry) as workers:
@@ -284,7 +286,7 @@ class System:
                 trace_dir=self._trace_dir(folder),
             )
             engine = self._settings.build(EngineConfig, model=model, host_engines=num_workers)
-            return Task(self._entries[role], (made, engine), share)
+            return Task(self._entries[role], (made, engine), share, str(folder))
 
         return make
 

@@ -106,6 +106,23 @@ class TopSettings(ClientSettings):
 
 
 @dataclass(frozen=True)
+class ReportSettings(ClientSettings, CertificateSettings):
+    """What is asked for a report, and where it is written."""
+
+    out: str = option("", "file that is written; empty: pdserve-report-TIME.tar.gz, here")
+    routers: tuple[str, ...] = option((), "host:port of routers that are asked for the fleet")
+    scrape: tuple[str, ...] = option(
+        (), "host:port of further metrics ports that are asked: of routers and workers"
+    )
+    cluster_secret: tuple[str, ...] = option(
+        (), "secret of the routers, where they have no certificates", secret=True
+    )
+    trust_network: bool = option(False, "the secret may cross this network in clear")
+    trace_dir: str = option("", "folder of the rings that note hand-offs; empty: that of `up`")
+    timeout_s: float = option(30.0, "seconds for everything together", min=1, max=600)
+
+
+@dataclass(frozen=True)
 class CertsSettings:
     """Certificates that are made."""
 

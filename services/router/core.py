@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import random
+from collections import Counter
 from collections.abc import Iterable
 
 from pdserve.protos import common_pb2 as pb
@@ -48,6 +49,8 @@ class RouterCore:
             self._loop.time(),
             tracer,
         )
+        self.num_isolations = 0  # times that it heard too few workers
+        self.deaths: Counter[tuple[str, str]] = Counter()  # without a goodbye, by model and role
         self._idle = asyncio.Event()  # set when no client is left, while draining
         # It ends only by a failure, or by `close`.
         self.ticker = asyncio.create_task(self._tick(), name="router tick")
@@ -57,6 +60,11 @@ class RouterCore:
         self.ticker.cancel()
         await asyncio.gather(self.ticker, return_exceptions=True)
         await self.worker_sessions.close_all()
+
+    @property
+    def now(self) -> float:
+        """The clock of all times here."""
+        return self._loop.time()
 
     @property
     def draining(self) -> bool:
@@ -79,7 +87,9 @@ class RouterCore:
             ticked, now = now, self._loop.time()
             if now - ticked >= STOOD_S:
                 self.fleet.excuse(now - ticked, now)
+            was_isolated = self.fleet.isolated
             self._lose(self.fleet.tick(now))
+            self.num_isolations += self.fleet.isolated and not was_isolated
             self.dispatcher.tick(now)
             if self.draining and not self.dispatcher.num_attended:
                 self._idle.set()
@@ -87,6 +97,7 @@ class RouterCore:
     def _lose(self, dead: list[Worker]) -> None:
         for worker in dead:
             log.warning("worker %s is dead", worker.hello.address)
+            self.deaths[_who(worker.hello)] += not worker.said_goodbye
             self.worker_sessions.close(worker)
             self.dispatcher.disconnected(
                 worker, died=not worker.said_goodbye, now=self._loop.time()
@@ -101,8 +112,9 @@ class RouterCore:
         self._lose(dead)
         self.worker_sessions.open(worker)
         self.dispatcher.joined(worker)
-        role = fleet_pb2.Role.Name(hello.role).lower()
-        log.info("%s worker %s joined, model %s", role, hello.address, worker.model)
+        model, role = _who(hello)
+        self.deaths[model, role] += 0  # a counter of Prometheus begins with a zero
+        log.info("%s worker %s joined, model %s", role, hello.address, model)
         return worker
 
     def report(self, worker: Worker, report: fleet_pb2.WorkerReport) -> bool:
@@ -207,3 +219,8 @@ class RouterCore:
             moved_tokens=self.dispatcher.migrations.num_tokens,
             moved_bytes=self.dispatcher.migrations.num_bytes,
         )
+
+
+def _who(hello: fleet_pb2.WorkerHello) -> tuple[str, str]:
+    """Model and role of a worker."""
+    return hello.card.name, fleet_pb2.Role.Name(hello.role).lower()

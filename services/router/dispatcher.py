@@ -14,6 +14,7 @@ from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError, quoted
+from pdserve.services.host.metrics.observations import Observations
 from pdserve.services.host.rpc.request_progress import RequestProgress
 from pdserve.services.host.rpc.token_rows import TokenRow
 from pdserve.services.host.tracing import NO_TRACER, TraceContext, Tracer
@@ -32,6 +33,8 @@ from pdserve.services.router.requests.request import FAILURES, RoutedRequest
 
 BUSY_S = 0.1  # a busy worker is asked again after this, or with its next load
 YOUNG_S = 5.0  # workers may still be joining a router of this age
+# Bounds of the histogram of waits in the queue.
+QUEUE_WAITS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
 class Dispatcher:
@@ -63,6 +66,7 @@ class Dispatcher:
         self.num_adopted = 0  # attempts that went on where another session had left them
         self.num_stale = 0
         self.num_frozen = 0  # engines found frozen
+        self.queue_waits: dict[str, Observations] = {}  # in the queue, by model
         self.placer = Placer(fleet, rules, rng, max_queued)
         self.migrations = Migrations(fleet, self.placer)
 
@@ -88,6 +92,11 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         return len(self.placer.waiting)
+
+    @property
+    def models(self) -> list[str]:
+        """Every one that was ever served here."""
+        return sorted(self._models)
 
     @property
     def draining(self) -> bool:
@@ -228,6 +237,10 @@ class Dispatcher:
     def count_prefill(self, remote: bool) -> None:
         self.prefills["remote" if remote else "local"] += 1
 
+    def waited(self, request: RoutedRequest, seconds: float) -> None:
+        seen = self.queue_waits.setdefault(request.model, Observations(QUEUE_WAITS_S))
+        seen.observe(seconds)
+
     def migration_begun(self, request: RoutedRequest) -> None:
         self.migrations.begun(request)
 
@@ -244,6 +257,8 @@ class Dispatcher:
         if served:
             epoch, placement = request.state.epoch, request.placement
             self._recently_finished.add(request.key, epoch, placement, now)
+        if error is not None and error.code == pb.QUEUE_TIMEOUT and not request.state.num_attempts:
+            self.waited(request, now - request.arrived)
         self.outcomes["ok" if error is None else pb.ErrorCode.Name(error.code)] += 1
 
     def _forget(self, request: RoutedRequest) -> None:

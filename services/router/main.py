@@ -29,7 +29,7 @@ from pdserve.services.router.service import OPEN_METHODS, RouterService
 from pdserve.services.router.settings import RouterSettings
 
 if TYPE_CHECKING:
-    from pdserve.services.host.metrics_http import MetricsHttp
+    from pdserve.services.host.metrics.process_metrics import MetricsPort
 
 SERVICES = ("pdserve.v1.Router", "pdserve.v1.Fleet", "pdserve.v1.Blobs")
 
@@ -121,16 +121,17 @@ async def serve(
         )
     finally:
         if metrics is not None:
-            metrics.close()
+            await metrics.close()
 
 
-def _serve_metrics(router: RouterProcess, settings: RouterSettings) -> "MetricsHttp | None":
+def _serve_metrics(router: RouterProcess, settings: RouterSettings) -> "MetricsPort | None":
     if not settings.metrics_port:
         return None
-    from pdserve.services.host.metrics_http import MetricsHttp
+    from pdserve.services.host.metrics.process_metrics import MetricsPort
     from pdserve.services.router.metrics import RouterMetrics
 
-    return MetricsHttp(RouterMetrics(router.core), settings.metrics_port, settings.bind)
+    figures = RouterMetrics(router.core)
+    return MetricsPort(settings, settings.bind, settings.tls_cert, figures)
 
 
 def run(settings: RouterSettings, report: Report = silent) -> int:

@@ -2,10 +2,17 @@
 
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
-from pdserve.protos.fleet_pb2 import Role
+from pdserve.protos.fleet_pb2 import DECODE, PREFILL, Role
 from pdserve.services.router.core import RouterCore
+from pdserve.services.router.fleet.fleet import Worker
+from pdserve.services.router.scaling import decode_kv_used_ratio, prefill_backlog_s
 
 
 class RouterMetrics:
@@ -16,22 +23,29 @@ class RouterMetrics:
 
     def collect(self) -> Iterator[Metric]:
         dispatcher = self._core.dispatcher
-        workers = GaugeMetricFamily(
-            "pdserve_router_workers", "Workers by role and state", labels=("role", "state")
-        )
-        counts: dict[tuple[str, str], int] = {}
-        for worker in list(self._core.fleet.workers.values()):
-            key = (Role.Name(worker.hello.role).lower(), worker.state.value)
-            counts[key] = counts.get(key, 0) + 1
-        for labels, count in counts.items():
-            workers.add_metric(labels, count)
-        yield workers
+        yield from self._workers()
+        yield from self._of_models()
         yield GaugeMetricFamily(
             "pdserve_router_requests", "Requests in the router", value=dispatcher.num_running
         )
         yield GaugeMetricFamily(
-            "pdserve_router_queued", "Requests without a worker", value=dispatcher.num_queued
+            "pdserve_router_isolated",
+            "1 while the router hears too few of its workers and takes nothing new",
+            value=self._core.fleet.isolated,
         )
+        yield CounterMetricFamily(
+            "pdserve_router_isolations",
+            "Times that the router began to hear too few of its workers",
+            value=self._core.num_isolations,
+        )
+        deaths = CounterMetricFamily(
+            "pdserve_router_worker_deaths",
+            "Workers that went without a goodbye",
+            labels=("model_name", "role"),
+        )
+        for who, count in list(self._core.deaths.items()):
+            deaths.add_metric(who, count)
+        yield deaths
         yield by_label(
             "pdserve_router_ended", "Requests by outcome", "outcome", dispatcher.outcomes
         )
@@ -88,6 +102,73 @@ class RouterMetrics:
         yield CounterMetricFamily(
             "pdserve_router_stale", "Messages that named nothing", value=dispatcher.num_stale
         )
+
+    def _workers(self) -> Iterator[Metric]:
+        """As this router hears them: every router exports all."""
+        states = GaugeMetricFamily(
+            "pdserve_router_workers",
+            "Workers by role and state; each router counts all of them",
+            labels=("model_name", "role", "state"),
+        )
+        silent = GaugeMetricFamily(
+            "pdserve_worker_silent_seconds",
+            "Seconds since the router last heard it",
+            labels=("model_name", "worker", "role", "state"),
+        )
+        counts = {(model, "decode", "live"): 0 for model in self._core.dispatcher.models}
+        now = self._core.now
+        for worker in list(self._core.fleet.workers.values()):
+            model, state = worker.model, worker.state.value
+            role = Role.Name(worker.hello.role).lower()
+            counts[model, role, state] = counts.get((model, role, state), 0) + 1
+            silent.add_metric((model, worker.hello.address, role, state), now - worker.heard)
+        for labels, count in counts.items():
+            states.add_metric(labels, count)
+        yield states
+        yield silent
+
+    def _of_models(self) -> Iterator[Metric]:
+        """What waits, and what scalers read."""
+        dispatcher, model_name = self._core.dispatcher, ("model_name",)
+        queued = GaugeMetricFamily(
+            "pdserve_router_queued", "Requests without a worker", labels=model_name
+        )
+        waits = HistogramMetricFamily(
+            "pdserve_router_queue_seconds",
+            "From a request's arrival to the try of its first token, or to its end without a try",
+            labels=model_name,
+        )
+        backlog = GaugeMetricFamily(
+            "pdserve_prefill_backlog_seconds",
+            "Prompt tokens that wait for prefill, by the sum of the live workers' rates. Every "
+            "router counts their queues and adds its own: take the max",
+            labels=model_name,
+        )
+        used = GaugeMetricFamily(
+            "pdserve_decode_kv_used_ratio",
+            "KV tokens of the live decode workers in use or promised; 1 is all. Every router says "
+            "the same: take the max",
+            labels=model_name,
+        )
+        waiting = list(dispatcher.placer.waiting)
+        workers = list(self._core.fleet.workers.values())
+        for model in dispatcher.models:
+            mine = [request for request in waiting if request.model == model]
+            of_role: dict[int, list[Worker]] = {PREFILL: [], DECODE: []}
+            for worker in workers:
+                if worker.model == model:
+                    of_role[worker.hello.role].append(worker)
+            tokens = sum(map(dispatcher.placer.remote_tokens, mine))
+            queued.add_metric((model,), len(mine))
+            for family, value in (
+                (backlog, prefill_backlog_s(of_role[PREFILL], tokens)),
+                (used, decode_kv_used_ratio(of_role[DECODE])),
+            ):
+                if value is not None:
+                    family.add_metric((model,), value)
+        for model, seen in list(dispatcher.queue_waits.items()):
+            waits.add_metric((model,), seen.buckets(), seen.total)
+        yield from (queued, waits, backlog, used)
 
 
 def by_label(name: str, text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:

@@ -32,7 +32,7 @@ from pdserve.services.worker.runtime import WorkerRuntime
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S, WorkerSettings
 
 if TYPE_CHECKING:
-    from pdserve.services.host.metrics_http import MetricsHttp
+    from pdserve.services.host.metrics.process_metrics import MetricsPort
     from pdserve.services.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class WorkerProcess:
         self._membership: Membership | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics: WorkerMetrics | None = None
-        self._metrics_http: MetricsHttp | None = None
+        self._metrics_port: MetricsPort | None = None
         self._draining = self._stopped = False
         self._loading: threading.Thread | None = None
         self.hung = False  # what has to be closed cannot be: a thread hangs, or the device is lost
@@ -114,8 +114,8 @@ class WorkerProcess:
         if self._membership is not None:
             await asyncio.to_thread(self._membership.close, LEAVE_S)
         await self.host.stop(grace_s)
-        if self._metrics_http is not None:
-            await asyncio.to_thread(self._metrics_http.close)
+        if self._metrics_port is not None:
+            await self._metrics_port.close()
         if self._loading is not None:
             # Python aborts if a thread comes back from a native call while it ends itself.
             await asyncio.to_thread(self._loading.join, CLOSE_S)
@@ -207,12 +207,12 @@ class WorkerProcess:
         )
         if self._settings.metrics_port:
             # Few processes have a metrics port, and its imports take 50 ms.
-            from pdserve.services.host.metrics_http import MetricsHttp
+            from pdserve.services.host.metrics.process_metrics import MetricsPort
             from pdserve.services.worker.metrics import WorkerMetrics
 
             self._metrics = WorkerMetrics(hello)
-            port, bind = self._settings.metrics_port, self._settings.bind
-            self._metrics_http = MetricsHttp(self._metrics, port, bind)
+            bind = self._settings.bind
+            self._metrics_port = MetricsPort(self._settings, bind, "", self._metrics)
         self._role.attach()
         self.host.set_serving(True)
         self._membership.start()

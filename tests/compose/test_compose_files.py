@@ -14,6 +14,7 @@ from pdserve.services.options.options import ENV_PREFIX
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 
 ROOT = Path(__file__).parents[2]
+OBSERVABILITY = ROOT / "k8s/observability"
 WORKERS = ("prefill", "decode")
 # Variables of the compose files themselves: where to find models, which GPU.
 COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU", "PDSERVE_MODEL_B"} | {
@@ -68,24 +69,73 @@ def test_every_name_is_known_to_some_command() -> None:
         assert found <= known, name
 
 
-def test_traces_reach_the_collector_of_the_overlay(services: dict[str, Any]) -> None:
-    overlay = yaml.safe_load((ROOT / "docker-compose.trace.yml").read_text())["services"]
-    jaeger = overlay.pop("jaeger")
-    assert set(overlay) == set(services)
-    assert jaeger["networks"] == services["gateway"]["networks"]
-    assert all(str(port).startswith("127.0.0.1:") for port in jaeger["ports"])
+@pytest.fixture(scope="module")
+def watched() -> dict[str, Any]:
+    """The overlay that watches the system."""
+    text = (ROOT / "docker-compose.observability.yml").read_text()
+    found: dict[str, Any] = yaml.safe_load(text)["services"]
+    return found
+
+
+def test_traces_reach_the_collector_of_the_overlay(
+    services: dict[str, Any], watched: dict[str, Any]
+) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    for role, service in overlay.items():
-        assert default(service["build"]["args"]["CONTROL_EXTRAS"]) in extras
+    for role in services:
+        assert default(watched[role]["build"]["args"]["CONTROL_EXTRAS"]) in extras
         known = {o.env: o for s in COMMANDS[role].sections() for o in s.options}
-        told = {name: default(value) for name, value in service["environment"].items()}
+        told = {n: default(value) for n, value in watched[role]["environment"].items()}
         parsed = {name: known[name].parse(value, name) for name, value in told.items()}
-        assert parsed == {
-            "PDSERVE_OTLP_TRACES_ENDPOINT": "http://jaeger:4318",
-            "PDSERVE_OTLP_TRACES_SAMPLE": known["PDSERVE_OTLP_TRACES_SAMPLE"].default,
-        }
+        assert parsed["PDSERVE_OTLP_TRACES_ENDPOINT"] == "http://collector:4318"
+        assert parsed["PDSERVE_OTLP_TRACES_SAMPLE"] == 1.0
+    (config,) = watched["collector"]["volumes"]
+    collector = yaml.safe_load((ROOT / config.partition(":")[0]).read_text())
+    assert collector["receivers"]["otlp"]["protocols"]["http"]["endpoint"].endswith(":4318")
+    (pipeline,) = collector["service"]["pipelines"].values()
+    (exporter,) = pipeline["exporters"]
+    assert collector["exporters"][exporter]["endpoint"] == "jaeger:4317"
+
+
+def test_everything_is_scraped_once(services: dict[str, Any], watched: dict[str, Any]) -> None:
+    """Each process for its own figures: no gateway exports the fleet."""
+    assert watched["gateway"]["environment"]["PDSERVE_FLEET_METRICS"] == "false"
+    assert watched["gateway"]["environment"]["PDSERVE_OPEN_METRICS"] == "true", "it has no key"
+    ports = {"gateway": services["gateway"]["environment"]["PDSERVE_PORT"]}
+    for role in ("router", "prefill", "decode"):
+        ports[role] = watched[role]["environment"]["PDSERVE_METRICS_PORT"]
+    asked = {}
+    for job in yaml.safe_load((OBSERVABILITY / "compose/prometheus.yml").read_text())[
+        "scrape_configs"
+    ]:
+        (found,) = job["dns_sd_configs"]
+        (role,) = found["names"]
+        assert job["job_name"] == f"pdserve-{role}"
+        asked[role] = found["port"]
+        assert bool(job.get("metric_relabel_configs")) == (role in WORKERS)
+    assert asked == ports
+
+
+def test_what_the_overlay_mounts_exists(watched: dict[str, Any]) -> None:
+    tools = {name for name, service in watched.items() if "image" in service}
+    assert tools == {"prometheus", "grafana", "collector", "jaeger"}
+    for name in tools:
+        service = watched[name]
+        published = ["clients"] if "ports" in service else []
+        assert service["networks"] == ["pdserve", *published]
+        assert service["cap_drop"] == ["ALL"]
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"]), "a version"
+        for volume in service.get("volumes", ()):
+            source, _, mode = volume.split(":")
+            assert (ROOT / source).exists()
+            assert mode == "ro"
+        assert all(str(port).startswith("127.0.0.1:") for port in service.get("ports", ()))
+    sources = yaml.safe_load((OBSERVABILITY / "compose/datasources.yml").read_text())
+    for source in sources["datasources"]:
+        host = source["url"].removeprefix("http://").partition(":")[0]
+        assert host in tools
+        assert source["uid"] == source["type"] == host
 
 
 def test_containers_have_no_rights_and_bounds(services: dict[str, Any]) -> None:

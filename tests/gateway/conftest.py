@@ -85,6 +85,7 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         arrange: Callable[[Service], None] = lambda service: None,
         pages: bool = False,
         root_path: str = "",
+        fleet_metrics: bool = True,
         **guard: Any,
     ) -> ASGIApp:
         service = make_service(router, limits, text_pool, rates, template_kwargs, parsers)
@@ -96,7 +97,7 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
             OpenAiDialect(service, bounds, bodies, responses),
         ]
         readiness = Readiness(router, service.catalog)
-        routes = create_routes(dialects, service, readiness)
+        routes = create_routes(dialects, service, readiness, fleet_metrics)
         if pages:
             add_fleet(routes, service)
         return create_app(

@@ -47,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         if self.path == "/v1/models":
             self.send(200, {"data": self.server.models})
-        elif self.path == "/metrics":
+        elif self.path == "/metrics?fleet=true":
             self.send_text(200, self.server.metrics)
         elif self.path == "/ready":
             self.send(503, {"error": {"message": "no decode worker is live yet"}})

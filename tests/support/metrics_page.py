@@ -5,11 +5,11 @@ collector gets some to show.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 
 from pdserve.engine.kv.codec import encode_spec
@@ -17,7 +17,11 @@ from pdserve.engine.kv.spec import KvSpec
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2, router_pb2
+from pdserve.services.host.auth.certificates import make_authority
+from pdserve.services.host.metrics.observations import Observations
+from pdserve.services.host.metrics.process_metrics import ProcessFacts, lag_histogram
 from pdserve.services.router.core import RouterCore
+from pdserve.services.router.dispatcher import QUEUE_WAITS_S
 from pdserve.services.router.metrics import RouterMetrics
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.worker.metrics import WorkerMetrics
@@ -38,38 +42,85 @@ computed, without cached tokens, and a gateway's those of answered requests;
 of the fleet. `pdserve top` reads it, too. So is `pdserve gateway --workers N`: whichever process is
 asked has the sums of all ([gateways.md](gateways.md)).
 
-In a cluster each process is asked for its own figures. Every gateway knows the whole fleet and
-would count it once more, so gateways are asked with `fleet=false`:
+In a cluster each process is asked for its own figures, and nobody exports another's: gateways get
+`--no-fleet-metrics` (`PDSERVE_FLEET_METRICS=false`), routers and workers `--metrics-port`. With the
+fleet, each gateway would count it once more. `fleet=true` in the query asks for the fleet all the
+same, `fleet=false` for none.
 
 ```yaml
 scrape_configs:
-  - job_name: gateways # what clients get: latencies, tokens, how requests end
-    params: { fleet: ["false"] }
+  - job_name: pdserve-gateways # what clients get: latencies, tokens, how requests end
     authorization: { credentials: API_KEY } # not with --open-metrics
     static_configs: [{ targets: ["gateway-1:8000", "gateway-2:8000", "gateway-3:8000"] }]
-  - job_name: workers # what engines do: batches, queues, KV blocks, transfers
+  - job_name: pdserve-workers # what engines do: batches, queues, KV blocks, transfers
     static_configs: [{ targets: ["prefill-1:9090", "decode-1:9090", "decode-2:9090"] }]
     metric_relabel_configs: # gateways count tokens, too: those of answers
       - { source_labels: [__name__], regex: "vllm:(prompt|generation)_tokens_total", action: drop }
-  - job_name: routers # decisions, retries, moves
+  - job_name: pdserve-routers # decisions, queues, retries, moves, and their view of the fleet
     static_configs: [{ targets: ["router-1:9090", "router-2:9090"] }]
 ```
 
-Routers and workers serve `/metrics` at `--metrics-port`. Where workers have no such port, take the
-fleet from one gateway, or from a service that asks any one of them, in a job of its own.
+`k8s/observability` is that for Kubernetes (PodMonitors), docker-compose.observability.yml for
+compose; boards and alerts are there, too, and [runbook.md](runbook.md) is about the alerts.
 
-The Gateway API Inference Extension reads `vllm:num_requests_waiting`, `vllm:num_requests_running`,
-`vllm:kv_cache_usage_perc` and `vllm:cache_config_info` under these names.
+{sums}
+
+Scalers read `pdserve_prefill_backlog_seconds` (prefill), `pdserve_decode_kv_used_ratio` and
+`pdserve_router_queued` (decode). The Gateway API Inference Extension reads
+`vllm:num_requests_waiting`, `vllm:num_requests_running`, `vllm:kv_cache_usage_perc` and
+`vllm:cache_config_info` under these names.
+
+What prometheus_client says of a process is there as well (`process_cpu_seconds_total`,
+`process_resident_memory_bytes`, `process_open_fds`, ...); with `--workers N` it is not, since each
+scrape would be of another process.
 """
+# Of which processes a figure is, what it is summed over, and what that gives.
+SUMS = (
+    (
+        "gateways",
+        "all gateways",
+        "the system; of a histogram `sum by (le)` of the buckets, then `histogram_quantile`",
+    ),
+    (
+        "workers",
+        "all workers",
+        "the system, without the tokens that gateways count under the same names",
+    ),
+    (
+        "routers: counters, and what is in them (`pdserve_router_requests`, `_queued`, "
+        "`_queue_seconds`, `_moving`, `_migrating`)",
+        "all routers",
+        "the system: a request is in one router",
+    ),
+    (
+        "routers: what they hear of workers (`pdserve_router_workers`, `_worker_deaths`, "
+        "`_frozen`, `pdserve_worker_silent_seconds`) and what scalers read of it "
+        "(`pdserve_prefill_backlog_seconds`, `pdserve_decode_kv_used_ratio`)",
+        "none: `max`",
+        "the system: each router hears every worker, so a sum counts it once for each router",
+    ),
+    ("every process", "as is asked", "a sample of each process"),
+)
 WHO = pb.ModelCard(name="x", kv_spec=encode_spec(KvSpec(4, ())))
 HELLO = fleet_pb2.WorkerHello(role=fleet_pb2.DECODE, boot=b"x", address="x:1", card=WHO)
+PREFILL = fleet_pb2.WorkerHello(role=fleet_pb2.PREFILL, boot=b"y", address="y:1", card=WHO)
 LOAD = fleet_pb2.Load(
     blocks_total=1,
+    prefill_tokens_s=1,
     oldest_s={"x": 1.0},
     refused_frames=[fleet_pb2.Refused(reason="x")],
     transports=[fleet_pb2.TransportCounters(transport="x")],
 )
 MOST_LABELS = 4
+AUTHORITY = make_authority().certificate.decode()
+
+
+def process_metrics() -> list[Metric]:
+    """Of each process, but for what prometheus_client names."""
+    registry = CollectorRegistry()
+    registry.register(ProcessFacts({"cluster_ca": AUTHORITY}))
+    lag_histogram(registry)
+    return list(registry.collect())
 
 
 def gateway_metrics() -> list[Metric]:
@@ -81,7 +132,8 @@ def gateway_metrics() -> list[Metric]:
                 if isinstance(metric, Counter | Gauge | Histogram):
                     metric.labels(*["x"] * number)
     metrics.itl.of("x")
-    return list(metrics.registry.collect())
+    common = {metric.name for metric in process_metrics()}
+    return [metric for metric in metrics.registry.collect() if metric.name not in common]
 
 
 def fleet_metrics() -> list[Metric]:
@@ -102,7 +154,12 @@ def worker_metrics() -> list[Metric]:
 async def router_metrics() -> list[Metric]:
     """A router's."""
     core = RouterCore("secret", Rules(), 1)  # type: ignore[arg-type]
-    core.fleet.join(HELLO, 0.0)
+    for hello in (HELLO, PREFILL):
+        worker, _ = core.fleet.join(hello, 0.0)
+        worker.report(LOAD)
+        core.dispatcher.joined(worker)
+    core.deaths["x", "decode"] = 1
+    core.dispatcher.queue_waits["x"] = Observations(QUEUE_WAITS_S)
     dispatcher, compatibility = core.dispatcher, core.dispatcher.placer.compatibility
     for counts in (
         dispatcher.outcomes,
@@ -121,8 +178,9 @@ async def router_metrics() -> list[Metric]:
 def exported() -> dict[str, list[Metric]]:
     """The metrics by the title of who exports them."""
     return {
+        "Every process": process_metrics(),
         "Gateway": gateway_metrics(),
-        "Fleet: every gateway, without `fleet=false`": fleet_metrics(),
+        "Fleet: a gateway, unless `--no-fleet-metrics`": fleet_metrics(),
         "Prefill and decode workers": worker_metrics(),
         "Router": asyncio.run(router_metrics()),
     }
@@ -140,12 +198,17 @@ def labels(metric: Metric) -> list[str]:
     return [label for label in first.labels if label != "le"]
 
 
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def page() -> str:
     return "\n".join(_lines()) + "\n"
 
 
 def _lines() -> Iterator[str]:
-    yield HEAD.rstrip()
+    rows = ("| figures of | sum over | gives |", "|---|---|---|", *map(_row, SUMS))
+    yield HEAD.replace("{sums}", "\n".join(rows)).rstrip()
     for title, metrics in exported().items():
         yield f"\n## {title}\n"
         yield "| metric | type | labels | |"

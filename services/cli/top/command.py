@@ -42,7 +42,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 def fetch_snapshot(client: ApiClient) -> Snapshot:
     """Raises ApiError."""
     try:
-        return parse_snapshot(client.get("/metrics").decode())
+        return parse_snapshot(client.get("/metrics?fleet=true").decode())
     except (ValueError, KeyError) as error:
         raise ApiError(f"{client.url}/metrics is not pdserve's: {error}", 502) from None
 

@@ -70,6 +70,11 @@ def role_in(certificate: bytes) -> Role:
     raise ValueError("the certificate names no role")
 
 
+def ends_of(pem: bytes) -> list[float]:
+    """When each certificate of a PEM text ends, in Unix time. Raises ValueError without any."""
+    return [c.not_valid_after_utc.timestamp() for c in x509.load_pem_x509_certificates(pem)]
+
+
 def check_pair(own: Identity) -> None:
     """Raises ValueError if the key is not the certificate's, or one of them cannot be read."""
     try:

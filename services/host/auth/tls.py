@@ -39,11 +39,11 @@ class TlsFiles:
 
     def pair(self) -> tuple[bytes, bytes]:
         """(key, certificate), as gRPC takes them. Raises OSError."""
-        return _pem(self._key), _pem(self._certificate)
+        return read_pem(self._key), read_pem(self._certificate)
 
     def authority(self) -> bytes | None:
         """Raises OSError."""
-        return _pem(self._authority) if self._authority else None
+        return read_pem(self._authority) if self._authority else None
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Of a server that, with an authority, wants a certificate from its clients too."""
@@ -56,7 +56,8 @@ class TlsFiles:
         )
 
 
-def _pem(source: str) -> bytes:
+def read_pem(source: str) -> bytes:
+    """Of a path, or of PEM text itself. Raises OSError."""
     return source.encode() if source.startswith(PEM) else Path(source).read_bytes()
 
 

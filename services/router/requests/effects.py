@@ -76,6 +76,9 @@ class Effects(Protocol[RequestT]):
     def closed(self, request: RequestT, attempt: Assignment, lost: str) -> None:
         """Messages of this attempt no longer belong to the request; `lost`: why it was given up."""
 
+    def waited(self, request: RequestT, seconds: float) -> None:
+        """From its arrival to the try that gave its first token."""
+
     def taken(self, request: RequestT, attempt: Assignment) -> None:
         """A decode worker has taken the attempt."""
 

@@ -132,6 +132,12 @@ class Placer:
         boot = destination(ids, here, others, self._rules.mixing, self._rng)
         return None if boot is None else self._fleet.workers[boot]
 
+    def remote_tokens(self, request: RoutedRequest) -> int:
+        """Tokens that a prefill worker would compute for it if nothing is cached."""
+        tokens, mode = len(request.progress.prompt_ids), self._rules.remote_prefill
+        remote = mode == "always" or (mode == "auto" and tokens >= self._rules.threshold)
+        return tokens if remote and request.progress.may_go_remote else 0
+
     # --- those that wait
 
     def pump(self, now: float) -> None:

@@ -92,7 +92,7 @@ class RoutedRequest:
         self.placement = pb.Placement()  # of the attempt that it has, or is to adopt
         self.placement.CopyFrom(start.placement)
         self._effects = effects
-        self._arrived = now
+        self.arrived = now
         self._counted = False  # its prompt was counted as local or remote
         self._assignments: dict[bytes, Assignment] = {}  # its attempt, and a migration's
         self._rows_of: Assignment | None = None  # whose rows are only passed on
@@ -498,8 +498,10 @@ class RoutedRequest:
         pooled = isinstance(fresh, pb.Embedding)
         if not assignment.adopted and (pooled or fresh.position == 0):
             first = self.beginning.token.came(assignment.id, assignment.began, now)
+            if first:
+                self._effects.waited(self, assignment.began - self.arrived)
             if first and self.span.recorded:
-                self.span.phase("queue", self._arrived, assignment.began)
+                self.span.phase("queue", self.arrived, assignment.began)
                 self.span.event("first token", now)
         if pooled:
             self._effects.emit(self, RequestEvent(embedding=fresh))
@@ -539,7 +541,7 @@ class RoutedRequest:
             _address(assignment.prefill if assignment else None, "local"),
             _address(assignment.decode if assignment else None, "none"),
             self.state.num_attempts,
-            now - self._arrived,
+            now - self.arrived,
             extra={"request": self.id},
         )
         self.span.set(

@@ -201,6 +201,10 @@ async def test_gateways_beside_each_other_leave_the_fleet_out(make_http):
     assert "worker=" not in own
     assert "vllm:num_requests_running" not in own
     check(await client.get("/metrics", params={"fleet": "no"}), 400, "fleet")
+    scraped = make_http(saying("x"), fleet_metrics=False)
+    assert "worker=" not in (await scraped.get("/metrics")).text
+    asked = (await scraped.get("/metrics", params={"fleet": "true"})).text
+    assert "vllm:num_requests_running" in asked
 
 
 async def test_metrics_without_a_router(make_http):

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from eventually import LIMIT_S, wait_until
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter
 
-from pdserve.services.host import metrics_http
-from pdserve.services.host.metrics_http import MAX_CONNECTIONS, MetricsHttp
+from pdserve.services.host.metrics import metrics_http
+from pdserve.services.host.metrics.metrics_http import MAX_CONNECTIONS, MetricsHttp
 
 
 @pytest.fixture
 def server() -> Iterator[MetricsHttp]:
-    things = Counter("things", "Things", registry=None)
-    things.inc(3)
-    server = MetricsHttp(things, 0)
+    registry = CollectorRegistry()
+    Counter("things", "Things", registry=registry).inc(3)
+    server = MetricsHttp(registry, 0)
     yield server
     server.close()
 
@@ -40,6 +40,19 @@ def test_metrics_and_nothing_else(server: MetricsHttp) -> None:
         assert httpx.request(method, url(server)).status_code == 501
 
 
+def test_names_are_the_same_for_every_scraper() -> None:
+    """Also for a Prometheus 2, which would rather have OpenMetrics."""
+    registry = CollectorRegistry()
+    Counter("vllm:things", "Things", registry=registry).inc(3)
+    server = MetricsHttp(registry, 0)
+    of_two = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+    of_three = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,*/*;q=0.1"
+    pages = {httpx.get(url(server), headers={"accept": a}).text for a in (of_two, of_three, "*/*")}
+    server.close()
+    (page,) = pages
+    assert "\nvllm:things_total 3.0\n" in page
+
+
 def test_silence_ends(server: MetricsHttp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_http, "SILENT_S", 0.1)
     with silent(server) as nothing, silent(server) as half:
@@ -59,14 +72,13 @@ def test_a_crowd_keeps_nobody_out(server: MetricsHttp, capfd: pytest.CaptureFixt
 
 
 def test_on_the_given_address_only() -> None:
-    things = Counter("things", "Things", registry=None)
-    server = MetricsHttp(things, 0, "[::1]:0")
+    server = MetricsHttp(CollectorRegistry(), 0, "[::1]:0")
     with socket.create_connection(("::1", server.port), LIMIT_S):
         pass
     with pytest.raises(ConnectionRefusedError):
         silent(server)
     with pytest.raises(OSError, match="in use"):
-        MetricsHttp(things, server.port, "[::1]:0")
+        MetricsHttp(CollectorRegistry(), server.port, "[::1]:0")
     server.close()
 
 

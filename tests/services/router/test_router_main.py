@@ -55,7 +55,8 @@ def test_listens_exports_and_stops() -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/metrics", timeout=10) as reply:
             text = reply.read().decode()
         assert "pdserve_router_requests 0.0" in text
-        assert "pdserve_router_queued 0.0" in text
+        assert "pdserve_router_isolated 0.0" in text
+        assert "pdserve_build_info{" in text
         host, _, port = address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=5):
             pass
@@ -95,7 +96,7 @@ async def test_metrics_count_what_happened(make_cluster: Any) -> None:
     assert 'pdserve_router_ended_total{outcome="ok"} 1.0' in text
     assert 'pdserve_router_prefills_total{where="local"} 1.0' in text
     assert 'pdserve_router_decisions_total{reason="short prompt"} 1.0' in text
-    assert 'pdserve_router_workers{role="decode",state="live"} 1.0' in text
+    assert 'pdserve_router_workers{model_name="tiny",role="decode",state="live"} 1.0' in text
 
 
 def test_a_certificate_that_no_client_would_see_is_refused() -> None:

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import MetricsHandler
-from prometheus_client.registry import Collector
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +23,10 @@ MAX_CONNECTIONS = 16  # the oldest is closed for another; a scrape takes millise
 
 
 class MetricsHttp:
-    """Serves the metrics of one collector from a daemon thread until closed. It listens on the host
+    """Serves the metrics of a registry from a daemon thread until closed. It listens on the host
     of `bind` (host:port); port 0 picks a free one. Raises OSError if the port is taken."""
 
-    def __init__(self, collector: Collector, port: int, bind: str = "127.0.0.1:0") -> None:
-        registry = CollectorRegistry()
-        registry.register(collector)
+    def __init__(self, registry: CollectorRegistry, port: int, bind: str = "127.0.0.1:0") -> None:
         host = bind.rpartition(":")[0].strip("[]")
         self._server = _Server(host, port, _Handler.factory(registry))
         self._thread = threading.Thread(
@@ -54,6 +51,9 @@ class _Handler(MetricsHandler):
 
     def do_GET(self) -> None:
         if urlsplit(self.path).path == "/metrics":
+            # Always the text format, as gateways have it: in OpenMetrics' the library writes the
+            # colon of vLLM's names as an underscore for a scraper that does not ask for UTF-8.
+            del self.headers["Accept"]
             super().do_GET()
         else:
             self.send_error(404)

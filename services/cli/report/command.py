@@ -1,0 +1,116 @@
+"""`pdserve report`: one file with what explains a broken system.
+
+Every part is made on a thread of its own. One that fails, or is not there in time, is named in the
+bundle with its reason, and the others are written all the same. Invariant: no value of a secret
+option and no password in a URL is in the bundle (`Secrets`), nor is any prompt, since none of its
+sources has one.
+"""
+
+import io
+import os
+import queue
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from pdserve.engine.handoff.recorder.ring import SUFFIX as RING
+from pdserve.services.cli.report.parts import NothingThere, Part, parts
+from pdserve.services.cli.report.secrets import Secrets
+from pdserve.services.options.settings import ReportSettings
+from pdserve.services.options.sources import Settings
+
+FOLDER = "pdserve-report"
+SUMMARY = "summary.txt"
+MAX_FILE_BYTES = 4 << 20  # of a longer one the end is kept
+MAX_BYTES = 64 << 20  # of all files, before they are compressed
+
+
+Made = dict[str, bytes] | str  # files by name, or why there are none
+
+
+def run(settings: Settings, positionals: Mapping[str, str]) -> int:
+    """0 if the file is written, whatever is missing in it; 1 if it cannot be."""
+    chosen = settings.build(ReportSettings)
+    out = Path(chosen.out or time.strftime("pdserve-report-%Y%m%d-%H%M%S.tar.gz"))
+    secrets = Secrets(os.environ, settings)
+    bundle = Bundle(secrets)
+    for name, part in gathered(parts(chosen), chosen.timeout_s).items():
+        bundle.add(name, part)
+    try:
+        with os.fdopen(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(bundle.packed())
+    except OSError as error:
+        print(f"pdserve report: cannot write {out}: {error.strerror}", file=sys.stderr)
+        return 1
+    print(bundle.summary(), end="")
+    print(f"written: {out}")
+    return 0
+
+
+def gathered(makers: Mapping[str, Part], timeout_s: float) -> dict[str, Made]:
+    """By part: its files by name, or why there are none."""
+    done: queue.SimpleQueue[tuple[str, Made]] = queue.SimpleQueue()
+
+    def make(name: str, part: Part) -> None:
+        try:
+            done.put((name, part()))
+        except Exception as error:  # of whatever is broken: that is what a report is for
+            told = "" if isinstance(error, NothingThere) else f"{type(error).__name__}: "
+            done.put((name, f"{told}{error}"))
+
+    for name, part in makers.items():
+        threading.Thread(target=make, args=(name, part), name=name, daemon=True).start()
+    found: dict[str, Made] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(found) < len(makers):
+        try:
+            name, made = done.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
+        found[name] = made
+    return {name: found.get(name, f"not within {timeout_s:g} s") for name in makers}
+
+
+class Bundle:
+    """The files of a report, bounded in size, without secrets."""
+
+    def __init__(self, secrets: Secrets) -> None:
+        self._secrets = secrets
+        self._files: dict[str, bytes] = {}
+        self._said: list[str] = []
+        self._left = MAX_BYTES
+
+    def add(self, name: str, part: Made) -> None:
+        """Take the files of a part, or the reason why it has none."""
+        if isinstance(part, str):
+            self._said.append(f"{name}: MISSING: {self._secrets.hide(part.encode()).decode()}")
+            return
+        for path, data in part.items():
+            cut = "" if len(data) <= MAX_FILE_BYTES else f", the last of {len(data)}"
+            if path.endswith(RING):  # numbers and ids; a part of it could not be read
+                kept, cut = data, ""
+            else:
+                kept = self._secrets.hide(data)[-MAX_FILE_BYTES:]  # else half a secret is left
+            if len(kept) > self._left:
+                self._said.append(f"{name}: {path} is left out: the report is full")
+                continue
+            self._left -= len(kept)
+            self._files[path] = kept
+            self._said.append(f"{name}: {path}, {len(kept)} bytes{cut}")
+
+    def summary(self) -> str:
+        """A line for each file, and for each part that is missing."""
+        return "\n".join(self._said) + "\n"
+
+    def packed(self) -> bytes:
+        """As a tar.gz."""
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+            for path, data in {SUMMARY: self.summary().encode(), **self._files}.items():
+                entry = tarfile.TarInfo(f"{FOLDER}/{path}")
+                entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
+                archive.addfile(entry, io.BytesIO(data))
+        return packed.getvalue()

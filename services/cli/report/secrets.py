@@ -1,0 +1,69 @@
+"""What must not be in a report: values of secret options, wherever they came from, and what URLs
+have of users, passwords and queries."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from pdserve.services.cli.commands import COMMANDS, known_names
+from pdserve.services.options.options import ENV_PREFIX, OptionError
+from pdserve.services.options.show import MASK
+from pdserve.services.options.sources import Settings, resolve
+
+LEAST = 4  # characters: shorter ones stand everywhere
+LEAST_OF_OTHERS = 12  # of variables that only look as if they held a secret
+_NAMES = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|HEADERS", re.IGNORECASE)
+_USER = re.compile(rb"(\b[a-z][a-z0-9+.-]*://)[^/\s@'\"]+@")
+_QUERY = re.compile(rb"(\b[a-z][a-z0-9+.-]*://[^\s?'\"]+\?)[^\s'\"]+")
+_KEYS = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.S)
+
+
+class Secrets:
+    """Knows the secret values of this command, of its environment, and of the file of options."""
+
+    def __init__(self, environ: Mapping[str, str], settings: Settings) -> None:
+        values = {*_of_variables(environ), *_of_settings(settings)}
+        for command in COMMANDS.values():
+            groups = {section.cls: section.options for section in command.sections()}
+            with suppress(OptionError):  # the report says which; variables are known all the same
+                values |= {*_of_settings(resolve(groups, known_names(), {}, environ, None))}
+        values |= {word for value in values if (word := _password_of(value))}
+        longest_first = sorted(values, key=len, reverse=True)
+        self._values = [value.encode() for value in longest_first if len(value) >= LEAST]
+
+    def hide(self, data: bytes) -> bytes:
+        """The data without them."""
+        mask = MASK.encode()
+        for value in self._values:
+            data = data.replace(value, mask)
+        data = _KEYS.sub(mask, data)
+        data = _USER.sub(rb"\1" + mask + b"@", data)
+        return _QUERY.sub(rb"\1" + mask, data)
+
+
+def _of_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    """Also of variables that are not pdserve's, by their names."""
+    sections = (section for command in COMMANDS.values() for section in command.sections())
+    secret = {option.env for section in sections for option in section.options if option.secret}
+    for name, value in environ.items():
+        if name in secret:
+            yield from (value, *(one.strip() for one in value.split(",")))
+        elif _NAMES.search(name) and not name.startswith(ENV_PREFIX):
+            words = (value, *re.split("[,=]", value))  # of headers: name=value,name=value
+            yield from (word for word in words if len(word) >= LEAST_OF_OTHERS)
+
+
+def _password_of(value: str) -> str:
+    """Of a URL; logs may name it alone."""
+    try:
+        return urlsplit(value).password or ""
+    except ValueError:  # it is none
+        return ""
+
+
+def _of_settings(settings: Settings) -> Iterator[str]:
+    for option in settings.options():
+        found = settings.values[option.name]
+        if option.secret and found.given:
+            yield from found.value if isinstance(found.value, tuple) else (str(found.value),)

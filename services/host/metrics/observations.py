@@ -1,0 +1,27 @@
+"""Counts of what is observed, by upper bounds: what a Prometheus histogram is made of. Pure, and
+without Prometheus' library, whose import few processes need."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+
+class Observations:
+    """One thread changes them; any may read."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(map(float, bounds))
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """A value within a bucket's bound, or equal to it, is in that bucket."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, observations up to it), as prometheus_client takes them."""
+        below, found = 0, []
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            below += count
+            found.append((bound, float(below)))
+        return found

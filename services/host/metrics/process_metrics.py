@@ -1,0 +1,105 @@
+"""What every process exports of itself: its build, what it takes of the machine (as
+prometheus_client names it), how late its event loop is, and when its certificates end."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib import metadata, resources
+
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdserve.services.host.auth.certificates import ends_of
+from pdserve.services.host.auth.tls import read_pem
+from pdserve.services.host.metrics.metrics_http import MetricsHttp
+from pdserve.services.host.options import BackendSettings, CertificateSettings
+
+LOOK_S = 0.25  # between two looks at the event loop
+COMMIT_FILE = "commit.txt"  # of the package; images have it (Dockerfile)
+_LAG_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+def commit() -> str:
+    """Whose sources this is, where that was noted at the build; empty elsewhere."""
+    try:
+        return resources.files("pdserve").joinpath(COMMIT_FILE).read_text().strip()
+    except OSError:
+        return ""
+
+
+class ProcessFacts(Collector):
+    """Its build and its certificates. Files are read anew for each page, as for connections."""
+
+    def __init__(self, certificates: Mapping[str, str], now: Callable[[], float] = time.time):
+        """`certificates`: paths of PEM files, or PEM text, by what they are for."""
+        self._certificates = certificates
+        self._now = now
+        self._build = metadata.version("pdserve"), commit()
+
+    def collect(self) -> Iterator[Metric]:
+        build = GaugeMetricFamily(
+            "pdserve_build_info", "This build, as labels; the value is 1",
+            labels=("version", "commit"),
+        )  # fmt: skip
+        build.add_metric(self._build, 1)
+        yield build
+        left = GaugeMetricFamily(
+            "pdserve_certificate_expiry_seconds",
+            "Seconds until a certificate of this process ends (of authorities: the last); below "
+            "0 it has ended",
+            labels=("certificate",),
+        )
+        for name, source in self._certificates.items():
+            with suppress(OSError, ValueError):  # whoever needs it says so in the log
+                ends = ends_of(read_pem(source))
+                end = max(ends) if name == "cluster_ca" else ends[0]
+                left.add_metric((name,), end - self._now())
+        yield left
+
+
+def lag_histogram(registry: CollectorRegistry) -> Histogram:
+    """What `watch_loop` tells."""
+    return Histogram(
+        "pdserve_event_loop_lag_seconds",
+        "How much later than it asked a timer of the event loop runs, tried 4 times a second",
+        buckets=_LAG_S,
+        registry=registry,
+    )
+
+
+async def watch_loop(observe: Callable[[float], object]) -> None:
+    """Tells how late the running loop is, until it is cancelled."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + LOOK_S
+        await asyncio.sleep(LOOK_S)
+        observe(max(0.0, loop.time() - due))
+
+
+def certificates_of(settings: CertificateSettings, client: str = "") -> dict[str, str]:
+    """Those of a process, by what they are for; `client`: what clients see."""
+    own = {"cluster": settings.cluster_cert, "cluster_ca": settings.cluster_ca, "client": client}
+    return {name: source for name, source in own.items() if source}
+
+
+class MetricsPort:
+    """The metrics of a process at a port of their own. Make it in the process's loop. Raises
+    OSError if the port is taken."""
+
+    def __init__(self, settings: BackendSettings, bind: str, client: str, *collectors: Collector):
+        """It listens on the host of `bind`; `client` as in `certificates_of`."""
+        registry = CollectorRegistry()
+        for collector in (*collectors, ProcessFacts(certificates_of(settings, client))):
+            registry.register(collector)
+        ProcessCollector(registry=registry)
+        lag = lag_histogram(registry)
+        self._http = MetricsHttp(registry, settings.metrics_port, bind)
+        self.number = self._http.port
+        self._watching = asyncio.create_task(watch_loop(lag.observe), name="event loop lag")
+
+    async def close(self) -> None:
+        """Stop listening."""
+        self._watching.cancel()
+        await asyncio.to_thread(self._http.close)

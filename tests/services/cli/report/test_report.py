@@ -1,0 +1,186 @@
+"""`pdserve report`: what is in the file, and what never is."""
+
+import os
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pdserve.services.cli.commands import COMMANDS
+from pdserve.services.cli.main import main
+from pdserve.services.cli.report import command
+from pdserve.services.cli.report.command import Bundle, gathered
+from pdserve.services.cli.report.secrets import Secrets
+from pdserve.services.host.auth.certificates import make_authority
+from pdserve.services.local.run_folder import CONFIG_FILE, run_dir
+from pdserve.services.options.options import Option
+from pdserve.services.options.sources import Settings
+
+NOBODY = "http://127.0.0.1:1"
+VALUES = {  # of options that are checked when they are read
+    "database_url": "postgresql://me:hunter2hunter2@db/x",
+    "rate_storage": "redis://:swordfish99@cache:6379",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other systems of this machine are not the test's."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as archive:
+        found = {}
+        for member in archive:
+            file = archive.extractfile(member)
+            assert file is not None
+            found[member.name.removeprefix("pdserve-report/")] = file.read()
+    return found
+
+
+def report(*words: str) -> dict[str, bytes]:
+    """Of a run that must succeed."""
+    assert main(["report", "--out", "report.tar.gz", *words]) == 0
+    assert os.stat("report.tar.gz").st_mode & 0o777 == 0o600
+    return files_of(Path("report.tar.gz"))
+
+
+def secret_options() -> dict[str, Option]:
+    options = (o for c in COMMANDS.values() for s in c.sections() for o in s.options)
+    return {option.name: option for option in options if option.secret}
+
+
+def test_of_a_system_that_is_gone_it_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = report("--url", NOBODY, "--scrape", "127.0.0.1:1", "--routers", "127.0.0.1:1")
+    summary = files["summary.txt"].decode()
+    assert capsys.readouterr().out == summary + "written: report.tar.gz\n"
+    missing = {line.partition(": MISSING: ")[0] for line in summary.splitlines()}
+    for name in ("gateway /health", "metrics of 127.0.0.1:1", "fleet of 127.0.0.1:1", "logs"):
+        assert name in missing
+    assert "Connection refused" in summary
+    assert b'"pdserve"' in files["versions.json"]
+    assert b"MemTotal" in files["system/proc_meminfo.txt"]
+    assert yaml.safe_load(files["options/decode.yaml"])["drain_s"] == 30.0
+
+
+def test_a_wrong_variable_costs_one_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_KV_TRANSPORT", "pigeon")
+    files = report("--url", NOBODY)
+    summary = files["summary.txt"].decode()
+    assert "options of decode here: MISSING: OptionError: --kv-transport" in summary
+    assert "options/router.yaml" in files
+
+
+@pytest.fixture
+def repeating() -> Iterator[str]:
+    """The URL of a server that answers with what it was asked, as an echo of any secret."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            data = f"{self.path} {self.headers}".encode()
+            if self.path == "/ready":
+                data = b"\n".join(value.encode() for value in repeated)
+            if self.path == "/health":
+                over.wait()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: object) -> None:
+            """Quiet."""
+
+    over = threading.Event()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    over.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+repeated: list[str] = []
+
+
+def test_no_secret_of_any_source_is_in_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repeating: str
+) -> None:
+    """Variables, flags, the file of options, URLs, keys; also where a server or a log has them."""
+    secrets = {n: VALUES.get(n, f"{n}-hush-{'x' * 32}") for n in secret_options()}
+    in_file = ("database_url", "rate_storage")
+    for name in secrets.keys() - {*in_file}:
+        monkeypatch.setenv(f"PDSERVE_{name.upper()}", secrets[name])
+    config = tmp_path / "options.yaml"
+    config.write_text(yaml.safe_dump({name: secrets[name] for name in in_file}))
+    monkeypatch.setenv("PDSERVE_CONFIG", str(config))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer-collector")
+    monkeypatch.setenv("HF_TOKEN", "hf_aaaaaaaaaaaaaaaa")
+    key = make_authority().key.decode()
+    known = [*secrets.values(), "flag-hush", "hunter2hunter2", "swordfish99", "Bearer-collector"]
+    known += ["hf_aaaaaaaaaaaaaaaa"]
+    of_others = ("http://user-and-password@x/y", "http://x/y?token=in-the-query", key)
+    never = [*known, "user-and-password", "in-the-query", key.splitlines()[1]]
+    repeated[:] = [*known, *of_others]
+    with run_dir() as folder:
+        (folder / "gateway.log").write_text("\n".join(repeated))
+        (folder / CONFIG_FILE).write_text("port: 8000\n")
+        (folder / "router-0123.ring").write_bytes(bytes(range(256)))
+        words = ("--url", repeating, "--api-key", "flag-hush", "--timeout-s", "2")
+        files = report(*words)
+    summary = files["summary.txt"].decode()
+    assert "gateway /health: MISSING: not within 2 s" in summary
+    assert files["options/up-" + folder.name + ".yaml"] == b"port: 8000\n"
+    assert files["rings/router-0123.ring"] == bytes(range(256))
+    assert b"********" in files[f"logs/{folder.name}/gateway.log"]
+    assert b"********" in files["gateway/ready.json"]
+    assert b"# database_url: ********" in files["options/gateway.yaml"]
+    assert {(n, word) for n in files for word in never if word.encode() in files[n]} == set()
+    assert {n for n in files if b"hush" in files[n]} == set(), "a part is left"
+
+
+def test_it_ends_in_time_and_is_not_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def fails() -> dict[str, bytes]:
+        raise RuntimeError("broken")
+
+    def hangs() -> dict[str, bytes]:
+        over.wait()
+        return {}
+
+    began = time.monotonic()
+    made = gathered({"fails": fails, "hangs": hangs, "works": lambda: {"a": b"x"}}, 0.2)
+    over.set()
+    assert time.monotonic() - began < 30
+    assert made == {
+        "fails": "RuntimeError: broken",
+        "hangs": "not within 0.2 s",
+        "works": {"a": b"x"},
+    }
+    monkeypatch.setattr(command, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(command, "MAX_BYTES", 25)
+    bundle = Bundle(Secrets({}, Settings({}, {})))
+    bundle.add("logs", {"a.log": b"0123456789abcdef", "b.log": b"short"})
+    bundle.add("rings", {"c.ring": b"x" * 11, "d.ring": b"more"})
+    Path("out").write_bytes(bundle.packed())
+    files = files_of(Path("out"))
+    assert files["a.log"] == b"6789abcdef"
+    assert files["b.log"] == b"short"
+    assert set(files) == {"summary.txt", "a.log", "b.log", "d.ring"}
+    assert "c.ring is left out" in bundle.summary()
+
+
+def test_a_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--url", NOBODY, "--out", "none/report.tar.gz"]) == 1
+    assert "cannot write none/report.tar.gz: No such file" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""What a running system exports is what boards, alerts, scalers and documents name."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import httpx
+import pytest
+from fleet import Fleet
+from prometheus_client.parser import text_string_to_metric_families
+from promql import K8S, expressions, family, names
+from whole_system import KEY, KEY_SHOWN, MARK, WholeSystem
+
+from pdserve.services.cli.main import main
+
+DOCS = sorted((K8S.parent / "docs").glob("*.md"))
+
+
+def page(url: str, **query: str) -> str:
+    answer = httpx.get(url, headers=KEY_SHOWN, params=query, timeout=30)
+    return answer.raise_for_status().text
+
+
+def families(text: str) -> set[str]:
+    found = {family.name for family in text_string_to_metric_families(text)}
+    return {name for name in found if not name.endswith("_created")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rings() -> None:
+    """Those of `system` and `fleet` are checked at their ends."""
+
+
+@pytest.fixture(scope="module")
+def own(system: WholeSystem) -> set[str]:
+    """Metrics of every process, each for its own."""
+    found = families(page(f"http://{system.http}/metrics", fleet="false"))
+    for address in system.metrics.values():
+        found |= families(page(f"http://{address}/metrics"))
+    return found
+
+
+def test_boards_and_alerts_name_what_is_exported(own: set[str]) -> None:
+    """Without the fleet, which no gateway of a cluster exports."""
+    missing = {
+        where: lost
+        for where, expression in expressions().items()
+        if (lost := {n for n in names(expression) if family(n, own) not in own})
+    }
+    assert missing == {}
+
+
+def test_scalers_and_documents_name_what_is_exported(own: set[str], system: WholeSystem) -> None:
+    fleet = families(page(f"http://{system.http}/metrics", fleet="true"))
+    known = own | fleet
+    texts = [*K8S.rglob("*.yaml"), *K8S.rglob("*.yml"), *K8S.rglob("*.json")]
+    for path in texts:
+        assert {n for n in names(path.read_text()) if family(n, known) not in known} == set(), path
+    assert "pdserve_prefill_backlog_seconds" in own
+    metrics = K8S.parent / "docs/metrics.md"
+    told = {line.split("`")[1] for line in metrics.read_text().splitlines() if line[:3] == "| `"}
+    assert told <= known
+    assert {n for n in fleet | own if n.startswith(("vllm:", "pdserve_"))} <= told
+
+
+def test_a_report_of_a_running_system(fleet: Fleet, tmp_path: Path) -> None:
+    """Its parts are there, and neither a key nor a prompt is."""
+    body = {"model": "SmolLM2-135M-Instruct", "prompt": f"{MARK} " * 40, "max_tokens": 2}
+    httpx.post(f"{fleet.url}/v1/completions", json=body, headers=KEY_SHOWN, timeout=60)
+    out, rings = tmp_path / "report.tar.gz", fleet.options[-1]
+    words = ("--url", fleet.url, "--api-key", KEY, "--trace-dir", rings, "--out", str(out))
+    assert main(["report", *words]) == 0
+    with tarfile.open(out) as archive:
+        members = {m.name: archive.extractfile(m) for m in archive}
+        files = {name: file.read() for name, file in members.items() if file is not None}
+    named = {name.removeprefix("pdserve-report/") for name in files}
+    assert {"gateway/metrics.txt", "gateway/fleet_state.json", "gateway/ready.json"} <= named
+    assert any(name.startswith("rings/decode-") for name in named)
+    logs = {name: data for name, data in files.items() if "/logs/" in name}
+    mine = [name for name in logs if b"/v1/" in logs[name] or b"tokens in" in logs[name]]
+    assert any(name.endswith("gateway.log") for name in mine), logs.keys()
+    assert any(b"api_key: ********" in files[n] for n in files if "/options/up-" in n)
+    state = json.loads(files["pdserve-report/gateway/fleet_state.json"])
+    assert {worker["role"] for worker in state["workers"]} == {"prefill", "decode"}
+    for name, data in files.items():
+        for word in (KEY, MARK, MARK.split()[0]):
+            assert word.encode() not in data, (name, word)
