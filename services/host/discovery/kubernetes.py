@@ -79,7 +79,7 @@ class EndpointSliceWatch:
         self._listed.set()
         if (connected := self._socket) is not None:
             with suppress(OSError):  # it is closed already
-                connected.shutdown(socket.SHUT_RDWR)
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # TLS stays as it is
 
     def _run(self) -> None:
         failures = 0
