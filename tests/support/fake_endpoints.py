@@ -38,8 +38,11 @@ class Pod:
 class FakeEndpoints:
     """The Service `name`; each change is told to the API server at once."""
 
-    def __init__(self, api: FakeKubernetes, rng: Random, name: str = "router") -> None:
+    def __init__(
+        self, api: FakeKubernetes, rng: Random, name: str = "router", port: int = PORT
+    ) -> None:
         self._api = api
+        self._port = port
         self._rng = rng
         self._name = name
         self._numbers = count()
@@ -49,7 +52,7 @@ class FakeEndpoints:
     def addresses(self, ready_only: bool) -> list[str]:
         """What is true."""
         pods = [p for p in self.pods.values() if not ready_only or (p.ready and not p.terminating)]
-        return sorted(f"{pod.host}:{PORT}" for pod in pods)
+        return sorted(f"{pod.host}:{self._port}" for pod in pods)
 
     # --- single changes
 
@@ -180,5 +183,5 @@ class FakeEndpoints:
         for name in sorted(names):
             family = self._families[name]
             of_it = [p.endpoint(family) for p in self.pods.values() if name in p.slices]
-            ports = [{"name": "grpc", "port": PORT, "protocol": "TCP"}]
+            ports = [{"name": "grpc", "port": self._port, "protocol": "TCP"}]
             self._api.put(endpoint_slice(name, self._name, of_it, ports, family))
