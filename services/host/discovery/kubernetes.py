@@ -7,6 +7,7 @@ official client takes 100 MB and a second to import, the others an HTTP stack of
 """
 
 import logging
+import math
 import random
 import socket
 import threading
@@ -38,7 +39,8 @@ LIST_S = 10.0  # between two bytes of a list
 FIRST_S = 2.0  # that the first look waits for the first list
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
-SOON_S = 1.0  # a watch that ends sooner has met no time limit: the next one waits
+MAX_BROKEN = 3  # failures in a row that count of a server which begins each watch: 0.8 s
+SOON_S = 1.0  # a watch that ends sooner has met no time limit
 FORBIDDEN = 403
 RULE = (
     "the pod's service account needs a Role with the verbs get, list and watch for the resource "
@@ -63,7 +65,8 @@ class EndpointSliceWatch:
         self._closed = threading.Event()
         self._socket: socket.socket | None = None
         self._trouble = ""
-        self._heard = False  # an event, in the watch that is open
+        self._heard = False  # an event, in the last watch
+        self._opened = math.inf  # when that began
         self._thread = threading.Thread(
             target=self._run, name=f"endpoints {target.service}", daemon=True
         )
@@ -84,23 +87,26 @@ class EndpointSliceWatch:
     def _run(self) -> None:
         failures = 0
         while not self._closed.is_set():
-            began, self._heard = time.monotonic(), False
-            wait_s = 0.0
+            self._heard, self._opened = False, math.inf
+            error: Exception | None = None
             try:
                 if not self._slices.version:
                     self._list()
                 self._watch()
-            except (ApiError, WatchError, OSError, HTTPException, ValueError) as error:
+            except (ApiError, WatchError, OSError, HTTPException, ValueError) as failure:
+                error = failure
                 self._slices.expire()
-                failures = 0 if self._heard else failures
-                wait_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**failures)
-                wait_s = max(wait_s, min(MAX_BACKOFF_S, getattr(error, "retry_after_s", 0.0)))
-                failures += 1
                 self._note(error)
-            else:
+            lasted = time.monotonic() - self._opened > SOON_S
+            if lasted or self._heard:
                 failures = 0
-                if time.monotonic() - began < SOON_S:
-                    wait_s = SOON_S
+            elif self._opened < math.inf:
+                failures = min(failures, MAX_BROKEN)
+            if error is None and lasted:
+                continue
+            wait_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**failures)
+            wait_s = max(wait_s, min(MAX_BACKOFF_S, getattr(error, "retry_after_s", 0.0)))
+            failures += 1
             self._closed.wait(wait_s * random.uniform(0.5, 1.0))
 
     def _get(self, **query: str) -> AbstractContextManager[HTTPResponse]:
@@ -125,6 +131,7 @@ class EndpointSliceWatch:
             resourceVersion=self._slices.version,
             timeoutSeconds=str(limit_s),
         ) as response:
+            self._opened = time.monotonic()
             if self._trouble:
                 log.info("watching the EndpointSlices of %s again", self._target.service)
                 self._trouble = ""
