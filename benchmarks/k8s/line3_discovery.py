@@ -3,9 +3,9 @@ worker.
 
 view: CHANGES random changes of pods and EndpointSlices at a fake API server, with faults of every
 kind in a share of what it says, events that are compacted, restarts and rotated tokens. After each
-ROUND it is quiet, and two views (ready ones, all) must equal the truth within QUIET_S. Two times are
-shorter here, since faults are that dense: a silent watch is given up after SILENT_WATCH_S (50 s in
-production), and the API server is asked again after at most BACKOFF_S (10 s).
+ROUND it is quiet, and two views (ready ones, all) must equal the truth within QUIET_S. Two times
+are shorter here, since faults are that dense: a silent watch is given up after SILENT_WATCH_S (50 s
+in production), and the API server is asked again after at most BACKOFF_S (10 s).
 requests: real routers, gateways' clients and workers that find each other by the same API server,
 while routers are added, rolled, crash, are not ready for a while, and the API server is away.
 Every answer must be whole, token by token.

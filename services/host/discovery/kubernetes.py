@@ -2,8 +2,7 @@
 
 While the API server cannot be asked, the last view stays; a view is empty only if it said so.
 Whatever ends a watch but the server's own time limit has it listed anew, so nothing that was missed
-stays missed. There is no library because this needs one list and one watch of one resource: the
-official client takes 100 MB and a second to import, the others an HTTP stack of their own.
+stays missed. docs/discovery.md says why this is no client library.
 """
 
 import logging
