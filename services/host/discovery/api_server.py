@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.client import HTTPException, HTTPResponse, HTTPSConnection
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -21,7 +22,7 @@ MAX_BYTES = 64 << 20  # of an answer; etcd has no object of more than 2 MiB
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
-class ApiError(Exception):
+class ApiServerError(Exception):
     """The API server refused a request."""
 
     def __init__(self, status: int, message: str, retry_after_s: float = 0.0) -> None:
@@ -55,9 +56,9 @@ class ApiServer:
         query: Mapping[str, str],
         silent_s: float,
         on_connect: Callable[[socket.socket], None],
-    ) -> Iterator[HTTPResponse]:
+    ) -> Iterator[BufferedIOBase]:
         """An answer of status 200, whose reads wait `silent_s` each. Whoever shuts the socket down
-        that `on_connect` is told ends them. Raises ApiError, OSError, HTTPException."""
+        that `on_connect` is told ends them. Raises ApiServerError, and OSError, also for reads."""
         context = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
         # Authorities of many clusters lack what Python 3.13 asks for by default.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
@@ -74,18 +75,20 @@ class ApiServer:
             if response.status != 200:
                 raise _error(response)
             yield response
+        except HTTPException as error:
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
         finally:
             connection.close()
 
 
-def read_json(response: HTTPResponse) -> Any:
-    """The whole answer. Raises ValueError, OSError, HTTPException."""
+def read_json(response: BufferedIOBase) -> Any:
+    """The whole answer. Raises ValueError if it is no JSON."""
     return json.loads(response.read(MAX_BYTES))
 
 
-def read_lines(response: HTTPResponse) -> Iterator[Any]:
-    """The JSON objects of a watch until its end. Raises ConnectionError if it breaks off, and
-    ValueError, OSError, HTTPException."""
+def read_lines(response: BufferedIOBase) -> Iterator[Any]:
+    """The JSON objects of a watch until its end. Raises ConnectionError if it breaks off within
+    one, ValueError if one is no JSON."""
     while line := response.readline(MAX_BYTES):
         if not line.endswith(b"\n"):
             raise ConnectionError("the watch broke off within an event")
@@ -99,10 +102,10 @@ def _keep_alive(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _error(response: HTTPResponse) -> ApiError:
+def _error(response: HTTPResponse) -> ApiServerError:
     """The message of the Status that came with it."""
     message = response.reason
     with suppress(OSError, HTTPException, ValueError, KeyError, TypeError):  # a proxy's page
         message = str(json.loads(response.read(1 << 16))["message"])
     after = response.headers.get("Retry-After", "")
-    return ApiError(response.status, message, float(after) if after.isdecimal() else 0.0)
+    return ApiServerError(response.status, message, float(after) if after.isdecimal() else 0.0)

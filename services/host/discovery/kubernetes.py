@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from http.client import HTTPException, HTTPResponse
+from io import BufferedIOBase
 
 from pdserve.services.host.discovery.api_server import (
-    ApiError,
     ApiServer,
+    ApiServerError,
     read_json,
     read_lines,
 )
@@ -92,7 +92,7 @@ class EndpointSliceWatch:
                 if not self._slices.version:
                     self._list()
                 self._watch()
-            except (ApiError, WatchError, OSError, HTTPException, ValueError) as failure:
+            except (ApiServerError, WatchError, OSError, ValueError) as failure:
                 error = failure
                 self._slices.expire()
                 self._note(error)
@@ -108,7 +108,7 @@ class EndpointSliceWatch:
             failures += 1
             self._closed.wait(wait_s * random.uniform(0.5, 1.0))
 
-    def _get(self, **query: str) -> AbstractContextManager[HTTPResponse]:
+    def _get(self, **query: str) -> AbstractContextManager[BufferedIOBase]:
         namespace = self._target.namespace or self._api.namespace()
         path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         query["labelSelector"] = f"kubernetes.io/service-name={self._target.service}"
