@@ -45,6 +45,7 @@ help:
 	@echo "make accept-gpu   the GPU part on a machine with a card; ARGS=prepare: wheels for one without network, ARGS=--fake: a CPU"
 	@echo "make accept-kernels  the acceptance lines of the GPU part that need no GPU; an hour"
 	@echo "make accept-scale  one router at its share of 100 workers and 20,000 streams; prefix routing; half an hour"
+	@echo "make accept-k8s   the acceptance lines of Kubernetes"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"
@@ -165,6 +166,9 @@ accept-scale: setup
 
 accept-api: setup
 	$(BIN)/python benchmarks/accept.py api $(ARGS)
+
+accept-k8s: setup
+	$(BIN)/python benchmarks/accept.py k8s $(ARGS)
 
 # About 75 minutes; what was measured on the same sources is not measured again.
 bench-interference: setup

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pdserve.gateway.http.answers.held_answers import MAX_HELD_BYTES
 from pdserve.gateway.text.reasoning import reasoning_parser_names
 from pdserve.gateway.text.tools import tool_parser_names
+from pdserve.services.host.discovery.target import check_targets
 from pdserve.services.host.options import PublicSettings, option
 
 NO_DATABASE = "none"
@@ -25,7 +26,9 @@ class GatewaySettings(PublicSettings):
     )
     grpc_port: int = option(0, "port of the gRPC Text service; 0: any free one", min=0, max=65535)
     routers: tuple[str, ...] = option(
-        (), "host:port of routers; names are resolved anew, and requests spread over all"
+        (),
+        "host:port of routers, names are resolved anew; or kubernetes:///SERVICE:PORT "
+        "(docs/discovery.md); requests spread over all",
     )
     open_metrics: bool = option(False, "/metrics needs no API key, even if there are any")
     fleet_metrics: bool = option(
@@ -127,3 +130,6 @@ class GatewaySettings(PublicSettings):
         min=0,
         max=100,
     )
+
+    def __post_init__(self) -> None:
+        check_targets("--routers", self.routers)

@@ -69,7 +69,18 @@ SAMPLE = re.compile(r"_(total|bucket|sum|count)$")
 PATH = re.compile(r"(?:(?<=[\s`\"'(])|(?<=:\d{4}))/[a-z][\w.{}/-]*")
 ROUTE = re.compile(r"\b(?:GET|POST|DELETE) (/[^\s|`]*)")
 PROXY = "/llm"  # an example of a root path
-FOLDERS = (PROXY, "/dev", "/etc", "/haproxy.cfg", "/home", "/models", "/run", "/srv", "/tmp")
+FOLDERS = (
+    PROXY,
+    "/dev",
+    "/etc",
+    "/haproxy.cfg",
+    "/home",
+    "/models",
+    "/run",
+    "/srv",
+    "/tmp",
+    "/var",
+)
 
 
 def test_what_is_looked_for_is_found() -> None:

@@ -1,4 +1,4 @@
-"""The gateway's requests, spread over all routers that its names resolve to.
+"""The gateway's requests, spread over all routers that its targets stand for.
 
 Invariant: every open request gets exactly one terminal event. When a router is lost, drains or
 takes nothing new, its requests are issued again to others, each with the ids that it has, its
@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -28,8 +29,8 @@ from pdserve.protos.common_pb2 import (
 )
 from pdserve.protos.router_pb2 import Cancel, FleetView, GatewayMessage, RequestEvent
 from pdserve.services.host.auth.access import Access
+from pdserve.services.host.discovery.discovery import Discovery
 from pdserve.services.host.errors import ServiceError, quoted
-from pdserve.services.host.rpc.channel import resolve
 from pdserve.services.host.rpc.fragments import send_ids
 from pdserve.services.host.rpc.token_rows import NumberedChoice, TokenRow
 
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 10.0  # a request that never ran fails after this without a router
 LATE_S = 2.0  # the router ends a request at its deadline; past it by this, we do
-RESOLVE_S = 1.0  # between two looks at what the names stand for
+RESOLVE_S = 1.0  # between two looks at what the targets stand for, if nothing tells of a change
 LAST = ("finished", "failed")  # events
 
 
@@ -88,12 +89,15 @@ class _Inbox:
 
 
 class RouterClient:
-    """Talks to every router of a list of names; see gateway/router_client/upstream.py."""
+    """Talks to every router of a list of targets (docs/discovery.md); see
+    gateway/router_client/upstream.py."""
 
     def __init__(self, routers: Sequence[str], access: Access, boot: bytes) -> None:
         if not routers:
             raise ValueError("no router address given")
-        self._routers = tuple(routers)
+        self._discovery = Discovery(routers, self._on_change, ready_only=True)
+        self._changed = asyncio.Event()  # other routers than at the last look
+        self._found: set[str] = set()  # addresses of routers that may get new requests
         self._access = access
         self._boot = boot
         self._sessions: dict[str, RouterConnection] = {}  # by address
@@ -104,11 +108,18 @@ class RouterClient:
 
     async def start(self) -> "asyncio.Task[None]":
         """Begin to look for routers. The task ends only by a failure, or by `close`."""
+        self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._keep_sessions(), name="routers")
         return self._task
 
+    def _on_change(self) -> None:
+        """Called from any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._changed.set)
+
     async def close(self) -> None:
         """End the sessions; open requests fail."""
+        self._discovery.close()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -166,11 +177,13 @@ class RouterClient:
         inbox.put(inbox.request.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout"))
 
     def _assign(self, inbox: _Inbox) -> bool:
-        """Issue a request to a router that has not refused it. False if there is none: it waits."""
+        """Issue a request to a router that has not refused it, one that was found at the last look
+        if there is such a one. False if there is none: it waits."""
         self._take_from(inbox)
         now = asyncio.get_running_loop().time()
         able = [session for session in self._live() if session not in inbox.refused_by]
-        session = choose(able, inbox.key, now)
+        found = [session for session in able if session.address in self._found]
+        session = choose(found or able, inbox.key, now)
         if session is None:
             return False
         inbox.session = session
@@ -262,26 +275,29 @@ class RouterClient:
     # --- the sessions
 
     async def _keep_sessions(self) -> None:
-        """Opens a session to each new address, and closes those to which no name leads any more
+        """Opens a session to each new address, and closes those to which no target leads any more
         once they are lost."""
         unknown: set[str] = set()
         while True:
-            resolved = {name: await asyncio.to_thread(resolve, name) for name in self._routers}
+            self._changed.clear()
+            resolved = await asyncio.to_thread(self._discovery.look)
             nowhere = {name for name, addresses in resolved.items() if not addresses}
             for name in sorted(nowhere - unknown):
                 log.warning("router %s has no address; trying again", name)
             unknown = nowhere
-            found = {address for addresses in resolved.values() for address in addresses}
-            for address in sorted(found - self._sessions.keys()):
+            self._found = {address for addresses in resolved.values() for address in addresses}
+            for address in sorted(self._found - self._sessions.keys()):
                 self._sessions[address] = RouterConnection(address, self._access, self._boot, self)
             for session in list(self._sessions.values()):
                 if session.failure.done():
                     session.failure.result()
-                if session.address not in found and session.channel is None:
+                if session.address not in self._found and session.channel is None:
                     del self._sessions[session.address]
                     await session.close()
             self._fail_those_that_waited(asyncio.get_running_loop().time())
-            await asyncio.sleep(RESOLVE_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RESOLVE_S):
+                    await self._changed.wait()
 
     # --- models and fleet
 

@@ -19,8 +19,8 @@ from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.auth.roles import Role
+from pdserve.services.host.discovery.discovery import Discovery
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.rpc.channel import resolve
 from pdserve.services.host.rpc.protocol_version import check_version
 from pdserve.services.worker.settings import LEAVE_S
 
@@ -173,7 +173,8 @@ def load_interval_s(said: pb.Load, load: pb.Load) -> float:
 class Membership:
     """Keeps the worker joined to every router until closed.
 
-    `routers` are host:port names, resolved again every second; `liveness` gives the engine's
+    `routers` are targets (docs/discovery.md), looked at again every second; routers that are not
+    ready are joined, too, so that they know the fleet when they are. `liveness` gives the engine's
     counter and whether it is busy. Prefix events carry one sequence per worker, counted in hashes.
     """
 
@@ -186,7 +187,6 @@ class Membership:
     ) -> None:
         self.hello = hello
         self._liveness = liveness
-        self._routers = tuple(routers)
         self._access = access
         self._lock = threading.Lock()  # guards what follows
         self._leases: dict[str, _Lease] = {}
@@ -199,6 +199,7 @@ class Membership:
         self._refused: dict[str, tuple[float, float]] = {}
         self._stop = threading.Event()
         self._changed = threading.Event()
+        self._discovery = Discovery(routers, self._changed.set, ready_only=False)
         self._thread = threading.Thread(target=self._resolve_forever, name="join", daemon=True)
 
     def heartbeat(self) -> pb.Heartbeat:
@@ -260,6 +261,7 @@ class Membership:
             self._stop.set()
             leases = list(self._leases.values())
         self._changed.set()
+        self._discovery.close()
         for lease in leases:
             lease.close()
         ended = [lease.wait(deadline - time.monotonic()) for lease in leases]
@@ -290,7 +292,7 @@ class Membership:
 
     def _resolve_forever(self) -> None:
         while not self._stop.is_set():
-            addresses = {address for name in self._routers for address in resolve(name)}
+            addresses = {address for found in self._discovery.look().values() for address in found}
             with self._lock:
                 if self._stop.is_set():
                     return

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pdserve.services.host.discovery.target import check_targets
 from pdserve.services.host.options import BackendSettings, option
 
 # What a worker's stop may take, beside what each service's may (services/host/options.py).
@@ -15,7 +16,11 @@ class WorkerSettings(BackendSettings):
 
     bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free one")
     advertise: str = option("", "host:port under which others reach it; empty: as bound")
-    routers: tuple[str, ...] = option((), "host:port of routers to join; names are resolved anew")
+    routers: tuple[str, ...] = option(
+        (),
+        "host:port of routers to join, names are resolved anew; or kubernetes:///SERVICE:PORT "
+        "(docs/discovery.md)",
+    )
     threads: int = option(0, "compute threads; 0: one per core it may run on", min=0, max=1024)
     kv_transport: str = option(
         "auto",
@@ -30,3 +35,6 @@ class WorkerSettings(BackendSettings):
     allow_mixed_numerics: bool = option(
         False, "take KV of another numerics id of the same weights; marked inexact"
     )
+
+    def __post_init__(self) -> None:
+        check_targets("--routers", self.routers)

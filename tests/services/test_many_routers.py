@@ -14,6 +14,7 @@ from router_workers import card
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
+from pdserve.services.host.discovery import discovery
 from pdserve.services.router.main import RouterProcess
 from pdserve.services.router.settings import RouterSettings
 
@@ -84,8 +85,7 @@ class System:
 @pytest.fixture
 async def system(anyio_backend: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[System]:
     made = System()
-    for module in ("gateway.router_client.client", "services.worker.membership"):
-        monkeypatch.setattr(f"pdserve.{module}.resolve", lambda name: made.addresses)
+    monkeypatch.setattr(discovery, "resolve", lambda name: made.addresses)
     monkeypatch.setattr(client_module, "RESOLVE_S", 0.1)
     for _ in range(ROUTERS):
         await made.add_router()

@@ -105,7 +105,7 @@ class LoopLease(_Lease):
 
 
 class LoopMembership(Membership):
-    """Joins the routers from a task; their names need no resolving."""
+    """Joins the routers from a task."""
 
     def start(self) -> None:
         self._wake = asyncio.Event()
@@ -114,7 +114,8 @@ class LoopMembership(Membership):
     async def _keep(self) -> None:
         while True:
             self._leases = {a: x for a, x in self._leases.items() if x.alive()}
-            for address in self._routers:
+            found = self._discovery.look()
+            for address in (address for addresses in found.values() for address in addresses):
                 if address not in self._leases:
                     self._leases[address] = self._new_lease(address)
             self._wake.clear()

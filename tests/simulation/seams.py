@@ -296,7 +296,7 @@ def entered(world: World, network: Network, seed: object) -> Iterator[None]:
         "pdserve.services.router.main.GrpcHost": LoopHost,
         "pdserve.services.router.main.make_access": lambda settings: LoopAccess(network),
         "pdserve.services.worker.process.make_access": lambda settings: LoopAccess(network),
-        "pdserve.gateway.router_client.client.resolve": lambda name: [name],
+        "pdserve.services.host.discovery.discovery.resolve": lambda name: [name],
     }
     with ExitStack() as stack:
         for name, value in replaced.items():

@@ -44,7 +44,7 @@ def test_every_router_has_its_share_and_one_that_is_found_later_too() -> None:
         known = list(cluster.routers[:ROUTERS])
         try:
             # The name of the first router stands for all.
-            with patch("pdserve.gateway.router_client.client.resolve", lambda name: known):
+            with patch("pdserve.services.host.discovery.discovery.resolve", lambda name: known):
                 cluster.start()
                 began = world.now
                 cluster.ask_all()

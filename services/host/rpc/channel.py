@@ -2,14 +2,11 @@
 
 import asyncio
 import ipaddress
-import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc.aio
-
-log = logging.getLogger(__name__)
 
 AUTHORIZATION = "authorization"
 MAX_MESSAGE_BYTES = 4 << 20
@@ -47,18 +44,6 @@ def may_be_closed() -> Iterator[None]:
         if task is not None and task.cancelling():
             raise
         raise ConnectionError("the channel was closed") from None
-
-
-def resolve(name: str) -> list[str]:
-    """The addresses that host:port stands for now; empty if it cannot be resolved."""
-    host, _, port = name.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:
-        log.debug("%s: %s", name, error)
-        return []
-    hosts = {str(address[4][0]) for address in found}
-    return sorted(f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts)
 
 
 def advertised(bound: str, advertise: str = "") -> str:

@@ -12,6 +12,7 @@ from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.auth.secret import SecretAccess
+from pdserve.services.host.discovery import discovery
 from pdserve.services.host.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
@@ -87,7 +88,7 @@ async def test_requests_are_spread(served, another):
 async def test_a_router_that_comes_later_gets_requests(served, another, monkeypatch):
     monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
     addresses = [f"127.0.0.1:{served.port}"]
-    monkeypatch.setattr(client_module, "resolve", lambda name: list(addresses))
+    monkeypatch.setattr(discovery, "resolve", lambda name: list(addresses))
     client = RouterClient(["routers:1"], ACCESS, b"g" * 16)
     await client.start()
     await ids_of(client, start("first"))
@@ -110,7 +111,7 @@ async def test_a_name_that_leads_nowhere_yet(served, another, monkeypatch, caplo
         asked.append(name)
         return list(addresses)
 
-    monkeypatch.setattr(client_module, "resolve", resolve)
+    monkeypatch.setattr(discovery, "resolve", resolve)
     client = RouterClient([name], ACCESS, b"g" * 16)
     await client.start()
     try:
@@ -147,7 +148,7 @@ async def test_another_replica_of_the_same_name_takes_over(served, monkeypatch):
         asked.append(name)
         return addresses
 
-    monkeypatch.setattr(client_module, "resolve", resolve)
+    monkeypatch.setattr(discovery, "resolve", resolve)
     client = RouterClient(["routers:1"], ACCESS, b"g" * 16)
     await client.start()
     try:
@@ -197,7 +198,7 @@ async def test_a_session_that_is_given_up_while_it_closes_loses_no_request(
     monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
     replicas = {f"127.0.0.1:{one.port}": one for one in (served, another)}
     addresses = list(replicas)
-    monkeypatch.setattr(client_module, "resolve", lambda name: list(addresses))
+    monkeypatch.setattr(discovery, "resolve", lambda name: list(addresses))
     access = SlowToClose()
     client = RouterClient(["routers:1"], access, b"g" * 16)
     await client.start()
@@ -222,7 +223,7 @@ async def test_a_session_that_is_given_up_while_it_closes_loses_no_request(
 async def test_names_that_lead_nowhere_fail_requests_after_the_grace(anyio_backend, monkeypatch):
     monkeypatch.setattr(client_module, "GRACE_S", 0.05)
     monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
-    monkeypatch.setattr(client_module, "resolve", lambda name: [])
+    monkeypatch.setattr(discovery, "resolve", lambda name: [])
     client = RouterClient(["routers:1"], ACCESS, b"g" * 16)
     await client.start()
     try:

@@ -13,6 +13,7 @@ from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.services.host.discovery import discovery
 from pdserve.services.host.rpc.token_rows import NumberedChoice
 
 pytestmark = pytest.mark.anyio
@@ -51,7 +52,7 @@ async def session(anyio_backend) -> RouterConnection:
 
 @pytest.fixture
 async def client(session: RouterConnection, monkeypatch) -> AsyncIterator[RouterClient]:
-    monkeypatch.setattr(client_module, "resolve", lambda name: [name])
+    monkeypatch.setattr(discovery, "resolve", lambda name: [name])
     monkeypatch.setattr(client_module, "RouterConnection", lambda *_: session)
     client = RouterClient(["r:1"], None, b"g" * 16)  # type: ignore[arg-type]
     await client.start()

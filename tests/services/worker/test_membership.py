@@ -17,6 +17,7 @@ from eventually import LIMIT_S, eventually
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
+from pdserve.services.host.discovery import discovery
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
 from pdserve.services.host.server import GrpcHost
@@ -26,7 +27,6 @@ from pdserve.services.worker.membership import (
     LOAD_INTERVAL_S,
     STEADY_INTERVAL_S,
     Membership,
-    resolve,
 )
 
 pytestmark = pytest.mark.anyio
@@ -182,7 +182,7 @@ async def test_its_end_waits_for_no_look_up_of_a_name(
         return [name]
 
     (router,), member = await make()
-    monkeypatch.setattr(membership, "resolve", resolve)
+    monkeypatch.setattr(discovery, "resolve", resolve)
     member.start()
     assert await asyncio.to_thread(asked.wait, LIMIT_S)
     try:
@@ -256,13 +256,6 @@ async def test_a_router_that_echoes_nothing_is_joined_anew(make: Any, monkeypatc
     num_leases = len(router.leases)
     await asyncio.sleep(0.5)
     assert len(router.leases) == num_leases
-
-
-def test_resolve() -> None:
-    assert resolve("127.0.0.1:50") == ["127.0.0.1:50"]
-    assert resolve("[::1]:50") == ["[::1]:50"]
-    assert resolve("no port") == []
-    assert resolve("host.invalid:1") == []
 
 
 async def test_a_router_that_is_away_is_told_once(make: Any, caplog: Any, monkeypatch: Any) -> None:

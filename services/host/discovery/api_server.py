@@ -1,0 +1,111 @@
+"""Requests to the Kubernetes API server from inside a pod, with its service account.
+
+Certificate authority and token are read anew for each request: the kubelet replaces both files.
+"""
+
+import json
+import os
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from http.client import HTTPException, HTTPResponse, HTTPSConnection
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"  # token, ca.crt, namespace
+CONNECT_S = 5.0
+MAX_BYTES = 64 << 20  # of an answer; etcd has no object of more than 2 MiB
+# A peer whose machine is gone is found in 25 s.
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+
+class ApiServerError(Exception):
+    """The API server refused a request."""
+
+    def __init__(self, status: int, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class ApiServer:
+    """Where it is, and who asks."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ, account: str = "") -> None:
+        """`account` is the folder of the service account's files. Raises ValueError outside a
+        pod."""
+        host, port = (environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
+        if not host or not port.isdecimal():
+            raise ValueError(
+                "KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set: this is no pod"
+            )
+        self._host, self._port = host, int(port)
+        self._account = Path(account or SERVICE_ACCOUNT)
+
+    def namespace(self) -> str:
+        """The pod's own. Raises OSError."""
+        return (self._account / "namespace").read_text().strip()
+
+    @contextmanager
+    def get(
+        self,
+        path: str,
+        query: Mapping[str, str],
+        silent_s: float,
+        on_connect: Callable[[socket.socket], None],
+    ) -> Iterator[BufferedIOBase]:
+        """An answer of status 200, whose reads wait `silent_s` each. Whoever shuts the socket down
+        that `on_connect` is told ends them. Raises ApiServerError, and OSError, also for reads."""
+        context = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
+        # Authorities of many clusters lack what Python 3.13 asks for by default.
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        token = (self._account / "token").read_text().strip()
+        connection = HTTPSConnection(self._host, self._port, timeout=CONNECT_S, context=context)
+        try:
+            connection.connect()
+            _keep_alive(connection.sock)
+            on_connect(connection.sock)
+            headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
+            connection.request("GET", f"{path}?{urlencode(query)}", headers=headers)
+            connection.sock.settimeout(silent_s)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _error(response)
+            yield response
+        except HTTPException as error:
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+
+
+def read_json(response: BufferedIOBase) -> Any:
+    """The whole answer. Raises ValueError if it is no JSON."""
+    return json.loads(response.read(MAX_BYTES))
+
+
+def read_lines(response: BufferedIOBase) -> Iterator[Any]:
+    """The JSON objects of a watch until its end. Raises ConnectionError if it breaks off within
+    one, ValueError if one is no JSON."""
+    while line := response.readline(MAX_BYTES):
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the watch broke off within an event")
+        yield json.loads(line)
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):  # Linux has all
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _error(response: HTTPResponse) -> ApiServerError:
+    """The message of the Status that came with it."""
+    message = response.reason
+    with suppress(OSError, HTTPException, ValueError, KeyError, TypeError):  # a proxy's page
+        message = str(json.loads(response.read(1 << 16))["message"])
+    after = response.headers.get("Retry-After", "")
+    return ApiServerError(response.status, message, float(after) if after.isdecimal() else 0.0)

@@ -1,0 +1,146 @@
+"""The endpoints of one Service, from its EndpointSlices as the API server lists and watches them.
+Pure.
+
+Invariant: the newest version of each slice counts, so an event that is repeated or comes late
+changes nothing. (EndpointSlice of discovery.k8s.io/v1; resource versions are numbers that grow.)
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+MAX_DELETED = 1000  # names of deleted slices that are remembered before all are listed anew
+GONE = 410
+
+
+class Endpoint(NamedTuple):
+    """A process of the Service, at host:port."""
+
+    address: str
+    ready: bool
+
+
+class WatchError(Exception):
+    """The API server ended a watch with an error."""
+
+
+class WatchExpired(WatchError):
+    """What happened since the version that is watched from is no longer known: list again."""
+
+
+class _PodEndpoint(NamedTuple):
+    pod: str  # its uid, or the address of an endpoint that is no pod
+    is_ipv6: bool
+    endpoint: Endpoint
+
+
+class EndpointSlices:
+    """The slices of a Service, and the endpoints of one of its ports.
+
+    `port` is a port's name, or a number that is taken as it is; empty: the slices' only port.
+    """
+
+    def __init__(self, port: str) -> None:
+        self._port = port
+        self._listed = 0  # the version of the list
+        self._newest = 0  # of all that was heard
+        self._versions: dict[str, int] = {}  # by name; of deleted slices, too
+        self._slices: dict[str, list[_PodEndpoint]] = {}
+
+    @property
+    def version(self) -> str:
+        """The resource version to watch from; empty: list first."""
+        return str(self._newest) if self._newest else ""
+
+    def expire(self) -> None:
+        """Events may have been missed. The slices stay until the next list."""
+        self._newest = 0
+
+    def take_list(self, answer: Any) -> None:
+        """Replace all. Raises ValueError, and changes nothing, if this is no list of slices."""
+        try:
+            if answer["kind"] != "EndpointSliceList":
+                raise ValueError(f"kind {answer['kind']!r}")
+            version = int(answer["metadata"]["resourceVersion"])
+            items = answer["items"] or ()
+            versions = {_name(item): _version(item) for item in items}
+            slices = {_name(item): _read(item, self._port) for item in items}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not a list of EndpointSlices: {error!r}") from error
+        self._listed = self._newest = version
+        self._versions, self._slices = versions, slices
+
+    def take_event(self, event: Any) -> None:
+        """One line of a watch. Raises WatchError if the API server says that the watch failed, and
+        ValueError, having changed nothing, if the line is no event."""
+        try:
+            kind, found = event["type"], event["object"]
+            if kind == "ERROR":
+                expired = found.get("code") == GONE
+                raise (WatchExpired if expired else WatchError)(found.get("message") or "an error")
+            version = _version(found)
+            if kind != "BOOKMARK":
+                self._take_slice(found, version, kind == "DELETED")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not an event of an EndpointSlice: {error!r}") from error
+        self._newest = max(self._newest, version)
+        if len(self._versions) - len(self._slices) > MAX_DELETED:
+            self.expire()
+
+    def _take_slice(self, found: Any, version: int, deleted: bool) -> None:
+        name = _name(found)
+        known = self._versions.get(name, 0)
+        if version <= self._listed or version < known or (version == known and not deleted):
+            return
+        if deleted:
+            self._slices.pop(name, None)
+        else:
+            self._slices[name] = _read(found, self._port)
+        self._versions[name] = version
+
+    def endpoints(self) -> list[Endpoint]:
+        """Sorted. A pod is there once: by the slice that was written last, if it is moving from
+        one to another, and by IPv4 if it has both families."""
+        pods: dict[str, dict[bool, Endpoint]] = {}
+        for name in sorted(self._slices, key=self._versions.__getitem__):
+            for one in self._slices[name]:
+                pods.setdefault(one.pod, {})[one.is_ipv6] = one.endpoint
+        ready: dict[str, bool] = {}
+        for families in pods.values():
+            address, is_ready = families[min(families)]
+            ready[address] = ready.get(address, False) or is_ready  # a new pod with an old one's IP
+        return [Endpoint(address, ready[address]) for address in sorted(ready)]
+
+
+def _name(found: Any) -> str:
+    return str(found["metadata"]["name"])
+
+
+def _version(found: Any) -> int:
+    return int(found["metadata"]["resourceVersion"])
+
+
+def _read(found: Any, port: str) -> list[_PodEndpoint]:
+    """The endpoints of a slice; none of one without the port, or with domain names."""
+    family = found["addressType"]
+    number = _port_number(found.get("ports") or (), port)
+    if number is None or family not in ("IPv4", "IPv6"):
+        return []
+    endpoints = []
+    for one in found.get("endpoints") or ():
+        host = one["addresses"][0]  # more than one may be there, and all mean the same
+        is_ipv6 = family == "IPv6"
+        ready = (one.get("conditions") or {}).get("ready")
+        endpoint = Endpoint(
+            f"[{host}]:{number}" if is_ipv6 else f"{host}:{number}", ready is None or bool(ready)
+        )
+        pod = (one.get("targetRef") or {}).get("uid") or host
+        endpoints.append(_PodEndpoint(pod, is_ipv6, endpoint))
+    return endpoints
+
+
+def _port_number(ports: Sequence[Any], port: str) -> int | None:
+    if port.isdecimal():
+        return int(port)
+    tcp = [one for one in ports if one.get("protocol") in (None, "TCP") and one.get("port")]
+    named = [one["port"] for one in tcp if not port or one.get("name") == port]
+    return int(named[0]) if len(named) == 1 else None

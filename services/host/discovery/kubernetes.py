@@ -1,0 +1,169 @@
+"""Watches the EndpointSlices of a Service at the Kubernetes API server, on a thread of its own.
+
+While the API server cannot be asked, the last view stays; a view is empty only if it said so.
+Whatever ends a watch but the server's own time limit has it listed anew, so nothing that was missed
+stays missed. docs/discovery.md says why this is no client library.
+"""
+
+import logging
+import math
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from io import BufferedIOBase
+
+from pdserve.services.host.discovery.api_server import (
+    ApiServer,
+    ApiServerError,
+    read_json,
+    read_lines,
+)
+from pdserve.services.host.discovery.endpoint_slices import (
+    GONE,
+    Endpoint,
+    EndpointSlices,
+    WatchError,
+    WatchExpired,
+)
+from pdserve.services.host.discovery.target import KubernetesTarget
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 45  # after about this time the server ends a watch, and another one begins
+SILENT_S = 5.0  # a server that says nothing for longer than a watch by this is given up
+LIST_S = 10.0  # between two bytes of a list
+FIRST_S = 2.0  # that the first look waits for the first list
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 10.0
+MAX_BROKEN = 3  # failures in a row that count of a server which begins each watch: 0.8 s
+SOON_S = 1.0  # a watch that ends sooner has met no time limit
+FORBIDDEN = 403
+RULE = (
+    "the pod's service account needs a Role with the verbs get, list and watch for the resource "
+    "endpointslices of apiGroup discovery.k8s.io in %s (k8s/components/endpoint-slices)"
+)
+
+
+class EndpointSliceWatch:
+    """A Resolver. The thread begins with the first look, and writes all that is here."""
+
+    def __init__(
+        self, target: KubernetesTarget, on_change: Callable[[], None], ready_only: bool
+    ) -> None:
+        """Raises ValueError outside a pod."""
+        self._target = target
+        self._on_change = on_change
+        self._ready_only = ready_only
+        self._api = ApiServer()
+        self._slices = EndpointSlices(target.port)
+        self._endpoints: list[Endpoint] = []
+        self._listed = threading.Event()  # once, or closed
+        self._closed = threading.Event()
+        self._socket: socket.socket | None = None
+        self._trouble = ""
+        self._heard = False  # an event, in the last watch
+        self._opened = math.inf  # when that began
+        self._thread = threading.Thread(
+            target=self._run, name=f"endpoints {target.service}", daemon=True
+        )
+
+    def addresses(self) -> list[str]:
+        if not self._thread.ident and not self._closed.is_set():
+            self._thread.start()
+            self._listed.wait(FIRST_S)
+        return [x.address for x in self._endpoints if x.ready or not self._ready_only]
+
+    def close(self) -> None:
+        self._closed.set()
+        self._listed.set()
+        if (connected := self._socket) is not None:
+            with suppress(OSError):  # it is closed already
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # TLS stays as it is
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._closed.is_set():
+            self._heard, self._opened = False, math.inf
+            error: Exception | None = None
+            try:
+                if not self._slices.version:
+                    self._list()
+                self._watch()
+            except (ApiServerError, WatchError, OSError, ValueError) as failure:
+                error = failure
+                self._slices.expire()
+                self._note(error)
+            lasted = time.monotonic() - self._opened > SOON_S
+            if lasted or self._heard:
+                failures = 0
+            elif self._opened < math.inf:
+                failures = min(failures, MAX_BROKEN)
+            if error is None and lasted:
+                continue
+            wait_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**failures)
+            wait_s = max(wait_s, min(MAX_BACKOFF_S, getattr(error, "retry_after_s", 0.0)))
+            failures += 1
+            self._closed.wait(wait_s * random.uniform(0.5, 1.0))
+
+    def _get(self, **query: str) -> AbstractContextManager[BufferedIOBase]:
+        namespace = self._target.namespace or self._api.namespace()
+        path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        query["labelSelector"] = f"kubernetes.io/service-name={self._target.service}"
+        silent_s = WATCH_S + SILENT_S if "watch" in query else LIST_S
+        return self._api.get(path, query, silent_s, self._connected)
+
+    def _list(self) -> None:
+        with self._get() as response:
+            self._slices.take_list(read_json(response))
+        self._publish()
+        self._listed.set()
+
+    def _watch(self) -> None:
+        """Returns when the server ends it in order."""
+        limit_s = max(1, round(WATCH_S * random.uniform(0.75, 1.0)))
+        with self._get(
+            watch="true",
+            allowWatchBookmarks="true",
+            resourceVersion=self._slices.version,
+            timeoutSeconds=str(limit_s),
+        ) as response:
+            self._opened = time.monotonic()
+            if self._trouble:
+                log.info("watching the EndpointSlices of %s again", self._target.service)
+                self._trouble = ""
+            for event in read_lines(response):
+                self._slices.take_event(event)
+                self._heard = True
+                self._publish()
+                if not self._slices.version:
+                    return
+
+    def _publish(self) -> None:
+        endpoints = self._slices.endpoints()
+        if endpoints != self._endpoints:
+            self._endpoints = endpoints
+            self._on_change()
+
+    def _connected(self, connected: socket.socket) -> None:
+        self._socket = connected
+        if self._closed.is_set():
+            raise ConnectionError("closed")
+
+    def _note(self, error: Exception) -> None:
+        """Log a failure, once for each reason until a watch begins again."""
+        trouble = str(error) or type(error).__name__
+        status = getattr(error, "status", 0)
+        if isinstance(error, WatchExpired) or status == GONE:
+            log.debug("EndpointSlices of %s: %s; listing again", self._target.service, trouble)
+            return
+        if trouble == self._trouble or self._closed.is_set():
+            return
+        self._trouble = trouble
+        if status == FORBIDDEN:
+            where = self._target.namespace or "the pod's own namespace"
+            trouble = f"{trouble}; {RULE % where}"
+        text = "cannot watch the EndpointSlices of %s: %s; going on with the last %d endpoints"
+        log.warning(text, self._target.service, trouble, len(self._endpoints))

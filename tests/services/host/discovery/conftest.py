@@ -1,0 +1,21 @@
+"""A fake API server, as processes in pods find theirs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_kubernetes import FakeKubernetes
+
+from pdserve.services.host.discovery import api_server, kubernetes
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
+    made = FakeKubernetes(tmp_path)
+    made.start()
+    for name, value in made.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(api_server, "SERVICE_ACCOUNT", str(tmp_path))
+    monkeypatch.setattr(kubernetes, "MAX_BACKOFF_S", 0.5)
+    yield made
+    made.stop()

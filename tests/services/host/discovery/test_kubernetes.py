@@ -1,0 +1,361 @@
+"""A watch of EndpointSlices over TLS, against an API server that breaks."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from random import Random
+
+import pytest
+from eventually import wait_until
+from fake_endpoints import FakeEndpoints
+from fake_kubernetes import EVENT_FAULTS, NAMESPACE, FakeKubernetes, endpoint_slice
+
+from pdserve.gateway.settings import GatewaySettings
+from pdserve.services.host.discovery import kubernetes
+from pdserve.services.host.discovery.discovery import Discovery, resolve
+from pdserve.services.host.discovery.target import parse_kubernetes
+from pdserve.services.worker.settings import WorkerSettings
+
+TARGET = "kubernetes:///router:grpc"
+CHANGES = 60
+Find = Callable[..., Discovery]
+
+
+@pytest.fixture
+def find() -> Iterator[Find]:
+    """Makes a Discovery that is closed at the end, and waits for its threads."""
+    made: list[Discovery] = []
+    before = set(threading.enumerate())
+
+    def make(target: str = TARGET, ready_only: bool = True, on_change: object = None) -> Discovery:
+        made.append(Discovery([target], on_change or (lambda: None), ready_only=ready_only))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    wait_until(lambda: not [t for t in set(threading.enumerate()) - before if _watches(t)])
+
+
+def _watches(thread: threading.Thread) -> bool:
+    return thread.name.startswith("endpoints ")
+
+
+def found(discovery: Discovery) -> list[str]:
+    (addresses,) = discovery.look().values()
+    return addresses
+
+
+@pytest.fixture
+def pods(api: FakeKubernetes) -> FakeEndpoints:
+    return FakeEndpoints(api, Random(1))
+
+
+def says(discovery: Discovery, *hosts: str) -> None:
+    """Wait until it finds these."""
+    expected = sorted(f"{host}:50050" for host in hosts)
+    wait_until(lambda: found(discovery) == expected, lambda: found(discovery))
+
+
+def watched(api: FakeKubernetes) -> int:
+    """Watches that were asked for."""
+    return sum("watch" in query for query in api.requests)
+
+
+# --- what is found
+
+
+def test_the_first_look_has_what_is_there(pods: FakeEndpoints, find: Find) -> None:
+    pods.add("10.0.0.1", ready=True)
+    pods.add("10.0.0.2")
+    assert found(find()) == ["10.0.0.1:50050"]
+    assert found(find(ready_only=False)) == ["10.0.0.1:50050", "10.0.0.2:50050"]
+    assert found(find(f"kubernetes://{NAMESPACE}/router:grpc")) == ["10.0.0.1:50050"]
+    assert found(find("kubernetes:///router")) == ["10.0.0.1:50050"]
+    assert found(find("kubernetes:///router:7000")) == ["10.0.0.1:7000"]
+    assert found(find("kubernetes://elsewhere/router:grpc")) == []
+    assert found(find("kubernetes:///other:grpc")) == []
+
+
+def test_changes_are_told(pods: FakeEndpoints, find: Find) -> None:
+    told = threading.Event()
+    discovery = find(on_change=told.set)
+    assert found(discovery) == []
+    pod = pods.add("10.0.0.1")
+    assert told.wait(60)
+    assert found(discovery) == []
+    told.clear()
+    pods.set(pod, ready=True)
+    assert told.wait(60)
+    assert found(discovery) == ["10.0.0.1:50050"]
+    pods.set(pod, ready=True, terminating=True)
+    says(discovery)
+    pods.remove(pod)
+
+
+def test_an_empty_list_is_believed(pods: FakeEndpoints, find: Find, api: FakeKubernetes) -> None:
+    pod = pods.add("10.0.0.1", ready=True)
+    discovery = find()
+    says(discovery, "10.0.0.1")
+    api.stop()
+    pods.remove(pod)
+    api.compact()
+    api.start()
+    says(discovery)
+
+
+# --- what breaks
+
+
+@pytest.mark.parametrize("fault", EVENT_FAULTS)
+def test_a_watch_that_breaks(
+    api: FakeKubernetes,
+    pods: FakeEndpoints,
+    find: Find,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kubernetes, "WATCH_S", 1)
+    monkeypatch.setattr(kubernetes, "SILENT_S", 0.0)
+    discovery = find()
+    says(discovery)
+    wait_until(lambda: watched(api) == 1)
+    monkeypatch.setattr("fake_kubernetes.EVENT_FAULTS", (fault,))
+    api.faults = 1.0
+    pods.add("10.0.0.1", ready=True)
+    wait_until(lambda: api.counts[fault])
+    api.faults = 0.0
+    pods.add("10.0.0.2", ready=True)
+    says(discovery, "10.0.0.1", "10.0.0.2")
+
+
+def test_a_watch_ends_in_time_and_goes_on_where_it_was(
+    api: FakeKubernetes, pods: FakeEndpoints, find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "WATCH_S", 1)
+    monkeypatch.setattr(kubernetes, "SOON_S", 0.1)
+    discovery = find()
+    says(discovery)
+    api.put(endpoint_slice("x", "other", []))  # only a bookmark tells of it
+    wait_until(lambda: watched(api) >= 3)
+    queries = [query for query in api.requests if "watch" in query]
+    assert queries[0]["allowWatchBookmarks"] == "true"
+    assert [query["resourceVersion"] for query in queries[:3]] == ["1", "2", "2"]
+    assert len(api.requests) - watched(api) == 1, "one list"
+
+
+@pytest.mark.parametrize("code", [401, 403, 410, 429, 500, 503])
+def test_an_answer_that_is_an_error(
+    api: FakeKubernetes, pods: FakeEndpoints, find: Find, code: int
+) -> None:
+    pods.add("10.0.0.1", ready=True)
+    api.answers.append((code, {"Retry-After": "0"}))
+    discovery = find()
+    assert found(discovery) == ["10.0.0.1:50050"], "the first look waits for the second try"
+    api.answers.append((code, {"Retry-After": "0"}))
+    api.break_watches()
+    pods.add("10.0.0.2", ready=True)
+    says(discovery, "10.0.0.1", "10.0.0.2")
+
+
+def test_the_last_view_is_kept(api: FakeKubernetes, pods: FakeEndpoints, find: Find) -> None:
+    pods.add("10.0.0.1", ready=True)
+    discovery = find()
+    says(discovery, "10.0.0.1")
+    asked = len(api.requests)
+    api.answers.extend([(500, {})] * 3)
+    api.break_watches()
+    wait_until(lambda: len(api.requests) >= asked + 2)
+    assert found(discovery) == ["10.0.0.1:50050"]
+    api.stop()
+    assert found(discovery) == ["10.0.0.1:50050"]
+    api.start()
+    pods.add("10.0.0.2", ready=True)
+    says(discovery, "10.0.0.1", "10.0.0.2")
+
+
+def test_a_server_that_comes_later(api: FakeKubernetes, pods: FakeEndpoints, find: Find,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(kubernetes, "FIRST_S", 0.2)
+    pods.add("10.0.0.1", ready=True)
+    api.stop()
+    discovery = find()
+    assert found(discovery) == []
+    api.start()
+    says(discovery, "10.0.0.1")
+
+
+def test_a_token_that_was_rotated(api: FakeKubernetes, pods: FakeEndpoints, find: Find) -> None:
+    discovery = find()
+    says(discovery)
+    api.rotate_token(written=False)
+    api.break_watches()
+    asked = len(api.requests)
+    wait_until(lambda: len(api.requests) >= asked + 2)
+    pods.add("10.0.0.1", ready=True)
+    api.write_token()
+    says(discovery, "10.0.0.1")
+
+
+def test_an_error_is_waited_out(
+    api: FakeKubernetes, pods: FakeEndpoints, find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer each time; Retry-After is obeyed."""
+    monkeypatch.setattr(kubernetes, "FIRST_S", 0.0)
+    pauses: list[float] = []
+
+    class Recorded(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if _watches(threading.current_thread()) and timeout is not None:
+                pauses.append(timeout)
+                timeout = 0.0
+            return super().wait(timeout)
+
+    class Threading:
+        Event, Thread = Recorded, threading.Thread
+
+    monkeypatch.setattr(kubernetes, "threading", Threading)
+    monkeypatch.setattr(kubernetes, "MAX_BACKOFF_S", 10.0)
+    api.answers.extend([(500, {})] * 9)
+    api.answers.append((429, {"Retry-After": "3600"}))
+    pods.add("10.0.0.1", ready=True)
+    says(find(), "10.0.0.1")
+    bounds = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0]
+    assert all(bound / 2 <= pause <= bound for pause, bound in zip(pauses, bounds, strict=False))
+    assert len(pauses) >= len(bounds)
+
+
+# --- what is said
+
+
+def test_a_missing_right_is_named(
+    api: FakeKubernetes, find: Find, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.answers.extend([(403, {})] * 2)
+    discovery = find()
+    says(discovery)
+    wait_until(lambda: watched(api))
+    (text,) = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert "told to say 403" in text, "what the API server says"
+    assert "Role with the verbs get, list and watch" in text
+    assert "endpointslices of apiGroup discovery.k8s.io" in text
+    assert "k8s/components/endpoint-slices" in text
+
+
+def test_a_change_of_trouble_is_told_once_and_its_end(
+    api: FakeKubernetes, pods: FakeEndpoints, find: Find, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=kubernetes.__name__)
+    pods.add("10.0.0.1", ready=True)
+    discovery = find()
+    says(discovery, "10.0.0.1")
+    wait_until(lambda: watched(api) == 1)
+    api.answers.extend([(500, {})] * 3)
+    pods.add("10.0.0.2", ready=True)
+    says(discovery, "10.0.0.1", "10.0.0.2")
+    api.break_watches()
+    wait_until(lambda: watched(api) == 2)
+    wait_until(lambda: "again" in caplog.text)
+    texts = [(r.levelname, r.message) for r in caplog.records]
+    assert len([t for level, t in texts if level == "WARNING" and "500" in t]) == 1
+    assert all("going on with the last 2 endpoints" in t for level, t in texts if "500" in t)
+    assert texts[-1] == ("INFO", "watching the EndpointSlices of router again")
+
+
+# --- what cannot be
+
+
+@pytest.mark.parametrize("settings", [GatewaySettings, WorkerSettings])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "router",
+        "router:grpc",
+        "dns:///router:50050",
+        "kubernetes:///",
+        "kubernetes://router:grpc",
+        "kubernetes:///Router:grpc",
+        "kubernetes:///router:grpc/x",
+        "kubernetes:///router.llm:grpc",
+    ],
+)
+def test_a_target_that_cannot_be(settings: type, target: str) -> None:
+    with pytest.raises(ValueError, match=r"--routers: .* is neither host:port nor kubernetes://"):
+        settings(routers=(target,))
+
+
+def test_targets() -> None:
+    assert parse_kubernetes("kubernetes://ns/router:grpc") == ("ns", "router", "grpc")
+    assert parse_kubernetes("kubernetes:///router") == ("", "router", "")
+    for name in ("router:50050", "127.0.0.1:1", "[::1]:50"):
+        assert parse_kubernetes(name) is None
+
+
+def test_outside_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ValueError, match="KUBERNETES_SERVICE_HOST"):
+        Discovery([TARGET], lambda: None, ready_only=True)
+
+
+def test_resolve() -> None:
+    assert resolve("127.0.0.1:50") == ["127.0.0.1:50"]
+    assert resolve("[::1]:50") == ["[::1]:50"]
+    assert resolve("no port") == []
+    assert resolve("host.invalid:1") == []
+
+
+def test_it_is_imported_by_those_who_use_it() -> None:
+    """Other processes start without it."""
+    code = (
+        "import sys; from pdserve.services.worker.membership import Membership;"
+        "print([m for m in sys.modules if m.startswith('pdserve.services.host.discovery')])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert "discovery.discovery" in done.stdout, done.stderr
+    assert "kubernetes" not in done.stdout
+    assert "api_server" not in done.stdout
+
+
+def test_its_end_waits_for_nobody(api: FakeKubernetes, find: Find) -> None:
+    """A watch waits for a server that says nothing for most of a minute."""
+    discovery = find()
+    says(discovery)
+    wait_until(lambda: watched(api))
+    began = time.thread_time()
+    discovery.close()
+    assert time.thread_time() - began < 1.0  # `find` waits for the end of the thread
+
+
+# --- all at once
+
+
+def test_changes_with_broken_watches_end_in_the_truth(
+    api: FakeKubernetes, find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The short form of benchmarks/k8s/line3_discovery.py."""
+    monkeypatch.setattr(kubernetes, "WATCH_S", 1)
+    monkeypatch.setattr(kubernetes, "SILENT_S", 0.2)
+    monkeypatch.setattr(kubernetes, "SOON_S", 0.2)
+    rng = Random(20)
+    pods = FakeEndpoints(api, rng)
+    views = {ready: find(ready_only=ready) for ready in (True, False)}
+    for number in range(CHANGES):
+        api.faults = 0.3
+        pods.change()
+        if number % 20 == 10:
+            api.compact()
+        if number % 20 == 15:
+            api.stop()
+            pods.change()
+            api.start()
+        time.sleep(0.02)  # for watches to say it
+        if number % 6 == 5:
+            api.faults = 0.0
+            for ready, discovery in views.items():
+                true = pods.addresses(ready)
+                wait_until(lambda d=discovery, t=true: found(d) == t, api.counts)  # type: ignore[misc]
+    assert len(api.counts) > 5, api.counts
