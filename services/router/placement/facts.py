@@ -6,56 +6,64 @@ from random import Random
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.engine.kv.identity import Mixing
 from pdserve.services.router.fleet.fleet import Worker
+from pdserve.services.router.fleet.prefix_index import PrefixIndex
 from pdserve.services.router.placement.policy import PromptFacts, WorkerFacts, mismatch, pick_decode
 from pdserve.services.router.placement.promised_chains import PromisedChains
 
 
 class FactsOfWorkers:
-    """The prompt is hashed at most once for each kind of worker."""
+    """The prompt is hashed and looked up at most once for each kind of worker."""
 
     def __init__(
         self,
         ids: Sequence[int],
         cache_salt: bytes,
         verified: Mapping[bytes, int],
+        index: PrefixIndex,
         promised: PromisedChains,
         now: float,
     ) -> None:
         self._ids = ids[:-1]  # the last one always runs as a decode row, so it is never a hit
         self._salt = cache_salt
         self._verified = verified  # by boot: tokens whose prefix events may be on their way
+        self._index = index
         self._promised = promised
         self._now = now
-        self._chains: dict[tuple[bytes, int], list[bytes]] = {}
+        self._chains: dict[tuple[bytes, int], tuple[list[bytes], dict[int, int]]] = {}
 
     def of(self, worker: Worker) -> WorkerFacts:
         """What the policy knows of this worker about this prompt."""
         requests, waiting = worker.expected(self._now)
-        chain = self.chain(worker)
-        block_size = worker.layout.block_size
-        cached = worker.prefixes.num_cached(chain) * block_size
+        boot, size = worker.boot, worker.layout.block_size
+        chain, cached = self._chains.get((worker.identity.digest, size)) or self._look_up(worker)
+        cached_tokens = cached.get(worker.prefixes.bit, 0) * size
+        # By position: names take twice as long, and this runs for each worker and request.
         return WorkerFacts(
-            boot=worker.boot,
-            kv_identity=worker.identity,
-            requests=requests,
-            waiting_tokens=waiting,
-            cached_tokens=max(cached, self._verified.get(worker.boot, 0)),
-            promised_tokens=self._promised.num_promised(worker.boot, chain) * block_size,
-            wire_version=worker.hello.wire_version,
-            transports=tuple(worker.hello.transports),
-            layout=worker.layout,
-            encrypts=worker.hello.encrypt_kv,
-            free_tokens=worker.free_tokens,
+            boot,
+            worker.identity,
+            requests,
+            waiting,
+            max(cached_tokens, self._verified[boot]) if boot in self._verified else cached_tokens,
+            self._promised.num_promised(boot, chain) * size,
+            worker.wire_version,
+            worker.transports,
+            worker.layout,
+            worker.encrypts,
+            worker.free_tokens,
         )
 
     def chain(self, worker: Worker) -> list[bytes]:
         """Chain hashes of the prompt's full blocks, as that worker makes them."""
-        size = worker.layout.block_size
-        kind = worker.identity.digest, size
-        if kind not in self._chains:
-            seed = cache_seed(worker.identity.digest, self._salt)
-            self._chains[kind] = chain_hashes(self._ids, size, seed) if size else []
-        return self._chains[kind]
+        kind = worker.identity.digest, worker.layout.block_size
+        chain, _ = self._chains.get(kind) or self._look_up(worker)
+        return chain
+
+    def _look_up(self, worker: Worker) -> tuple[list[bytes], dict[int, int]]:
+        """The chain of the prompt for workers of a kind, and how much of it each of them has."""
+        digest, size = worker.identity.digest, worker.layout.block_size
+        chain = chain_hashes(self._ids, size, cache_seed(digest, self._salt)) if size else []
+        found = self._chains[digest, size] = chain, self._index.num_cached(chain)
+        return found
 
 
 def destination(

@@ -41,9 +41,10 @@ NO_LAYOUT = KvSpec(0, ())
 SAME_WEIGHTS = Mixing(numerics=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerFacts:
-    """One worker that can take work now, as the policy sees it."""
+    """One worker that can take work now, as the policy sees it. Never changed, and not frozen only
+    since that takes five times as long to make, for each worker and request."""
 
     boot: bytes
     kv_identity: KvIdentity
@@ -107,7 +108,7 @@ def decide(
     rng: Random,
 ) -> Decision | None:
     """The worker pair for a prompt, or None if no decode worker is given."""
-    sharing = [replace(w, cached_tokens=awaited_tokens(prompt, w, rules)) for w in decodes]
+    sharing = [sharing_kv(prompt, w, rules) for w in decodes]
     picked = pick_decode(prompt, sharing, rng)
     if picked is None:
         return None
@@ -124,6 +125,13 @@ def decide(
 def missing_tokens(prompt: PromptFacts, worker: WorkerFacts) -> int:
     """Prompt tokens that are not cached there."""
     return max(0, prompt.num_tokens - worker.cached_tokens)
+
+
+def sharing_kv(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> WorkerFacts:
+    """A worker as if what nobody has to compute there were cached."""
+    if worker.promised_tokens <= worker.cached_tokens:
+        return worker
+    return replace(worker, cached_tokens=awaited_tokens(prompt, worker, rules))
 
 
 def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> int:
@@ -179,7 +187,7 @@ def mismatch(prefill: WorkerFacts, decode: WorkerFacts, mixing: Mixing) -> Diffe
     if prefill.wire_version != decode.wire_version:
         text = f"wire version {decode.wire_version} here, {prefill.wire_version} there"
         return Difference("wire version", text)
-    if set(prefill.transports).isdisjoint(decode.transports):
+    if not any(transport in decode.transports for transport in prefill.transports):
         ours, theirs = (" ".join(w.transports) or "none" for w in (decode, prefill))
         return Difference("transport", f"transports {ours} here, {theirs} there")
     if prefill.encrypts != decode.encrypts:

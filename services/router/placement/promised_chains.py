@@ -4,6 +4,7 @@ From its Admit on the KV of an attempt's prompt is there or on its way, and pref
 only later. Workers decide by what they know themselves: this only says where to ask first.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -38,5 +39,8 @@ class PromisedChains:
 
     def num_promised(self, boot: bytes, chain: Sequence[bytes]) -> int:
         """How many leading blocks of a chain are promised there."""
-        counts = self._counts.get(boot, Counter[bytes]())
-        return next((at for at, link in enumerate(chain) if link not in counts), len(chain))
+        counts = self._counts.get(boot)
+        if not counts or not chain or chain[0] not in counts:
+            return 0
+        # A link is promised with all those before it, so those that are come first.
+        return bisect_left(chain, True, key=lambda link: link not in counts)
