@@ -83,8 +83,7 @@ class Worker:
     transports: tuple[str, ...] = field(init=False)
     wire_version: int = field(init=False)
     encrypts: bool = field(init=False)
-    _requests: int = 0  # of the load, as what follows
-    _waiting_tokens: int = 0
+    _reported: tuple[int, int] = (0, 0)  # requests and waiting prompt tokens of the load
 
     def __post_init__(self) -> None:
         hello = self.hello
@@ -110,7 +109,7 @@ class Worker:
     def report(self, load: pb.Load) -> None:
         """Take a new load, and forget the commands that it includes."""
         self.load = load
-        self._requests, self._waiting_tokens = load.running + load.waiting, load.waiting_tokens
+        self._reported = load.running + load.waiting, load.waiting_tokens
         blocks = load.blocks_free + load.blocks_cached
         self.free_tokens = blocks * self.layout.block_size - load.promised_tokens
         self.busy_until = 0.0
@@ -123,13 +122,14 @@ class Worker:
     def expected(self, now: float) -> tuple[int, int]:
         """(requests, waiting prompt tokens) with what was sent and not reported yet."""
         if not self.unreported:
-            return self._requests, self._waiting_tokens
+            return self._reported
         for attempt, (_, sent) in list(self.unreported.items()):
             if now - sent < UNREPORTED_S:
                 break
             del self.unreported[attempt]
         tokens = sum(tokens for tokens, _ in self.unreported.values())
-        return self._requests + len(self.unreported), self._waiting_tokens + tokens
+        requests, waiting_tokens = self._reported
+        return requests + len(self.unreported), waiting_tokens + tokens
 
 
 class Fleet:

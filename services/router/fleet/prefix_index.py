@@ -58,8 +58,6 @@ class PrefixIndex:
         capacity."""
         num_new = 0
         for chain in hashes:
-            if len(chain) != HASH_BYTES:
-                continue
             if self._num_dead:
                 self._sweep()
             number, at, bucket = self._find(chain)
@@ -97,14 +95,14 @@ class PrefixIndex:
     def num_cached(self, hashes: Sequence[bytes]) -> dict[int, int]:
         """How many leading blocks of a prompt are cached, by the bit of each worker that has any."""
         found: dict[int, int] = {}
-        having = self._holders(hashes[0]) if hashes else 0
+        having = self._taken if hashes else 0
         for num, chain in enumerate(hashes):
-            if not having:
-                return found
             still = having & self._holders(chain)
-            if still != having:
+            if num and still != having:
                 found.update((bit, num) for bit in _bits(having & ~still))
-                having = still
+            having = still
+            if not having:
+                break
         found.update((bit, len(hashes)) for bit in _bits(having))
         return found
 
@@ -166,8 +164,8 @@ class WorkerPrefixes:
             self._forget()
             self.gaps += 1
         self._next = events.sequence + len(events.added) + len(events.removed)
-        self._num_known += self._index.add(self.bit, events.added)
-        self._num_known -= self._index.remove(self.bit, events.removed)
+        self._num_known += self._index.add(self.bit, _hashes(events.added))
+        self._num_known -= self._index.remove(self.bit, _hashes(events.removed))
 
     def close(self) -> None:
         """The worker is gone."""
@@ -232,6 +230,10 @@ class _WorkerSets:
         self.workers.append(workers)
         self._num_entries.append(0)
         return len(self.workers) - 1
+
+
+def _hashes(said: Iterable[bytes]) -> list[bytes]:
+    return [chain for chain in said if len(chain) == HASH_BYTES]
 
 
 def _bits(workers: int) -> Iterator[int]:

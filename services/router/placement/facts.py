@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
+from typing import NamedTuple
 
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.engine.kv.identity import Mixing
@@ -9,6 +10,14 @@ from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.fleet.prefix_index import PrefixIndex
 from pdserve.services.router.placement.policy import PromptFacts, WorkerFacts, mismatch, pick_decode
 from pdserve.services.router.placement.promised_chains import PromisedChains
+
+
+class _KnownBlocks(NamedTuple):
+    """Where the prompt's blocks are, for workers that hash them alike."""
+
+    chain: list[bytes]
+    num_cached: dict[int, int]  # leading blocks, by the bit of the worker
+    num_promised: dict[bytes, int]  # likewise, by its boot
 
 
 class FactsOfWorkers:
@@ -29,22 +38,24 @@ class FactsOfWorkers:
         self._index = index
         self._promised = promised
         self._now = now
-        self._chains: dict[tuple[bytes, int], tuple[list[bytes], dict[int, int]]] = {}
+        self._known: dict[tuple[bytes, int], _KnownBlocks] = {}
 
     def of(self, worker: Worker) -> WorkerFacts:
         """What the policy knows of this worker about this prompt."""
-        requests, waiting = worker.expected(self._now)
         boot, size = worker.boot, worker.layout.block_size
-        chain, cached = self._chains.get((worker.identity.digest, size)) or self._look_up(worker)
-        cached_tokens = cached.get(worker.prefixes.bit, 0) * size
+        known = self._known.get((worker.identity.digest, size)) or self._look_up(worker)
+        requests, waiting_tokens = worker.expected(self._now)
+        cached_tokens = known.num_cached.get(worker.prefixes.bit, 0) * size
+        if self._verified:
+            cached_tokens = max(cached_tokens, self._verified.get(boot, 0))
         # By position: names take twice as long, and this runs for each worker and request.
         return WorkerFacts(
             boot,
             worker.identity,
             requests,
-            waiting,
-            max(cached_tokens, self._verified[boot]) if boot in self._verified else cached_tokens,
-            self._promised.num_promised(boot, chain) * size,
+            waiting_tokens,
+            cached_tokens,
+            known.num_promised.get(boot, 0) * size,
             worker.wire_version,
             worker.transports,
             worker.layout,
@@ -55,15 +66,14 @@ class FactsOfWorkers:
     def chain(self, worker: Worker) -> list[bytes]:
         """Chain hashes of the prompt's full blocks, as that worker makes them."""
         kind = worker.identity.digest, worker.layout.block_size
-        chain, _ = self._chains.get(kind) or self._look_up(worker)
-        return chain
+        return (self._known.get(kind) or self._look_up(worker)).chain
 
-    def _look_up(self, worker: Worker) -> tuple[list[bytes], dict[int, int]]:
-        """The chain of the prompt for workers of a kind, and how much of it each of them has."""
+    def _look_up(self, worker: Worker) -> _KnownBlocks:
         digest, size = worker.identity.digest, worker.layout.block_size
         chain = chain_hashes(self._ids, size, cache_seed(digest, self._salt)) if size else []
-        found = self._chains[digest, size] = chain, self._index.num_cached(chain)
-        return found
+        cached, promised = self._index.num_cached(chain), self._promised.num_promised(chain)
+        known = self._known[digest, size] = _KnownBlocks(chain, cached, promised)
+        return known
 
 
 def destination(

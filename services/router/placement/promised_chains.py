@@ -37,10 +37,13 @@ class PromisedChains:
         if not counts:
             del self._counts[boot]
 
-    def num_promised(self, boot: bytes, chain: Sequence[bytes]) -> int:
-        """How many leading blocks of a chain are promised there."""
-        counts = self._counts.get(boot)
-        if not counts or not chain or chain[0] not in counts:
-            return 0
-        # A link is promised with all those before it, so those that are come first.
-        return bisect_left(chain, True, key=lambda link: link not in counts)
+    def num_promised(self, chain: Sequence[bytes]) -> dict[bytes, int]:
+        """How many leading blocks of a chain are promised, by the boot of each worker where any
+        is."""
+        first = chain[0] if chain else b""
+        # A link is promised with all those before it: those that are come first.
+        return {
+            boot: bisect_left(chain, True, key=lambda link: link not in counts)  # noqa: B023
+            for boot, counts in self._counts.items()
+            if first in counts
+        }
