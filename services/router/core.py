@@ -19,6 +19,7 @@ from pdserve.services.host.rpc.token_rows import TokenRow
 from pdserve.services.host.tracing import NO_TRACER, Tracer
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, State, Worker
+from pdserve.services.router.fleet.prefix_index import CAPACITY
 from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests.effects import Client
@@ -33,11 +34,16 @@ class RouterCore:
     """What the servicers call. Construct it inside the running loop."""
 
     def __init__(
-        self, access: Access, rules: Rules, max_queued: int, tracer: Tracer = NO_TRACER
+        self,
+        access: Access,
+        rules: Rules,
+        max_queued: int,
+        tracer: Tracer = NO_TRACER,
+        prefix_index_hashes: int = CAPACITY,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.boot = os.urandom(16)
-        self.fleet = Fleet()
+        self.fleet = Fleet(prefix_index_hashes)
         self.worker_sessions = WorkerSessions(access, self.boot, self)
         self.dispatcher = Dispatcher(
             self.fleet,

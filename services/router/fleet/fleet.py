@@ -135,10 +135,10 @@ class Worker:
 class Fleet:
     """Workers by boot id. Methods that end lives return the dead, for their requests' sake."""
 
-    def __init__(self, num_hashes: int = CAPACITY) -> None:
-        """`num_hashes`: different blocks of prefix caches that it knows at most."""
+    def __init__(self, prefix_index_hashes: int = CAPACITY) -> None:
+        """`prefix_index_hashes`: different blocks of prefix caches that it knows at most."""
         self.workers: dict[bytes, Worker] = {}
-        self.prefixes = PrefixIndex(num_hashes)
+        self.prefixes = PrefixIndex(prefix_index_hashes)
         self._of: dict[tuple[pb.Role, str], list[Worker]] = {}
         self.isolated_since: float | None = None  # the router hears too few of its workers
         self._leases = 0
