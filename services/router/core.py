@@ -121,9 +121,10 @@ class RouterCore:
         if kind == "load":
             worker.report(report.load)
             self.dispatcher.on_load(worker, now)
+            if report.HasField("beat"):
+                self._beat(worker, report.beat, now)
         elif kind == "heartbeat":
-            if self.fleet.beat(worker, report.heartbeat, now):
-                self._froze_or_moves(worker, now)
+            self._beat(worker, report.heartbeat, now)
         elif kind == "prefixes":
             worker.prefixes.apply(report.prefixes)
         elif kind == "goodbye":
@@ -131,7 +132,9 @@ class RouterCore:
             self.fleet.goodbye(worker)
         return True
 
-    def _froze_or_moves(self, worker: Worker, now: float) -> None:
+    def _beat(self, worker: Worker, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
+        if not self.fleet.beat(worker, heartbeat, now):
+            return
         if worker.frozen:
             log.warning("the engine of worker %s is frozen", worker.hello.address)
             self.dispatcher.frozen(worker, now)
