@@ -76,6 +76,7 @@ class Worker:
     unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict)
     free_tokens: int = 0  # room for KV that its last load tells of, less what it has promised
     # Of the hello. What all workers of a kind have is one object: it is compared for every request.
+    role: pb.Role = field(init=False)
     boot: bytes = field(init=False)
     model: str = field(init=False)
     identity: KvIdentity = field(init=False)
@@ -87,7 +88,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         hello = self.hello
-        self.boot, self.model = hello.boot, hello.card.name
+        self.role, self.boot, self.model = hello.role, hello.boot, hello.card.name
         self.identity = _shared(KvIdentity.of(hello.card.kv_identity))
         self.layout = _shared(decode_spec(hello.card.kv_spec))
         self.transports = _shared(tuple(hello.transports))
@@ -217,7 +218,7 @@ class Fleet:
     def _sort(self) -> None:
         self._of = {}
         for worker in self.workers.values():
-            self._of.setdefault((worker.hello.role, worker.model), []).append(worker)
+            self._of.setdefault((worker.role, worker.model), []).append(worker)
 
     def excuse(self, seconds: float, now: float) -> None:
         """Time in which the router stood still itself is nobody's silence: what was said meanwhile
@@ -230,26 +231,29 @@ class Fleet:
 
     def tick(self, now: float) -> list[Worker]:
         """Let time pass: the workers that died of it."""
+        suspects = []
         for worker in self.workers.values():
             if worker.state is not State.SUSPECT and now - worker.heard >= SILENCE_S:
                 self._suspect(worker, now)
-        self._look_at_itself(now)
+            if worker.state is State.SUSPECT:
+                suspects.append(worker)
+        if suspects or self.isolated_since is not None:
+            self._look_at_itself(suspects, now)
         since = self.isolated_since
         if since is not None and now - since < ISOLATED_S:
             return []
         overdue = [
             worker
-            for worker in self.workers.values()
-            if worker.state is State.SUSPECT
-            and now - max(worker.suspect_since, worker.witnessed) >= SUSPECT_S
+            for worker in suspects
+            if now - max(worker.suspect_since, worker.witnessed) >= SUSPECT_S
         ]
         return [dead for worker in overdue for dead in self.lost(worker)]
 
-    def _look_at_itself(self, now: float) -> None:
+    def _look_at_itself(self, suspects: list[Worker], now: float) -> None:
         """Notes since when more than half of its workers are suspect. When that is over, those
         that still are get their time anew: what they say may be on its way, too."""
         staying = [w for w in self.workers.values() if w.was_connected and not w.said_goodbye]
-        suspects = [w for w in staying if w.state is State.SUSPECT]
+        suspects = [w for w in suspects if w.was_connected and not w.said_goodbye]
         if len(staying) >= MIN_ISOLATED and 2 * len(suspects) > len(staying):
             if self.isolated_since is None:
                 self.isolated_since = now
