@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from pdserve.engine.kv.codec import encode_spec
@@ -62,10 +63,10 @@ class IdleWorker(DecodeServicer):
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
-    with open(f"/proc/{pid}/stat") as figures:
-        fields = figures.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """User and system time of the threads of a process so far. Not from its `stat`, which counts
+    the ticks of a clock: it misjudges what runs often and shortly."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((t / "schedstat").read_text().split()[0]) for t in threads) / 1e9
 
 
 def free_port() -> int:

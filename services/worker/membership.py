@@ -47,6 +47,7 @@ class _Lease:
         self._to_say.add_prefixes(prefixes)
         if load is not None:
             self._to_say.add_load(load)
+        self._to_say.wall_offset = time.time() - time.monotonic()
         self._thread.start()
 
     def alive(self) -> bool:

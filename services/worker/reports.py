@@ -2,6 +2,8 @@
 
 A router that has heard nothing for a second suspects the worker, so there are two heartbeats in it.
 A load brings one along if the router reads it there: what is busy says little besides its loads.
+Heartbeats without one go out at slots of the wall clock: a router wakes once for those of many
+workers, which costs it half. Where clocks differ it wakes more often, and nothing else changes.
 """
 
 import math
@@ -11,7 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pdserve.protos import fleet_pb2 as pb
 
-HEARTBEAT_S = 0.4  # after the last one, wherever that was
+HEARTBEAT_S = 0.4  # after the last one, wherever that was, at most
+SLOT_S = 0.05
+ROUNDING = 1e-3  # of a slot
 BEAT_S = 0.1  # between two in loads at least: routers count how often they look at the engine
 LOAD_INTERVAL_S = 0.05  # between two loads at least, if one of LOAD_FIELDS has changed ...
 STEADY_INTERVAL_S = 0.1  # ... and if only blocks and counters have
@@ -32,13 +36,14 @@ class WorkerReports:
 
     def __init__(self, heartbeat: Callable[[], pb.Heartbeat]) -> None:
         self.reads_beats = False  # the router's Welcome says so
+        self.wall_offset = 0.0  # from the clock of `now` to the one that all hosts have
         self._heartbeat = heartbeat
         self._lock = threading.Lock()  # guards the load and the goodbye
         self._load: pb.Load | None = None
         self._goodbye: str | None = None
         self._prefixes: deque[pb.PrefixEvents] = deque()
         self._last_load = pb.Load()
-        self._last_load_at = self._last_beat_at = -math.inf
+        self._last_load_at = self._last_beat_at = self._next_beat = -math.inf
 
     def add_load(self, load: pb.Load) -> None:
         """The newest one counts."""
@@ -66,15 +71,17 @@ class WorkerReports:
         if load is not None:
             merges = self.reads_beats and now >= self._last_beat_at + BEAT_S
             yield pb.WorkerReport(load=load, beat=self._beat(now) if merges else None)
-        if now >= self._last_beat_at + HEARTBEAT_S:
+        if now >= self._next_beat:
             yield pb.WorkerReport(heartbeat=self._beat(now))
 
     def next_due(self) -> float:
         """When something is due, if nothing is added before."""
-        return min(self._last_beat_at + HEARTBEAT_S, self._load_due())
+        return min(self._next_beat, self._load_due())
 
     def _beat(self, now: float) -> pb.Heartbeat:
         self._last_beat_at = now
+        slot = math.floor((now + HEARTBEAT_S + self.wall_offset) / SLOT_S + ROUNDING)
+        self._next_beat = slot * SLOT_S - self.wall_offset
         return self._heartbeat()
 
     def _load_due(self) -> float:

@@ -10,6 +10,7 @@ from pdserve.services.worker.reports import (
     BEAT_S,
     HEARTBEAT_S,
     LOAD_INTERVAL_S,
+    SLOT_S,
     WorkerReports,
 )
 
@@ -17,10 +18,12 @@ TURN_S = 0.005  # that the thread of a lease takes to wake
 Said = list[tuple[float, pb.WorkerReport]]
 
 
-def minute(reads_beats: bool, load_every_s: float | None, seconds: float = 60.0) -> Said:
-    """The reports of a worker whose load changes so often."""
+def minute(
+    reads_beats: bool, load_every_s: float | None, seconds: float = 60.0, begin: float = 0.0
+) -> Said:
+    """The reports of a worker whose load changes so often. `begin`: on the wall clock."""
     reports, said = WorkerReports(lambda: pb.Heartbeat(step=1, busy=True)), Said()
-    reports.reads_beats = reads_beats
+    reports.reads_beats, reports.wall_offset = reads_beats, begin
     now, next_load, count = 0.0, 0.0, 0
     while now < seconds:
         if load_every_s is not None and now >= next_load:
@@ -44,6 +47,16 @@ def test_an_idle_worker_has_two_chances_before_it_is_suspect() -> None:
         said = minute(reads_beats, None)
         assert len(said) <= 60 / HEARTBEAT_S + 1
         assert 2 * longest_pause(beats(said)) + 0.1 < SILENCE_S
+
+
+def test_idle_workers_beat_in_the_same_slots() -> None:
+    """Whenever they began, by the clock that they share."""
+    for begin in (0.0, 1_700_000_000.123, 1_700_000_000.049, 7.777):
+        times = [at + begin for at in beats(minute(True, None, begin=begin))][1:]
+        for at in times:
+            past = at % SLOT_S
+            assert min(past, SLOT_S - past) < 0.001
+        assert max(HEARTBEAT_S - (later - at) for at, later in pairwise(times)) < 0.001
 
 
 def test_a_load_brings_the_heartbeat_to_a_router_that_reads_it_there() -> None:
