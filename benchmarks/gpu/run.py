@@ -24,8 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from build import ROOT, build, environment, install
 from prepare import prepare
+
+from build import ROOT, build, environment, install
 
 LIMIT_S = 590.0
 SPARE_S = 3.0  # to write and to end

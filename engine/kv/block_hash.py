@@ -9,26 +9,35 @@ import struct
 from collections.abc import Sequence
 
 HASH_BYTES = 16
+ID_BYTES = 4
 
 
 def cache_seed(kv_identity: bytes, cache_salt: bytes) -> bytes:
     """The parent of a chain's first hash. It says whose KV it is and which tenant may share it."""
     head = struct.pack("<II", len(kv_identity), len(cache_salt))
-    return hashlib.sha256(b"pdserve kv cache" + head + kv_identity + cache_salt).digest()[
-        :HASH_BYTES
-    ]
+    return _hash(b"pdserve kv cache" + head + kv_identity + cache_salt)
 
 
 def next_hash(parent: bytes, ids: Sequence[int]) -> bytes:
     """The hash of one full block of token ids (each below 2**32) that follows `parent`."""
-    return hashlib.sha256(parent + struct.pack(f"<{len(ids)}I", *ids)).digest()[:HASH_BYTES]
+    return _hash(parent + _pack(ids))
 
 
 def chain_hashes(ids: Sequence[int], block_size: int, seed: bytes) -> list[bytes]:
     """One hash per full block of `ids`; `seed` is cache_seed(...)."""
+    num_blocks = len(ids) // block_size
+    packed = _pack(ids[: num_blocks * block_size])
     hashes: list[bytes] = []
     parent = seed
-    for start in range(0, len(ids) - block_size + 1, block_size):
-        parent = next_hash(parent, ids[start : start + block_size])
+    for start in range(0, len(packed), ID_BYTES * block_size):
+        parent = _hash(parent + packed[start : start + ID_BYTES * block_size])
         hashes.append(parent)
     return hashes
+
+
+def _pack(ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+def _hash(block: bytes) -> bytes:
+    return hashlib.sha256(block).digest()[:HASH_BYTES]

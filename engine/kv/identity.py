@@ -6,6 +6,7 @@ the digest, but ids of one are other text in another, so it must be the same too
 """
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 SHORT = 12  # hex digits of a digest in a message
@@ -80,8 +81,11 @@ def differences(here: KvIdentity, there: KvIdentity) -> list[Difference]:
 
 def refusal(here: KvIdentity, there: KvIdentity, mixing: Mixing) -> Difference | None:
     """The first difference that is not admitted."""
-    if here == there:
-        return None
+    return None if here is there or here == there else _refusal(here, there, mixing)
+
+
+@lru_cache(maxsize=1024)
+def _refusal(here: KvIdentity, there: KvIdentity, mixing: Mixing) -> Difference | None:
     admitted = {"weights": mixing.weights, "numerics": mixing.numerics}
     return next((d for d in differences(here, there) if not admitted.get(d.what)), None)
 

@@ -20,6 +20,7 @@ from pdserve.services.host.rpc.token_rows import TokenRow
 from pdserve.services.host.tracing import NO_TRACER, Tracer
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, State, Worker
+from pdserve.services.router.fleet.prefix_index import CAPACITY
 from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests.effects import Client
@@ -34,11 +35,16 @@ class RouterCore:
     """What the servicers call. Construct it inside the running loop."""
 
     def __init__(
-        self, access: Access, rules: Rules, max_queued: int, tracer: Tracer = NO_TRACER
+        self,
+        access: Access,
+        rules: Rules,
+        max_queued: int,
+        tracer: Tracer = NO_TRACER,
+        prefix_index_hashes: int = CAPACITY,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.boot = os.urandom(16)
-        self.fleet = Fleet()
+        self.fleet = Fleet(prefix_index_hashes)
         self.worker_sessions = WorkerSessions(access, self.boot, self)
         self.dispatcher = Dispatcher(
             self.fleet,
@@ -127,9 +133,10 @@ class RouterCore:
         if kind == "load":
             worker.report(report.load)
             self.dispatcher.on_load(worker, now)
+            if report.HasField("beat"):
+                self._beat(worker, report.beat, now)
         elif kind == "heartbeat":
-            if self.fleet.beat(worker, report.heartbeat, now):
-                self._froze_or_moves(worker, now)
+            self._beat(worker, report.heartbeat, now)
         elif kind == "prefixes":
             worker.prefixes.apply(report.prefixes)
         elif kind == "goodbye":
@@ -137,7 +144,9 @@ class RouterCore:
             self.fleet.goodbye(worker)
         return True
 
-    def _froze_or_moves(self, worker: Worker, now: float) -> None:
+    def _beat(self, worker: Worker, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
+        if not self.fleet.beat(worker, heartbeat, now):
+            return
         if worker.frozen:
             log.warning("the engine of worker %s is frozen", worker.hello.address)
             self.dispatcher.frozen(worker, now)

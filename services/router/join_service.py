@@ -16,7 +16,7 @@ from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION, Version
 from pdserve.services.router.core import RouterCore
 
 BOOT_BYTES = 16
-HEARTBEAT_ECHO_S = 0.5  # between two echoes; a worker joins anew after ten times that without one
+HEARTBEAT_ECHO_S = 2.0  # between two echoes; a worker joins anew after 5 s without one
 ROLES = {fleet_pb2.PREFILL: Role.PREFILL, fleet_pb2.DECODE: Role.DECODE}
 
 
@@ -75,8 +75,10 @@ class JoinService(FleetServicer):
             async for report in request_iterator:
                 if not self._core.report(worker, report):
                     return
-                if report.HasField("heartbeat") and time.monotonic() - echoed >= HEARTBEAT_ECHO_S:
-                    echoed = time.monotonic()
+                now = time.monotonic()
+                beats = report.HasField("heartbeat") or report.HasField("beat")
+                if beats and now - echoed >= HEARTBEAT_ECHO_S:
+                    echoed = now
                     yield fleet_pb2.JoinReply(echo=fleet_pb2.HeartbeatEcho())
         finally:
             self._core.left(worker, lease)

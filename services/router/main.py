@@ -51,7 +51,13 @@ class RouterProcess:
         self._access = make_access(settings)
         self._tls = make_tls(settings.tls_cert, settings.tls_key)
         self.host = GrpcHost(self._access, OPEN_METHODS, SERVICES)
-        self.core = RouterCore(self._access, make_rules(settings), settings.max_queued, tracer)
+        self.core = RouterCore(
+            self._access,
+            make_rules(settings),
+            settings.max_queued,
+            tracer,
+            settings.prefix_index_hashes,
+        )
         self._ring = open_ring(settings.trace_dir, "router", self.core.boot, settings.trace_mb)
         self.core.dispatcher.event_log = EventLog(self._ring)
         self._rates = make_rate_limits(settings)

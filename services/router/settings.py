@@ -38,6 +38,13 @@ class RouterSettings(PublicSettings, BackendSettings):
     max_queued: int = option(
         512, "requests waiting in the router for a worker; more are refused", min=0
     )
+    prefix_index_hashes: int = option(
+        4 << 20,
+        "different KV blocks in the workers' prefix caches that the router knows, of all workers "
+        "together, at about 20 bytes each; those beyond are not known",
+        min=0,
+        max=1 << 28,
+    )
     queue_timeout_s: float = option(
         60.0, "longest wait of a Generate for its first step", min=0.001, max=86400
     )

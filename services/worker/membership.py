@@ -6,8 +6,6 @@ changes.
 """
 
 import logging
-import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,29 +20,18 @@ from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.discovery.discovery import Discovery
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.protocol_version import check_version
+from pdserve.services.worker.reports import WorkerReports
 from pdserve.services.worker.settings import LEAVE_S
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.1
-LOAD_INTERVAL_S = 0.05  # between two loads at least, if one of LOAD_FIELDS has changed ...
-STEADY_INTERVAL_S = 0.1  # ... and if only blocks and counters have
 RESOLVE_S = 1.0
 SILENT_S = 5.0  # after this time without an echo of a heartbeat the router is joined again
 REJOIN_S = 0.1  # least time between two looks at the leases
 REFUSED_S = 0.5  # between two tries at a router of another version, doubled with each ...
 MAX_REFUSED_S = 10.0  # ... up to this: it is upgraded, or this worker
-# What moves by requests that come, go or wait, not with every token.
-LOAD_FIELDS = (
-    "running",
-    "waiting",
-    "waiting_tokens",
-    "blocks_held",
-    "blocks_reserved",
-    "preemptions",
-    "last_command",
-)
-HASHES_PER_EVENT = 8192  # of 16 bytes: 128 KiB
+BEATS_SINCE = 1  # the protocol version from which routers read the heartbeat of a load
+HASHES_PER_EVENT = 2048  # a router takes in about 1 us for each
 
 
 class _Lease:
@@ -54,35 +41,33 @@ class _Lease:
         self._owner = owner
         self.address = address
         self._access = access
-        self._prefixes: queue.SimpleQueue[pb.PrefixEvents] = queue.SimpleQueue()
+        self._to_say = WorkerReports(owner.heartbeat)
         self._wake = threading.Event()
-        self._goodbye: str | None = None
         self._closed = False
         self._call: grpc.Call | None = None
         self._heard = time.monotonic()
-        self._load: pb.Load | None = None
         self._thread = threading.Thread(target=self._run, name=f"join {address}", daemon=True)
 
     def start(self, prefixes: list[pb.PrefixEvents], load: pb.Load | None) -> None:
-        for event in prefixes:
-            self._prefixes.put(event)
-        self._load = load
+        self._to_say.add_prefixes(prefixes)
+        if load is not None:
+            self._to_say.add_load(load)
+        self._to_say.wall_offset = time.time() - time.monotonic()
         self._thread.start()
 
     def alive(self) -> bool:
         return self._thread.is_alive()
 
     def load(self, load: pb.Load) -> None:
-        self._load = load
+        self._to_say.add_load(load)
         self._wake.set()
 
     def prefixes(self, events: list[pb.PrefixEvents]) -> None:
-        for event in events:
-            self._prefixes.put(event)
+        self._to_say.add_prefixes(events)
         self._wake.set()
 
     def goodbye(self, reason: str) -> None:
-        self._goodbye = reason
+        self._to_say.add_goodbye(reason)
         self._wake.set()
 
     def close(self) -> None:
@@ -99,8 +84,6 @@ class _Lease:
 
     def _reports(self) -> Iterator[pb.WorkerReport]:
         yield pb.WorkerReport(hello=self._owner.hello)
-        next_beat = said_at = 0.0
-        said = pb.Load()
         while not self._closed:
             # Cleared before looking, so that a change after the look wakes the next wait.
             self._wake.clear()
@@ -108,21 +91,8 @@ class _Lease:
             if now - self._heard > SILENT_S and self._call is not None:
                 self._call.cancel()
                 return
-            if self._goodbye is not None:
-                yield pb.WorkerReport(goodbye=pb.Goodbye(reason=self._goodbye))
-                self._goodbye = None
-            while not self._prefixes.empty():
-                yield pb.WorkerReport(prefixes=self._prefixes.get())
-            if self._load is not None and now >= said_at + load_interval_s(said, self._load):
-                said, self._load = self._load, None
-                said_at = now
-                yield pb.WorkerReport(load=said)
-            if now >= next_beat:
-                next_beat = now + HEARTBEAT_S
-                yield pb.WorkerReport(heartbeat=self._owner.heartbeat())
-            load = self._load
-            next_load = math.inf if load is None else said_at + load_interval_s(said, load)
-            self._wake.wait(max(0.0, min(next_beat, next_load) - time.monotonic()))
+            yield from self._to_say.due(now)
+            self._wake.wait(max(0.0, self._to_say.next_due() - time.monotonic()))
 
     def _run(self) -> None:
         try:
@@ -155,6 +125,7 @@ class _Lease:
     def _welcomed(self, welcome: pb.Welcome) -> None:
         """Raises ServiceError if the router is too old or too new."""
         check_version(welcome.protocol, "worker", f"router {self.address}")
+        self._to_say.reads_beats = welcome.protocol >= BEATS_SINCE
         log.info("joined router %s, protocol version %d", self.address, welcome.protocol)
         self._owner.note(self.address, "")
 
@@ -162,12 +133,6 @@ class _Lease:
         if error.code == INCOMPATIBLE_VERSION:
             self._owner.refused(self.address)
         self._owner.note(self.address, str(error))
-
-
-def load_interval_s(said: pb.Load, load: pb.Load) -> float:
-    """How long after `said` the next load may go out."""
-    steady = all(getattr(said, name) == getattr(load, name) for name in LOAD_FIELDS)
-    return STEADY_INTERVAL_S if steady else LOAD_INTERVAL_S
 
 
 class Membership:

@@ -8,13 +8,12 @@ import grpc
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.services.worker.membership import (
-    HEARTBEAT_S,
+    BEATS_SINCE,
     REJOIN_S,
     RESOLVE_S,
     SILENT_S,
     Membership,
     _Lease,
-    load_interval_s,
 )
 from simulation.clock import here
 from simulation.network import Network
@@ -27,9 +26,9 @@ class LoopLease(_Lease):
     network: Network
 
     def start(self, prefixes: list[pb.PrefixEvents], load: pb.Load | None) -> None:
-        for event in prefixes:
-            self._prefixes.put(event)
-        self._load = load
+        self._to_say.add_prefixes(prefixes)
+        if load is not None:
+            self._to_say.add_load(load)
         self._changed = asyncio.Event()
         self._heard = here().time()
         self._over = False
@@ -70,36 +69,23 @@ class LoopLease(_Lease):
 
     async def _read(self, call: Any) -> None:
         try:
-            async for _ in call:
+            async for reply in call:
                 self._heard = here().time()
+                if reply.HasField("welcome"):
+                    self._to_say.reads_beats = reply.welcome.protocol >= BEATS_SINCE
         except grpc.aio.AioRpcError:
             pass
         self._changed.set()
 
     async def _report(self, call: Any, reader: Any) -> None:
-        next_beat = said_at = 0.0
-        said = pb.Load()
         while not reader.done():
             self._changed.clear()
             now = here().time()
             if now - self._heard > SILENT_S:
                 return
-            if self._goodbye is not None:
-                reason, self._goodbye = self._goodbye, None
-                await call.write(pb.WorkerReport(goodbye=pb.Goodbye(reason=reason)))
-            while not self._prefixes.empty():
-                await call.write(pb.WorkerReport(prefixes=self._prefixes.get()))
-            if self._load is not None and now >= said_at + load_interval_s(said, self._load):
-                said, self._load = self._load, None
-                said_at = now
-                await call.write(pb.WorkerReport(load=said))
-            if now >= next_beat:
-                next_beat = now + HEARTBEAT_S
-                await call.write(pb.WorkerReport(heartbeat=self._owner.heartbeat()))
-            until = next_beat
-            if self._load is not None:
-                until = min(until, said_at + load_interval_s(said, self._load))
-            timer = here().call_at(until, self._changed.set)
+            for report in self._to_say.due(now):
+                await call.write(report)
+            timer = here().call_at(self._to_say.next_due(), self._changed.set)
             await self._changed.wait()
             timer.cancel()
 

@@ -12,8 +12,10 @@ AUTHORIZATION = "authorization"
 MAX_MESSAGE_BYTES = 4 << 20
 CONNECT_MS = 2_000  # a busy peer, or one far away, takes its time to say its HTTP/2 settings
 
-# Options that both ends set: message limits, and pings that find a dead peer in 15 s.
+# Options that both ends set: message limits, and pings that find a dead peer in 15 s; none that
+# measure the bandwidth, of which there would be one for each small message of an idle connection.
 LIMITS = [
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),

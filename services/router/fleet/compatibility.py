@@ -6,7 +6,7 @@ same one; when no worker of it is left, on one that the operator's Mixing admits
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pdserve.engine.kv.identity import (
     NO_MIXING,
@@ -35,11 +35,11 @@ class KvCompatibility:
         self._withdrawn: set[str] = set()  # weights whose last worker has said goodbye
         self._expected: dict[str, float] = {}  # until when a worker may come back with these
 
-    def able(self, origin: KvIdentity | None, workers: Iterable[Worker]) -> list[Worker]:
+    def able(self, origin: KvIdentity | None, workers: Sequence[Worker]) -> Sequence[Worker]:
         """The workers that may go on with what `origin` has computed (None: nobody has computed
         anything yet): those that do it exactly, and others only if none of them is left."""
         if origin is None:
-            return list(workers)
+            return workers
         admitted = [w for w in workers if refusal(origin, w.identity, self._mixing) is None]
         exact = [w for w in admitted if refusal(origin, w.identity, NO_MIXING) is None]
         stay = [w for w in exact if not w.said_goodbye and not w.frozen]

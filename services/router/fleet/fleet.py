@@ -18,21 +18,31 @@ When more than half of four or more workers are suspect at once, it is more like
 is cut off: until it hears enough of them, or ISOLATED_S later, none dies of silence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
+from typing import TypeVar
 
 from pdserve.engine.kv.codec import decode_spec
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.services.host.stall_detector import StallDetector
-from pdserve.services.router.fleet.prefix_index import PrefixIndex
+from pdserve.services.router.fleet.prefix_index import CAPACITY, PrefixIndex, WorkerPrefixes
 
 SILENCE_S = 1.0
 SUSPECT_S = 0.5
 ISOLATED_S = 15.0  # then they are dead after all, as when a rack has lost its power
 MIN_ISOLATED = 4  # workers; of fewer, half may well be gone
 UNREPORTED_S = 1.0  # a command that no load names after this is taken as reported
+T = TypeVar("T")
+
+
+@lru_cache(maxsize=1024)
+def _shared(value: T) -> T:
+    """The first of equal values."""
+    return value
 
 
 class State(Enum):
@@ -52,6 +62,7 @@ class Worker:
     lease: int  # number of the join stream that speaks for it
     heard: float  # last report on the join stream
     witnessed: float  # last byte on any stream
+    prefixes: WorkerPrefixes
     state: State = State.LIVE
     suspect_since: float = 0.0
     said_goodbye: bool = False
@@ -61,34 +72,32 @@ class Worker:
     was_connected: bool = False  # it has been, so there is a worker behind the hello
     busy_until: float = 0.0  # it answered Busy; a new load clears it
     load: pb.Load = field(default_factory=pb.Load)
-    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
     unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict)
+    free_tokens: int = 0  # room for KV that its last load tells of, less what it has promised
+    # Of the hello. What all workers of a kind have is one object: it is compared for every request.
+    role: pb.Role = field(init=False)
+    boot: bytes = field(init=False)
+    model: str = field(init=False)
     identity: KvIdentity = field(init=False)
     layout: KvSpec = field(init=False)
+    transports: tuple[str, ...] = field(init=False)
+    wire_version: int = field(init=False)
+    encrypts: bool = field(init=False)
+    _reported: tuple[int, int] = (0, 0)  # requests and waiting prompt tokens of the load
 
     def __post_init__(self) -> None:
-        self.identity = KvIdentity.of(self.hello.card.kv_identity)
-        self.layout = decode_spec(self.hello.card.kv_spec)
-
-    @property
-    def boot(self) -> bytes:
-        return self.hello.boot
-
-    @property
-    def model(self) -> str:
-        return self.hello.card.name
+        hello = self.hello
+        self.role, self.boot, self.model = hello.role, hello.boot, hello.card.name
+        self.identity = _shared(KvIdentity.of(hello.card.kv_identity))
+        self.layout = _shared(decode_spec(hello.card.kv_spec))
+        self.transports = _shared(tuple(hello.transports))
+        self.wire_version, self.encrypts = hello.wire_version, hello.encrypt_kv
 
     def set_state(self) -> None:
         """Sets the state of a worker that has just been heard."""
         drains = State.DRAINING if self.said_goodbye else State.LIVE
         self.state = State.FROZEN if self.frozen else drains
-
-    @property
-    def free_tokens(self) -> int:
-        """Room for KV that its last load tells of, less what it has promised."""
-        blocks = self.load.blocks_free + self.load.blocks_cached
-        return blocks * self.layout.block_size - self.load.promised_tokens
 
     def takes_work(self, now: float) -> bool:
         """Whether a new command may go there."""
@@ -101,6 +110,9 @@ class Worker:
     def report(self, load: pb.Load) -> None:
         """Take a new load, and forget the commands that it includes."""
         self.load = load
+        self._reported = load.running + load.waiting, load.waiting_tokens
+        blocks = load.blocks_free + load.blocks_cached
+        self.free_tokens = blocks * self.layout.block_size - load.promised_tokens
         self.busy_until = 0.0
         if load.last_command in self.unreported:
             for attempt in list(self.unreported):
@@ -110,29 +122,34 @@ class Worker:
 
     def expected(self, now: float) -> tuple[int, int]:
         """(requests, waiting prompt tokens) with what was sent and not reported yet."""
+        if not self.unreported:
+            return self._reported
         for attempt, (_, sent) in list(self.unreported.items()):
             if now - sent < UNREPORTED_S:
                 break
             del self.unreported[attempt]
-        requests = self.load.running + self.load.waiting + len(self.unreported)
-        tokens = self.load.waiting_tokens + sum(tokens for tokens, _ in self.unreported.values())
-        return requests, tokens
+        tokens = sum(tokens for tokens, _ in self.unreported.values())
+        requests, waiting_tokens = self._reported
+        return requests + len(self.unreported), waiting_tokens + tokens
 
 
 class Fleet:
     """Workers by boot id. Methods that end lives return the dead, for their requests' sake."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix_index_hashes: int = CAPACITY) -> None:
+        """`prefix_index_hashes`: different blocks of prefix caches that it knows at most."""
         self.workers: dict[bytes, Worker] = {}
+        self.prefixes = PrefixIndex(prefix_index_hashes)
+        self._of: dict[tuple[pb.Role, str], list[Worker]] = {}
         self.isolated_since: float | None = None  # the router hears too few of its workers
         self._leases = 0
 
     def get(self, boot: bytes) -> Worker | None:
         return self.workers.get(boot)
 
-    def of(self, role: pb.Role, model: str) -> list[Worker]:
-        """Workers of a role and model, in any state."""
-        return [w for w in self.workers.values() if w.hello.role == role and w.model == model]
+    def of(self, role: pb.Role, model: str) -> Sequence[Worker]:
+        """Workers of a role and model, in any state. What changes the fleet makes another list."""
+        return self._of.get((role, model), ())
 
     def join(self, hello: pb.WorkerHello, now: float) -> tuple[Worker, list[Worker]]:
         """A join stream began: its worker, and the lives that it ends."""
@@ -143,11 +160,12 @@ class Fleet:
             if w.hello.address == hello.address and w.boot != hello.boot
         ]
         for worker in same_place:
-            del self.workers[worker.boot]
+            self._forget(worker)
         known = self.workers.get(hello.boot)
         if known is None:
-            known = Worker(hello, self._leases, now, now)
+            known = Worker(hello, self._leases, now, now, self.prefixes.open())
             self.workers[hello.boot] = known
+            self._sort()
         else:
             known.lease = self._leases
             self.heard(known, now)
@@ -189,8 +207,18 @@ class Fleet:
         """It is known to be dead (its port refuses connections)."""
         if self.workers.get(worker.boot) is not worker:
             return []
-        del self.workers[worker.boot]
+        self._forget(worker)
         return [worker]
+
+    def _forget(self, worker: Worker) -> None:
+        del self.workers[worker.boot]
+        self._sort()
+        worker.prefixes.close()
+
+    def _sort(self) -> None:
+        self._of = {}
+        for worker in self.workers.values():
+            self._of.setdefault((worker.role, worker.model), []).append(worker)
 
     def excuse(self, seconds: float, now: float) -> None:
         """Time in which the router stood still itself is nobody's silence: what was said meanwhile
@@ -203,26 +231,29 @@ class Fleet:
 
     def tick(self, now: float) -> list[Worker]:
         """Let time pass: the workers that died of it."""
+        suspects = []
         for worker in self.workers.values():
             if worker.state is not State.SUSPECT and now - worker.heard >= SILENCE_S:
                 self._suspect(worker, now)
-        self._look_at_itself(now)
+            if worker.state is State.SUSPECT:
+                suspects.append(worker)
+        if suspects or self.isolated_since is not None:
+            self._look_at_itself(suspects, now)
         since = self.isolated_since
         if since is not None and now - since < ISOLATED_S:
             return []
         overdue = [
             worker
-            for worker in self.workers.values()
-            if worker.state is State.SUSPECT
-            and now - max(worker.suspect_since, worker.witnessed) >= SUSPECT_S
+            for worker in suspects
+            if now - max(worker.suspect_since, worker.witnessed) >= SUSPECT_S
         ]
         return [dead for worker in overdue for dead in self.lost(worker)]
 
-    def _look_at_itself(self, now: float) -> None:
+    def _look_at_itself(self, suspects: list[Worker], now: float) -> None:
         """Notes since when more than half of its workers are suspect. When that is over, those
         that still are get their time anew: what they say may be on its way, too."""
         staying = [w for w in self.workers.values() if w.was_connected and not w.said_goodbye]
-        suspects = [w for w in staying if w.state is State.SUSPECT]
+        suspects = [w for w in suspects if w.was_connected and not w.said_goodbye]
         if len(staying) >= MIN_ISOLATED and 2 * len(suspects) > len(staying):
             if self.isolated_since is None:
                 self.isolated_since = now

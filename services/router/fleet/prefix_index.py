@@ -1,40 +1,243 @@
-"""What one worker's prefix cache holds, from its events; wrong only towards knowing less.
+"""Which workers' prefix caches hold which blocks, as their events say.
 
-Soft state: a gap in the sequence means lost removals, so everything known is dropped.
+Soft state: a gap in a worker's sequence means lost removals, so all that was known of it is dropped,
+and blocks beyond the capacity are not known. That errs towards knowing less. Of a hash only half is
+kept, so a block that nobody has is taken for another one once in 2**58 looks; decode then computes
+what it turns out to lack.
+
+All workers share one table, so that a prompt is looked up once for all of them, and a block that
+many have takes the room of one: about 20 bytes, where a set of bytes objects has 100.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from struct import Struct
 
 from pdserve.protos.fleet_pb2 import PrefixEvents
 
+HASH_BYTES = 16
+KEPT_BYTES = 8  # of a hash
+ENTRIES = 16  # in a bucket, if the table is full
+CAPACITY = 4 << 20
+_SET = Struct("<I")  # the number of a set of workers
+_ENTRY = KEPT_BYTES + _SET.size
+
 
 class PrefixIndex:
-    """The chain hashes of one worker's full blocks, at most `capacity` of them."""
+    """The chain hashes of all workers' full blocks, at most `capacity` different ones.
 
-    def __init__(self, capacity: int = 1 << 20) -> None:
-        self._hashes: set[bytes] = set()
+    A bucket is one bytes object, an entry in it the kept half of a hash and the number of the set
+    of workers that have the block. A worker is a bit of the integers that sets are.
+    """
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        self._next: int | None = None
-        self.gaps = 0
+        self._buckets = [b""] * (capacity // ENTRIES + 1)
+        self._sets = _WorkerSets()
+        self._taken = 0  # bits of the workers that are here
+        self._num_entries = 0
+        self._num_dead = 0  # entries whose workers have all been forgotten
+        self._next_swept = 0  # bucket
 
     def __len__(self) -> int:
-        return len(self._hashes)
+        """How many different blocks are known."""
+        return self._num_entries - self._num_dead
+
+    def open(self) -> "WorkerPrefixes":
+        """The part of a worker that has just joined; `close` it when the worker is gone."""
+        bit = ~self._taken & (self._taken + 1)
+        self._taken |= bit
+        return WorkerPrefixes(self, bit)
+
+    def close(self, bit: int) -> None:
+        """Forget a worker."""
+        self.forget(bit)
+        self._taken &= ~bit
+
+    def add(self, bit: int, hashes: Iterable[bytes]) -> int:
+        """A worker has these blocks too. Returns how many are new of it; fewer fit beyond the
+        capacity."""
+        num_new = 0
+        for chain in hashes:
+            if self._num_dead:
+                self._sweep()
+            number, at, bucket = self._find(chain)
+            if at >= 0:
+                held = self._sets.workers[number]
+                self._num_dead -= not held
+                num_new += not held & bit
+                self._put(number, at, bucket, self._sets.move(number, held | bit))
+            elif self._num_entries < self._capacity:
+                self._num_entries += 1
+                num_new += 1
+                entry = chain[KEPT_BYTES:] + _SET.pack(self._sets.enter(bit))
+                self._buckets[bucket] += entry
+        return num_new
+
+    def remove(self, bit: int, hashes: Iterable[bytes]) -> int:
+        """A worker does not have these blocks any more. Returns how many were known of it."""
+        num_removed = 0
+        for chain in hashes:
+            number, at, bucket = self._find(chain)
+            held = self._sets.workers[number] if at >= 0 else 0
+            if not held & bit:
+                continue
+            num_removed += 1
+            if held == bit:
+                self._cut(number, at, bucket)
+            else:
+                self._put(number, at, bucket, self._sets.move(number, held & ~bit))
+        return num_removed
+
+    def forget(self, bit: int) -> None:
+        """Drop all that is known of a worker. The entries of its blocks are swept out later."""
+        self._num_dead += self._sets.forget(bit)
+
+    def num_cached(self, hashes: Sequence[bytes]) -> dict[int, int]:
+        """How many leading blocks of a prompt are cached, by the bit of each worker that has any."""
+        found: dict[int, int] = {}
+        having = self._taken if hashes else 0
+        for num, chain in enumerate(hashes):
+            still = having & self._holders(chain)
+            if num and still != having:
+                found.update((bit, num) for bit in _bits(having & ~still))
+            having = still
+            if not having:
+                break
+        found.update((bit, len(hashes)) for bit in _bits(having))
+        return found
+
+    def _holders(self, chain: bytes) -> int:
+        number, at, _ = self._find(chain)
+        return self._sets.workers[number] if at >= 0 else 0
+
+    def _find(self, chain: bytes) -> tuple[int, int, int]:
+        """The set of a block's workers, where in its bucket that entry is (-1: nowhere), and which
+        bucket that is."""
+        where = hash(chain) % len(self._buckets)  # of this process alone: nobody can aim at one
+        bucket, kept = self._buckets[where], chain[KEPT_BYTES:]
+        at = bucket.find(kept)
+        while at > 0 and at % _ENTRY:  # across two entries
+            at = bucket.find(kept, at + 1)
+        number = _SET.unpack_from(bucket, at + KEPT_BYTES)[0] if at >= 0 else 0
+        return number, at, where
+
+    def _put(self, old: int, at: int, where: int, new: int) -> None:
+        if new != old:
+            bucket, at = self._buckets[where], at + KEPT_BYTES
+            self._buckets[where] = bucket[:at] + _SET.pack(new) + bucket[at + _SET.size :]
+
+    def _cut(self, number: int, at: int, where: int) -> None:
+        self._sets.leave(number)
+        self._num_entries -= 1
+        bucket = self._buckets[where]
+        self._buckets[where] = bucket[:at] + bucket[at + _ENTRY :]
+
+    def _sweep(self) -> None:
+        """Cut the dead entries out of the next bucket."""
+        where = self._next_swept
+        self._next_swept = (where + 1) % len(self._buckets)
+        for at in range(len(self._buckets[where]) - _ENTRY, -1, -_ENTRY):
+            (number,) = _SET.unpack_from(self._buckets[where], at + KEPT_BYTES)
+            if not self._sets.workers[number]:
+                self._cut(number, at, where)
+                self._num_dead -= 1
+
+
+class WorkerPrefixes:
+    """What is known of one worker."""
+
+    def __init__(self, index: PrefixIndex, bit: int) -> None:
+        self.bit = bit
+        self.gaps = 0
+        self._index = index
+        self._num_known = 0
+        self._next: int | None = None
+
+    def __len__(self) -> int:
+        return self._num_known
 
     def apply(self, events: PrefixEvents) -> None:
         """Take one message; sequences count hashes, so it ends at sequence + their number."""
         if events.reset:
-            self._hashes.clear()
+            self._forget()
         elif self._next is not None and events.sequence != self._next:
-            self._hashes.clear()
+            self._forget()
             self.gaps += 1
         self._next = events.sequence + len(events.added) + len(events.removed)
-        room = self._capacity - len(self._hashes)
-        self._hashes.update(events.added[:room])
-        self._hashes.difference_update(events.removed)
+        self._num_known += self._index.add(self.bit, _hashes(events.added))
+        self._num_known -= self._index.remove(self.bit, _hashes(events.removed))
 
-    def num_cached(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of a prompt are cached."""
-        for index, chain in enumerate(hashes):
-            if chain not in self._hashes:
-                return index
-        return len(hashes)
+    def close(self) -> None:
+        """The worker is gone."""
+        self._index.close(self.bit)
+
+    def _forget(self) -> None:
+        if self._num_known:
+            self._index.forget(self.bit)
+            self._num_known = 0
+
+
+class _WorkerSets:
+    """Sets of workers, each kept once for all the entries that name it by its number."""
+
+    def __init__(self) -> None:
+        self.workers: list[int] = []  # by number
+        self._num_entries: list[int] = []
+        self._numbers: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def enter(self, workers: int) -> int:
+        """One more entry names that set, by this number."""
+        number = self._numbers.get(workers)
+        if number is None:
+            number = self._numbers[workers] = self._new(workers)
+        self._num_entries[number] += 1
+        return number
+
+    def leave(self, number: int) -> None:
+        """One entry less names it."""
+        self._num_entries[number] -= 1
+        if not self._num_entries[number]:
+            if self._numbers.get(self.workers[number]) == number:
+                del self._numbers[self.workers[number]]
+            self._free.append(number)
+
+    def move(self, number: int, workers: int) -> int:
+        """An entry that named one set names another, by the number returned."""
+        if self.workers[number] == workers:
+            return number
+        new = self.enter(workers)
+        self.leave(number)
+        return new
+
+    def forget(self, bit: int) -> int:
+        """Take a worker out of every set. Returns how many entries name an empty set since then."""
+        num_dead = 0
+        for number, workers in enumerate(self.workers):
+            if workers & bit:
+                self.workers[number] = workers & ~bit
+                num_dead += self._num_entries[number] if workers == bit else 0
+        # Of sets that are equal now one gets the new entries.
+        used = (n for n, count in enumerate(self._num_entries) if count and self.workers[n])
+        self._numbers = {self.workers[number]: number for number in used}
+        return num_dead
+
+    def _new(self, workers: int) -> int:
+        if self._free:
+            number = self._free.pop()
+            self.workers[number] = workers
+            return number
+        self.workers.append(workers)
+        self._num_entries.append(0)
+        return len(self.workers) - 1
+
+
+def _hashes(said: Iterable[bytes]) -> list[bytes]:
+    return [chain for chain in said if len(chain) == HASH_BYTES]
+
+
+def _bits(workers: int) -> Iterator[int]:
+    while workers:
+        bit = workers & -workers
+        yield bit
+        workers ^= bit

@@ -2,60 +2,78 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
+from typing import NamedTuple
 
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.engine.kv.identity import Mixing
 from pdserve.services.router.fleet.fleet import Worker
+from pdserve.services.router.fleet.prefix_index import PrefixIndex
 from pdserve.services.router.placement.policy import PromptFacts, WorkerFacts, mismatch, pick_decode
 from pdserve.services.router.placement.promised_chains import PromisedChains
 
 
+class _KnownBlocks(NamedTuple):
+    """Where the prompt's blocks are, for workers that hash them alike."""
+
+    chain: list[bytes]
+    num_cached: dict[int, int]  # leading blocks, by the bit of the worker
+    num_promised: dict[bytes, int]  # likewise, by its boot
+
+
 class FactsOfWorkers:
-    """The prompt is hashed at most once for each kind of worker."""
+    """The prompt is hashed and looked up at most once for each kind of worker."""
 
     def __init__(
         self,
         ids: Sequence[int],
         cache_salt: bytes,
         verified: Mapping[bytes, int],
+        index: PrefixIndex,
         promised: PromisedChains,
         now: float,
     ) -> None:
         self._ids = ids[:-1]  # the last one always runs as a decode row, so it is never a hit
         self._salt = cache_salt
         self._verified = verified  # by boot: tokens whose prefix events may be on their way
+        self._index = index
         self._promised = promised
         self._now = now
-        self._chains: dict[tuple[bytes, int], list[bytes]] = {}
+        self._known: dict[tuple[bytes, int], _KnownBlocks] = {}
 
     def of(self, worker: Worker) -> WorkerFacts:
         """What the policy knows of this worker about this prompt."""
-        requests, waiting = worker.expected(self._now)
-        chain = self.chain(worker)
-        block_size = worker.layout.block_size
-        cached = worker.prefixes.num_cached(chain) * block_size
+        boot, size = worker.boot, worker.layout.block_size
+        known = self._known.get((worker.identity.digest, size)) or self._look_up(worker)
+        requests, waiting_tokens = worker.expected(self._now)
+        cached_tokens = known.num_cached.get(worker.prefixes.bit, 0) * size
+        if self._verified:
+            cached_tokens = max(cached_tokens, self._verified.get(boot, 0))
+        # By position: names take twice as long, and this runs for each worker and request.
         return WorkerFacts(
-            boot=worker.boot,
-            kv_identity=worker.identity,
-            requests=requests,
-            waiting_tokens=waiting,
-            cached_tokens=max(cached, self._verified.get(worker.boot, 0)),
-            promised_tokens=self._promised.num_promised(worker.boot, chain) * block_size,
-            wire_version=worker.hello.wire_version,
-            transports=tuple(worker.hello.transports),
-            layout=worker.layout,
-            encrypts=worker.hello.encrypt_kv,
-            free_tokens=worker.free_tokens,
+            boot,
+            worker.identity,
+            requests,
+            waiting_tokens,
+            cached_tokens,
+            known.num_promised.get(boot, 0) * size,
+            worker.wire_version,
+            worker.transports,
+            worker.layout,
+            worker.encrypts,
+            worker.free_tokens,
         )
 
     def chain(self, worker: Worker) -> list[bytes]:
         """Chain hashes of the prompt's full blocks, as that worker makes them."""
-        size = worker.layout.block_size
-        kind = worker.identity.digest, size
-        if kind not in self._chains:
-            seed = cache_seed(worker.identity.digest, self._salt)
-            self._chains[kind] = chain_hashes(self._ids, size, seed) if size else []
-        return self._chains[kind]
+        kind = worker.identity.digest, worker.layout.block_size
+        return (self._known.get(kind) or self._look_up(worker)).chain
+
+    def _look_up(self, worker: Worker) -> _KnownBlocks:
+        digest, size = worker.identity.digest, worker.layout.block_size
+        chain = chain_hashes(self._ids, size, cache_seed(digest, self._salt)) if size else []
+        cached, promised = self._index.num_cached(chain), self._promised.num_promised(chain)
+        known = self._known[digest, size] = _KnownBlocks(chain, cached, promised)
+        return known
 
 
 def destination(

@@ -41,9 +41,10 @@ NO_LAYOUT = KvSpec(0, ())
 SAME_WEIGHTS = Mixing(numerics=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerFacts:
-    """One worker that can take work now, as the policy sees it."""
+    """One worker that can take work now, as the policy sees it. Never changed, and not frozen only
+    since that takes five times as long to make, for each worker and request."""
 
     boot: bytes
     kv_identity: KvIdentity
@@ -107,7 +108,10 @@ def decide(
     rng: Random,
 ) -> Decision | None:
     """The worker pair for a prompt, or None if no decode worker is given."""
-    sharing = [replace(w, cached_tokens=awaited_tokens(prompt, w, rules)) for w in decodes]
+    sharing = [
+        w if w.promised_tokens <= w.cached_tokens else with_awaited(prompt, w, rules)
+        for w in decodes
+    ]
     picked = pick_decode(prompt, sharing, rng)
     if picked is None:
         return None
@@ -124,6 +128,11 @@ def decide(
 def missing_tokens(prompt: PromptFacts, worker: WorkerFacts) -> int:
     """Prompt tokens that are not cached there."""
     return max(0, prompt.num_tokens - worker.cached_tokens)
+
+
+def with_awaited(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> WorkerFacts:
+    """A worker as if what nobody has to compute there were cached."""
+    return replace(worker, cached_tokens=awaited_tokens(prompt, worker, rules))
 
 
 def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> int:
@@ -179,14 +188,16 @@ def mismatch(prefill: WorkerFacts, decode: WorkerFacts, mixing: Mixing) -> Diffe
     if prefill.wire_version != decode.wire_version:
         text = f"wire version {decode.wire_version} here, {prefill.wire_version} there"
         return Difference("wire version", text)
-    if set(prefill.transports).isdisjoint(decode.transports):
-        ours, theirs = (" ".join(w.transports) or "none" for w in (decode, prefill))
-        return Difference("transport", f"transports {ours} here, {theirs} there")
+    ours, theirs = decode.transports, prefill.transports
+    if not ours or (theirs is not ours and set(theirs).isdisjoint(ours)):
+        here, there = (" ".join(transports) or "none" for transports in (ours, theirs))
+        return Difference("transport", f"transports {here} here, {there} there")
     if prefill.encrypts != decode.encrypts:
         here, there = ("encrypted" if w.encrypts else "not" for w in (decode, prefill))
         return Difference("encryption", f"KV encryption: {here} here, {there} there")
     other = refusal(decode.kv_identity, prefill.kv_identity, mixing)
-    if other is None and decode.layout != prefill.layout:
+    same_layout = decode.layout is prefill.layout or decode.layout == prefill.layout
+    if other is None and not same_layout:
         return Difference("layout", spec_difference(decode.layout, prefill.layout))
     return other
 
@@ -216,7 +227,7 @@ def pick_prefill(
     if not prompt.may_go_remote:
         return None, "prompt logprobs", ()
     short = rules.remote_prefill == "auto" and missing < rules.threshold
-    worth = [w for w in workers if pays(prompt, missing, w, decode, rules)]
+    worth = [w for w in workers if pays(prompt, missing, w, decode, rules)] if short else workers
     if short and not worth:
         return None, "short prompt", ()
     if prompt.prefill_failures >= rules.max_prefill_failures:
@@ -241,7 +252,7 @@ def within_balance(workers: Collection[WorkerFacts]) -> set[bytes]:
     """Boots of the workers that are not much busier than the idlest."""
     if not workers:
         return set()
-    bound = min(w.requests for w in workers) * BUSIER_RATIO + BUSIER_REQUESTS
+    bound = min([w.requests for w in workers]) * BUSIER_RATIO + BUSIER_REQUESTS
     return {w.boot for w in workers if w.requests <= bound}
 
 

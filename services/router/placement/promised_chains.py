@@ -4,6 +4,7 @@ From its Admit on the KV of an attempt's prompt is there or on its way, and pref
 only later. Workers decide by what they know themselves: this only says where to ask first.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -36,7 +37,13 @@ class PromisedChains:
         if not counts:
             del self._counts[boot]
 
-    def num_promised(self, boot: bytes, chain: Sequence[bytes]) -> int:
-        """How many leading blocks of a chain are promised there."""
-        counts = self._counts.get(boot, Counter[bytes]())
-        return next((at for at, link in enumerate(chain) if link not in counts), len(chain))
+    def num_promised(self, chain: Sequence[bytes]) -> dict[bytes, int]:
+        """How many leading blocks of a chain are promised, by the boot of each worker where any
+        is."""
+        first = chain[0] if chain else b""
+        # A link is promised with all those before it: those that are come first.
+        return {
+            boot: bisect_left(chain, True, key=lambda link: link not in counts)
+            for boot, counts in self._counts.items()
+            if first in counts
+        }

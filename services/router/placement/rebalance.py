@@ -48,9 +48,13 @@ class Pressure:
         self._windows: dict[bytes, int] = {}  # in a row with more of them
         self._next = 0.0
 
+    def due(self, now: float) -> bool:
+        """Whether the next look is of any use."""
+        return now >= self._next
+
     def look(self, preemptions: Mapping[bytes, int], now: float) -> list[bytes]:
         """Those that should give a request away now; `preemptions`: counters by boot."""
-        if now < self._next:
+        if not self.due(now):
             return []
         self._next = now + WINDOW_S
         pressed = []

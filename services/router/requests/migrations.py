@@ -31,13 +31,14 @@ class Migrations:
 
     def tick(self, requests: Iterable[RoutedRequest], now: float) -> None:
         """Begin what is due among these requests: drains, then reliefs."""
-        workers = [w for w in self._fleet.workers.values() if w.hello.role == DECODE]
+        workers = [w for w in self._fleet.workers.values() if w.role == DECODE]
         draining = [w for w in workers if w.state is State.DRAINING and w.connected]
         if draining:
             self._empty(draining, requests, now)
-        preemptions = {w.boot: w.load.preemptions for w in workers}
-        for boot in self._pressure.look(preemptions, now):
-            self._relieve(boot, requests, now)
+        if self._pressure.due(now):
+            preemptions = {w.boot: w.load.preemptions for w in workers}
+            for boot in self._pressure.look(preemptions, now):
+                self._relieve(boot, requests, now)
 
     def _relieve(self, boot: bytes, requests: Iterable[RoutedRequest], now: float) -> None:
         """A worker that preempts gives one request to one that has room for all of it."""

@@ -7,6 +7,7 @@ compatible with waits aside for at most STRANDED_S, so that those behind it go o
 
 import logging
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from random import Random
 
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
@@ -57,7 +58,7 @@ class Placer:
 
     def _compute_again(self, request: RoutedRequest, now: float) -> None:
         """Begin to compute a running request again, or have it wait for the budget."""
-        free = self.budget.room and bool(self._candidates(request, now))
+        free = self.budget.room and any(self._candidates(request, now))
         if free and self._begin(request, now):
             self.budget.recompute_begun(request)
         else:
@@ -71,28 +72,27 @@ class Placer:
         head = self.waiting.head(request.model)
         own = head is not None and head.tenant == request.tenant
         first = head is None or (own and head.rank >= request.rank)
-        return first and bool(self._candidates(request, now))
+        return first and any(self._candidates(request, now))
 
-    def _candidates(self, request: RoutedRequest, now: float) -> list[Worker]:
-        if self.draining and request.state.orphan_since is not None:
-            return []  # its gateway has taken it to another router
-        return [
-            w
-            for w in self._able(request)
-            if w.takes_work(now)
-            and request.state.may_ask(w.boot)
-            and self.admitting[w.boot] < MAX_ADMITTING
-        ]
+    def _candidates(self, request: RoutedRequest, now: float) -> Iterator[Worker]:
+        state, admitting = request.state, self.admitting
+        if self.draining and state.orphan_since is not None:
+            return  # its gateway has taken it to another router
+        for worker in self._able(request) if state.may_ask_more else ():
+            boot = worker.boot
+            full = boot in admitting and admitting[boot] >= MAX_ADMITTING
+            if not full and boot not in state.refused and worker.takes_work(now):
+                yield worker
 
-    def _able(self, request: RoutedRequest) -> list[Worker]:
+    def _able(self, request: RoutedRequest) -> Sequence[Worker]:
         workers = self._fleet.of(DECODE, request.model)
-        return [w for w in self.compatibility.able(request.origin, workers) if reads(w, request)]
+        return readers(self.compatibility.able(request.origin, workers), request)
 
     def is_unread(self, request: RoutedRequest) -> bool:
         """Whether its prompt is of a tokenizer whose workers have all left or leave, while others
         serve its model."""
         stay = [w for w in self._fleet.of(DECODE, request.model) if not w.said_goodbye]
-        return bool(stay) and not any(reads(w, request) for w in stay)
+        return bool(stay) and not readers(stay, request)
 
     def _begin(self, request: RoutedRequest, now: float) -> bool:
         """Ask the policy; False: it knows no worker."""
@@ -116,10 +116,11 @@ class Placer:
         self.promised.add(attempt, decode.boot, facts.chain(decode))
         return True
 
-    @staticmethod
-    def _facts(request: RoutedRequest, promised: PromisedChains, now: float) -> FactsOfWorkers:
+    def _facts(
+        self, request: RoutedRequest, promised: PromisedChains, now: float
+    ) -> FactsOfWorkers:
         ids, salt = request.progress.prefix_ids(), request.progress.start.cache_salt
-        return FactsOfWorkers(ids, salt, request.verified, promised, now)
+        return FactsOfWorkers(ids, salt, request.verified, self._fleet.prefixes, promised, now)
 
     def target_for(self, request: RoutedRequest, now: float) -> Worker | None:
         """Another decode worker that can take a running request with its KV."""
@@ -161,7 +162,7 @@ class Placer:
                         self.waiting.add(head, WaitReason.TURN, now)
                         break
 
-    def _strand(self, request: RoutedRequest, workers: list[Worker], now: float) -> bool:
+    def _strand(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
         """Whether none of its model's workers may go on with it: then it waits for another one."""
         able = bool(self._able(request))
         if not workers or (able and (request.state.begun or not self.is_unread(request))):
@@ -229,7 +230,8 @@ class Placer:
             request.inexact = True
 
 
-def reads(worker: Worker, request: RoutedRequest) -> bool:
-    """Whether the ids of its prompt are text to the worker's model; unknown tokenizers do."""
-    of_worker, of_prompt = worker.identity.tokenizer, request.progress.start.tokenizer
-    return not of_worker or not of_prompt or of_worker == of_prompt
+def readers(workers: Sequence[Worker], request: RoutedRequest) -> Sequence[Worker]:
+    """Those to whose models the ids of its prompt are text; unknown tokenizers are taken for it."""
+    tokenizer = request.progress.start.tokenizer
+    known = ("", tokenizer)
+    return [w for w in workers if w.identity.tokenizer in known] if tokenizer else workers

@@ -122,9 +122,10 @@ class Routing:
         """Its epoch towards decode: higher with each issue, and with each session in between."""
         return self.epoch * MAX_SESSIONS + self.num_sessions
 
-    def may_ask(self, decode: bytes) -> bool:
-        """Whether an Admit may go to that worker in this round."""
-        return len(self.refused) < MAX_CANDIDATES and decode not in self.refused
+    @property
+    def may_ask_more(self) -> bool:
+        """Whether an Admit may go to another worker than the `refused` ones in this round."""
+        return len(self.refused) < MAX_CANDIDATES
 
     def may_migrate(self, now: float) -> bool:
         """Whether it generates, and no migration is under way or has just failed."""

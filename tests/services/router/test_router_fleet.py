@@ -1,6 +1,6 @@
-"""The fleet's automaton and a worker's prefix index, under any sequence of events."""
+"""The fleet's automaton, under any sequence of events."""
 
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
@@ -18,7 +18,6 @@ from pdserve.services.router.fleet.fleet import (
     State,
     Worker,
 )
-from pdserve.services.router.fleet.prefix_index import PrefixIndex
 
 
 def hello(name: int, life: int = 0) -> pb.WorkerHello:
@@ -215,40 +214,6 @@ class FleetMachine(RuleBasedStateMachine):
 
 TestFleetMachine = FleetMachine.TestCase
 TestFleetMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-hashes = st.binary(min_size=1, max_size=1)
-changes = st.lists(st.tuples(st.lists(hashes, max_size=4), st.lists(hashes, max_size=4)))
-
-
-@given(changes, st.sets(st.integers(0, 30)), st.lists(hashes, max_size=6))
-def test_prefix_index_never_knows_what_is_not_there(
-    changes: list[tuple[list[bytes], list[bytes]]], dropped: set[int], prompt: list[bytes]
-) -> None:
-    index, truth, sequence = PrefixIndex(), set[bytes](), 0
-    exact = True
-    for number, (added, removed) in enumerate(changes):
-        truth = (truth | set(added)) - set(removed)
-        if number not in dropped:
-            index.apply(pb.PrefixEvents(sequence=sequence, added=added, removed=removed))
-        elif added or removed:
-            exact = False
-        sequence += len(added) + len(removed)
-    hit = index.num_cached(prompt)
-    if exact:
-        assert index.gaps == 0
-        assert hit == next((i for i, h in enumerate(prompt) if h not in truth), len(prompt))
-    # A gap at the very end is not known before the next message.
-    index.apply(pb.PrefixEvents(sequence=sequence))
-    assert set(prompt[: index.num_cached(prompt)]) <= truth
-
-
-def test_prefix_index_is_bounded_and_reset() -> None:
-    index = PrefixIndex(capacity=10)
-    index.apply(pb.PrefixEvents(sequence=0, added=[bytes([i]) for i in range(50)]))
-    assert len(index) == 10
-    index.apply(pb.PrefixEvents(sequence=7, reset=True, added=[b"x"]))
-    assert (len(index), index.gaps) == (1, 0)
-    assert index.num_cached([b"x", b"y"]) == 1
 
 
 def several(num: int) -> tuple[Fleet, list[Worker]]:

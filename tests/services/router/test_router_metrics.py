@@ -11,6 +11,7 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL, Load, Role, WorkerHello
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet.fleet import State, Worker
+from pdserve.services.router.fleet.prefix_index import PrefixIndex
 from pdserve.services.router.metrics import RouterMetrics
 from pdserve.services.router.scaling import decode_kv_used_ratio, prefill_backlog_s
 
@@ -21,7 +22,7 @@ BLOCK = 16
 
 def worker(role: Role, number: int = 0, state: State = State.LIVE, **load: Any) -> Worker:
     hello = WorkerHello(role=role, boot=bytes([number]), address=f"w:{number}", card=card())
-    made = Worker(hello, 1, 0.0, 0.0, state)
+    made = Worker(hello, 1, 0.0, 0.0, PrefixIndex(10).open(), state)
     made.report(Load(**load))
     return made
 

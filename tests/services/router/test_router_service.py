@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 import socket
 import subprocess
 import sys
@@ -146,6 +147,17 @@ async def test_peers_without_the_secret_get_nothing(make_cluster: Any) -> None:
             for call in calls:
                 assert (await failure_of(call)).code == pb.UNAUTHENTICATED
     assert len(cluster.router.core.fleet.workers) == 1
+
+
+async def test_it_knows_as_many_blocks_of_its_workers_as_the_option_says(make_cluster: Any) -> None:
+    cluster = await make_cluster(prefix_index_hashes=10)
+    for _ in range(2):
+        worker = await cluster.decode()
+        worker.membership.prefixes([os.urandom(16) for _ in range(8)], [])
+        await worker.until(lambda: len(cluster.router.core.fleet.prefixes) >= 8)
+    await eventually(lambda: len(cluster.router.core.fleet.prefixes) == 10)
+    known = [len(w.prefixes) for w in cluster.router.core.fleet.workers.values()]
+    assert known == [8, 2]
 
 
 async def test_join_refuses_a_hello_that_it_cannot_use(make_cluster: Any) -> None:

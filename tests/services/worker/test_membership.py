@@ -22,12 +22,8 @@ from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.worker import membership
-from pdserve.services.worker.membership import (
-    HEARTBEAT_S,
-    LOAD_INTERVAL_S,
-    STEADY_INTERVAL_S,
-    Membership,
-)
+from pdserve.services.worker.membership import HASHES_PER_EVENT, Membership
+from pdserve.services.worker.reports import HEARTBEAT_S, LOAD_INTERVAL_S, STEADY_INTERVAL_S
 
 pytestmark = pytest.mark.anyio
 
@@ -153,6 +149,23 @@ async def test_loads_are_the_newest_and_at_most_twenty_a_second(make: Any) -> No
     assert [x.running for x in loads] == sorted({x.running for x in loads})
 
 
+async def test_a_router_that_reads_beats_gets_them_in_loads(make: Any) -> None:
+    (router,), member = await make()
+    router.protocol = PROTOCOL_VERSION
+    member.start()
+    await eventually(lambda: bool(router.leases) and bool(router.leases[0].of("heartbeat")))
+    await asyncio.sleep(0.1)
+    (lease,) = router.leases
+    alone = len(lease.of("heartbeat"))
+    for running in range(1, 41):
+        member.report(pb.Load(running=running))
+        await asyncio.sleep(0.05)
+    await eventually(lambda: sum(r.HasField("beat") for _, r in lease.reports) >= 5)
+    assert len(lease.of("heartbeat")) <= alone + 2, "but for what the machine held up"
+    steps = [r.beat.step for _, r in lease.reports if r.HasField("beat")]
+    assert steps == sorted(set(steps))
+
+
 async def test_steady_loads_go_out_ten_times_a_second(make: Any) -> None:
     (router,), member = await make()
     member.start()
@@ -214,10 +227,10 @@ async def test_large_state_is_split(make: Any) -> None:
     member.start()
     await eventually(lambda: bool(router.leases) and len(router.leases[0].hashes()) == 20_000)
     sizes = [event.ByteSize() for event in router.leases[0].of("prefixes")]
-    assert len(sizes) == 3
+    assert len(sizes) == -(-20_000 // HASHES_PER_EVENT)
     assert max(sizes) < 256 << 10
     member.prefixes(hashes[:1], [])
-    await eventually(lambda: len(router.leases[0].of("prefixes")) == 4)
+    await eventually(lambda: len(router.leases[0].of("prefixes")) == len(sizes) + 1)
     assert router.leases[0].hashes() == set(hashes)
 
 
@@ -246,15 +259,15 @@ async def test_goodbye_reaches_routers_now_and_later(make: Any) -> None:
 
 
 async def test_a_router_that_echoes_nothing_is_joined_anew(make: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("pdserve.services.worker.membership.SILENT_S", 0.3)
+    monkeypatch.setattr("pdserve.services.worker.membership.SILENT_S", 3 * HEARTBEAT_S)
     (router,), member = await make()
     router.echoes = False
     member.start()
     await eventually(lambda: len(router.leases) >= 2)
     router.echoes = True
-    await eventually(lambda: len(router.leases[-1].of("heartbeat")) >= 8)
+    await eventually(lambda: len(router.leases[-1].of("heartbeat")) >= 3)
     num_leases = len(router.leases)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(4 * HEARTBEAT_S)
     assert len(router.leases) == num_leases
 
 

@@ -1,0 +1,106 @@
+"""What a worker says to one router, and when; time is an argument.
+
+A router that has heard nothing for a second suspects the worker, so there are two heartbeats in it.
+A load brings one along if the router reads it there: what is busy says little besides its loads.
+Heartbeats without one go out at slots of the wall clock: a router wakes once for those of many
+workers, which costs it half. Where clocks differ it wakes more often, and nothing else changes.
+"""
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from pdserve.protos import fleet_pb2 as pb
+
+HEARTBEAT_S = 0.4  # after the last one, wherever that was, at most
+SLOT_S = 0.05
+ROUNDING = 1e-3  # of a slot
+BEAT_S = 0.1  # between two in loads at least: routers count how often they look at the engine
+LOAD_INTERVAL_S = 0.05  # between two loads at least, if one of LOAD_FIELDS has changed ...
+STEADY_INTERVAL_S = 0.1  # ... and if only blocks and counters have
+# What moves by requests that come, go or wait, not with every token.
+LOAD_FIELDS = (
+    "running",
+    "waiting",
+    "waiting_tokens",
+    "blocks_held",
+    "blocks_reserved",
+    "preemptions",
+    "last_command",
+)
+
+
+class WorkerReports:
+    """The reports of one lease after its hello. Any thread may add to them; one takes them."""
+
+    def __init__(self, heartbeat: Callable[[], pb.Heartbeat]) -> None:
+        self.reads_beats = False  # the router's Welcome says so
+        self.wall_offset = 0.0  # from the clock of `now` to the one that all hosts have
+        self._heartbeat = heartbeat
+        self._lock = threading.Lock()  # guards the load and the goodbye
+        self._load: pb.Load | None = None
+        self._goodbye: str | None = None
+        self._prefixes: deque[pb.PrefixEvents] = deque()
+        self._last_load = pb.Load()
+        self._last_load_at = self._last_beat_at = self._next_beat = -math.inf
+
+    def add_load(self, load: pb.Load) -> None:
+        """The newest one counts."""
+        with self._lock:
+            self._load = load
+
+    def add_prefixes(self, events: Sequence[pb.PrefixEvents]) -> None:
+        """All of them, in order."""
+        self._prefixes.extend(events)
+
+    def add_goodbye(self, reason: str) -> None:
+        """The worker drains."""
+        with self._lock:
+            self._goodbye = reason
+
+    def due(self, now: float) -> Iterator[pb.WorkerReport]:
+        """What is to be said now."""
+        with self._lock:
+            goodbye, self._goodbye = self._goodbye, None
+        if goodbye is not None:
+            yield pb.WorkerReport(goodbye=pb.Goodbye(reason=goodbye))
+        while self._prefixes:
+            yield pb.WorkerReport(prefixes=self._prefixes.popleft())
+        load = self._take_load(now)
+        if load is not None:
+            merges = self.reads_beats and now >= self._last_beat_at + BEAT_S
+            yield pb.WorkerReport(load=load, beat=self._beat(now) if merges else None)
+        if now >= self._next_beat:
+            yield pb.WorkerReport(heartbeat=self._beat(now))
+
+    def next_due(self) -> float:
+        """When something is due, if nothing is added before."""
+        return min(self._next_beat, self._load_due())
+
+    def _beat(self, now: float) -> pb.Heartbeat:
+        self._last_beat_at = now
+        slot = math.floor((now + HEARTBEAT_S + self.wall_offset) / SLOT_S + ROUNDING)
+        self._next_beat = slot * SLOT_S - self.wall_offset
+        return self._heartbeat()
+
+    def _load_due(self) -> float:
+        load = self._load
+        if load is None:
+            return math.inf
+        return self._last_load_at + load_interval_s(self._last_load, load)
+
+    def _take_load(self, now: float) -> pb.Load | None:
+        with self._lock:
+            if now < self._load_due():
+                return None
+            load, self._load = self._load, None
+        if load is not None:
+            self._last_load, self._last_load_at = load, now
+        return load
+
+
+def load_interval_s(said: pb.Load, load: pb.Load) -> float:
+    """How long after `said` the next load may go out."""
+    steady = all(getattr(said, name) == getattr(load, name) for name in LOAD_FIELDS)
+    return STEADY_INTERVAL_S if steady else LOAD_INTERVAL_S

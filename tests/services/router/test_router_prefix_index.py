@@ -1,0 +1,170 @@
+"""What a router knows of its workers' prefix caches, beside plain sets of hashes."""
+
+import tracemalloc
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.protos import fleet_pb2 as pb
+from pdserve.services.router.fleet.prefix_index import PrefixIndex, WorkerPrefixes
+
+HASHES = [bytes([number]) * 16 for number in range(8)]
+hashes = st.sampled_from(HASHES)
+changes = st.lists(st.tuples(st.lists(hashes, max_size=4), st.lists(hashes, max_size=4)))
+
+
+def num_cached(index: PrefixIndex, worker: WorkerPrefixes, prompt: list[bytes]) -> int:
+    return index.num_cached(prompt).get(worker.bit, 0)
+
+
+@given(changes, st.sets(st.integers(0, 30)), st.lists(hashes, max_size=6))
+def test_it_never_knows_what_is_not_there(
+    changes: list[tuple[list[bytes], list[bytes]]], dropped: set[int], prompt: list[bytes]
+) -> None:
+    index, truth, sequence = PrefixIndex(), set[bytes](), 0
+    worker = index.open()
+    exact = True
+    for number, (added, removed) in enumerate(changes):
+        truth = (truth | set(added)) - set(removed)
+        if number not in dropped:
+            worker.apply(pb.PrefixEvents(sequence=sequence, added=added, removed=removed))
+        elif added or removed:
+            exact = False
+        sequence += len(added) + len(removed)
+    hit = num_cached(index, worker, prompt)
+    if exact:
+        assert worker.gaps == 0
+        assert len(worker) == len(index) == len(truth)
+        assert hit == next((i for i, h in enumerate(prompt) if h not in truth), len(prompt))
+    # A gap at the very end is not known before the next message.
+    worker.apply(pb.PrefixEvents(sequence=sequence))
+    assert set(prompt[: num_cached(index, worker, prompt)]) <= truth
+
+
+workers = st.integers(0, 3)
+happenings = st.one_of(
+    st.tuples(st.just("add"), workers, st.lists(hashes, max_size=6)),
+    st.tuples(st.just("remove"), workers, st.lists(hashes, max_size=6)),
+    st.tuples(st.just("reset"), workers, st.lists(hashes, max_size=3)),
+    st.tuples(st.just("leave"), workers, st.just([])),
+)
+
+
+@given(st.lists(happenings, max_size=60), st.lists(hashes, max_size=6))
+def test_several_workers_beside_a_set_of_each(
+    happenings: list[tuple[str, int, list[bytes]]], prompt: list[bytes]
+) -> None:
+    index = PrefixIndex()
+    joined: dict[int, WorkerPrefixes] = {}
+    truth: dict[int, set[bytes]] = {}
+    for what, name, said in happenings:
+        if name not in joined:
+            joined[name], truth[name] = index.open(), set()
+        worker = joined[name]
+        if what == "add":
+            worker.apply(pb.PrefixEvents(sequence=worker._next or 0, added=said))
+            truth[name] |= set(said)
+        elif what == "remove":
+            worker.apply(pb.PrefixEvents(sequence=worker._next or 0, removed=said))
+            truth[name] -= set(said)
+        elif what == "reset":
+            worker.apply(pb.PrefixEvents(reset=True, added=said))
+            truth[name] = set(said)
+        else:
+            joined.pop(name).close()
+            del truth[name]
+        assert len({worker.bit for worker in joined.values()}) == len(joined)
+        assert {name: len(worker) for name, worker in joined.items()} == {
+            name: len(known) for name, known in truth.items()
+        }
+        assert len(index) == len(set().union(*truth.values()))
+        expected = {}
+        for name, known in truth.items():
+            num = next((i for i, h in enumerate(prompt) if h not in known), len(prompt))
+            if num:
+                expected[joined[name].bit] = num
+        assert index.num_cached(prompt) == expected
+
+
+def test_it_is_bounded_and_a_block_that_many_have_counts_once() -> None:
+    index = PrefixIndex(capacity=10)
+    one, other = index.open(), index.open()
+    many = [bytes([number]) * 16 for number in range(50)]
+    one.apply(pb.PrefixEvents(sequence=0, added=many))
+    assert (len(one), len(index)) == (10, 10)
+    other.apply(pb.PrefixEvents(sequence=0, added=many))
+    assert (len(other), len(index)) == (10, 10)
+    one.apply(pb.PrefixEvents(sequence=50, removed=many[:2]))
+    other.apply(pb.PrefixEvents(sequence=50, removed=many[:1], added=many[20:22]))
+    assert index.num_cached(many[1:2]) == {other.bit: 1}
+    assert len(index) == 9, "what was added found no room, since the removed came after it"
+    one.apply(pb.PrefixEvents(sequence=52, added=many[30:40]))
+    assert len(index) == 10
+
+
+def test_the_room_of_a_worker_that_is_gone_is_used_again() -> None:
+    index = PrefixIndex(capacity=1000)
+    rng = Random(1)
+    for _ in range(20):
+        worker = index.open()
+        own = [rng.randbytes(16) for _ in range(900)]
+        worker.apply(pb.PrefixEvents(reset=True, added=own))
+        assert num_cached(index, worker, own[800:]) == 100
+        assert worker.bit == 1
+        worker.close()
+    assert len(index) == 0
+    assert index._num_entries <= 1000
+    assert len(index._sets.workers) < 40
+
+
+def test_a_reset_is_no_gap() -> None:
+    index = PrefixIndex()
+    worker = index.open()
+    worker.apply(pb.PrefixEvents(sequence=3, added=HASHES[:3]))
+    worker.apply(pb.PrefixEvents(sequence=7, reset=True, added=HASHES[4:5]))
+    assert (len(worker), worker.gaps) == (1, 0)
+    worker.apply(pb.PrefixEvents(sequence=9, added=HASHES[5:6]))
+    assert (len(worker), worker.gaps) == (1, 1)
+    assert num_cached(index, worker, [HASHES[4]]) == 0
+
+
+def test_what_is_no_hash_is_not_taken() -> None:
+    index = PrefixIndex()
+    worker = index.open()
+    worker.apply(pb.PrefixEvents(added=[b"short", b"", bytes(17), HASHES[0]]))
+    worker.apply(pb.PrefixEvents(sequence=4, removed=[b"short", b""]))
+    assert (len(worker), worker.gaps) == (1, 0)
+
+
+def test_a_hash_takes_at_most_forty_bytes() -> None:
+    rng = Random(2)
+    told = [[rng.randbytes(16) for _ in range(10_000)] for _ in range(10)]
+    index = PrefixIndex(capacity=100_000)
+    tracemalloc.start()
+    try:
+        for own in told:
+            added = told[0][:1000] + own[1000:]
+            index.open().apply(pb.PrefixEvents(reset=True, added=added))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held / len(index) <= 40
+
+
+def test_a_prompt_is_looked_up_once_for_all_workers() -> None:
+    """Not once for each: what it costs does not depend on how many there are."""
+    looks = 0
+
+    class Counting(PrefixIndex):
+        def _find(self, chain: bytes) -> tuple[int, int, int]:
+            nonlocal looks
+            looks += 1
+            return super()._find(chain)
+
+    index = Counting()
+    for _ in range(100):
+        index.open().apply(pb.PrefixEvents(reset=True, added=HASHES))
+    looks = 0
+    assert len(index.num_cached(HASHES)) == 100
+    assert looks == len(HASHES)

@@ -1,0 +1,119 @@
+"""What a worker says to a router and when, in a minute of a made-up clock."""
+
+from itertools import pairwise
+from random import Random
+
+from pdserve.protos import fleet_pb2 as pb
+from pdserve.services.host.stall_detector import StallDetector
+from pdserve.services.router.fleet.fleet import SILENCE_S
+from pdserve.services.worker.reports import (
+    BEAT_S,
+    HEARTBEAT_S,
+    LOAD_INTERVAL_S,
+    SLOT_S,
+    WorkerReports,
+)
+
+TURN_S = 0.005  # that the thread of a lease takes to wake
+Said = list[tuple[float, pb.WorkerReport]]
+
+
+def minute(
+    reads_beats: bool, load_every_s: float | None, seconds: float = 60.0, begin: float = 0.0
+) -> Said:
+    """The reports of a worker whose load changes so often. `begin`: on the wall clock."""
+    reports, said = WorkerReports(lambda: pb.Heartbeat(step=1, busy=True)), Said()
+    reports.reads_beats, reports.wall_offset = reads_beats, begin
+    now, next_load, count = 0.0, 0.0, 0
+    while now < seconds:
+        if load_every_s is not None and now >= next_load:
+            next_load, count = now + load_every_s, count + 1
+            reports.add_load(pb.Load(running=count))
+        said += [(now, report) for report in reports.due(now)]
+        now = max(now + TURN_S, reports.next_due() if load_every_s is None else now)
+    return said
+
+
+def beats(said: Said) -> list[float]:
+    return [at for at, r in said if r.HasField("heartbeat") or r.HasField("beat")]
+
+
+def longest_pause(times: list[float]) -> float:
+    return max(later - earlier for earlier, later in pairwise(times))
+
+
+def test_an_idle_worker_has_two_chances_before_it_is_suspect() -> None:
+    for reads_beats in (False, True):
+        said = minute(reads_beats, None)
+        assert len(said) <= 60 / HEARTBEAT_S + 1
+        assert 2 * longest_pause(beats(said)) + 0.1 < SILENCE_S
+
+
+def test_idle_workers_beat_in_the_same_slots() -> None:
+    """Whenever they began, by the clock that they share."""
+    for begin in (0.0, 1_700_000_000.123, 1_700_000_000.049, 7.777):
+        times = [at + begin for at in beats(minute(True, None, begin=begin))][1:]
+        for at in times:
+            past = at % SLOT_S
+            assert min(past, SLOT_S - past) < 0.001
+        assert max(HEARTBEAT_S - (later - at) for at, later in pairwise(times)) < 0.001
+
+
+def test_a_load_brings_the_heartbeat_to_a_router_that_reads_it_there() -> None:
+    said = minute(True, 0.02)
+    assert not any(r.HasField("heartbeat") for _, r in said)
+    times = beats(said)
+    assert longest_pause(times) < BEAT_S + LOAD_INTERVAL_S + 2 * TURN_S
+    assert min(later - at for at, later in pairwise(times)) >= BEAT_S
+    assert len(said) < 60 / LOAD_INTERVAL_S + 2, "no report more than the loads alone take"
+
+
+def test_rare_loads_do_not_put_heartbeats_off() -> None:
+    for every_s in (0.2, 0.39, 0.5, 3.0):
+        said = minute(True, every_s)
+        assert longest_pause(beats(said)) < HEARTBEAT_S + 2 * TURN_S
+        assert len(said) <= 60 * (1 / HEARTBEAT_S + 1 / every_s) + 2
+
+
+def test_an_older_router_hears_heartbeats_of_their_own() -> None:
+    """It looks at no load for them, and would find neither frozen engines nor echo anything."""
+    said = minute(False, 0.02)
+    assert not any(r.HasField("beat") for _, r in said)
+    alone = [at for at, r in said if r.HasField("heartbeat")]
+    assert longest_pause(alone) < HEARTBEAT_S + 2 * TURN_S
+
+
+def test_an_engine_that_hangs_is_found_by_its_heartbeats_within_ten_seconds() -> None:
+    """Its counter may have moved just before, and no load says anything new any more."""
+    for reads_beats in (False, True):
+        engine, found = StallDetector(), list[float]()
+        for at in beats(minute(reads_beats, None)):
+            if engine.look(7, True, at):
+                found.append(at)
+        assert 8.0 <= found[0] <= 8.0 + HEARTBEAT_S + 2 * TURN_S < 10 - 1.0
+
+
+def test_a_load_that_is_replaced_while_it_is_taken_is_not_lost() -> None:
+    reports, rng = WorkerReports(pb.Heartbeat), Random(4)
+    now, newest, last = 0.0, 0, pb.Load()
+    for _ in range(500):
+        now += rng.choice((0.001, 0.03, 0.2))
+        if rng.random() < 0.6:
+            newest += 1
+            reports.add_load(pb.Load(running=newest))
+        for report in reports.due(now):
+            if report.HasField("load"):
+                last = report.load
+    for report in reports.due(now + 1):
+        last = report.load if report.HasField("load") else last
+    assert last.running == newest
+
+
+def test_everything_said_at_once_goes_in_order() -> None:
+    reports = WorkerReports(pb.Heartbeat)
+    reports.add_goodbye("upgrade")
+    reports.add_prefixes([pb.PrefixEvents(reset=True), pb.PrefixEvents(sequence=1)])
+    reports.add_load(pb.Load(running=1))
+    kinds = [report.WhichOneof("report") for report in reports.due(0.0)]
+    assert kinds == ["goodbye", "prefixes", "prefixes", "load", "heartbeat"]
+    assert not list(reports.due(0.01))
