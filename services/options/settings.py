@@ -119,7 +119,7 @@ class ReportSettings(ClientSettings, CertificateSettings):
     )
     trust_network: bool = option(False, "the secret may cross this network in clear")
     trace_dir: str = option("", "folder of the rings that note hand-offs; empty: that of `up`")
-    timeout_s: float = option(30.0, "seconds for everything together", min=1, max=600)
+    within_s: float = option(30.0, "seconds for everything together", min=1, max=600)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     out = Path(chosen.out or time.strftime("pdserve-report-%Y%m%d-%H%M%S.tar.gz"))
     secrets = Secrets(os.environ, settings)
     bundle = Bundle(secrets)
-    for name, part in gathered(parts(chosen), chosen.timeout_s).items():
+    for name, part in gathered(parts(chosen), chosen.within_s).items():
         bundle.add(name, part)
     try:
         with os.fdopen(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

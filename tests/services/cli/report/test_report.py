@@ -136,7 +136,7 @@ def test_no_secret_of_any_source_is_in_it(
         (folder / "gateway.log").write_text("\n".join(repeated))
         (folder / CONFIG_FILE).write_text("port: 8000\n")
         (folder / "router-0123.ring").write_bytes(bytes(range(256)))
-        words = ("--url", repeating, "--api-key", "flag-hush", "--timeout-s", "2")
+        words = ("--url", repeating, "--api-key", "flag-hush", "--within-s", "2")
         files = report(*words)
     summary = files["summary.txt"].decode()
     assert "gateway /health: MISSING: not within 2 s" in summary
