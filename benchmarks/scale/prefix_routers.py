@@ -170,6 +170,9 @@ class RealRouters:
         assert placed.prefill is not None
         self._last_command[placed.prefill.number] = placed.attempt
         self._simulated.start_prefill(placed)
+        accepted = wire.PrefillAccepted(attempt=placed.attempt)
+        says = partial(self._prefill_says, placed, accepted=accepted)
+        self._clock.after(DELAY_S, says)
 
     # --- what workers say
 
@@ -187,11 +190,13 @@ class RealRouters:
         self._decode_says(placed, place_again=again)
 
     def prefill_done(self, placed: PlacedRequest) -> None:
+        self._prefill_says(placed, done=wire.PrefillDone(attempt=placed.attempt))
+
+    def _prefill_says(self, placed: PlacedRequest, **event: Any) -> None:
         assert placed.prefill is not None
         router = self._router_of(placed)
         worker = router.fleet.workers[_boot(placed.prefill.number)]
-        event = wire.PrefillEvent(done=wire.PrefillDone(attempt=placed.attempt))
-        router.dispatcher.on_prefill(worker, event, self._clock.now)
+        router.dispatcher.on_prefill(worker, wire.PrefillEvent(**event), self._clock.now)
 
     def first_token(self, placed: PlacedRequest) -> None:
         self._tokens(placed, 0, 1)

@@ -50,7 +50,7 @@ class Shape:
     apps: int = 40  # system prompts, chosen by Zipf's law
     app_blocks: int = 4  # blocks of the longest of them, beside the one that all have
     known_document: float = 0.06  # chance that a first prompt begins with a document of `documents`
-    documents: int = 100
+    documents: int = 100  # each belongs to a system prompt
     single_document: float = 0.03  # chance of a single question about a long document of its own
     long_document: tuple[float, float] = (60_000.0, 0.4)
     zipf: float = 1.1
@@ -72,7 +72,9 @@ class _Generator:
         sizes = [rng.randint(0, shape.app_blocks) for _ in range(shape.apps)]
         self._apps = [(0, *self._fresh(size)) for size in sizes]
         tokens = (self._length(shape.document) for _ in range(shape.documents))
-        self._documents = [self._fresh(n // BLOCK_TOKENS) for n in tokens]
+        self._documents = [
+            self._pick(self._apps) + self._fresh(n // BLOCK_TOKENS) for n in tokens
+        ]
 
     def trace(self) -> list[TraceRequest]:
         """Conversations begin before the trace, too, so that it begins in the middle of a day."""
@@ -90,13 +92,12 @@ class _Generator:
 
     def _conversation(self, now: float) -> Iterable[TraceRequest]:
         shape, rng = self._shape, self._rng
-        blocks = list(self._pick(self._apps))
+        known = rng.random() < shape.known_document
+        blocks = list(self._pick(self._documents if known else self._apps))
         if rng.random() < shape.single_document:
             num_tokens = len(blocks) * BLOCK_TOKENS + self._length(shape.long_document)
             yield self._request(now, num_tokens, blocks)
             return
-        if rng.random() < shape.known_document:
-            blocks += self._pick(self._documents)
         num_tokens = len(blocks) * BLOCK_TOKENS + self._length(shape.question)
         while num_tokens <= shape.most_tokens:
             request = self._request(now, num_tokens, blocks)
@@ -135,18 +136,19 @@ def _zipf(count: int, exponent: float) -> list[float]:
 
 def read(path: Path) -> list[TraceRequest]:
     """A trace from a file. Raises ValueError that names the line and the field."""
-    found = []
+    found, before = list[TraceRequest](), dict[int, int]()
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    found.append(_parsed(json.loads(line)))
+                    found.append(_parsed(json.loads(line), before))
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(f"{path}, line {number}: {error}") from error
     return sorted(found, key=lambda r: r.arrival_s)
 
 
-def _parsed(fields: dict[str, Any]) -> TraceRequest:
+def _parsed(fields: dict[str, Any], before: dict[int, int]) -> TraceRequest:
+    """`before`: by block the one before it, of all lines so far."""
     missing = {"timestamp", "input_length", "output_length", "hash_ids"} - fields.keys()
     if missing:
         raise ValueError(f"{', '.join(sorted(missing))} missing")
@@ -157,6 +159,9 @@ def _parsed(fields: dict[str, Any]) -> TraceRequest:
         raise ValueError("hash_ids are fewer than the full blocks of input_length")
     if not all(isinstance(block, int) and 0 <= block < 2**32 for block in blocks):
         raise ValueError("hash_ids are not all integers below 2**32")
+    for block, last in zip(blocks, (-1, *blocks), strict=False):
+        if before.setdefault(block, last) != last:
+            raise ValueError(f"hash_ids: {block} stands behind {last} and {before[block]}")
     return TraceRequest(
         fields["timestamp"] / 1000, num_tokens, max(1, fields["output_length"]), blocks
     )
