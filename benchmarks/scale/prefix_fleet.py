@@ -80,12 +80,6 @@ class DecodeWorker:
         self._record = record
         self._prefixes = PromisedPrefixes()
         self._followers: dict[str, _Waiting] = {}
-        self._prefilling: set[bytes] = set()  # attempts whose KV is on its way from prefill
-
-    @property
-    def num_claims(self) -> int:
-        """Requests that wait for a hand-off or for another's KV."""
-        return len(self._prefilling) + len(self._followers)
 
     def admit(self, placed: PlacedRequest) -> None:
         local, key = placed.prefill is None, placed.attempt.hex()
@@ -98,26 +92,27 @@ class DecodeWorker:
         if shared is not None and saved >= MIN_SHARED and 2 * saved >= missing:
             self._prefixes.follow(key, chain, shared)
             self._followers[key] = _Waiting(placed, local)
+            self.worker.num_claims += 1
             self._say(placed.listener.admitted, placed, False, True)
             return
         self._prefixes.lead(key, chain, in_engine=local)
         if local:
             self._submit(placed)
         else:
-            self._prefilling.add(placed.attempt)
-            self.worker.coming.update(blocks)
+            self.worker.num_claims += 1
+            self.worker.expect(placed.request)
         self._say(placed.listener.admitted, placed, not local, False)
         self.worker.changed()
 
     def receive(self, placed: PlacedRequest) -> None:
         """Its KV is here."""
-        self._prefilling.discard(placed.attempt)
-        self.worker.coming.subtract(placed.request.full_blocks)
+        self.worker.num_claims -= 1
+        self.worker.came(placed.request)
         self._submit(placed, has_kv=True)
 
     def _submit(self, placed: PlacedRequest, has_kv: bool = False) -> None:
         def computed() -> None:
-            seconds = DELAY_S + (Speed().base_s if has_kv else 0.0)
+            seconds = DELAY_S + (self.worker.speed.base_s if has_kv else 0.0)
             self._clock.after(seconds, lambda: self._first_token(placed))
             self._prefixes.arrived(placed.attempt.hex(), len(placed.request.full_blocks))
             self._prefixes.over(placed.attempt.hex())
@@ -145,6 +140,7 @@ class DecodeWorker:
     def _poll(self) -> None:
         while self._prefixes.changed:
             ended = self._prefixes.take()
+            self.worker.num_claims -= len(ended.ready) + len(ended.lost)
             for key in ended.ready:
                 waiting = self._followers.pop(key)
                 placed, found = waiting.placed, self._found(waiting.placed)

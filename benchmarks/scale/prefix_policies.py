@@ -1,136 +1,103 @@
-"""Placements that the router's policy is compared with; each knows the workers' state exactly.
+"""Placements that the router's policy is compared with. Each knows the workers' state exactly and
+at this instant, without a router between.
 
-- Round robin and least load (the fewest requests; of equals the fewest prompt tokens that wait).
-- The oracle of hits knows every cache, and what is about to be in it, at this instant. It takes the
-  worker with the longest prefix among those whose work, with this prompt, stays within BOUND of the
-  mean; of equals the one with the least backlog. So nobody who must place requests as they come has
-  more hits under that bound, but for luck in what is evicted.
-- The oracle of times takes the worker whose backlog and the rest of the prompt are the shortest.
+- Round robin.
+- Least load: the fewest requests, of equals the fewest prompt tokens that wait.
+- An oracle: it knows every cache and what is about to be in it. It takes the worker where the real
+  backlog and `work_ratio` times the rest of the prompt are the least. The more the rest counts, the
+  more hits, up to where queues form at the workers that have much. With prefill workers it takes
+  the idlest decode worker, unless one lacks too little for a hand-off.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from prefix_fleet import MIN_SHARED, DecodeWorker, PlacedRequest, SimulatedFleet
+from prefix_fleet import MIN_SHARED, PlacedRequest, SimulatedFleet
 from prefix_trace import BLOCK_TOKENS, TraceRequest
 from prefix_worker import SimulatedWorker
 
-BOUND = 1.3  # of a worker's work to the mean
-SLACK_S = 30.0  # of work beside that, so that the first requests have a choice
-
-Choose = Callable[[TraceRequest], tuple[DecodeWorker, SimulatedWorker | None]]
+Pick = Callable[[Sequence[SimulatedWorker], TraceRequest], SimulatedWorker]
 
 
 class DirectPlacement:
-    """Sends requests where `choose` says, without a router between."""
+    """Admits requests where `pick_decode` says, with the prefill worker of `pick_prefill` if the
+    rest of the prompt is worth a hand-off."""
 
-    def __init__(self, fleet: SimulatedFleet, choose: Choose) -> None:
+    def __init__(self, fleet: SimulatedFleet, pick_decode: Pick, pick_prefill: Pick) -> None:
         self._fleet = fleet
-        self._choose = choose
+        self._pick_decode = pick_decode
+        self._pick_prefill = pick_prefill
+        self._sides = {side.worker: side for side in fleet.decodes}
 
     def arrived(self, request: TraceRequest) -> None:
-        decode, prefill = self._choose(request)
-        placed = PlacedRequest(request, decode, prefill, self)
-        decode.admit(placed)
+        fleet, prefill = self._fleet, None
+        decode = self._pick_decode([side.worker for side in fleet.decodes], request)
+        if fleet.prefills and missing(request, decode) >= MIN_SHARED:
+            prefill = self._pick_prefill(fleet.prefills, request)
+        self._sides[decode].admit(PlacedRequest(request, self._sides[decode], prefill, self))
 
     def admitted(self, placed: PlacedRequest, ticket: bool, follows: bool) -> None:
         if ticket:
             self._fleet.start_prefill(placed)
 
-    def attached(self, placed: PlacedRequest) -> None:
-        pass
-
     def placed_again(self, placed: PlacedRequest, tokens: int) -> None:
         self.arrived(placed.request)
 
+    def attached(self, placed: PlacedRequest) -> None:
+        """Nothing to do."""
+
     def prefill_done(self, placed: PlacedRequest) -> None:
-        pass
+        """Nothing to do."""
 
     def first_token(self, placed: PlacedRequest) -> None:
-        pass
+        """Nothing to do."""
 
     def finished(self, placed: PlacedRequest) -> None:
-        pass
+        """Nothing to do."""
 
 
 def missing(request: TraceRequest, worker: SimulatedWorker) -> int:
     """Prompt tokens that a worker will have to compute: not in its cache, nor on their way."""
-    known = 0
-    for block in request.full_blocks:
-        if block not in worker.cache and worker.coming[block] <= 0:
-            break
-        known += 1
-    return request.num_tokens - known * BLOCK_TOKENS
-
-
-def _with_prefill(
-    fleet: SimulatedFleet, request: TraceRequest, decode: DecodeWorker, pick: Callable[[], int]
-) -> tuple[DecodeWorker, SimulatedWorker | None]:
-    """A prefill worker too, if there are any and the rest of the prompt is worth a hand-off."""
-    if not fleet.prefills or missing(request, decode.worker) < MIN_SHARED:
-        return decode, None
-    return decode, fleet.prefills[pick()]
+    return request.num_tokens - worker.num_expected(request.full_blocks) * BLOCK_TOKENS
 
 
 def round_robin(fleet: SimulatedFleet) -> DirectPlacement:
     decodes, prefills = count(), count()
 
-    def choose(request: TraceRequest) -> tuple[DecodeWorker, SimulatedWorker | None]:
-        decode = fleet.decodes[next(decodes) % len(fleet.decodes)]
-        pick = lambda: next(prefills) % len(fleet.prefills)  # noqa: E731
-        return _with_prefill(fleet, request, decode, pick)
+    def pick_decode(
+        workers: Sequence[SimulatedWorker], request: TraceRequest
+    ) -> SimulatedWorker:
+        return workers[next(decodes) % len(workers)]
 
-    return DirectPlacement(fleet, choose)
+    def pick_prefill(
+        workers: Sequence[SimulatedWorker], request: TraceRequest
+    ) -> SimulatedWorker:
+        return workers[next(prefills) % len(workers)]
+
+    return DirectPlacement(fleet, pick_decode, pick_prefill)
 
 
 def least_load(fleet: SimulatedFleet) -> DirectPlacement:
-    def load(worker: SimulatedWorker, claims: int = 0) -> tuple[int, int]:
-        return worker.num_running + worker.num_waiting + claims, worker.waiting_tokens
+    def pick(workers: Sequence[SimulatedWorker], request: TraceRequest) -> SimulatedWorker:
+        return min(workers, key=lambda w: (w.num_requests, w.waiting_tokens))
 
-    def choose(request: TraceRequest) -> tuple[DecodeWorker, SimulatedWorker | None]:
-        decode = min(fleet.decodes, key=lambda d: load(d.worker, d.num_claims))
-        pick = lambda: _least([load(w) for w in fleet.prefills])  # noqa: E731
-        return _with_prefill(fleet, request, decode, pick)
-
-    return DirectPlacement(fleet, choose)
+    return DirectPlacement(fleet, pick, pick)
 
 
-def oracle_of_hits(fleet: SimulatedFleet) -> DirectPlacement:
-    speed = fleet.shape.speed
-    promised = dict.fromkeys([*(d.worker for d in fleet.decodes), *fleet.prefills], 0.0)
+def oracle(fleet: SimulatedFleet, work_ratio: int) -> DirectPlacement:
+    def pick(workers: Sequence[SimulatedWorker], request: TraceRequest) -> SimulatedWorker:
+        def cost(worker: SimulatedWorker) -> tuple[float, float]:
+            ahead = worker.true_backlog + work_ratio * missing(request, worker)
+            return ahead, worker.work.seconds
 
-    def best(workers: Sequence[SimulatedWorker], request: TraceRequest) -> int:
-        works = [promised[w] for w in workers]
-        costs = [missing(request, w) / speed.prefill_tokens_s for w in workers]
-        bound = BOUND * sum(works) / len(works) + SLACK_S
-        able = [n for n, work in enumerate(works) if work + costs[n] <= bound] or [
-            _least(works)
-        ]
-        return min(able, key=lambda n: (costs[n], workers[n].true_backlog, works[n]))
+        return min(workers, key=cost)
 
-    def choose(request: TraceRequest) -> tuple[DecodeWorker, SimulatedWorker | None]:
-        workers = [d.worker for d in fleet.decodes]
-        decode = fleet.decodes[best(workers, request)]
-        found = _with_prefill(fleet, request, decode, lambda: best(fleet.prefills, request))
-        computes = found[1] or decode.worker
-        promised[computes] += missing(request, computes) / speed.prefill_tokens_s
-        promised[decode.worker] += request.output_len * speed.row_s
-        return found
+    def pick_decode(
+        workers: Sequence[SimulatedWorker], request: TraceRequest
+    ) -> SimulatedWorker:
+        warm = [w for w in workers if missing(request, w) < MIN_SHARED]
+        if fleet.prefills and not warm:
+            return min(workers, key=lambda w: w.num_requests)
+        return pick(warm if fleet.prefills else workers, request)
 
-    return DirectPlacement(fleet, choose)
-
-
-def oracle_of_times(fleet: SimulatedFleet) -> DirectPlacement:
-    def time(worker: SimulatedWorker, request: TraceRequest) -> tuple[int, int]:
-        return worker.true_backlog + missing(request, worker), worker.num_running
-
-    def choose(request: TraceRequest) -> tuple[DecodeWorker, SimulatedWorker | None]:
-        decode = min(fleet.decodes, key=lambda d: time(d.worker, request))
-        pick = lambda: _least([time(w, request) for w in fleet.prefills])  # noqa: E731
-        return _with_prefill(fleet, request, decode, pick)
-
-    return DirectPlacement(fleet, choose)
-
-
-def _least(values: Sequence[object]) -> int:
-    return min(range(len(values)), key=values.__getitem__)  # type: ignore[type-var,arg-type]
+    return DirectPlacement(fleet, pick_decode, pick)

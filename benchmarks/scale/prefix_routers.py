@@ -253,10 +253,9 @@ class RealRouters:
     def _say_load(self, worker: SimulatedWorker) -> None:
         self._reporting.discard(worker.number)
         self._said_s[worker.number] = self._clock.now
-        side = self._sides.get(worker.number)
         load = fleet_pb2.Load(
             running=worker.num_running,
-            waiting=worker.num_waiting + (0 if side is None else side.num_claims),
+            waiting=worker.num_waiting + worker.num_claims,
             waiting_tokens=worker.waiting_tokens,
             blocks_total=self._simulated.shape.speed.blocks,
             blocks_free=worker.cache.num_free,

@@ -139,11 +139,12 @@ class SimulatedWorker:
         self.number = number
         self.cache = BlockCache(speed.blocks)
         self.work = Work()
-        self.coming: Counter[int] = Counter()  # blocks of prompts that are queued or computed here
+        self.num_claims = 0  # requests that wait for KV from elsewhere; decode's admission counts
         self.changed: Callable[[], None] = lambda: None
         self._clock = clock
-        self._speed = speed
+        self.speed = speed
         self._window_s = window_s
+        self._coming: Counter[int] = Counter()  # blocks of prompts that are on their way here
         self._queue: list[Job] = []
         self._current: Job | None = None
         self._rows: list[tuple[float, int, Job]] = []  # by the step that is their last
@@ -163,6 +164,15 @@ class SimulatedWorker:
         return len(self._queue)
 
     @property
+    def num_requests(self) -> int:
+        return self.num_running + self.num_waiting + self.num_claims
+
+    def num_expected(self, blocks: Sequence[int]) -> int:
+        """Leading blocks that are in the cache, or will be once what has come here is computed."""
+        known = (block in self.cache or self._coming[block] for block in blocks)
+        return next((n for n, there in enumerate(known) if not there), len(blocks))
+
+    @property
     def waiting_tokens(self) -> int:
         """Prompt tokens to compute, those of queued prompts before a look into the cache."""
         self._advance()
@@ -176,7 +186,7 @@ class SimulatedWorker:
         missing = 0.0 if self._current is None else self._current.left
         for job in self._queue:
             blocks = job.request.full_blocks
-            known = sum(b in self.cache or self.coming[b] > 1 for b in blocks)
+            known = sum(b in self.cache or self._coming[b] > 1 for b in blocks)
             missing += max(0, job.size - known * BLOCK_TOKENS)
         return round(missing)
 
@@ -187,8 +197,19 @@ class SimulatedWorker:
         self._advance()
         self._queue.append(job)
         if not job.has_kv:
-            self.coming.update(job.request.full_blocks)
+            self.expect(job.request)
         self._next()
+
+    def expect(self, request: TraceRequest) -> None:
+        """Its KV will be here."""
+        self._coming.update(request.full_blocks)
+
+    def came(self, request: TraceRequest) -> None:
+        """It is here."""
+        for block in request.full_blocks:
+            self._coming[block] -= 1
+            if not self._coming[block]:
+                del self._coming[block]
 
     def release(self, job: Job) -> None:
         """A prompt that was computed for a hand-off is over."""
@@ -232,10 +253,7 @@ class SimulatedWorker:
     def _prompt_done(self, job: Job) -> None:
         self.cache.name(job.request.full_blocks[job.found :])
         if not job.has_kv:
-            self.coming.subtract(job.request.full_blocks)
-            for block in job.request.full_blocks:
-                if not self.coming[block]:
-                    del self.coming[block]
+            self.came(job.request)
         if job.output_len > 1:
             entry = self._steps + job.output_len - 1, next(self._order), job
             heapq.heappush(self._rows, entry)
@@ -250,14 +268,14 @@ class SimulatedWorker:
     # --- time
 
     def _step_s(self) -> float:
-        speed = self._speed
+        speed = self.speed
         chunk = 0 if self._current is None else speed.chunk / speed.prefill_tokens_s
         return speed.base_s + speed.row_s * len(self._rows) + chunk
 
     def _until_next(self) -> float:
         steps = []
         if self._current is not None:
-            steps.append(self._current.left / self._speed.chunk)
+            steps.append(self._current.left / self.speed.chunk)
         if self._rows:
             steps.append(self._rows[0][0] - self._steps)
         return max(0.0, min(steps)) * self._step_s()
@@ -271,8 +289,8 @@ class SimulatedWorker:
         steps = seconds / step_s
         self._steps += steps
         if self._current is not None:
-            self._current.left = max(0.0, self._current.left - steps * self._speed.chunk)
-        self._count(steps * (step_s - self._speed.base_s))
+            self._current.left = max(0.0, self._current.left - steps * self.speed.chunk)
+        self._count(steps * (step_s - self.speed.base_s))
 
     def _count(self, seconds: float) -> None:
         """In the window of now: an event may end a few seconds of the one before, too."""
