@@ -1,8 +1,11 @@
 """Where a request runs: prompt + fleet view -> Decision. Pure: randomness is an argument.
 
-Costs are in prompt tokens still to be computed before the request's own first token. A long prompt
-goes to a prefill worker in any case. A short one does if that costs less, counting what decode's
-running streams lose meanwhile as much as what the request itself waits (`local_cost`,
+Costs are in prompt tokens still to be computed before the request's own first token. Those of its
+own prompt count WORK_RATIO times: a queue delays this request only, but what is computed though
+another worker has it delays all that come behind, and its KV drives another prefix from a cache.
+
+A long prompt goes to a prefill worker in any case. A short one does if that costs less, counting
+what decode's running streams lose meanwhile as much as what the request itself waits (`local_cost`,
 `remote_cost`): each token that decode computes stands in the way of every stream that it runs.
 
 After a failed prefill decode has a cached prefix, the blocks that it had verified; the cost of a
@@ -22,13 +25,17 @@ from pdserve.engine.kv.spec import KvSpec, spec_difference
 
 # A running row delays a new request about as much as this many prompt tokens.
 ROW_TOKENS = 64
-# Choices within this of the best cost are as good; two of them are drawn, the less loaded wins.
-NEAR_RATIO = 1.10
-# Where no cached prefix is at stake, within this: a load report is up to 50 ms old (its free blocks
-# up to 100), other routers' commands are not in it, and all of them would go for the one or two
-# that were best then.
-SPREAD_RATIO = 1.5
-# A worker this much busier than the idlest one gets no credit for its cache: no hot spots.
+# A token to compute counts as much as this many that others have to wait for. More of them bring
+# few more hits and longer queues (docs/scale.md).
+WORK_RATIO = 8
+# Workers that have as much of the prompt as the best are as good if no more than this much of what
+# stands before the request at the best, or SPREAD_TOKENS, stands before it there in addition. Two
+# of them are drawn, the less loaded wins: a load report is up to 50 ms old (its free blocks up to
+# 100), other routers' commands are not in it, and all of them would go for the one that was best.
+SPREAD_RATIO = 0.5
+SPREAD_TOKENS = 256
+# A worker this much busier than a quarter of the workers are gets no credit for its cache: no hot
+# spots.
 BUSIER_RATIO = 1.5
 BUSIER_REQUESTS = 4
 # The part of a prompt that may be computed again after a failed prefill.
@@ -147,13 +154,18 @@ def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> in
 def decode_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
     """Of a decode worker; `credit`: its cache counts."""
     new = missing_tokens(prompt, worker) if credit else prompt.num_tokens
-    return worker.waiting_tokens + new + ROW_TOKENS * worker.requests
+    return queue_cost(worker) + WORK_RATIO * new
 
 
 def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
     """Of a prefill worker: its queue and the rest of this prompt."""
     new = missing_tokens(prompt, worker) if credit else prompt.num_tokens
-    return worker.waiting_tokens + new
+    return worker.waiting_tokens + WORK_RATIO * new
+
+
+def queue_cost(worker: WorkerFacts) -> int:
+    """What stands before a new request there."""
+    return worker.waiting_tokens + ROW_TOKENS * worker.requests
 
 
 def computed_again(prompt: PromptFacts, prefill: WorkerFacts, missing: int) -> int:
@@ -249,24 +261,32 @@ def pick_prefill(
 
 
 def within_balance(workers: Collection[WorkerFacts]) -> set[bytes]:
-    """Boots of the workers that are not much busier than the idlest."""
+    """Boots of the workers that are not much busier than a quarter of them are; of up to four, than
+    the idlest. One that has just joined, or ended much at once, says nothing about the others."""
     if not workers:
         return set()
-    bound = min([w.requests for w in workers]) * BUSIER_RATIO + BUSIER_REQUESTS
+    requests = sorted([w.requests for w in workers])
+    bound = requests[(len(requests) - 1) // 4] * BUSIER_RATIO + BUSIER_REQUESTS
     return {w.boot for w in workers if w.requests <= bound}
 
 
 def power_of_two(
     workers: Sequence[WorkerFacts], costs: Sequence[int], rng: Random
 ) -> WorkerFacts | None:
-    """Of two drawn among those near the least cost, the less loaded (Mitzenmacher, 2001)."""
+    """Of two drawn among those as good as the best, the less loaded (Mitzenmacher, 2001)."""
     if not workers:
         return None
     least, best = min(zip(costs, workers, strict=True), key=lambda pair: pair[0])
+    bound = least + spread(best)
     near = [
         (w, c)
         for w, c in zip(workers, costs, strict=True)
-        if c <= least * (SPREAD_RATIO if w.cached_tokens >= best.cached_tokens else NEAR_RATIO)
+        if c <= bound and (w.cached_tokens >= best.cached_tokens or c == least)
     ]
     drawn = rng.sample(near, min(2, len(near)))
     return min(drawn, key=lambda pair: (pair[0].requests, pair[1]))[0]
+
+
+def spread(best: WorkerFacts) -> float:
+    """What may stand before a request in addition to what does at the best worker."""
+    return max(SPREAD_RATIO * queue_cost(best), SPREAD_TOKENS)
