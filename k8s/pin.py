@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 IMAGES = ("pdserve-control", "pdserve-worker")
-REFERENCE = re.compile(r"(?P<repository>([^@\s]+/)?(?P<name>[^@:/\s]+))@(?P<digest>sha256:[0-9a-f]{64})")
+REFERENCE = re.compile(
+    r"(?P<repository>([^@\s]+/)?(?P<name>[^@:/\s]+))@(?P<digest>sha256:[0-9a-f]{64})"
+)
 HEAD = """\
 # Written by k8s/pin.py.
 apiVersion: kustomize.config.k8s.io/v1alpha1

@@ -1,10 +1,10 @@
 """What KEDA and the HorizontalPodAutoscaler make of a ScaledObject, as their documents say it.
 
 Every SYNC_S the HPA asks for each trigger's value and proposes a number of replicas: for a `Value`
-as many times the ready ones as the value is of the threshold, for an `AverageValue` the value by the
-threshold; what is within TOLERANCE of the threshold changes nothing. The highest proposal counts.
-Then come the bounds, the stabilization windows and the policies of `behavior`. A trigger without a
-value forbids to go down. KEDA itself acts only between none and one.
+as many times the ready ones as the value is of the threshold, for an `AverageValue` the value
+divided by the threshold; what is within TOLERANCE of the threshold changes nothing. The highest
+proposal counts. Then come the bounds, the stabilization windows and the policies of `behavior`. A
+trigger without a value forbids to go down. KEDA itself acts only between none and one.
 """
 
 import math
@@ -88,7 +88,9 @@ class Autoscaler:
         if wanted > replicas:
             return min(wanted, max(self._reach(p, replicas, 1, now) for p in self._up["policies"]))
         if wanted < replicas:
-            return max(wanted, min(self._reach(p, replicas, -1, now) for p in self._down["policies"]))
+            return max(
+                wanted, min(self._reach(p, replicas, -1, now) for p in self._down["policies"])
+            )
         return wanted
 
     def _reach(self, policy: dict[str, Any], replicas: int, sign: int, now: float) -> int:

@@ -1,5 +1,5 @@
-"""A cluster whose pods come and go, in virtual time: the real dispatcher, fleet, policy and metrics
-of one router among workers that follow a script.
+"""A cluster whose pods come and go, in virtual time: the real core and metrics of one router among
+workers that follow a script.
 
 A prefill worker computes one prompt after the other at a fixed rate. A decode worker gives each of
 its rows a token in each step, computes prompts of its own at the same rate, and has blocks for a
@@ -7,152 +7,50 @@ fixed number of tokens. A message takes no time; work advances in ticks of TICK_
 migrate: a decode worker that ends waits for the longest of them.
 """
 
-from collections import Counter, deque
-from dataclasses import dataclass, field
+import asyncio
+from collections import deque
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 from autoscaler import SYNC_S, Autoscaler
 from scraped import Scraped
+from scripted_pods import BLOCK, CARD, MODEL, Client, Machine, Pod, Prompt
 
-from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.spec import KvSpec, LayerGroup
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
-from pdserve.protos.fleet_pb2 import DECODE, PREFILL, Load, Role, WorkerHello
-from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.protos.fleet_pb2 import DECODE, PREFILL, WorkerHello
 from pdserve.services.host.rpc.request_progress import RequestProgress
-from pdserve.services.router.dispatcher import Dispatcher
-from pdserve.services.router.fleet.fleet import Fleet, Worker
+from pdserve.services.router import core
+from pdserve.services.router.fleet.fleet import Worker
+from pdserve.services.router.fleet.worker_sessions import WorkerSessions
 from pdserve.services.router.metrics import RouterMetrics
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.worker.metrics import WorkerMetrics
 
 TICK_S = 0.25
 SCRAPE_S = 15.0
-BLOCK = 16
-MODEL = "m"
-CARD = pb.ModelCard(
-    name=MODEL,
-    kv_identity=pb.KvIdentity(digest=b"same"),
-    kv_spec=encode_spec(KvSpec(BLOCK, (LayerGroup((0,), "full", 0, 1, 64, "bfloat16", 0, 1),))),
-)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a worker can do, and how long its pod takes to be ready."""
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop whose time is a number."""
 
-    prompt_tokens_s: float = 2560.0  # of a prefill worker, and of a decode worker beside its rows
-    token_s: float = 10.0  # tokens a second of each stream
-    rows: int = 64
-    kv_tokens: int = 65536
-    start_s: float = 30.0
-    waiting: dict[str, int] = field(default_factory=dict)  # by role: prompts that it lets wait
-    drain_s: float = 610.0
+    now = 100.0
 
-
-@dataclass(eq=False)
-class Prompt:
-    """An attempt at a worker."""
-
-    attempt: bytes
-    num_tokens: int  # of the prompt
-    left: float  # of them to compute here
-    max_tokens: int = 0
-    kv_here: bool = True  # False: a prefill worker is to send it
-    made: float = 0.0  # tokens of the answer
-    said: int = 0
-
-
-@dataclass(eq=False)
-class Pod:
-    """A pod of a worker: it starts, serves, drains, ends."""
-
-    number: int
-    role: Role
-    ready_at: float
-    worker: Worker | None = None
-    drains_since: float | None = None
-    prompts: dict[bytes, Prompt] = field(default_factory=dict)  # to be computed here, in order
-    streams: dict[bytes, Prompt] = field(default_factory=dict)  # rows, or whose KV is on its way
-    last_command: bytes = b""
-    rate: float = 0.0  # measured; 0: none yet
-
-    @property
-    def name(self) -> str:
-        return f"pdserve-{Role.Name(self.role).lower()}-{self.number}"
-
-    @property
-    def rows(self) -> list[Prompt]:
-        return [s for s in self.streams.values() if s.kv_here]
-
-    def load(self, machine: Machine) -> Load:
-        """Its figures, as its engine would report them."""
-        prefills, computing = self.role == PREFILL, min(1, len(self.prompts))
-        on_its_way = [s for s in self.streams.values() if not s.kv_here]
-        used = sum(s.num_tokens + int(s.made) for s in self.rows)
-        total = machine.kv_tokens // BLOCK
-        blocks = min(total, -(-used // BLOCK))
-        return Load(
-            running=len(self.rows) + computing,
-            waiting=len(self.prompts) - computing + len(on_its_way),
-            waiting_tokens=round(sum(p.left for p in self.prompts.values())),
-            blocks_total=total,
-            blocks_free=total - blocks,
-            blocks_used=blocks,
-            promised_tokens=0 if prefills else sum(s.num_tokens for s in on_its_way),
-            prefill_tokens_s=self.rate,
-            last_command=self.last_command,
-        )
-
-
-class Client:
-    """Counts how requests end; it reads no rows."""
-
-    key = b"gateway"
-    reads_rows = False
-
-    def __init__(self) -> None:
-        self.asked: dict[str, float] = {}  # requests without an end, and when they came
-        self.begun: set[str] = set()
-        self.waits: list[float] = []  # to the first token
-        self.ends: Counter[str] = Counter()  # ok, refused or late (no token), broken (after one)
-        self.now = 0.0
-
-    def put(self, event: RequestEvent) -> None:
-        kind = event.WhichOneof("event")
-        name = getattr(event, kind).request
-        if kind == "tokens" and name not in self.begun:
-            self.begun.add(name)
-            self.waits.append(self.now - self.asked[name])
-        elif kind == "finished":
-            self._end(name, "ok")
-        elif kind == "failed":
-            late = event.failed.failure.code == pb.QUEUE_TIMEOUT
-            self._end(name, "broken" if name in self.begun else "late" if late else "refused")
-
-    def put_token(self, choice: Any, position: int, id_: int) -> bool:
-        raise AssertionError("it reads no rows")
-
-    def _end(self, name: str, how: str) -> None:
-        del self.asked[name]
-        self.begun.discard(name)
-        self.ends[how] += 1
+    def time(self) -> float:
+        return self.now
 
 
 class ScaledCluster:
-    """Its pods are as many as the autoscalers say. It is what RouterMetrics asks of a router."""
+    """Its pods are as many as the autoscalers say."""
 
     def __init__(self, autoscalers: list[Autoscaler], machine: Machine, seed: int) -> None:
-        self.now = 100.0
         self.machine = machine
         self.rng = Random(seed)
-        self.fleet = Fleet()
-        self.deaths: Counter[tuple[str, str]] = Counter()
-        self.dispatcher = Dispatcher(
-            self.fleet, Rules("auto", 512), self._send, Random(seed), 512, 0.0
-        )
+        self._commands: deque[tuple[Worker, Any]] = deque()
+        self._loop = VirtualLoop()
+        self.router = self._loop.run_until_complete(self._make_router(seed))
+        self.fleet, self.dispatcher = self.router.fleet, self.router.dispatcher
         self.client = Client()
         self.scraped = Scraped()
         self.autoscalers = {a.target: a for a in autoscalers}
@@ -160,15 +58,37 @@ class ScaledCluster:
         self.replicas = {name: a.least for name, a in self.autoscalers.items()}
         self.history: list[tuple[float, str, int]] = []
         self.longest_drain = 0.0
+        self.num_preempted = 0
         self.num_cut = 0  # pods that were killed at the end of their drain
-        self._metrics = RouterMetrics(self)  # type: ignore[arg-type]
-        self._commands: deque[tuple[Worker, Any]] = deque()
+        self._metrics = RouterMetrics(self.router)
         self._numbers = 0
         self._scrape_at, self._sync_at = (self.now + self.rng.uniform(0, SYNC_S) for _ in "12")
         for name in self.replicas:
             self._make_pods(name, self.now)
 
+    async def _make_router(self, seed: int) -> core.RouterCore:
+        """Its sessions lead here, and nothing of it runs by itself."""
+
+        def send(sessions: WorkerSessions, worker: Worker, command: Any) -> None:
+            self._commands.append((worker, command))
+
+        with (
+            patch.object(WorkerSessions, "send", send),
+            patch.object(core.random, "Random", lambda: Random(seed)),
+        ):
+            router = core.RouterCore("a secret", Rules("auto", 512), 512)  # type: ignore[arg-type]
+        await router.close()
+        return router
+
     # --- time
+
+    @property
+    def now(self) -> float:
+        return self._loop.now
+
+    def close(self) -> None:
+        """The loop has nothing left."""
+        self._loop.close()
 
     def ask(self, num_tokens: int, max_tokens: int) -> None:
         """A request of a client; nothing of its prompt is cached anywhere."""
@@ -182,12 +102,12 @@ class ScaledCluster:
             remaining_ms=600_000,
             queue_remaining_ms=60_000,
         )
-        self.dispatcher.submit(RequestProgress(start, [7] * num_tokens), self.client, self.now)
+        self.router.submit(RequestProgress(start, [7] * num_tokens), self.client)
         self._carry_out()
 
     def tick(self) -> None:
         """Let TICK_S pass."""
-        self.now += TICK_S
+        self._loop.now += TICK_S
         self.client.now = self.now
         for pod in list(self.pods):
             self._live(pod)
@@ -255,6 +175,8 @@ class ScaledCluster:
             if self.now < pod.ready_at:
                 return
             self._join(pod)
+        if pod.role == DECODE:
+            self._give_up(pod)
         if pod.prompts:
             self._compute(pod)
         self._generate(pod)
@@ -291,7 +213,7 @@ class ScaledCluster:
         pod.rate = self.machine.prompt_tokens_s
         while budget > 0 and pod.prompts:
             prompt = next(iter(pod.prompts.values()))
-            if pod.role == DECODE and len(pod.rows) >= self.machine.rows:
+            if pod.role == DECODE and not self._fits(pod, prompt):
                 return
             done = min(budget, prompt.left)
             prompt.left, budget = prompt.left - done, budget - done
@@ -303,6 +225,26 @@ class ScaledCluster:
             else:
                 self._hand_off(pod, prompt.attempt)
 
+    def _fits(self, pod: Pod, prompt: Prompt) -> bool:
+        """Whether there is a row for it, and blocks."""
+        used = sum(s.num_tokens + s.made for s in pod.rows)
+        needed = used + prompt.num_tokens + prompt.made + len(pod.rows) * BLOCK
+        return len(pod.rows) < self.machine.rows and needed <= self.machine.kv_tokens
+
+    def _give_up(self, pod: Pod) -> None:
+        """Requests whose first step has not come in time."""
+        on_their_way = (s for s in pod.streams.values() if not s.kv_here)
+        late = [p for p in (*pod.prompts.values(), *on_their_way) if self.now >= p.gives_up]
+        for prompt in late:
+            if prompt.said:
+                continue  # it has been preempted
+            there = next((p.prompts for p in self.pods if prompt.attempt in p.prompts), {})
+            if prompt.attempt in there and there[prompt.attempt].left == prompt.num_tokens:
+                self._on_cancel(pod, wire.CancelAttempt(attempt=prompt.attempt))
+                failure = pb.Failure(code=pb.QUEUE_TIMEOUT, message="waited too long")
+                failed = pb.Failed(attempt=prompt.attempt, failure=failure)
+                self._say(pod, wire.DecodeEvent(failed=failed))
+
     def _hand_off(self, pod: Pod, attempt: bytes) -> None:
         for other in self.pods:
             if attempt in other.streams:
@@ -311,7 +253,8 @@ class ScaledCluster:
 
     def _generate(self, pod: Pod) -> None:
         """A stream says its first token, and the others when it ends."""
-        for stream in pod.rows[: self.machine.rows]:
+        self._preempt(pod)
+        for stream in pod.rows:
             stream.made += self.machine.token_s * TICK_S
             ends = stream.made >= stream.max_tokens
             if stream.said and not ends:
@@ -327,10 +270,18 @@ class ScaledCluster:
                 finished = pb.Finished(attempt=stream.attempt)
                 self._say(pod, wire.DecodeEvent(finished=finished))
 
-    # --- what the router says
+    def _preempt(self, pod: Pod) -> None:
+        """When blocks run out the youngest loses its own, and is computed again."""
+        used = sum(s.num_tokens + s.made for s in pod.rows)
+        while used > self.machine.kv_tokens:
+            youngest = pod.rows[-1]
+            del pod.streams[youngest.attempt]
+            used -= youngest.num_tokens + youngest.made
+            youngest.left = youngest.num_tokens + youngest.made
+            pod.prompts[youngest.attempt] = youngest
+            self.num_preempted += 1
 
-    def _send(self, worker: Worker, command: Any) -> None:
-        self._commands.append((worker, command))
+    # --- what the router says
 
     def _say(self, pod: Pod, event: Any) -> None:
         assert pod.worker is not None
@@ -350,8 +301,14 @@ class ScaledCluster:
     def _on_admit(self, pod: Pod, admit: wire.Admit) -> None:
         num_tokens = len(admit.start.prompt_ids)
         remote = bool(admit.prefill_boot)
+        gives_up = self.now + admit.start.queue_remaining_ms / 1000
         prompt = Prompt(
-            admit.attempt, num_tokens, num_tokens, admit.start.params.max_tokens, not remote
+            admit.attempt,
+            num_tokens,
+            num_tokens,
+            admit.start.params.max_tokens,
+            not remote,
+            gives_up,
         )
         load = pod.load(self.machine)
         room = load.blocks_free * BLOCK - load.promised_tokens - len(pod.rows) * BLOCK
@@ -362,7 +319,9 @@ class ScaledCluster:
             return
         (pod.streams if remote else pod.prompts)[admit.attempt] = prompt
         ticket = wire.Ticket(id=admit.attempt[:16]) if remote else None
-        self._say(pod, wire.DecodeEvent(admitted=wire.Admitted(attempt=admit.attempt, ticket=ticket)))
+        self._say(
+            pod, wire.DecodeEvent(admitted=wire.Admitted(attempt=admit.attempt, ticket=ticket))
+        )
 
     def _on_start(self, pod: Pod, start: wire.PrefillStart) -> None:
         pod.last_command = start.attempt

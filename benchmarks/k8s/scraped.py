@@ -1,7 +1,7 @@
 """A Prometheus in virtual time: samples of scrapes, and the queries that our scalers ask.
 
-Of PromQL it knows what these need (metrics with matchers, sum, max and min, avg_over_time of a
-subquery, comparisons with `bool`), and refuses the rest.
+Of PromQL it knows what these need (metrics with matchers, sum, max and min and what is added up of
+them, avg_over_time of a subquery, comparisons with `bool`), and refuses the rest.
 """
 
 import math
@@ -59,6 +59,11 @@ class Scraped:
             case promql_parser.BinaryExpr() if str(node.op) == ">" and node.modifier.return_bool:
                 bound = node.rhs.val
                 return {k: float(v > bound) for k, v in self._value(node.lhs, now).items()}
+            case promql_parser.BinaryExpr() if str(node.op) in "+-" and node.modifier is None:
+                left, right = (self._value(side, now).get(()) for side in (node.lhs, node.rhs))
+                if left is None or right is None:
+                    return {}
+                return {(): left + (right if str(node.op) == "+" else -right)}
         raise ValueError(f"{node} is not known here")
 
     def _average(self, node: Any, now: float) -> dict[Labels, float]:

@@ -20,7 +20,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "k8s"
-# Nobody applies these alone: the base's parts, and the groups with the Deployments they are made of.
+# Nobody applies these alone: the base's parts, and groups beside what they are made of.
 PARTS = ("base/control", "base/workers", "base/every-pod", "overlays/racks/groups")
 PINNED = ("overlays/release",)
 UNDER_COMPONENTS = "overlays/cpu"
