@@ -303,6 +303,10 @@ def test_a_token_is_for_those_that_are_bound() -> None:
     pod = of_kind(manifests, "Deployment")["pdserve-gateway"]["spec"]["template"]["spec"]
     pod |= {"automountServiceAccountToken": True, "serviceAccountName": "pdserve-discovery"}
     assert len(list(pods.rights(manifests))) == 1
+    source = {"serviceAccountToken": {"path": "token"}}
+    pod["volumes"].append({"name": "token", "projected": {"sources": [source]}})
+    pod["automountServiceAccountToken"] = False
+    assert len(list(pods.rights(manifests))) == 1
     subject = {"kind": "ServiceAccount", "name": "pdserve-discovery"}
     manifests.append({"kind": "RoleBinding", "metadata": {"name": "x"}, "subjects": [subject]})
     assert list(pods.rights(manifests)) == []

@@ -21,7 +21,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "k8s"
 # Nobody applies these alone: the base's parts, and groups beside what they are made of.
-PARTS = ("base/control", "base/workers", "base/every-pod", "overlays/racks/groups")
+PARTS = ("base/control", "base/workers", "base/common", "overlays/racks/groups")
 PINNED = ("overlays/release",)
 UNDER_COMPONENTS = "overlays/cpu"
 NO_KUBECTL = "NO KUBECTL: the manifests were not rendered and nothing about them is known"

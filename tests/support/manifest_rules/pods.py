@@ -156,9 +156,12 @@ def rights(manifests: list[Manifest]) -> Iterator[str]:
             yield f"{workload.name} may be root"
         if of_pod.get("seccompProfile") != {"type": "RuntimeDefault"}:
             yield f"{workload.name} may make any call of the kernel"
-        if pod.get("automountServiceAccountToken") is not False and (
-            pod.get("serviceAccountName") not in bound
-        ):
+        sources = [
+            s for v in pod.get("volumes", []) for s in v.get("projected", {}).get("sources", [])
+        ]
+        token = any("serviceAccountToken" in source for source in sources)
+        token |= pod.get("automountServiceAccountToken") is not False
+        if token and pod.get("serviceAccountName") not in bound:
             yield f"{workload.name} has a token that it does not need"
         if pod.get("enableServiceLinks") is not False:
             yield f"{workload.name} has variables of other services"

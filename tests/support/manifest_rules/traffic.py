@@ -6,6 +6,8 @@ from manifests import Manifest, of_kind, selects, workloads
 
 from manifest_rules.labels import COMPONENT, INSTANCE, NAME, POOL, WORKERS
 
+OWN = ("Service", "PodDisruptionBudget")  # a second system in this namespace has its own
+
 
 def own_selectors(manifests: list[Manifest]) -> Iterator[str]:
     """Selectors name the system, its instance and the role, so they meet our pods and no others."""
@@ -27,8 +29,8 @@ def own_selectors(manifests: list[Manifest]) -> Iterator[str]:
     for manifest in manifests:
         for selector in _selectors(manifest):
             what = f"{manifest['kind']} {manifest['metadata']['name']}"
-            matched = selector.get("matchLabels", {})
-            if not {NAME, INSTANCE} <= matched.keys():
+            wanted = {NAME, INSTANCE} if manifest["kind"] in OWN else {NAME}
+            if not wanted <= selector.get("matchLabels", {}).keys():
                 yield f"{what} may select pods of others"
             elif not any(selects(selector, w.labels) for w in pods):
                 yield f"{what} selects nothing"
