@@ -20,8 +20,6 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "k8s"
-# Nobody applies these alone: the base's parts, and groups beside what they are made of.
-PARTS = ("base/control", "base/workers", "base/common", "overlays/racks/groups")
 PINNED = ("overlays/release",)
 UNDER_COMPONENTS = "overlays/cpu"
 NO_KUBECTL = "NO KUBECTL: the manifests were not rendered and nothing about them is known"
@@ -29,10 +27,11 @@ Manifest = dict[str, Any]
 
 
 def kustomizations() -> list[str]:
-    """Folders of k8s/ that can be applied; a component is applied on top of the overlay cpu."""
+    """Folders of k8s/ that can be applied; a component is applied on top of the overlay cpu. What
+    is inside the base or an overlay is a part of it."""
     found = (path.parent for path in SOURCES.rglob("kustomization.yaml"))
     names = sorted(str(path.relative_to(SOURCES)) for path in found)
-    return [name for name in names if name not in PARTS and not name.endswith("/images")]
+    return [n for n in names if n.count("/") <= (0 if n.startswith("base") else 1)]
 
 
 @cache
