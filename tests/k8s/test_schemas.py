@@ -1,0 +1,121 @@
+"""Every object of every kustomization under k8s/ against its strict schema."""
+
+from collections.abc import Callable
+from typing import Any
+
+import manifest_schemas
+import pytest
+from manifests import Manifest, kustomizations, of_kind, rendered
+
+NO_PACKAGE = "NO SCHEMAS OF THE GATEWAY API: `make setup` packs them where there is npm"
+
+
+def needs(manifests: list[Manifest]) -> None:
+    """Skips where an object's schema is missing on this machine."""
+    found = any(m["apiVersion"].startswith(manifest_schemas.GATEWAY_API) for m in manifests)
+    if found and not manifest_schemas.has_gateway_api():
+        pytest.skip(NO_PACKAGE)
+
+
+@pytest.mark.parametrize("name", kustomizations())
+def test_objects_are_as_their_schemas_say(name: str) -> None:
+    manifests = rendered(name)
+    needs(manifests)
+    assert manifests
+    wrong = {
+        f"{m['kind']} {m['metadata']['name']}": found
+        for m in manifests
+        if (found := manifest_schemas.errors(m))
+    }
+    assert wrong == {}
+
+
+def misspell(name: str) -> Callable[[Any], None]:
+    """Gives a field another name, wherever it is in an object."""
+
+    def change(value: Any) -> None:
+        if isinstance(value, dict):
+            if name in value:
+                value[f"{name}z"] = value.pop(name)
+                return
+            for inner in value.values():
+                change(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                change(inner)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "field"),
+    [
+        ("overlays/cpu", "Deployment", "minReadySeconds"),
+        ("overlays/cpu", "Deployment", "sizeLimit"),
+        ("overlays/cpu", "HorizontalPodAutoscaler", "averageUtilization"),
+        ("overlays/cpu", "NetworkPolicy", "policyTypes"),
+        ("overlays/cpu", "PodDisruptionBudget", "maxUnavailable"),
+        ("overlays/cpu", "Certificate", "rotationPolicy"),
+        ("overlays/cpu", "Issuer", "secretName"),
+        ("overlays/release", "ScaledObject", "pollingInterval"),
+        ("overlays/release", "ScaledObject", "stabilizationWindowSeconds"),
+        ("overlays/release", "Gateway", "allowedRoutes"),
+        ("overlays/release", "HTTPRoute", "backendRequest"),
+        ("overlays/release", "GRPCRoute", "service"),
+        ("overlays/release", "Job", "backoffLimit"),
+        ("overlays/release", "PersistentVolumeClaim", "accessModes"),
+        ("overlays/racks", "LeaderWorkerSet", "restartPolicy"),
+        ("overlays/racks", "LeaderWorkerSet", "terminationGracePeriodSeconds"),
+    ],
+)
+def test_a_misspelt_field_is_found(where: str, kind: str, field: str) -> None:
+    manifests = [m for m in rendered(where) if m["kind"] == kind]
+    needs(manifests)
+    assert manifests
+    for manifest in manifests:
+        misspell(field)(manifest)
+    assert any(manifest_schemas.errors(m) for m in manifests)
+
+
+POOL = {
+    "apiVersion": "inference.networking.k8s.io/v1",
+    "kind": "InferencePool",
+    "metadata": {"name": "pdserve"},
+    "spec": {
+        "selector": {"matchLabels": {"app.kubernetes.io/name": "pdserve"}},
+        "targetPorts": [{"number": 8000}],
+        "endpointPickerRef": {"name": "pdserve-picker", "port": {"number": 9002}},
+    },
+}
+MONITOR = {
+    "apiVersion": "monitoring.coreos.com/v1",
+    "kind": "PodMonitor",
+    "metadata": {"name": "pdserve"},
+    "spec": {
+        "selector": {"matchLabels": {"app.kubernetes.io/name": "pdserve"}},
+        "podMetricsEndpoints": [{"port": "metrics", "interval": "15s"}],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("manifest", "field"),
+    [(POOL, "failureMode"), (POOL, "number"), (MONITOR, "interval"), (MONITOR, "matchLabels")],
+)
+def test_kinds_of_other_operators(manifest: Manifest, field: str) -> None:
+    assert manifest_schemas.errors(manifest) == []
+    again = {**manifest, "spec": {**manifest["spec"], f"{field}s": 1}}
+    assert manifest_schemas.errors(again)
+
+
+def test_wrong_values_are_found() -> None:
+    scaled = of_kind(rendered("components/autoscaling"), "ScaledObject")["pdserve-decode"]
+    scaled["spec"]["maxReplicaCount"] = "many"
+    assert manifest_schemas.errors(scaled)
+    groups = of_kind(rendered("overlays/racks"), "LeaderWorkerSet")["pdserve-workers"]
+    groups["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Never"
+    assert manifest_schemas.errors(groups) == [
+        "spec.leaderWorkerTemplate.restartPolicy: 'Never' is none of "
+        "['None', 'RecreateGroupAfterStart', 'RecreateGroupOnPodRestart']"
+    ]
+    assert manifest_schemas.errors({**groups, "apiVersion": "example.com/v1"})
