@@ -43,7 +43,7 @@ class PromisedChains:
         first = chain[0] if chain else b""
         # A link is promised with all those before it: those that are come first.
         return {
-            boot: bisect_left(chain, True, key=lambda link: link not in counts)  # noqa: B023
+            boot: bisect_left(chain, True, key=lambda link: link not in counts)
             for boot, counts in self._counts.items()
             if first in counts
         }

@@ -215,6 +215,7 @@ class FleetMachine(RuleBasedStateMachine):
 TestFleetMachine = FleetMachine.TestCase
 TestFleetMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
+
 def several(num: int) -> tuple[Fleet, list[Worker]]:
     fleet = Fleet()
     workers = [fleet.join(hello(name), 0.0)[0] for name in range(1, num + 1)]
