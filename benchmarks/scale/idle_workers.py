@@ -1,8 +1,8 @@
 """What idle workers cost a router, by CPU time.
 
-`python benchmarks/scale/idle_workers.py` starts a real router process. Workers without an engine, in
-another process, join it with the real Membership over connections of their own and have a session
-each. Prints the CPU seconds that the router used, with and without them, as parts of a core.
+`python benchmarks/scale/idle_workers.py` starts a real router process. Workers without an engine,
+in another process, join it with the real Membership over connections of their own and have a
+session each. Prints the part of a core that the router used, without and with them.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -98,9 +97,11 @@ async def measure(num_workers: int, seconds: float) -> dict[str, Any]:
     access = SecretAccess((secret,))
     address = f"127.0.0.1:{free_port()}"
     code = "from pdserve.services.cli.main import main; main()"
-    command = [sys.executable, "-c", code, "router", "--bind", address]
-    environment = os.environ | {"PDSERVE_CLUSTER_SECRET": secret}
-    router = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    router = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code, "router", "--bind", address),
+        env=os.environ | {"PDSERVE_CLUSTER_SECRET": secret},
+        stderr=asyncio.subprocess.DEVNULL,
+    )
     workers = [IdleWorker(address, access) for _ in range(num_workers)]
     try:
         await until_seen(address, access, 0)
@@ -112,7 +113,7 @@ async def measure(num_workers: int, seconds: float) -> dict[str, Any]:
         await until_seen(address, access, num_workers)
     finally:
         router.terminate()
-        router.wait(30)
+        await asyncio.wait_for(router.wait(), 30)
         closings = (asyncio.to_thread(worker.membership.close) for worker in workers)
         await asyncio.gather(*closings, return_exceptions=True)
         await asyncio.gather(*(worker.host.stop(0) for worker in workers))

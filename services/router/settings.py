@@ -41,7 +41,7 @@ class RouterSettings(PublicSettings, BackendSettings):
     prefix_index_hashes: int = option(
         4 << 20,
         "different KV blocks in the workers' prefix caches that the router knows, of all workers "
-        "together, at about 20 bytes each; those beyond are not known",
+        "together, at 20 to 30 bytes each; those beyond are not known",
         min=0,
         max=1 << 28,
     )

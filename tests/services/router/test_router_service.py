@@ -21,14 +21,15 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.common_pb2_grpc import BlobsStub
-from pdserve.protos.fleet_pb2 import Heartbeat, WorkerHello, WorkerReport
+from pdserve.protos.fleet_pb2 import Heartbeat, Load, WorkerHello, WorkerReport
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.router.join_service import HEARTBEAT_ECHO_S
+from pdserve.services.router import join_service
 
 pytestmark = pytest.mark.anyio
 PROMPT = list(range(20))
+ECHO_S = 0.5
 FULL = LayerGroup((0,), "full", 0, 1, 1, "float32", 0, 1)
 
 
@@ -180,16 +181,27 @@ async def test_join_refuses_a_hello_that_it_cannot_use(make_cluster: Any) -> Non
     assert not cluster.router.core.fleet.workers
 
 
-async def test_some_heartbeats_are_echoed(make_cluster: Any) -> None:
+@pytest.mark.parametrize("within", ["heartbeat", "load"])
+async def test_some_heartbeats_are_echoed(
+    within: str, make_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports of their own, as older workers send them only, and those that loads bring along."""
+    monkeypatch.setattr(join_service, "HEARTBEAT_ECHO_S", ECHO_S)
     cluster = await make_cluster()
+    fleet = cluster.router.core.fleet
     count = 16
 
     async def reports(address: str) -> AsyncIterator[WorkerReport]:
         card = pb.ModelCard(name="m", kv_spec=encode_spec(KvSpec(16, (FULL,))))
         yield WorkerReport(hello=WorkerHello(role=2, boot=b"b" * 16, address=address, card=card))
         for step in range(count):
-            yield WorkerReport(heartbeat=Heartbeat(step=step))
-            await asyncio.sleep(HEARTBEAT_ECHO_S / 5)
+            beat = Heartbeat(step=step, busy=True)
+            if within == "load":
+                yield WorkerReport(load=Load(running=step), beat=beat)
+            else:
+                yield WorkerReport(heartbeat=beat)
+            await asyncio.sleep(ECHO_S / 5)
+        await eventually(lambda: fleet.workers[b"b" * 16].engine.counter == count - 1)
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -6,6 +6,8 @@ from random import Random
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.services.host.stall_detector import StallDetector
 from pdserve.services.router.fleet.fleet import SILENCE_S
+from pdserve.services.router.join_service import HEARTBEAT_ECHO_S
+from pdserve.services.worker.membership import SILENT_S
 from pdserve.services.worker.reports import (
     BEAT_S,
     HEARTBEAT_S,
@@ -66,6 +68,10 @@ def test_a_load_brings_the_heartbeat_to_a_router_that_reads_it_there() -> None:
     assert longest_pause(times) < BEAT_S + LOAD_INTERVAL_S + 2 * TURN_S
     assert min(later - at for at, later in pairwise(times)) >= BEAT_S
     assert len(said) < 60 / LOAD_INTERVAL_S + 2, "no report more than the loads alone take"
+
+
+def test_a_worker_hears_two_echoes_before_it_joins_anew() -> None:
+    assert 2 * (HEARTBEAT_ECHO_S + HEARTBEAT_S) < SILENT_S
 
 
 def test_rare_loads_do_not_put_heartbeats_off() -> None:
