@@ -223,7 +223,7 @@ def test_limits_of_a_text_are_those_of_the_options():
 @pytest.mark.parametrize(
     "broken",
     [
-        "pdserve.gateway.router_client.client.resolve",
+        "pdserve.services.host.discovery.discovery.resolve",
         "pdserve.gateway.observability.readiness.Readiness.models",
     ],
 )

@@ -100,8 +100,7 @@ class LoopMembership(Membership):
     async def _keep(self) -> None:
         while True:
             self._leases = {a: x for a, x in self._leases.items() if x.alive()}
-            found = self._discovery.look()
-            for address in (address for addresses in found.values() for address in addresses):
+            for address in self._discovery.look():  # the targets are addresses
                 if address not in self._leases:
                     self._leases[address] = self._new_lease(address)
             self._wake.clear()
