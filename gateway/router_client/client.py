@@ -26,7 +26,14 @@ from pdserve.protos.common_pb2 import (
     ModelCard,
     Start,
 )
-from pdserve.protos.router_pb2 import Cancel, FleetView, GatewayMessage, RequestEvent
+from pdserve.protos.router_pb2 import (
+    Cancel,
+    FleetView,
+    GatewayMessage,
+    PickReply,
+    PickRequest,
+    RequestEvent,
+)
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.rpc.channel import resolve
@@ -211,6 +218,13 @@ class RouterClient:
         all again, and a router ends the requests of a session that it lost."""
         if inbox.session is not None:
             inbox.session.send(message)
+
+    async def pick(self, asked: PickRequest) -> PickReply:
+        """Where the router that would get this prompt would place it. Raises ServiceError
+        UNAVAILABLE."""
+        like = Start(model=asked.model, cache_salt=asked.cache_salt, prompt_ids=asked.prompt_ids)
+        session = choose(self._live(), conversation(like), asyncio.get_running_loop().time())
+        return await self._model_files.pick([session.channel] if session else [], asked)
 
     # --- what the sessions say
 

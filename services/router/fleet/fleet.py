@@ -79,6 +79,12 @@ class Worker:
     def model(self) -> str:
         return self.hello.card.name
 
+    @property
+    def host(self) -> str:
+        """Of the address that it advertises."""
+        address: str = self.hello.address
+        return address.rpartition(":")[0].strip("[]")
+
     def set_state(self) -> None:
         """Sets the state of a worker that has just been heard."""
         drains = State.DRAINING if self.said_goodbye else State.LIVE

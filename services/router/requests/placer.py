@@ -7,13 +7,16 @@ compatible with waits aside for at most STRANDED_S, so that those behind it go o
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 from random import Random
+from typing import NamedTuple
 
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.services.router.fleet.compatibility import STRANDED_S, KvCompatibility
-from pdserve.services.router.fleet.fleet import Fleet, Worker
+from pdserve.services.router.fleet.fleet import Fleet, State, Worker
 from pdserve.services.router.placement.facts import FactsOfWorkers, destination
-from pdserve.services.router.placement.policy import Rules, decide
+from pdserve.services.router.placement.picks import Picks, prompt_key
+from pdserve.services.router.placement.policy import PromptFacts, Rules, decide, decode_cost
 from pdserve.services.router.placement.promised_chains import PromisedChains
 from pdserve.services.router.placement.recompute_budget import RecomputeBudget
 from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
@@ -25,6 +28,22 @@ from pdserve.services.router.requests.request import RoutedRequest
 log = logging.getLogger(__name__)
 
 MAX_ADMITTING = 16  # unanswered Admits of one decode worker
+
+
+class AskedPrompt(NamedTuple):
+    """A prompt that a picker asks about."""
+
+    model: str
+    ids: list[int]
+    cache_salt: bytes
+    hosts: Collection[str]  # whose decode workers may have it
+
+
+class Picked(NamedTuple):
+    """A host, and how much of the prompt is cached there."""
+
+    host: str
+    cached_tokens: int
 
 
 class Placer:
@@ -39,6 +58,7 @@ class Placer:
         self.budget: RecomputeBudget[RoutedRequest] = RecomputeBudget()
         self.compatibility = KvCompatibility(rules.resuming)
         self.promised = PromisedChains()
+        self.picks = Picks(self.promised)
         self.admitting: Counter[bytes] = Counter()  # unanswered, by boot of the decode worker
         self.reasons: Counter[str] = Counter()  # of decisions
 
@@ -89,8 +109,10 @@ class Placer:
 
     def _begin(self, request: RoutedRequest, now: float) -> bool:
         """Ask the policy; False: it knows no worker."""
+        told = self._told(request, now)
         facts = self._facts(request, self.promised, now)
-        decodes = [facts.of(w) for w in self._candidates(request, now)]
+        decodes = [self.picks.counted(facts.of(w), now) for w in self._candidates(request, now)]
+        decodes = [one for one in decodes if one.boot == told] or decodes
         prefills = self._fleet.of(PREFILL, request.model)
         senders = [facts.of(w) for w in prefills if w.takes_work(now)]
         decision = decide(request.facts(), decodes, senders, self._rules, self._rng)
@@ -108,6 +130,56 @@ class Placer:
         attempt = request.begin(decode, prefill, decision.follows, min_shared, now)
         self.promised.add(attempt, decode.boot, facts.chain(decode))
         return True
+
+    def _told(self, request: RoutedRequest, now: float) -> bytes | None:
+        """The worker that a picker was told for it; it is told once."""
+        if not self.picks or request.state.num_attempts:
+            return None
+        start = request.progress.start
+        key = prompt_key(request.model, start.cache_salt, request.progress.prompt_ids)
+        return self.picks.take(key, now)
+
+    # --- asked by a picker
+
+    def pick(self, asked: AskedPrompt, now: float) -> list[Picked]:
+        """Hosts of decode workers, the best for the prompt first, each once; none: no live one is
+        there. The first counts as picked."""
+        there = [
+            worker
+            for worker in self._fleet.of(DECODE, asked.model)
+            if worker.state is State.LIVE and worker.connected and worker.host in asked.hosts
+        ]
+        free = [w for w in there if w.takes_work(now) and self.admitting[w.boot] < MAX_ADMITTING]
+        facts = FactsOfWorkers(asked.ids, asked.cache_salt, {}, self.promised, now)
+        workers = [self.picks.counted(facts.of(w), now) for w in free or there]
+        prompt = PromptFacts(len(asked.ids) - 1)
+        decision = decide(prompt, workers, (), self._rules, self._rng)
+        if decision is None:
+            return []
+        others = sorted(
+            (w for w in workers if w.boot != decision.decode),
+            key=lambda w: decode_cost(prompt, w, credit=True),
+        )
+        best = self._fleet.workers[decision.decode]
+        cached = {w.boot: min(w.cached_tokens, prompt.num_tokens) for w in workers}
+        order = [best, *(self._fleet.workers[w.boot] for w in others)]
+        new = 0 if decision.follows else prompt.num_tokens - cached[best.boot]
+        key = prompt_key(asked.model, asked.cache_salt, asked.ids)
+        self.picks.add(key, best.boot, facts.chain(best), new, now)
+        found: dict[str, int] = {}
+        for worker in order:
+            found.setdefault(worker.host, cached[worker.boot])
+        return [Picked(host, tokens) for host, tokens in found.items()]
+
+    def refuses(self, model: str, tenant: bytes, now: float) -> bool:
+        """Whether a new request could neither begin nor wait."""
+        if self.waiting.has_room(tenant):
+            return False
+        head = self.waiting.head(model)
+        return head is not None or not any(
+            w.takes_work(now) and self.admitting[w.boot] < MAX_ADMITTING
+            for w in self._fleet.of(DECODE, model)
+        )
 
     @staticmethod
     def _facts(request: RoutedRequest, promised: PromisedChains, now: float) -> FactsOfWorkers:

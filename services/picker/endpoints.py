@@ -1,0 +1,127 @@
+"""The endpoints that requests may go to: which are ready, and what this picker has sent there."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from pdserve.gateway.router_client.routing import Recent, choose
+from pdserve.services.host.rpc.channel import resolve
+
+log = logging.getLogger(__name__)
+
+RESOLVE_S = 1.0  # between two looks at what the names stand for
+MAX_MISSES = 3  # looks in a row that find nothing and are not believed: DNS may have failed
+AVOID_S = 5.0  # an endpoint that a proxy has passed over is the last choice for so long
+KEEP_S = 60.0  # an endpoint that only proxies name is forgotten after so long without a request
+
+
+class Endpoint:
+    """One ip:port."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.num_open = 0  # requests that this picker has sent there
+        self.used_at = 0.0
+        self.avoided_until = 0.0
+        self._recent = Recent()
+
+    @property
+    def host(self) -> str:
+        return host_of(self.address)
+
+    def load(self, now: float) -> float:
+        """Requests that are open there, and those sent lately."""
+        return self.num_open + self._recent.count(now)
+
+    def sent(self, now: float) -> None:
+        """One more request goes there."""
+        self.num_open += 1
+        self.used_at = now
+        self._recent.add(now)
+
+    def rank(self, now: float) -> tuple[bool, float, float]:
+        """The least is the best for a request that fits anywhere."""
+        return now < self.avoided_until, self.load(now), self.used_at
+
+
+class Endpoints:
+    """Those that names stand for; without names, those that each request may go to."""
+
+    def __init__(self, names: Sequence[str], clock: Callable[[], float]) -> None:
+        self._names = tuple(names)
+        self._clock = clock
+        self._known: dict[str, Endpoint] = {}
+        self._ready: frozenset[str] = frozenset()
+        self._misses = 0
+        self.known = asyncio.Event()  # which are ready
+        if not names:
+            self.known.set()
+
+    async def keep(self) -> None:
+        """Looks what the names stand for, until it is cancelled."""
+        while self._names:
+            found = [await asyncio.to_thread(resolve, name) for name in self._names]
+            self._resolved({address for addresses in found for address in addresses})
+            await asyncio.sleep(RESOLVE_S)
+        await asyncio.Event().wait()
+
+    def _resolved(self, found: Iterable[str]) -> None:
+        ready = frozenset(found)
+        self._misses = 0 if ready else self._misses + 1
+        if not ready and self._ready and self._misses < MAX_MISSES:
+            return
+        if ready != self._ready:
+            log.info("%d endpoints are ready", len(ready))
+        self._ready = ready
+        if ready:
+            self.known.set()
+
+    def candidates(self, hint: Sequence[str] | None) -> list[Endpoint]:
+        """Ready endpoints. `hint`: the only ones allowed, as ip:port, or an ip alone for each of
+        its ports; None: all are."""
+        if hint is None:
+            return [self._endpoint(address) for address in sorted(self._ready)]
+        allowed = set(hint)
+        if not self._names:
+            return [self._endpoint(address) for address in sorted(allowed) if has_port(address)]
+        return [
+            self._endpoint(address)
+            for address in sorted(self._ready)
+            if address in allowed or host_of(address) in allowed
+        ]
+
+    def _endpoint(self, address: str) -> Endpoint:
+        if address not in self._known:
+            self._forget_unused()
+            self._known[address] = Endpoint(address)
+        return self._known[address]
+
+    def _forget_unused(self) -> None:
+        now = self._clock()
+        for address, known in list(self._known.items()):
+            if address not in self._ready and not known.num_open and now - known.used_at > KEEP_S:
+                del self._known[address]
+
+    def get(self, address: str) -> Endpoint | None:
+        """One that was a candidate lately."""
+        return self._known.get(address)
+
+
+def spread(candidates: Sequence[Endpoint], key: bytes, now: float) -> list[Endpoint]:
+    """In the order in which a request that fits anywhere should try them. `key` is that of its
+    conversation, which stays at one endpoint while that has no more than its share; empty: it has
+    none."""
+    order = sorted(candidates, key=lambda endpoint: endpoint.rank(now))
+    usable = [one for one in order if now >= one.avoided_until]
+    own = choose(usable, key, now) if key else None
+    return order if own is None else [own, *(one for one in order if one is not own)]
+
+
+def host_of(address: str) -> str:
+    """The host of host:port."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def has_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and ("]" in host) == (":" in host)
