@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from pdserve.gateway.router_client.routing import Recent, choose
+from pdserve.gateway.router_client.routing import choose
 from pdserve.services.host.rpc.channel import resolve
 
 log = logging.getLogger(__name__)
@@ -23,21 +23,20 @@ class Endpoint:
         self.num_open = 0  # requests that this picker has sent there
         self.used_at = 0.0
         self.avoided_until = 0.0
-        self._recent = Recent()
 
     @property
     def host(self) -> str:
         return host_of(self.address)
 
     def load(self, now: float) -> float:
-        """Requests that are open there, and those sent lately."""
-        return self.num_open + self._recent.count(now)
+        """Requests that are open there. Earlier ones do not count: a conversation that comes back
+        finds its endpoint."""
+        return self.num_open
 
     def sent(self, now: float) -> None:
         """One more request goes there."""
         self.num_open += 1
         self.used_at = now
-        self._recent.add(now)
 
     def rank(self, now: float) -> tuple[bool, float, float]:
         """The least is the best for a request that fits anywhere."""
@@ -57,15 +56,19 @@ class Endpoints:
         if not names:
             self.known.set()
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     async def keep(self) -> None:
         """Looks what the names stand for, until it is cancelled."""
         while self._names:
             found = [await asyncio.to_thread(resolve, name) for name in self._names]
-            self._resolved({address for addresses in found for address in addresses})
+            self.resolved({address for addresses in found for address in addresses})
             await asyncio.sleep(RESOLVE_S)
         await asyncio.Event().wait()
 
-    def _resolved(self, found: Iterable[str]) -> None:
+    def resolved(self, found: Iterable[str]) -> None:
+        """The names stand for these now."""
         ready = frozenset(found)
         self._misses = 0 if ready else self._misses + 1
         if not ready and self._ready and self._misses < MAX_MISSES:
