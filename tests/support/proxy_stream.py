@@ -1,4 +1,4 @@
-"""A proxy's side of ext_proc as a stub: the messages of one HTTP request, and what a picker answers."""
+"""A proxy's side of ext_proc as a stub: what it says of one HTTP request, and what it is told."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

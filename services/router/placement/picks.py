@@ -31,7 +31,7 @@ class PickedPrompt:
     number: bytes
     key: PromptKey
     boot: bytes
-    new_tokens: int  # that are not cached there
+    num_tokens: int  # that the worker will compute
     at: float
 
 
@@ -50,16 +50,16 @@ class Picks:
         return len(self._open)
 
     def add(
-        self, key: PromptKey, boot: bytes, chain: Sequence[bytes], new_tokens: int, now: float
+        self, key: PromptKey, boot: bytes, chain: Sequence[bytes], num_tokens: int, now: float
     ) -> None:
         """A picker was told that worker; `chain`: of the prompt's full blocks there."""
         self._forget_old(now)
         self._num += 1
-        pick = PickedPrompt(b"pick %d" % self._num, key, boot, new_tokens, now)
+        pick = PickedPrompt(b"pick %d" % self._num, key, boot, num_tokens, now)
         self._open[pick.number] = pick
         self._of_prompts.setdefault(key, deque()).append(pick)
         self._requests[boot] += 1
-        self._tokens[boot] += new_tokens
+        self._tokens[boot] += num_tokens
         self._promised.add(pick.number, boot, chain)
 
     def take(self, key: PromptKey, now: float) -> bytes | None:
@@ -95,7 +95,7 @@ class Picks:
         if not picks:
             del self._of_prompts[pick.key]
         self._requests[pick.boot] -= 1
-        self._tokens[pick.boot] -= pick.new_tokens
+        self._tokens[pick.boot] -= pick.num_tokens
         if not self._requests[pick.boot]:
             del self._requests[pick.boot], self._tokens[pick.boot]
         self._promised.drop(pick.number)

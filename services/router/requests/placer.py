@@ -99,9 +99,7 @@ class Placer:
         return [
             w
             for w in self._able(request)
-            if w.takes_work(now)
-            and request.state.may_ask(w.boot)
-            and self.admitting[w.boot] < MAX_ADMITTING
+            if self._is_free(w, now) and request.state.may_ask(w.boot)
         ]
 
     def _able(self, request: RoutedRequest) -> list[Worker]:
@@ -149,11 +147,12 @@ class Placer:
             for worker in self._fleet.of(DECODE, asked.model)
             if worker.state is State.LIVE and worker.connected and worker.host in asked.hosts
         ]
-        free = [w for w in there if w.takes_work(now) and self.admitting[w.boot] < MAX_ADMITTING]
+        free = [worker for worker in there if self._is_free(worker, now)]
         facts = FactsOfWorkers(asked.ids, asked.cache_salt, {}, self.promised, now)
         workers = [self.picks.counted(facts.of(w), now) for w in free or there]
+        senders = [facts.of(w) for w in self._fleet.of(PREFILL, asked.model) if w.takes_work(now)]
         prompt = PromptFacts(len(asked.ids) - 1)
-        decision = decide(prompt, workers, (), self._rules, self._rng)
+        decision = decide(prompt, workers, senders, self._rules, self._rng)
         if decision is None:
             return []
         others = sorted(
@@ -163,9 +162,9 @@ class Placer:
         best = self._fleet.workers[decision.decode]
         cached = {w.boot: min(w.cached_tokens, prompt.num_tokens) for w in workers}
         order = [best, *(self._fleet.workers[w.boot] for w in others)]
-        new = 0 if decision.follows else prompt.num_tokens - cached[best.boot]
+        waits = decision.follows or decision.prefill is not None  # for KV, as `opened` counts it
         key = prompt_key(asked.model, asked.cache_salt, asked.ids)
-        self.picks.add(key, best.boot, facts.chain(best), new, now)
+        self.picks.add(key, best.boot, facts.chain(best), 0 if waits else len(asked.ids), now)
         found: dict[str, int] = {}
         for worker in order:
             found.setdefault(worker.host, cached[worker.boot])
@@ -176,10 +175,11 @@ class Placer:
         if self.waiting.has_room(tenant):
             return False
         head = self.waiting.head(model)
-        return head is not None or not any(
-            w.takes_work(now) and self.admitting[w.boot] < MAX_ADMITTING
-            for w in self._fleet.of(DECODE, model)
-        )
+        workers = self._fleet.of(DECODE, model)
+        return head is not None or not any(self._is_free(worker, now) for worker in workers)
+
+    def _is_free(self, worker: Worker, now: float) -> bool:
+        return worker.takes_work(now) and self.admitting[worker.boot] < MAX_ADMITTING
 
     @staticmethod
     def _facts(request: RoutedRequest, promised: PromisedChains, now: float) -> FactsOfWorkers:

@@ -1,9 +1,9 @@
-"""The endpoint picker protocol of the Gateway API Inference Extension, over a stub of a proxy's stream.
+"""The endpoint picker protocol of the Gateway API Inference Extension, over a stub of a stream.
 
-Each test names the case or rule that it stands for, of the extension at 84436a96b9e6 (August 2026):
-conformance/tests, pkg/lwepp/handlers (the picker that its conformance tests run), and the protocol's
-text (docs/proposals/004-endpoint-picker-protocol). What those tests ask of a Gateway and a cluster
-is not asked here.
+Each test names the case or rule that it stands for, of the extension at 84436a96b9e6 (2026-08):
+conformance/tests, pkg/lwepp/handlers (the picker that its conformance tests run), and the text of
+docs/proposals/004-endpoint-picker-protocol. What they ask of a Gateway and a cluster is not asked
+here.
 """
 
 import json
