@@ -32,10 +32,15 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @asynccontextmanager
-async def running(routers: str, **settings: Any) -> AsyncIterator[PickerProcess]:
+async def running(
+    routers: str, *, known: bool = True, **settings: Any
+) -> AsyncIterator[PickerProcess]:
+    """`known`: once it knows its endpoints."""
     fields = {"bind": "127.0.0.1:0", "endpoints": PODS, "decide_timeout_s": 20.0} | settings
     process = PickerProcess(PickerSettings(cluster_secret=(SECRET,), routers=(routers,), **fields))
     await process.start()
+    if known:
+        await process.endpoints.known.wait()
     try:
         yield process
     finally:
@@ -79,9 +84,12 @@ async def test_a_chat_goes_where_a_router_says() -> None:
 
 
 async def test_without_a_router_any_endpoint_is_named_at_once() -> None:
-    async with running("127.0.0.1:9") as picker:
-        async with grpc.aio.insecure_channel(picker.address) as channel, asyncio.timeout(10):
-            assert await endpoint_of(channel) in PODS
+    async with (
+        running("127.0.0.1:9") as picker,
+        grpc.aio.insecure_channel(picker.address) as channel,
+    ):
+        assert await endpoint_of(channel) in PODS
+        assert not picker.client.num_connected
 
 
 async def health_of(channel: grpc.aio.Channel, name: str) -> int:
@@ -92,32 +100,38 @@ async def health_of(channel: grpc.aio.Channel, name: str) -> int:
 
 async def test_health_has_the_protocols_names() -> None:
     """It lives at once, and serves once it knows endpoints; without any router, too."""
-    async with running("127.0.0.1:9", endpoints=("nowhere.invalid:80",)) as picker:
-        async with grpc.aio.insecure_channel(picker.address) as channel:
-            assert await health_of(channel, LIVE) == SERVING
-            for name in ("", *NAMES):
-                assert await health_of(channel, name) == NOT_SERVING
-            picker.endpoints.resolved(PODS)
-            for name in ("", *NAMES):
-                while await health_of(channel, name) != SERVING:
-                    await asyncio.sleep(0.01)
+    async with (
+        running("127.0.0.1:9", known=False, endpoints=("nowhere.invalid:80",)) as picker,
+        grpc.aio.insecure_channel(picker.address) as channel,
+    ):
+        assert await health_of(channel, LIVE) == SERVING
+        for name in ("", *NAMES):
+            assert await health_of(channel, name) == NOT_SERVING
+        picker.endpoints.resolved(PODS)
+
+        async def all_serve() -> bool:
+            return {await health_of(channel, name) for name in ("", *NAMES)} == {SERVING}
+
+        await eventually(all_serve)
 
 
 async def test_a_drain_lets_streams_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.services.picker.main.LAME_DUCK_S", 0.0)
-    async with running("127.0.0.1:9") as picker:
-        async with grpc.aio.insecure_channel(picker.address) as channel:
-            call = ExternalProcessorStub(channel).Process()
-            await call.write(head(MODELS, end_of_stream=True))
-            assert set_headers(await call.read())
-            draining = asyncio.create_task(picker.drain())
-            await asyncio.sleep(0.1)
-            await call.write(pb.ProcessingRequest(response_headers=pb.HttpHeaders()))
-            assert (await call.read()).WhichOneof("response") == "response_headers"
-            assert not draining.done()
-            await call.done_writing()
-            assert await call.read() is grpc.aio.EOF
-            await draining
+    async with (
+        running("127.0.0.1:9") as picker,
+        grpc.aio.insecure_channel(picker.address) as channel,
+    ):
+        call = ExternalProcessorStub(channel).Process()
+        await call.write(head(MODELS, end_of_stream=True))
+        assert set_headers(await call.read())
+        draining = asyncio.create_task(picker.drain())
+        await asyncio.sleep(0.1)  # the server stops meanwhile
+        await call.write(pb.ProcessingRequest(response_headers=pb.HttpHeaders()))
+        assert (await call.read()).WhichOneof("response") == "response_headers"
+        assert not draining.done()
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        await draining
 
 
 async def test_tls(tmp_path: Path) -> None:
