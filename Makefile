@@ -20,7 +20,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-kernels test-others test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front accept-gpu accept-kernels bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
+.PHONY: setup run demo test test-kernels test-others test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api accept-k8s bench-front accept-front accept-gpu accept-kernels bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -40,6 +40,7 @@ help:
 	@echo "make accept-security  the acceptance lines of tenants, listeners and the wire; some need root"
 	@echo "make accept-models  the acceptance lines of architectures, formats and dtypes"
 	@echo "make accept-api   the acceptance lines of the API"
+	@echo "make accept-k8s   the acceptance lines of Kubernetes"
 	@echo "make bench-front  what gateway, router and decode cost beside the kernels"
 	@echo "make accept-front the acceptance lines of the front: costs, pages, terminal, Python API"
 	@echo "make accept-gpu   the GPU part on a machine with a card; ARGS=prepare: wheels for one without network, ARGS=--fake: a CPU"
@@ -141,6 +142,9 @@ accept-security: setup
 
 accept-models: setup
 	$(BIN)/python benchmarks/accept.py models $(ARGS)
+
+accept-k8s: setup
+	$(BIN)/python benchmarks/accept.py k8s $(ARGS)
 
 bench-front: setup
 	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/front/line1_costs.py $(ARGS)

@@ -22,7 +22,7 @@ from pdserve.services.router.fleet.fleet import Fleet, State, Worker
 from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests.effects import Client
-from pdserve.services.router.requests.placer import AskedPrompt, Picked
+from pdserve.services.router.requests.placer import AskedPrompt, PickedHost
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class RouterCore:
         """A gateway's session ended."""
         self.dispatcher.client_gone(client, self._loop.time())
 
-    def pick(self, asked: AskedPrompt) -> list[Picked]:
+    def pick(self, asked: AskedPrompt) -> list[PickedHost]:
         """For an endpoint picker (requests/placer.py)."""
         return self.dispatcher.placer.pick(asked, self._loop.time())
 

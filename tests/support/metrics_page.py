@@ -17,6 +17,7 @@ from pdserve.engine.kv.spec import KvSpec
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2, router_pb2
+from pdserve.services.picker.metrics import PickerMetrics
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.metrics import RouterMetrics
 from pdserve.services.router.placement.policy import Rules
@@ -55,7 +56,7 @@ scrape_configs:
     static_configs: [{ targets: ["router-1:9090", "router-2:9090"] }]
 ```
 
-Routers and workers serve `/metrics` at `--metrics-port`. Where workers have no such port, take the
+Routers, workers and endpoint pickers serve `/metrics` at `--metrics-port`. Where workers have no such port, take the
 fleet from one gateway, or from a service that asks any one of them, in a job of its own.
 
 The Gateway API Inference Extension reads `vllm:num_requests_waiting`, `vllm:num_requests_running`,
@@ -118,6 +119,13 @@ async def router_metrics() -> list[Metric]:
     return found
 
 
+def picker_metrics() -> list[Metric]:
+    """An endpoint picker's."""
+    metrics = PickerMetrics()
+    metrics.decided("x", 0.0)
+    return list(metrics.collect())
+
+
 def exported() -> dict[str, list[Metric]]:
     """The metrics by the title of who exports them."""
     return {
@@ -125,6 +133,7 @@ def exported() -> dict[str, list[Metric]]:
         "Fleet: every gateway, without `fleet=false`": fleet_metrics(),
         "Prefill and decode workers": worker_metrics(),
         "Router": asyncio.run(router_metrics()),
+        "Endpoint picker": picker_metrics(),
     }
 
 

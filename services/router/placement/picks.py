@@ -35,7 +35,7 @@ class PickedPrompt:
     at: float
 
 
-class Picks:
+class PickedPrompts:
     """The picks of one router."""
 
     def __init__(self, promised: PromisedChains) -> None:

@@ -15,7 +15,7 @@ from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.services.router.fleet.compatibility import STRANDED_S, KvCompatibility
 from pdserve.services.router.fleet.fleet import Fleet, State, Worker
 from pdserve.services.router.placement.facts import FactsOfWorkers, destination
-from pdserve.services.router.placement.picks import Picks, prompt_key
+from pdserve.services.router.placement.picks import PickedPrompts, prompt_key
 from pdserve.services.router.placement.policy import PromptFacts, Rules, decide, decode_cost
 from pdserve.services.router.placement.promised_chains import PromisedChains
 from pdserve.services.router.placement.recompute_budget import RecomputeBudget
@@ -39,7 +39,7 @@ class AskedPrompt(NamedTuple):
     hosts: Collection[str]  # whose decode workers may have it
 
 
-class Picked(NamedTuple):
+class PickedHost(NamedTuple):
     """A host, and how much of the prompt is cached there."""
 
     host: str
@@ -58,7 +58,7 @@ class Placer:
         self.budget: RecomputeBudget[RoutedRequest] = RecomputeBudget()
         self.compatibility = KvCompatibility(rules.resuming)
         self.promised = PromisedChains()
-        self.picks = Picks(self.promised)
+        self.picks = PickedPrompts(self.promised)
         self.admitting: Counter[bytes] = Counter()  # unanswered, by boot of the decode worker
         self.reasons: Counter[str] = Counter()  # of decisions
 
@@ -139,7 +139,7 @@ class Placer:
 
     # --- asked by a picker
 
-    def pick(self, asked: AskedPrompt, now: float) -> list[Picked]:
+    def pick(self, asked: AskedPrompt, now: float) -> list[PickedHost]:
         """Hosts of decode workers, the best for the prompt first, each once; none: no live one is
         there. The first counts as picked."""
         there = [
@@ -168,7 +168,7 @@ class Placer:
         found: dict[str, int] = {}
         for worker in order:
             found.setdefault(worker.host, cached[worker.boot])
-        return [Picked(host, tokens) for host, tokens in found.items()]
+        return [PickedHost(host, tokens) for host, tokens in found.items()]
 
     def refuses(self, model: str, tenant: bytes, now: float) -> bool:
         """Whether a new request could neither begin nor wait."""

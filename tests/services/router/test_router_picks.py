@@ -17,7 +17,7 @@ from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.request_progress import RequestProgress
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.placement.facts import FactsOfWorkers
-from pdserve.services.router.placement.picks import MAX_PICKS, PICKED_S, Picks, prompt_key
+from pdserve.services.router.placement.picks import MAX_PICKS, PICKED_S, PickedPrompts, prompt_key
 from pdserve.services.router.placement.promised_chains import PromisedChains
 from pdserve.services.router.requests.placer import AskedPrompt
 
@@ -127,7 +127,7 @@ def test_a_pick_counts_for_a_moment_only() -> None:
 
 def test_picks_are_bounded() -> None:
     promised = PromisedChains()
-    picks = Picks(promised)
+    picks = PickedPrompts(promised)
     for number in range(MAX_PICKS + 10):
         picks.add(prompt_key("m", b"", [number]), b"boot", [b"x"], 1, 0.0)
     assert len(picks) == len(set(promised)) == MAX_PICKS
