@@ -39,7 +39,7 @@ class PromptSettings(KeySettings):
     )
     tool_parser: str = option(
         "auto",
-        "how models write calls of tools; auto: as their chat templates show, or their prompts say",
+        "how models write calls of tools; auto: as their templates show, or their prompts say",
         choices=("auto", "none", *tool_parser_names()),
     )
     reasoning_parser: str = option(

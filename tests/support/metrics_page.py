@@ -56,8 +56,9 @@ scrape_configs:
     static_configs: [{ targets: ["router-1:9090", "router-2:9090"] }]
 ```
 
-Routers, workers and endpoint pickers serve `/metrics` at `--metrics-port`. Where workers have no such port, take the
-fleet from one gateway, or from a service that asks any one of them, in a job of its own.
+Routers, workers and endpoint pickers serve `/metrics` at `--metrics-port`. Where workers have no
+such port, take the fleet from one gateway, or from a service that asks any one of them, in a job of
+its own.
 
 The Gateway API Inference Extension reads `vllm:num_requests_waiting`, `vllm:num_requests_running`,
 `vllm:kv_cache_usage_perc` and `vllm:cache_config_info` under these names.
