@@ -224,7 +224,8 @@ class RouterClient:
         UNAVAILABLE."""
         like = Start(model=asked.model, cache_salt=asked.cache_salt, prompt_ids=asked.prompt_ids)
         session = choose(self._live(), conversation(like), asyncio.get_running_loop().time())
-        return await self._model_files.pick([session.channel] if session else [], asked)
+        channel = None if session is None else session.channel
+        return await self._model_files.pick([] if channel is None else [channel], asked)
 
     # --- what the sessions say
 
