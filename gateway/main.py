@@ -37,7 +37,7 @@ from pdserve.gateway.openai.stored.late import LateParts
 from pdserve.gateway.rerank.dialect import RerankDialect
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.gateway.service import Service
-from pdserve.gateway.settings import NO_DATABASE, GatewaySettings
+from pdserve.gateway.settings import NO_DATABASE, GatewaySettings, PromptSettings
 from pdserve.gateway.text_processes.pool import TextPool
 from pdserve.gateway.text_processes.protocol import TextLimits
 from pdserve.gateway.web.fleet import add_fleet
@@ -128,7 +128,7 @@ async def _serve(
     listener = worker.listener if worker else listen(settings.host, settings.port)
     rates = make_rate_limits(settings, settings.text_seconds_per_minute)
     text_pool = TextPool(
-        make_text_limits(settings),
+        make_text_limits(settings, settings.grammar_timeout_s),
         settings.text_processes,
         rates.text_spent,
         settings.queue_timeout_s,
@@ -306,7 +306,7 @@ def make_mcp(settings: GatewaySettings, metrics: GatewayMetrics) -> McpServers |
     return McpServers(read_config(settings.mcp_config), metrics.mcp_calls)
 
 
-def make_text_limits(settings: GatewaySettings) -> TextLimits:
+def make_text_limits(settings: PromptSettings, grammar_s: float) -> TextLimits:
     """What a text process may take, in seconds and bytes."""
     return TextLimits(
         load_s=LOAD_S,
@@ -315,7 +315,7 @@ def make_text_limits(settings: GatewaySettings) -> TextLimits:
         prompt_s=settings.text_timeout_s,
         prompt_bytes=settings.text_memory_mb << 20,
         late_s=2 * settings.text_timeout_s,
-        grammar_s=settings.grammar_timeout_s,
+        grammar_s=grammar_s,
     )
 
 

@@ -6,13 +6,52 @@ from pdserve.gateway.http.answers.held_answers import MAX_HELD_BYTES
 from pdserve.gateway.text.reasoning import reasoning_parser_names
 from pdserve.gateway.text.tools import tool_parser_names
 from pdserve.services.host.discovery.target import check_targets
-from pdserve.services.host.options import PublicSettings, option
+from pdserve.services.host.options import KeySettings, PublicSettings, option
 
 NO_DATABASE = "none"
 
 
 @dataclass(frozen=True)
-class GatewaySettings(PublicSettings):
+class PromptSettings(KeySettings):
+    """What it takes to make a prompt of a body."""
+
+    max_body_bytes: int = option(8 << 20, "bytes of a request's body", min=1024, max=1 << 30)
+    max_bodies_bytes: int = option(
+        128 << 20,
+        "bytes of all bodies and of their parsed values until they are answered; a key beyond its "
+        "share gets 429 (all have at most twice as much)",
+        min=1024,
+    )
+    text_processes: int = option(
+        2, "processes of each model that tokenize and fill templates", min=1, max=64
+    )
+    text_timeout_s: float = option(10.0, "seconds for preparing one prompt", min=0.001)
+    text_memory_mb: int = option(
+        224,
+        "MiB that preparing one prompt or grammar may take, beside the model's tokenizer",
+        min=16,
+    )
+    text_load_memory_mb: int = option(
+        1024, "MiB that a model's tokenizer and template may take", min=64
+    )
+    template_kwargs: tuple[str, ...] = option(
+        ("enable_thinking", "thinking", "reasoning_effort", "verbosity"),
+        "names that a client may set for chat templates (chat_template_kwargs)",
+    )
+    tool_parser: str = option(
+        "auto",
+        "how models write calls of tools; auto: as their templates show, or their prompts say",
+        choices=("auto", "none", *tool_parser_names()),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how models write what they think; auto: as their chat templates show",
+        choices=("auto", "none", *reasoning_parser_names()),
+    )
+
+
+@dataclass(frozen=True)
+class GatewaySettings(PromptSettings, PublicSettings):
     """Where the gateway listens, whom it asks, and what it lets clients do."""
 
     host: str = option("127.0.0.1", "address of the REST and gRPC servers")
@@ -52,13 +91,6 @@ class GatewaySettings(PublicSettings):
     text_seconds_per_minute: float = option(
         0.0, "seconds of tokenizing and templates of one API key in a minute; 0: any", min=0
     )
-    max_body_bytes: int = option(8 << 20, "bytes of a request's body", min=1024, max=1 << 30)
-    max_bodies_bytes: int = option(
-        128 << 20,
-        "bytes of all bodies and of their parsed values until they are answered; a key beyond its "
-        "share gets 429 (all have at most twice as much)",
-        min=1024,
-    )
     database_url: str = option(
         "",
         "where files, batches and usage are kept: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/"
@@ -88,34 +120,8 @@ class GatewaySettings(PublicSettings):
     stall_timeout_s: float = option(
         30.0, "seconds a client may stop reading before its request is cancelled", min=0.001
     )
-    text_processes: int = option(
-        2, "processes of each model that tokenize and fill templates", min=1, max=64
-    )
-    text_timeout_s: float = option(10.0, "seconds for preparing one prompt", min=0.001)
     grammar_timeout_s: float = option(
         1.0, "seconds for compiling the grammar of a structured answer", min=0.001
-    )
-    text_memory_mb: int = option(
-        224,
-        "MiB that preparing one prompt or grammar may take, beside the model's tokenizer",
-        min=16,
-    )
-    text_load_memory_mb: int = option(
-        1024, "MiB that a model's tokenizer and template may take", min=64
-    )
-    template_kwargs: tuple[str, ...] = option(
-        ("enable_thinking", "thinking", "reasoning_effort", "verbosity"),
-        "names that a client may set for chat templates (chat_template_kwargs)",
-    )
-    tool_parser: str = option(
-        "auto",
-        "how models write calls of tools; auto: as their chat templates show, or their prompts say",
-        choices=("auto", "none", *tool_parser_names()),
-    )
-    reasoning_parser: str = option(
-        "auto",
-        "how models write what they think; auto: as their chat templates show",
-        choices=("auto", "none", *reasoning_parser_names()),
     )
     lame_duck_s: float = option(
         0.0, "seconds of the drain in which new requests are taken; /ready says no already", min=0

@@ -94,6 +94,15 @@ RULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("pdserve.gateway.text", SAMPLING_BOUNDS),
         ("torch", "fastapi", "starlette", "uvicorn", "grpc"),
     ),
+    "services/picker": (
+        (
+            "pdserve.gateway",
+            "pdserve.protos",
+            "pdserve.services.host",
+            "pdserve.services.picker",
+        ),
+        ("torch",),
+    ),
     "services/options": (("pdserve",), ("torch", "grpc", "fastapi")),
     "services/cli": (("pdserve",), ()),
     "services/local": (("pdserve",), ("torch", "grpc", "fastapi")),

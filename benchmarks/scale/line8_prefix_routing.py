@@ -1,4 +1,4 @@
-"""Line 8: how much of the prompts the router's policy finds in prefix caches, beside other policies.
+"""Line 8: how much of prompts the router's policy finds in prefix caches, beside other policies.
 
 A trace of conversations is replayed in virtual time by a simulated fleet: round robin, least load,
 the real routers (1 and 3 of them) and an oracle. Two fleets: workers that do both, and separate
@@ -113,7 +113,8 @@ def markdown(results: dict[str, Any]) -> Iterator[str]:
             for policy, figures in result[fleet]["policies"].items():
                 cells = " | ".join(f"{figures[column]:.3f}" for column in COLUMNS)
                 yield f"| {name} | {fleet} | {policy} | {cells} |"
-            yield f"| {name} | {fleet} | one pooled cache | {result[fleet]['pooled']:.3f} | | | | | |"
+            pooled = f"{result[fleet]['pooled']:.3f}"
+            yield f"| {name} | {fleet} | one pooled cache | {pooled} | | | | | |"
 
 
 def measure(trace: Sequence[TraceRequest], seed: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class FleetShape:
 
     decodes: int = 16
     prefills: int = 0
-    speed: Speed = Speed()
+    speed: Speed = field(default_factory=Speed)
     window_s: float = 300.0  # over which loads are compared, beside the whole run
 
 

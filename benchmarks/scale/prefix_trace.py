@@ -72,9 +72,7 @@ class _Generator:
         sizes = [rng.randint(0, shape.app_blocks) for _ in range(shape.apps)]
         self._apps = [(0, *self._fresh(size)) for size in sizes]
         tokens = (self._length(shape.document) for _ in range(shape.documents))
-        self._documents = [
-            self._pick(self._apps) + self._fresh(n // BLOCK_TOKENS) for n in tokens
-        ]
+        self._documents = [self._pick(self._apps) + self._fresh(n // BLOCK_TOKENS) for n in tokens]
 
     def trace(self) -> list[TraceRequest]:
         """Conversations begin before the trace, too, so that it begins in the middle of a day."""

@@ -27,7 +27,14 @@ from pdserve.protos.common_pb2 import (
     ModelCard,
     Start,
 )
-from pdserve.protos.router_pb2 import Cancel, FleetView, GatewayMessage, RequestEvent
+from pdserve.protos.router_pb2 import (
+    Cancel,
+    FleetView,
+    GatewayMessage,
+    PickReply,
+    PickRequest,
+    RequestEvent,
+)
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.discovery.discovery import Discovery
 from pdserve.services.host.errors import ServiceError, quoted
@@ -224,6 +231,14 @@ class RouterClient:
         all again, and a router ends the requests of a session that it lost."""
         if inbox.session is not None:
             inbox.session.send(message)
+
+    async def pick(self, asked: PickRequest) -> PickReply:
+        """Where the router that would get this prompt would place it. Raises ServiceError
+        UNAVAILABLE."""
+        like = Start(model=asked.model, cache_salt=asked.cache_salt, prompt_ids=asked.prompt_ids)
+        session = choose(self._live(), conversation(like), asyncio.get_running_loop().time())
+        channel = None if session is None else session.channel
+        return await self._model_files.pick([] if channel is None else [channel], asked)
 
     # --- what the sessions say
 

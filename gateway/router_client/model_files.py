@@ -11,7 +11,13 @@ from typing import TypeVar
 import grpc
 
 from pdserve.protos.common_pb2 import UNAVAILABLE, ModelCard
-from pdserve.protos.router_pb2 import FleetView, GetFleetRequest, ListModelsRequest
+from pdserve.protos.router_pb2 import (
+    FleetView,
+    GetFleetRequest,
+    ListModelsRequest,
+    PickReply,
+    PickRequest,
+)
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.blobs import BLOB_CACHE_BYTES, BlobCache, read_blob
@@ -76,6 +82,9 @@ class ModelFiles:
 
     async def fleet(self, channels: Sequence[grpc.aio.Channel]) -> FleetView:
         return await _answer(RouterStub(_some(channels)[0]).GetFleet, GetFleetRequest(), CALL_S)
+
+    async def pick(self, channels: Sequence[grpc.aio.Channel], asked: PickRequest) -> PickReply:
+        return await _answer(RouterStub(_some(channels)[0]).Pick, asked, CALL_S)
 
 
 async def _models_of(channels: Sequence[grpc.aio.Channel]) -> Sequence[ModelCard]:

@@ -17,6 +17,7 @@ STOPPED = 130  # the exit code of a command that Ctrl-C has ended
 GATEWAY = "pdserve.gateway.settings:GatewaySettings"
 ROUTER = "pdserve.services.router.settings:RouterSettings"
 PREFILL = "pdserve.services.prefill.settings:PrefillSettings"
+PICKER = "pdserve.services.picker.settings:PickerSettings"
 DECODE = "pdserve.services.decode.settings:DecodeSettings"
 ENGINE = "pdserve.engine.api.config:EngineConfig"
 CLI = "pdserve.services.options.settings:"
@@ -92,6 +93,12 @@ COMMANDS = {
             "choose workers for requests",
             "pdserve.services.cli.roles:router",
             (("router", ROUTER, ()),),
+        ),
+        Command(
+            "picker",
+            "choose endpoints for a Kubernetes Gateway (ext_proc)",
+            "pdserve.services.cli.roles:picker",
+            (("picker", PICKER, ()),),
         ),
         Command(
             "prefill",

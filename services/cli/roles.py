@@ -1,4 +1,5 @@
-"""The commands of single processes: gateway, router, prefill, decode. Each imports its own part."""
+"""The commands of single processes: gateway, router, picker, prefill, decode. Each imports its own
+part."""
 
 import logging
 import os
@@ -38,6 +39,17 @@ def router(settings: Settings, positionals: Mapping[str, str]) -> int:
 
     mine = settings.build(RouterSettings)
     check_trust(mine, Role.ROUTER)
+    return guarded(lambda: run(mine))
+
+
+def picker(settings: Settings, positionals: Mapping[str, str]) -> int:
+    quiet_grpc_core(settings.values["log_format"].value)
+    from pdserve.services.picker.main import run
+    from pdserve.services.picker.settings import PickerSettings
+
+    require(settings, "routers")
+    mine = settings.build(PickerSettings)
+    check_trust(mine, Role.GATEWAY)  # it asks routers as a gateway does
     return guarded(lambda: run(mine))
 
 

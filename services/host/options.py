@@ -78,20 +78,26 @@ class HostSettings(CertificateSettings):
 
 
 @dataclass(frozen=True)
-class BackendSettings(HostSettings):
-    """Options that router and workers have in common."""
+class ProbedSettings(HostSettings):
+    """Options of the processes without a web server."""
 
     probe_port: int = option(
         0, "port of gRPC health checks that need no certificate; 0: none", min=0, max=65535
     )
     metrics_port: int = option(0, "port of Prometheus metrics; 0: none", min=0, max=65535)
+
+
+@dataclass(frozen=True)
+class BackendSettings(ProbedSettings):
+    """Options that router and workers have in common."""
+
     trace_dir: str = option("", "folder of the rings that note hand-offs; empty: none")
     trace_mb: int = option(2, "size of a ring in MiB; 0: none", min=0, max=32)
 
 
 @dataclass(frozen=True)
-class PublicSettings(HostSettings):
-    """Options of the processes that clients reach."""
+class KeySettings(HostSettings):
+    """Options of the processes that know clients by their API keys."""
 
     api_keys: tuple[str, ...] = option(
         (), "API keys of clients; none: everybody may ask", secret=True, flag="api-key"
@@ -102,6 +108,14 @@ class PublicSettings(HostSettings):
     shared_prefix: bool = option(
         False, "clients with different API keys share the prefix cache, and can tell what is in it"
     )
+    tls_cert: str = option("", "PEM file of the certificate that clients see; empty: no TLS")
+    tls_key: str = option("", "PEM file of that certificate's key")
+
+
+@dataclass(frozen=True)
+class PublicSettings(KeySettings):
+    """Options of the processes that clients reach."""
+
     requests_per_minute: int = option(0, "requests of one API key in a minute; 0: any", min=0)
     tokens_per_minute: int = option(
         0, "tokens of prompts and answers of one API key in a minute; 0: any", min=0
@@ -112,5 +126,3 @@ class PublicSettings(HostSettings):
         "redis://host:port if those of several do",
         secret=True,
     )
-    tls_cert: str = option("", "PEM file of the certificate that clients see; empty: no TLS")
-    tls_key: str = option("", "PEM file of that certificate's key")

@@ -6,6 +6,7 @@ Each server binds to the given addresses only.
 import asyncio
 import logging
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -45,7 +46,8 @@ class GrpcHost:
     servicer checks the caller itself. `services` are the full names that reflection lists. Health
     is NOT_SERVING until `set_serving(True)`. `interceptors` see a call before its message is read.
     With `shared_port` other processes of this user may listen at its ports, too; the kernel gives
-    each new connection to one of them.
+    each new connection to one of them. Health checks of `checked_names` are answered like those of
+    the whole server; `live_name` is always SERVING.
     """
 
     def __init__(
@@ -56,8 +58,12 @@ class GrpcHost:
         max_connections: int = MAX_CONNECTIONS,
         interceptors: Iterable[grpc.aio.ServerInterceptor] = (),
         shared_port: bool = False,
+        checked_names: Iterable[str] = (),
+        live_name: str = "",
     ) -> None:
         self._access = access
+        self._checked_names = ("", *checked_names)
+        self._live_name = live_name
         self._health = health.aio.HealthServicer()
         self._probes: grpc.aio.Server | None = None  # answers health checks, and nothing else
         self._updates: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
@@ -107,7 +113,9 @@ class GrpcHost:
 
     async def start(self) -> None:
         """Take calls."""
-        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if self._live_name:
+            await self._health.set(self._live_name, health_pb2.HealthCheckResponse.SERVING)
         await self.server.start()
         if self._probes is not None:
             await self._probes.start()
@@ -116,10 +124,14 @@ class GrpcHost:
         """What health checks answer from the next turn of the loop on; call after `start`."""
         status = health_pb2.HealthCheckResponse
         task = asyncio.get_running_loop().create_task(
-            self._health.set("", status.SERVING if serving else status.NOT_SERVING)
+            self._set_health(status.SERVING if serving else status.NOT_SERVING)
         )
         self._updates.add(task)
         task.add_done_callback(self._updates.discard)
+
+    async def _set_health(self, status: Any) -> None:
+        for name in self._checked_names:
+            await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give running ones `grace_s`, then cut them. Returns at most STOP_S

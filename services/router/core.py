@@ -8,7 +8,7 @@ import logging
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
@@ -24,6 +24,7 @@ from pdserve.services.router.fleet.prefix_index import CAPACITY
 from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests.effects import Client
+from pdserve.services.router.requests.placer import AskedPrompt, PickedHost
 
 log = logging.getLogger(__name__)
 
@@ -198,6 +199,19 @@ class RouterCore:
     def client_gone(self, client: Client) -> None:
         """A gateway's session ended."""
         self.dispatcher.client_gone(client, self._loop.time())
+
+    def pick(self, asked: AskedPrompt) -> list[PickedHost]:
+        """For an endpoint picker (requests/placer.py)."""
+        return self.dispatcher.placer.pick(asked, self._loop.time())
+
+    def decodes_at(self, hosts: Collection[str]) -> bool:
+        """Whether a decode worker of any model is there."""
+        workers = self.fleet.workers.values()
+        return any(w.hello.role == fleet_pb2.DECODE and w.host in hosts for w in workers)
+
+    def refuses(self, model: str, tenant: bytes) -> bool:
+        """Whether a new request would be refused because too many wait."""
+        return self.dispatcher.placer.refuses(model, tenant, self._loop.time())
 
     def models(self) -> list[pb.ModelCard]:
         """Cards by name, of decode workers that are not draining. If those of a name have several

@@ -29,6 +29,7 @@ from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.host.tenants.rate_limits import RateLimits
 from pdserve.services.host.tracing import NO_TRACER, Tracer, context_of
 from pdserve.services.router.core import RouterCore
+from pdserve.services.router.requests.placer import AskedPrompt
 from pdserve.services.router.settings import RouterSettings
 
 MAX_ID_LEN = 256
@@ -239,6 +240,21 @@ class RouterService(RouterServicer):
 
     async def GetFleet(self, request: rpc.GetFleetRequest, context: Context) -> rpc.FleetView:
         return self._core.view()
+
+    async def Pick(self, request: rpc.PickRequest, context: Context) -> rpc.PickReply:
+        if self._core.draining:
+            await abort(context, ServiceError(pb.UNAVAILABLE, "the router is shutting down"))
+        if not request.prompt_ids:
+            await abort(context, ServiceError(pb.INVALID_ARGUMENT, "no prompt", "prompt_ids"))
+        if self._core.refuses(request.model, request.tenant):
+            return rpc.PickReply(overloaded=True)
+        hosts, ids = frozenset(request.hosts), list(request.prompt_ids)
+        asked = AskedPrompt(request.model, ids, request.cache_salt, hosts)
+        found = [
+            rpc.PickedWorker(host=host, cached_tokens=cached)
+            for host, cached in self._core.pick(asked)
+        ]
+        return rpc.PickReply(workers=found, elsewhere=not (found or self._core.decodes_at(hosts)))
 
     async def _authorize(self, context: Context) -> Tenant:
         """Whose key the caller has; being a gateway, which asks for keys itself, is as good."""

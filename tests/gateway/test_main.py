@@ -214,10 +214,10 @@ async def test_limits_of_a_key_are_those_of_the_options(servicer):
 
 def test_limits_of_a_text_are_those_of_the_options():
     settings = GatewaySettings(text_memory_mb=32, text_load_memory_mb=100, text_timeout_s=1.0)
-    limits = make_text_limits(settings)
+    limits = make_text_limits(settings, 1.0)
     assert (limits.prompt_bytes, limits.load_bytes) == (32 << 20, 100 << 20)
     assert (limits.prompt_s, limits.render_s, limits.late_s) == (1.0, 1.0, 2.0)
-    assert make_text_limits(GatewaySettings()).render_s == 1.5
+    assert make_text_limits(GatewaySettings(), 1.0).render_s == 1.5
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from pdserve.protos import fleet_pb2, router_pb2
 from pdserve.services.host.auth.certificates import make_authority
 from pdserve.services.host.metrics.observations import Observations
 from pdserve.services.host.metrics.process_metrics import ProcessFacts, lag_histogram
+from pdserve.services.picker.metrics import PickerMetrics
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.dispatcher import QUEUE_WAITS_S
 from pdserve.services.router.metrics import RouterMetrics
@@ -175,6 +176,13 @@ async def router_metrics() -> list[Metric]:
     return found
 
 
+def picker_metrics() -> list[Metric]:
+    """An endpoint picker's."""
+    metrics = PickerMetrics()
+    metrics.decided("x", 0.0)
+    return list(metrics.collect())
+
+
 def exported() -> dict[str, list[Metric]]:
     """The metrics by the title of who exports them."""
     return {
@@ -183,6 +191,7 @@ def exported() -> dict[str, list[Metric]]:
         "Fleet: a gateway, unless `--no-fleet-metrics`": fleet_metrics(),
         "Prefill and decode workers": worker_metrics(),
         "Router": asyncio.run(router_metrics()),
+        "Endpoint picker": picker_metrics(),
     }
 
 

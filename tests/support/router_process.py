@@ -16,6 +16,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServic
     def __init__(self, router: FakeRouter) -> None:
         self.router = router
         self.cancelled: asyncio.Queue[str] = asyncio.Queue()  # whole requests
+        self.hosts: list[str] = []  # told to pickers, as far as they ask about them
+        self.picks: list[router_pb2.PickRequest] = []
 
     async def Session(self, requests: Any, context: Any) -> Any:
         events: asyncio.Queue[router_pb2.RequestEvent] = asyncio.Queue()
@@ -54,6 +56,12 @@ class RouterServicer(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServic
 
     async def GetFleet(self, request: Any, context: Any) -> router_pb2.FleetView:
         return await self.router.fleet()
+
+    async def Pick(self, request: router_pb2.PickRequest, context: Any) -> router_pb2.PickReply:
+        self.picks.append(request)
+        known = [host for host in self.hosts if host in request.hosts]
+        workers = [router_pb2.PickedWorker(host=host) for host in known]
+        return router_pb2.PickReply(workers=workers, elsewhere=not self.hosts)
 
     async def GetBlob(self, request: pb.BlobRequest, context: Any) -> Any:
         data = await self.router.blob(request.digest)

@@ -26,6 +26,7 @@ RIGHTS: dict[str, frozenset[Role]] = {
     "/pdserve.v1.Fleet/Join": frozenset({Role.PREFILL, Role.DECODE}),
     "/pdserve.v1.Router/Session": frozenset({Role.GATEWAY}),
     "/pdserve.v1.Router/GetFleet": frozenset({Role.GATEWAY}),
+    "/pdserve.v1.Router/Pick": frozenset({Role.GATEWAY}),
     "/pdserve.v1.Blobs/GetBlob": frozenset({Role.GATEWAY, Role.ROUTER}),
     "/pdserve.v1.Prefill/Session": frozenset({Role.ROUTER}),
     "/pdserve.v1.Decode/Session": frozenset({Role.ROUTER}),

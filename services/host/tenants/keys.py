@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.services.host.files import LOOK_AGAIN_S, stamp
-from pdserve.services.host.options import PublicSettings
+from pdserve.services.host.options import KeySettings
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class ApiKeys:
         return found
 
 
-def make_keys(settings: PublicSettings) -> ApiKeys:
+def make_keys(settings: KeySettings) -> ApiKeys:
     """Raises OSError, ValueError."""
     return ApiKeys(settings.api_keys, settings.api_key_file, shared_prefix=settings.shared_prefix)
 

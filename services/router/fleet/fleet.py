@@ -94,6 +94,12 @@ class Worker:
         self.transports = _shared(tuple(hello.transports))
         self.wire_version, self.encrypts = hello.wire_version, hello.encrypt_kv
 
+    @property
+    def host(self) -> str:
+        """Of the address that it advertises."""
+        address: str = self.hello.address
+        return address.rpartition(":")[0].strip("[]")
+
     def set_state(self) -> None:
         """Sets the state of a worker that has just been heard."""
         drains = State.DRAINING if self.said_goodbye else State.LIVE

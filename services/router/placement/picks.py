@@ -1,0 +1,101 @@
+"""Which decode workers an endpoint picker was told for which prompts. Pure; time is an argument.
+
+The request itself comes a moment later, from a gateway at that worker. Until then, for at most
+PICKED_S, the pick counts as a request that the worker will have, so that a burst does not all go
+there, and as a promise of the prompt's KV, so that prompts that begin alike do; then the request
+takes the pick's place, and is placed where its picker was told.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pdserve.services.router.placement.policy import WorkerFacts
+from pdserve.services.router.placement.promised_chains import PromisedChains
+
+PICKED_S = 1.0
+MAX_PICKS = 4096  # that are remembered; the oldest is forgotten for another
+
+PromptKey = tuple[str, bytes, int]
+
+
+def prompt_key(model: str, cache_salt: bytes, ids: Sequence[int]) -> PromptKey:
+    """Equal for equal prompts of one tenant."""
+    return model, cache_salt, hash(tuple(ids))
+
+
+@dataclass(frozen=True, slots=True)
+class PickedPrompt:
+    """A prompt that was told a worker and has not come yet."""
+
+    number: bytes
+    key: PromptKey
+    boot: bytes
+    num_tokens: int  # that the worker will compute
+    at: float
+
+
+class PickedPrompts:
+    """The picks of one router."""
+
+    def __init__(self, promised: PromisedChains) -> None:
+        self._promised = promised
+        self._open: dict[bytes, PickedPrompt] = {}  # by number, the oldest first
+        self._of_prompts: dict[PromptKey, deque[PickedPrompt]] = {}
+        self._requests: Counter[bytes] = Counter()  # by boot
+        self._tokens: Counter[bytes] = Counter()
+        self._num = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(
+        self, key: PromptKey, boot: bytes, chain: Sequence[bytes], num_tokens: int, now: float
+    ) -> None:
+        """A picker was told that worker; `chain`: of the prompt's full blocks there."""
+        self._forget_old(now)
+        self._num += 1
+        pick = PickedPrompt(b"pick %d" % self._num, key, boot, num_tokens, now)
+        self._open[pick.number] = pick
+        self._of_prompts.setdefault(key, deque()).append(pick)
+        self._requests[boot] += 1
+        self._tokens[boot] += num_tokens
+        self._promised.add(pick.number, boot, chain)
+
+    def take(self, key: PromptKey, now: float) -> bytes | None:
+        """The boot of the worker that a prompt was told, once for each pick; None: it was not."""
+        self._forget_old(now)
+        picks = self._of_prompts.get(key)
+        if not picks:
+            return None
+        pick = picks[0]
+        self._forget(pick)
+        return pick.boot
+
+    def counted(self, facts: WorkerFacts, now: float) -> WorkerFacts:
+        """The facts of a worker with the requests that it will have."""
+        self._forget_old(now)
+        num = self._requests.get(facts.boot, 0)
+        if not num:
+            return facts
+        waiting = facts.waiting_tokens + self._tokens[facts.boot]
+        return replace(facts, requests=facts.requests + num, waiting_tokens=waiting)
+
+    def _forget_old(self, now: float) -> None:
+        while self._open:
+            oldest = next(iter(self._open.values()))
+            if now - oldest.at < PICKED_S and len(self._open) < MAX_PICKS:
+                return
+            self._forget(oldest)
+
+    def _forget(self, pick: PickedPrompt) -> None:
+        del self._open[pick.number]
+        picks = self._of_prompts[pick.key]
+        picks.remove(pick)
+        if not picks:
+            del self._of_prompts[pick.key]
+        self._requests[pick.boot] -= 1
+        self._tokens[pick.boot] -= pick.num_tokens
+        if not self._requests[pick.boot]:
+            del self._requests[pick.boot], self._tokens[pick.boot]
+        self._promised.drop(pick.number)

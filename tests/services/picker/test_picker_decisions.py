@@ -1,0 +1,213 @@
+"""Which endpoint a request gets: by the policy, or any; for whom; and within what time."""
+
+import asyncio
+
+import pytest
+from proxy_stream import CHAT, MODELS, body, head, metadata, tell
+from scripted_picker import ScriptedPicker
+
+from pdserve.protos import ext_proc_pb2 as pb
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.keys import ApiKeys
+from pdserve.services.picker import messages
+from pdserve.services.picker.endpoints import MAX_MISSES, has_port
+from pdserve.services.picker.picker import APART_S, AskedRequest
+
+pytestmark = pytest.mark.anyio
+PODS = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
+PROMPT = b'{"prompt": "x"}'
+
+
+async def endpoint_of(
+    picker: ScriptedPicker, data: bytes = PROMPT, *, ends: bool = False, **headers: str
+) -> str:
+    """Of a request that stays open, or ends."""
+    exchange = picker.exchange()
+    found = await tell(exchange, head(CHAT | headers), body(data))
+    if ends:
+        exchange.close()
+    return found.endpoints[0]
+
+
+async def test_the_policy_decides() -> None:
+    picker = ScriptedPicker(PODS)
+    for host in ("10.0.0.2", "10.0.0.1"):
+        picker.routers.hosts = [host]
+        assert [(await endpoint_of(picker)).partition(":")[0] for _ in range(5)] == [host] * 5
+    assert picker.decisions() == {"policy": 10}
+    assert set(picker.routers.asked[0].hosts) == {"10.0.0.1", "10.0.0.2", "10.0.0.3"}
+
+
+async def test_what_has_no_prompt_goes_to_the_least_loaded() -> None:
+    picker = ScriptedPicker(PODS)
+    open_ones = [await tell(picker.exchange(), head(MODELS, end_of_stream=True)) for _ in range(6)]
+    assert sorted(one for told in open_ones for one in told.endpoints) == sorted(2 * PODS)
+    assert picker.decisions() == {"no prompt": 6}
+    assert await endpoint_of(picker, b"no json")
+    assert picker.routers.asked == []
+
+
+async def test_routers_that_are_away_or_hang_cost_a_bounded_time() -> None:
+    picker = ScriptedPicker(PODS, limit_s=0.05)
+    picker.routers.hangs = True
+    async with asyncio.timeout(5):
+        assert await endpoint_of(picker) in PODS
+    picker.routers.num_connected = 0
+    assert {await endpoint_of(picker) for _ in range(9)} == set(PODS)
+    assert picker.decisions() == {"late": 1, "no router": 9}
+
+
+async def test_a_router_that_fails() -> None:
+    picker = ScriptedPicker(PODS)
+
+    async def fails(asked: object) -> None:
+        raise ServiceError(1, "no answer")
+
+    picker.routers.pick = fails
+    assert await endpoint_of(picker) in PODS
+    assert picker.decisions() == {"no router": 1}
+
+
+async def test_gateways_apart_from_decode_workers() -> None:
+    """A pool of gateways: nothing is tokenized for a while, and a conversation stays at one."""
+    picker = ScriptedPicker(PODS)
+    assert await endpoint_of(picker, ends=True)
+    for name in ("a talk", "another", "and another"):
+        got = {await endpoint_of(picker, ends=True, **{"x-session-id": name}) for _ in range(5)}
+        assert len(got) == 1
+    assert picker.prompts.num_read == 1
+    picker.now += APART_S + 0.1
+    await endpoint_of(picker)
+    assert picker.prompts.num_read == 2
+
+
+async def test_conversations_share_the_load() -> None:
+    picker = ScriptedPicker(PODS)
+    got = [await endpoint_of(picker, **{"x-session-id": "the same"}) for _ in range(30)]
+    assert all(got.count(pod) <= 12 for pod in PODS)
+
+
+async def test_only_one_endpoint_asks_nobody() -> None:
+    picker = ScriptedPicker(PODS[:1])
+    assert await endpoint_of(picker) == PODS[0]
+    assert picker.prompts.num_read == 0
+
+
+async def test_an_endpoint_that_was_passed_over_is_the_last_choice() -> None:
+    picker = ScriptedPicker(PODS, fallbacks=2)
+    picker.routers.hosts = ["10.0.0.1"]
+    exchange = picker.exchange()
+    told = await tell(exchange, head(CHAT), body(PROMPT))
+    assert told.endpoints[0] == PODS[0]
+    served = metadata(messages.LB, x_gateway_destination_endpoint_served=told.endpoints[1])
+    response = pb.ProcessingRequest(response_headers=pb.HttpHeaders(), metadata_context=served)
+    await exchange.take(response)
+    exchange.close()
+    assert await endpoint_of(picker) != PODS[0]
+    picker.now += 6
+    assert await endpoint_of(picker) == PODS[0]
+
+
+async def test_a_request_counts_until_its_stream_ends() -> None:
+    picker = ScriptedPicker(PODS)
+    exchange = picker.exchange()
+    told = await tell(exchange, head(CHAT), body(PROMPT))
+    endpoint = picker.endpoints.get(told.endpoints[0])
+    assert endpoint.num_open == 1
+    exchange.close()
+    exchange.close()
+    assert endpoint.num_open == 0
+
+
+# --- tenants
+
+
+async def test_salts_are_those_of_the_gateway() -> None:
+    keys = ApiKeys(["one", "two"])
+    picker = ScriptedPicker(PODS, keys=keys)
+    picker.routers.hosts = ["10.0.0.1"]
+    await endpoint_of(picker, authorization="Bearer one")
+    await endpoint_of(picker, **{"x-api-key": "two"})
+    salts = [asked.cache_salt for asked in picker.routers.asked]
+    assert salts == [keys.tenant(f"Bearer {name}").salt for name in ("one", "two")]
+    assert salts[0] != salts[1]
+    assert [asked.tenant for asked in picker.routers.asked] == [
+        keys.tenant(f"Bearer {name}").id for name in ("one", "two")
+    ]
+
+
+async def test_nothing_is_tokenized_for_a_wrong_key() -> None:
+    """The gateway will refuse it; the head is answered without waiting for the body."""
+    picker = ScriptedPicker(PODS, keys=ApiKeys(["one"]))
+    for headers in ({}, {"authorization": "Bearer three"}):
+        exchange = picker.exchange()
+        assert len(await exchange.take(head(CHAT | headers))) == 1
+        (answer,) = await exchange.take(body(PROMPT))
+        assert answer.request_body.response.body_mutation.streamed_response.body == PROMPT
+    assert picker.prompts.num_read == 0
+    assert picker.decisions() == {"wrong key": 2}
+
+
+# --- bounds
+
+
+async def test_a_body_that_is_too_long_is_passed_on_as_it_comes() -> None:
+    picker = ScriptedPicker(PODS, max_body_bytes=1000)
+    exchange = picker.exchange()
+    assert await exchange.take(head(CHAT)) == []
+    assert await exchange.take(body(b"{" * 900, last=False)) == []
+    told = await tell(exchange, body(b"x" * 200, last=False), body(b"y" * 5000))
+    assert told.endpoints
+    assert told.passed == b"{" * 900 + b"x" * 200 + b"y" * 5000
+    assert told.ended
+    assert picker.bodies.share.total == 0
+    assert picker.prompts.num_read == 0
+
+
+async def test_all_bodies_together_are_bounded() -> None:
+    picker = ScriptedPicker(PODS, max_body_bytes=1000, max_bodies_bytes=1500)
+    waiting = [picker.exchange() for _ in range(3)]
+    for exchange in waiting[:2]:
+        await exchange.take(head(CHAT))
+        assert await exchange.take(body(b"{" * 700, last=False)) == []
+    await waiting[2].take(head(CHAT))
+    told = await tell(waiting[2], body(b"{" * 700, last=False))
+    assert told.endpoints
+    for exchange in waiting:
+        exchange.close()
+    assert picker.bodies.share.total == 0
+
+
+# --- endpoints
+
+
+def test_a_moment_without_names_is_not_believed() -> None:
+    picker = ScriptedPicker(PODS)
+    for _ in range(MAX_MISSES - 1):
+        picker.endpoints.resolved([])
+        assert len(picker.endpoints.candidates(None)) == 3
+    picker.endpoints.resolved([])
+    assert picker.endpoints.candidates(None) == []
+
+
+def test_endpoints_of_hints_are_forgotten() -> None:
+    picker = ScriptedPicker(None)
+    for number in range(1000):
+        picker.endpoints.candidates([f"10.0.{number % 250}.{number // 250}:80"])
+        picker.now += 1
+    assert len(picker.endpoints) < 100
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:80", "[fd00::1]:80", "pod:80"])
+def test_addresses(address: str) -> None:
+    assert has_port(address)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "fd00::1", ":80", "pod:", "[fd00::1]", "", "a:b"])
+def test_no_addresses(address: str) -> None:
+    assert not has_port(address)
+
+
+def test_the_path_is_without_query_and_slash() -> None:
+    for path in ("/v1/completions", "/v1/completions/", "/v1/completions?x=/"):
+        assert AskedRequest({":path": path}, b"", None).path == "/v1/completions"

@@ -1,0 +1,145 @@
+"""The prompt that a picker makes of a body is the one with which a gateway would ask a router."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from fake_router import FakeRouter, saying, served
+from in_process_text import InProcessPool
+from scripted_service import scripted_service
+
+from pdserve.gateway.anthropic.dialect import AnthropicDialect
+from pdserve.gateway.http.app import create_routes
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.http.inner import post
+from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.rerank.dialect import RerankDialect
+from pdserve.gateway.settings import GatewaySettings
+from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
+from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
+from pdserve.services.picker.prompts import PromptReader, PromptService
+
+pytestmark = pytest.mark.anyio
+LIMITS = HttpLimits(1 << 20, 1 << 24, 5.0, 1 << 20, 10.0)
+TENANT = ApiKeys(["a key"]).tenant("Bearer a key")
+assert TENANT is not None
+MESSAGES = [{"role": "user", "content": "hello world"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+BODIES = [
+    ("/v1/chat/completions", {"messages": MESSAGES}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "stream": True, "n": 2}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "cache_salt": "mine"}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "truncate_prompt_tokens": 5}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [*MESSAGES, {"role": "assistant", "content": "well"}],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": MESSAGES,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            },
+        },
+    ),
+    ("/v1/completions", {"prompt": "hello <|im_end|> world"}),
+    ("/v1/completions", {"prompt": [5, 6, 7, 8], "max_tokens": 3}),
+    ("/v1/completions", {"prompt": "hello", "add_special_tokens": False}),
+    ("/v1/responses", {"input": "hello", "instructions": "be brief"}),
+    (
+        "/v1/messages",
+        {"max_tokens": 9, "system": "be brief", "messages": MESSAGES},
+    ),
+]
+
+
+def router() -> FakeRouter:
+    card, blobs = served()
+    return FakeRouter(saying("hello"), [card], blobs)
+
+
+def reader(of: FakeRouter, kind: type[PromptService] = PromptService) -> PromptReader:
+    service = kind(
+        of,
+        InProcessPool(),  # type: ignore[arg-type]
+        AdmissionLimits(1, 1),
+        RateLimits(RateSettings()),
+        GatewayMetrics(),
+        asyncio.get_running_loop().time,
+        1.0,
+        1.0,
+        GatewaySettings().template_kwargs,
+    )
+    return PromptReader(service, LIMITS)
+
+
+async def asked_of_a_router(path: str, body: bytes, tenant: Tenant) -> Any:
+    """The Start of a gateway's request."""
+    upstream = router()
+    service = scripted_service(upstream)
+    bodies = BodyReader(LIMITS)
+    dialects = [
+        AnthropicDialect(service, LIMITS, bodies),
+        RerankDialect(service, bodies),
+        OpenAiDialect(service, LIMITS, bodies),
+    ]
+    routes = create_routes(dialects, service, Readiness(upstream, service.catalog))
+    reply = await post(routes, path, body, tenant, "")
+    assert reply.status == 200, reply.body
+    return upstream.starts[0]
+
+
+@pytest.mark.parametrize(("path", "fields"), BODIES)
+@pytest.mark.parametrize("tenant", [EVERYBODY, TENANT], ids=["everybody", "tenant"])
+async def test_a_prompt_is_the_gateways(path: str, fields: dict[str, Any], tenant: Tenant) -> None:
+    body = json.dumps({"model": "tiny"} | fields).encode()
+    start = await asked_of_a_router(path, body, tenant)
+    upstream = router()
+    prompt = await reader(upstream).read(path, body, tenant)
+    assert prompt is not None
+    assert list(prompt.ids) == list(start.prompt_ids)
+    assert (prompt.model, prompt.cache_salt) == (start.model, start.cache_salt)
+    assert upstream.starts == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", b"{"),
+        ("/v1/chat/completions", b'{"model": "tiny", "messages": []}'),
+        ("/v1/chat/completions", b'{"model": "none", "messages": [{"role": "user"}]}'),
+        (
+            "/v1/chat/completions",
+            b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "n": -1}',
+        ),
+        ("/v1/files", b"{}"),
+        (
+            "/v1/messages/count_tokens",
+            b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}]}',
+        ),
+        ("/elsewhere", b'{"prompt": "x"}'),
+        ("/v1/completions", b'{"model": "tiny", "prompt": [1, 2, 99999999]}'),
+    ],
+)
+async def test_what_has_no_prompt(path: str, body: bytes) -> None:
+    assert await reader(router()).read(path, body, EVERYBODY) is None
+
+
+async def test_prompts_of_requests_at_once_are_kept_apart() -> None:
+    read = reader(router()).read
+    bodies = [json.dumps({"model": "tiny", "prompt": "hello " * n}).encode() for n in range(1, 20)]
+    found = await asyncio.gather(*(read("/v1/completions", body, EVERYBODY) for body in bodies))
+    alone = [await read("/v1/completions", body, EVERYBODY) for body in bodies]
+    assert [p.ids for p in found if p] == [p.ids for p in alone if p]
+    assert len({len(p.ids) for p in found if p}) == len(bodies)

@@ -1,0 +1,196 @@
+"""What a router tells an endpoint picker, and where the request goes that follows."""
+
+from collections import Counter
+from typing import Any
+
+import grpc
+import pytest
+from cluster_secret import open_channel
+from dispatcher_world import World
+
+from pdserve.engine.kv.identity import Mixing
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import router_pb2 as rpc
+from pdserve.protos.fleet_pb2 import DECODE, PREFILL, Load, PrefixEvents
+from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.rpc.request_progress import RequestProgress
+from pdserve.services.router.fleet.fleet import Worker
+from pdserve.services.router.placement.facts import FactsOfWorkers
+from pdserve.services.router.placement.picks import MAX_PICKS, PICKED_S, PickedPrompts, prompt_key
+from pdserve.services.router.placement.promised_chains import PromisedChains
+from pdserve.services.router.requests.placer import AskedPrompt
+
+IDS = list(range(40))
+HOSTS = frozenset(f"10.0.0.{number}" for number in range(1, 5))
+
+
+def fleet(num: int = 4) -> tuple[World, list[Worker]]:
+    world = World(Mixing(), "never")
+    return world, [world.join(DECODE) for _ in range(num)]
+
+
+def pick(world: World, ids: list[int] = IDS, hosts: Any = HOSTS, salt: bytes = b"") -> list[str]:
+    asked = AskedPrompt("m", ids, salt, hosts)
+    return [one.host for one in world.dispatcher.placer.pick(asked, world.now)]
+
+
+def cache(worker: Worker, ids: list[int], salt: bytes = b"") -> None:
+    """Has the prompt's full blocks there."""
+    chain = FactsOfWorkers([*ids, 0], salt, {}, PromisedChains(), 0.0).chain(worker)
+    worker.prefixes.apply(PrefixEvents(added=chain))
+
+
+def submit(world: World, ids: list[int] = IDS, request: str = "r", salt: bytes = b"") -> str:
+    """The host of the decode worker that is asked."""
+    start = pb.Start(
+        request=request, model="m", params=pb.SamplingParams(n=1), cache_salt=salt, tenant=b"t"
+    )
+    world.dispatcher.submit(RequestProgress(start, ids), world, world.now)
+    worker, admit = world.commands("admit")[-1]
+    assert admit.start.request == request
+    return worker.host
+
+
+def test_the_worker_with_the_prefix_is_the_first() -> None:
+    world, workers = fleet()
+    cache(workers[2], IDS)
+    assert pick(world)[0] == "10.0.0.3"
+    assert sorted(pick(world)) == sorted(HOSTS)
+    world.now += PICKED_S
+    assert pick(world, hosts={"10.0.0.1", "10.0.0.4"})[0] in ("10.0.0.1", "10.0.0.4")
+    assert pick(world, hosts={"10.9.9.9"}) == []
+
+
+def test_a_prefix_is_of_its_salt_alone() -> None:
+    world, workers = fleet(2)
+    cache(workers[0], IDS, b"mine")
+    asked = AskedPrompt("m", IDS, b"theirs", HOSTS)
+    assert [one.cached_tokens for one in world.dispatcher.placer.pick(asked, world.now)] == [0, 0]
+    world.now += PICKED_S
+    asked = asked._replace(cache_salt=b"mine")
+    found = world.dispatcher.placer.pick(asked, world.now)
+    assert found[0] == ("10.0.0.1", 32)
+
+
+def test_the_request_goes_where_the_picker_was_told() -> None:
+    for number in range(20):
+        world, _ = fleet()
+        told = pick(world)[0]
+        assert submit(world, request=f"r{number}") == told
+        assert len(world.dispatcher.placer.picks) == 0
+
+
+def test_other_prompts_do_not_take_a_pick() -> None:
+    world, _ = fleet()
+    pick(world)
+    submit(world, [*IDS, 1])
+    submit(world, request="salted", salt=b"x")
+    assert len(world.dispatcher.placer.picks) == 1
+
+
+def test_a_request_whose_worker_has_gone_goes_elsewhere() -> None:
+    world, workers = fleet(2)
+    told = pick(world)[0]
+    world.die(next(worker for worker in workers if worker.host == told))
+    assert submit(world) != told
+
+
+def test_a_burst_of_picks_spreads() -> None:
+    world, _ = fleet()
+    told = Counter(pick(world, [number, *IDS])[0] for number in range(40))
+    assert max(told.values()) <= 14
+    assert len(told) == 4
+
+
+def test_prompts_that_begin_alike_stay_together_in_a_burst() -> None:
+    """The first one's KV is promised, though nobody has computed it yet."""
+    world = World(Mixing())
+    for role in (DECODE, DECODE, DECODE, PREFILL):
+        world.join(role)
+    ids = list(range(400))
+    told = {pick(world, [*ids, number])[0] for number in range(4)}
+    assert len(told) == 1
+
+
+def test_a_pick_counts_for_a_moment_only() -> None:
+    world, _ = fleet(2)
+    for _ in range(10):
+        pick(world)
+    placer = world.dispatcher.placer
+    assert len(placer.picks) == 10
+    world.now += PICKED_S
+    pick(world, [7, 8, 9])
+    assert len(placer.picks) == 1
+    assert len(set(placer.promised)) == 1
+
+
+def test_picks_are_bounded() -> None:
+    promised = PromisedChains()
+    picks = PickedPrompts(promised)
+    for number in range(MAX_PICKS + 10):
+        picks.add(prompt_key("m", b"", [number]), b"boot", [b"x"], 1, 0.0)
+    assert len(picks) == len(set(promised)) == MAX_PICKS
+    for number in range(MAX_PICKS + 10):
+        picks.take(prompt_key("m", b"", [number]), 0.0)
+    assert len(picks) == 0
+    assert promised.num_promised(b"boot", [b"x"]) == 0
+
+
+def test_busy_workers_are_named_where_no_other_is() -> None:
+    world, workers = fleet(2)
+    for worker in workers:
+        worker.busy_until = world.now + 10
+    assert sorted(pick(world)) == ["10.0.0.1", "10.0.0.2"]
+    workers[1].busy_until = 0.0
+    assert pick(world) == ["10.0.0.2"]
+
+
+def test_a_full_queue_refuses() -> None:
+    world, workers = fleet(1)
+    placer = world.dispatcher.placer
+    assert not placer.refuses("m", b"t", world.now)
+    workers[0].busy_until = world.now + 10
+    for number in range(5):
+        start = pb.Start(request=f"r{number}", model="m", params=pb.SamplingParams(n=1))
+        start.tenant = b"t"
+        world.dispatcher.submit(RequestProgress(start, IDS), world, world.now)
+    assert placer.refuses("m", b"t", world.now)
+    assert world.dispatcher.num_queued == 5
+
+
+def test_load_counts() -> None:
+    world, workers = fleet(2)
+    workers[0].report(Load(running=20))
+    assert {pick(world, [number, *IDS])[0] for number in range(8)} == {"10.0.0.2"}
+
+
+# --- over gRPC
+
+
+@pytest.mark.anyio
+async def test_pick_over_grpc(make_cluster: Any) -> None:
+    cluster = await make_cluster(api_keys=("a key",))
+    await cluster.decode("m")
+    (host,) = {worker.host for worker in cluster.router.core.fleet.workers.values()}
+    asked = rpc.PickRequest(model="m", prompt_ids=IDS, hosts=[host])
+    async with open_channel(cluster.router.address) as channel:
+        stub = RouterStub(channel)
+        reply = await stub.Pick(asked)
+        assert [worker.host for worker in reply.workers] == [host]
+        asked.model = "other"
+        reply = await stub.Pick(asked)
+        assert (list(reply.workers), reply.elsewhere) == ([], False)
+        del asked.hosts[:]
+        assert (await stub.Pick(asked)).elsewhere
+        error = await failure_of(stub.Pick(rpc.PickRequest(model="m")))
+        assert (error.code, error.param) == (pb.INVALID_ARGUMENT, "prompt_ids")
+    async with open_channel(cluster.router.address, "a key") as channel:
+        assert (await failure_of(RouterStub(channel).Pick(asked))).code == pb.UNAUTHENTICATED
+    assert not cluster.router.core.dispatcher.num_running
+
+
+async def failure_of(call: Any) -> ServiceError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return ServiceError.from_rpc(caught.value)

@@ -1,0 +1,96 @@
+"""An endpoint picker over routers and prompts that a test writes."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from pdserve.gateway.http.dialect import HttpError
+from pdserve.gateway.openai.errors import error_object
+from pdserve.protos.router_pb2 import PickedWorker, PickReply, PickRequest
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.host.tenants.keys import ApiKeys, Tenant
+from pdserve.services.picker.endpoints import Endpoints
+from pdserve.services.picker.exchange import Exchange, HeldBodies
+from pdserve.services.picker.metrics import PickerMetrics
+from pdserve.services.picker.picker import EndpointPicker
+from pdserve.services.picker.prompts import RequestPrompt
+
+
+class ScriptedRouters:
+    """Says `hosts`, as far as they are asked about; `hangs` until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.hosts: list[str] = []
+        self.num_connected = 1
+        self.hangs = False
+        self.overloaded = False
+        self.asked: list[PickRequest] = []
+
+    async def pick(self, asked: PickRequest) -> PickReply:
+        self.asked.append(asked)
+        if self.hangs:
+            await asyncio.Event().wait()
+        found = [PickedWorker(host=host) for host in self.hosts if host in asked.hosts]
+        return PickReply(workers=found, overloaded=self.overloaded, elsewhere=not self.hosts)
+
+
+class BytePrompts:
+    """The bytes of a body are its prompt."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    async def read(self, path: str, body: bytes, tenant: Tenant) -> RequestPrompt | None:
+        self.num_read += 1
+        return RequestPrompt("tiny", list(body), tenant.salt) if body[:1] == b"{" else None
+
+
+def write_error(path: str, error: ServiceError) -> tuple[HttpError, dict[str, object]]:
+    told = HttpError.of(error)
+    return told, error_object(told)
+
+
+class ScriptedPicker:
+    """`ready` are the endpoints that its names stand for; None: it has no names."""
+
+    def __init__(
+        self,
+        ready: Sequence[str] | None,
+        *,
+        keys: ApiKeys | None = None,
+        fallbacks: int = 0,
+        limit_s: float = 5.0,
+        max_body_bytes: int = 1 << 20,
+        max_bodies_bytes: int = 1 << 24,
+        conformance_headers: bool = False,
+    ) -> None:
+        self.routers, self.prompts = ScriptedRouters(), BytePrompts()
+        self.metrics = PickerMetrics()
+        self.now = time.monotonic()
+        self.endpoints = Endpoints([] if ready is None else ["names"], lambda: self.now)
+        if ready is not None:
+            self.endpoints.resolved(ready)
+        self.picker = EndpointPicker(
+            self.endpoints,
+            self.routers,
+            self.prompts,
+            keys or ApiKeys(),
+            self.metrics,
+            lambda: self.now,
+            limit_s,
+            fallbacks,
+        )
+        self.bodies = HeldBodies(max_body_bytes, max_bodies_bytes)
+        self._conformance = conformance_headers
+
+    def exchange(self) -> Exchange:
+        return Exchange(self.picker, write_error, self.bodies, self._conformance)
+
+    def decisions(self) -> dict[str, int]:
+        """How many, by reason."""
+        return {
+            sample.labels["reason"]: int(sample.value)
+            for metric in self.metrics.collect()
+            for sample in metric.samples
+            if sample.name == "pdserve_picker_decisions_total"
+        }
