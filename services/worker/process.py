@@ -18,6 +18,7 @@ from pdserve.protos.common_pb2_grpc import add_BlobsServicer_to_server
 from pdserve.protos.fleet_pb2 import Load, WorkerHello
 from pdserve.services.host import lifecycle
 from pdserve.services.host.auth.access import make_access
+from pdserve.services.host.discovery.discovery import Discovery
 from pdserve.services.host.lifecycle import Report, run_until_signal
 from pdserve.services.host.logs import configure_logging
 from pdserve.services.host.process import freeze_heap
@@ -62,7 +63,9 @@ class WorkerProcess:
         report: Report,
         on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_loaded` is called when the model is loaded, before anybody is served."""
+        """`on_loaded` is called when the model is loaded, before anybody is served. Raises
+        ValueError for settings that cannot work, OSError for files that cannot be read."""
+        Discovery(settings.routers, lambda: None, ready_only=False)  # not only once it is loaded
         self.boot = os.urandom(16)
         self.address = ""
         self.runtime: WorkerRuntime | None = None

@@ -66,7 +66,10 @@ def _make_resolver(target: str, on_change: Callable[[], None], ready_only: bool)
     # ssl and http.client take 30 ms, and few processes need them.
     from pdserve.services.host.discovery.kubernetes import EndpointSliceWatch
 
-    return EndpointSliceWatch(found, on_change, ready_only)
+    try:
+        return EndpointSliceWatch(found, on_change, ready_only)
+    except ValueError as error:
+        raise ValueError(f"--routers {target}: {error}") from None
 
 
 def resolve(name: str) -> list[str]:

@@ -1,6 +1,7 @@
 """A watch of EndpointSlices over TLS, against an API server that breaks."""
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 import pytest
+from cluster_secret import SECRET
 from eventually import wait_until
 from fake_endpoints import FakeEndpoints
 from fake_kubernetes import EVENT_FAULTS, NAMESPACE, FakeKubernetes, endpoint_slice
@@ -299,6 +301,20 @@ def test_outside_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ValueError, match="KUBERNETES_SERVICE_HOST"):
         Discovery([TARGET], lambda: None, ready_only=True)
+
+
+@pytest.mark.parametrize("role", ["gateway", "decode"])
+def test_a_process_outside_a_pod_says_so_at_once(role: str) -> None:
+    """A worker, too, before it has loaded a model."""
+    command = [sys.executable, "-P", "-m", "pdserve.services.cli.main", role, "--routers", TARGET]
+    if role == "decode":
+        command += ["--model", "no-such-model"]
+    env = {name: value for name, value in os.environ.items() if "KUBERNETES" not in name}
+    env["PDSERVE_CLUSTER_SECRET"] = SECRET
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode != 0
+    assert f"--routers {TARGET}: KUBERNETES_SERVICE_HOST" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_resolve() -> None:
