@@ -244,9 +244,15 @@ def pick_prefill(
         return None, "short prompt", ()
     if prompt.prefill_failures >= rules.max_prefill_failures:
         return None, "prefill failed too often", ()
-    reasons = [(w, mismatch(w, decode, rules.mixing)) for w in worth]
-    refused = tuple((w.boot, reason) for w, reason in reasons if reason is not None)
-    fit = [w for w, reason in reasons if reason is None and w.boot not in prompt.failed_prefills]
+    fit: list[WorkerFacts] = []
+    differ: list[Refused] = []
+    for worker in worth:
+        reason = mismatch(worker, decode, rules.mixing)
+        if reason is not None:
+            differ.append((worker.boot, reason))
+        elif worker.boot not in prompt.failed_prefills:
+            fit.append(worker)
+    refused = tuple(differ)
     if not fit:
         none_goes = 0 < len(refused) == len(worth)
         return None, "no compatible prefill worker" if none_goes else "no prefill worker", refused
