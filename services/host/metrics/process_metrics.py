@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from pdserve.services.host.auth.certificates import ends_of
 from pdserve.services.host.auth.tls import read_pem
 from pdserve.services.host.metrics.metrics_http import MetricsHttp
-from pdserve.services.host.options import BackendSettings, CertificateSettings
+from pdserve.services.host.options import CertificateSettings, ProbedSettings
 
 LOOK_S = 0.25  # between two looks at the event loop
 COMMIT_FILE = "commit.txt"  # of the package; images have it (Dockerfile)
@@ -88,7 +88,7 @@ class MetricsPort:
     """The metrics of a process at a port of their own. Make it in the process's loop. Raises
     OSError if the port is taken."""
 
-    def __init__(self, settings: BackendSettings, bind: str, client: str, *collectors: Collector):
+    def __init__(self, settings: ProbedSettings, bind: str, client: str, *collectors: Collector):
         """It listens on the host of `bind`; `client` as in `certificates_of`."""
         registry = CollectorRegistry()
         for collector in (*collectors, ProcessFacts(certificates_of(settings, client))):
