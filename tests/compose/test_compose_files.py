@@ -311,7 +311,7 @@ def test_the_proxy_learns_of_an_end_before_requests_are_refused(
 
 def locked(name: str) -> dict[str, str]:
     """Entries of a lock file by package name."""
-    text = (ROOT / f"images/{name}.txt").read_text()
+    text = (ROOT / f"docker/{name}.txt").read_text()
     return {entry.partition("==")[0]: entry for entry in re.split(r"\n(?=[a-z])", text)[1:]}
 
 

@@ -67,7 +67,7 @@ class ScriptedPicker:
         self.routers, self.prompts = ScriptedRouters(), BytePrompts()
         self.metrics = PickerMetrics()
         self.now = time.monotonic()
-        self.endpoints = Endpoints([] if ready is None else ["names"], lambda: self.now)
+        self.endpoints = Endpoints([] if ready is None else ["names:1"], lambda: self.now)
         if ready is not None:
             self.endpoints.resolved(ready)
         self.picker = EndpointPicker(

@@ -12,7 +12,7 @@ MAX_DELETED = 1000  # names of deleted slices that are remembered before all are
 GONE = 410
 
 
-class Endpoint(NamedTuple):
+class SliceEndpoint(NamedTuple):
     """A process of the Service, at host:port."""
 
     address: str
@@ -30,7 +30,7 @@ class WatchExpired(WatchError):
 class _PodEndpoint(NamedTuple):
     pod: str  # its uid, or the address of an endpoint that is no pod
     is_ipv6: bool
-    endpoint: Endpoint
+    endpoint: SliceEndpoint
 
 
 class EndpointSlices:
@@ -97,10 +97,10 @@ class EndpointSlices:
             self._slices[name] = _read(found, self._port)
         self._versions[name] = version
 
-    def endpoints(self) -> list[Endpoint]:
+    def endpoints(self) -> list[SliceEndpoint]:
         """Sorted. A pod is there once: by the slice that was written last, if it is moving from
         one to another, and by IPv4 if it has both families."""
-        pods: dict[str, dict[bool, Endpoint]] = {}
+        pods: dict[str, dict[bool, SliceEndpoint]] = {}
         for name in sorted(self._slices, key=self._versions.__getitem__):
             for one in self._slices[name]:
                 pods.setdefault(one.pod, {})[one.is_ipv6] = one.endpoint
@@ -108,7 +108,7 @@ class EndpointSlices:
         for families in pods.values():
             address, is_ready = families[min(families)]
             ready[address] = ready.get(address, False) or is_ready  # a new pod with an old one's IP
-        return [Endpoint(address, ready[address]) for address in sorted(ready)]
+        return [SliceEndpoint(address, ready[address]) for address in sorted(ready)]
 
 
 def _name(found: Any) -> str:
@@ -130,7 +130,7 @@ def _read(found: Any, port: str) -> list[_PodEndpoint]:
         host = one["addresses"][0]  # more than one may be there, and all mean the same
         is_ipv6 = family == "IPv6"
         ready = (one.get("conditions") or {}).get("ready")
-        endpoint = Endpoint(
+        endpoint = SliceEndpoint(
             f"[{host}]:{number}" if is_ipv6 else f"{host}:{number}", ready is None or bool(ready)
         )
         pod = (one.get("targetRef") or {}).get("uid") or host

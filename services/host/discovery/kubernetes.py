@@ -23,8 +23,8 @@ from pdserve.services.host.discovery.api_server import (
 )
 from pdserve.services.host.discovery.endpoint_slices import (
     GONE,
-    Endpoint,
     EndpointSlices,
+    SliceEndpoint,
     WatchError,
     WatchExpired,
 )
@@ -59,7 +59,7 @@ class EndpointSliceWatch:
         self._ready_only = ready_only
         self._api = ApiServer()
         self._slices = EndpointSlices(target.port)
-        self._endpoints: list[Endpoint] = []
+        self._endpoints: list[SliceEndpoint] = []
         self._listed = threading.Event()  # once, or closed
         self._closed = threading.Event()
         self._socket: socket.socket | None = None

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pdserve.services.host.discovery.endpoint_slices import (
     MAX_DELETED,
-    Endpoint,
     EndpointSlices,
+    SliceEndpoint,
     WatchError,
     WatchExpired,
 )
@@ -132,7 +132,7 @@ def test_what_is_no_list_empties_nothing(answer: object) -> None:
     slices.take_list(a_list(4, one))
     with pytest.raises(ValueError, match="not a list"):
         slices.take_list(answer)
-    assert slices.endpoints() == [Endpoint("10.0.0.1:50050", True)]
+    assert slices.endpoints() == [SliceEndpoint("10.0.0.1:50050", True)]
     assert slices.version == "4"
     slices.take_list(a_list(5))
     assert slices.endpoints() == []
