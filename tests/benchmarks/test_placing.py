@@ -1,4 +1,4 @@
-"""What placing a request costs, counted in calls of functions: these do not depend on the machine."""
+"""What placing a request costs, in calls of functions: these do not depend on the machine."""
 
 import sys
 from collections.abc import Callable
