@@ -99,7 +99,7 @@ def test_an_engine_that_hangs_is_found_by_its_heartbeats_within_ten_seconds() ->
         assert 8.0 <= found[0] <= 8.0 + HEARTBEAT_S + 2 * TURN_S < 10 - 1.0
 
 
-def test_a_load_that_is_replaced_while_it_is_taken_is_not_lost() -> None:
+def test_the_newest_load_goes_out_in_the_end() -> None:
     reports, rng = WorkerReports(pb.Heartbeat), Random(4)
     now, newest, last = 0.0, 0, pb.Load()
     for _ in range(500):
