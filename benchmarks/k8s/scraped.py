@@ -1,10 +1,11 @@
 """A Prometheus in virtual time: samples of scrapes, and the queries that our scalers ask.
 
-Of PromQL it knows what these need (metrics with matchers, sum, max and min and what is added up of
-them, avg_over_time of a subquery, comparisons with `bool`), and refuses the rest.
+Of PromQL it knows what these need (metrics with matchers, sum, max and min and arithmetic of them,
+avg_over_time of a subquery, comparisons with `bool`), and refuses the rest.
 """
 
 import math
+import operator
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from prometheus_client.core import Metric
 
 LOOKBACK_S = 300.0  # a sample counts for so long, unless its target has gone
 Labels = tuple[tuple[str, str], ...]
+ARITHMETIC = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERATIONS = {"sum": sum, "max": max, "min": min}
 
 
@@ -59,11 +61,11 @@ class Scraped:
             case promql_parser.BinaryExpr() if str(node.op) == ">" and node.modifier.return_bool:
                 bound = node.rhs.val
                 return {k: float(v > bound) for k, v in self._value(node.lhs, now).items()}
-            case promql_parser.BinaryExpr() if str(node.op) in "+-" and node.modifier is None:
+            case promql_parser.BinaryExpr() if str(node.op) in ARITHMETIC and not node.modifier:
                 left, right = (self._value(side, now).get(()) for side in (node.lhs, node.rhs))
                 if left is None or right is None:
                     return {}
-                return {(): left + (right if str(node.op) == "+" else -right)}
+                return {(): ARITHMETIC[str(node.op)](left, right)}
         raise ValueError(f"{node} is not known here")
 
     def _average(self, node: Any, now: float) -> dict[Labels, float]:

@@ -115,7 +115,9 @@ def test_queries() -> None:
     assert scraped.ask("sum(rows)", now) == 2
     assert scraped.ask("max(rows)", 15.0) == 4
     assert scraped.ask('sum(rows{pod=~"a-.*"}) - sum(rows{model!="m"})', now) == 2
-    assert scraped.ask("sum(nothing)", now) is None
+    assert scraped.ask("sum(nothing)", now) is scraped.ask("sum(nothing) + sum(rows)", now) is None
+    assert scraped.ask("sum(rows) * (max(rows) > bool 1)", now) == 2
+    assert scraped.ask("sum(rows) * (max(rows) > bool 2)", now) == 0
     busy = "sum(avg_over_time((rows > bool 0)[45s:15s]))"
     assert scraped.ask(busy, now) == pytest.approx(4 / 3)
     scraped.seen([("b-1", [gauge(1, model="n")])], 45.0)
