@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from byte_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, write_tokenizer
-from scale.prompts import IDENTITY
 from scale.shape import BLOCK, MODEL
+from scale.shared_prompts import IDENTITY
 
 from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.spec import KvSpec

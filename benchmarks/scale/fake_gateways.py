@@ -23,8 +23,8 @@ from typing import Any
 import uvloop
 from eventually import eventually
 from scale.processes import files_of
-from scale.prompts import prompts
 from scale.shape import MARKS, MODEL, Shape
+from scale.shared_prompts import prompts
 
 from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.protos import common_pb2 as pb

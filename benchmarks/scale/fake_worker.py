@@ -15,8 +15,8 @@ from random import Random
 from typing import Any
 
 from scale.card import GetBlob
-from scale.prompts import held_by
 from scale.shape import BLOCK, MARKS, Shape
+from scale.shared_prompts import held_by
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2

@@ -11,8 +11,8 @@ from scale import arithmetic
 from scale.arithmetic import MEASURED, Costs, System, busiest, least_routers, mesh_limit, rendezvous
 from scale.curves import svg
 from scale.one_router import measure
-from scale.prompts import IDENTITY, held_by, prompts
 from scale.shape import BLOCK, Shape
+from scale.shared_prompts import IDENTITY, held_by, prompts
 from scale.straight import fit
 
 from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
