@@ -64,14 +64,10 @@ def missing(request: TraceRequest, worker: SimulatedWorker) -> int:
 def round_robin(fleet: SimulatedFleet) -> DirectPlacement:
     decodes, prefills = count(), count()
 
-    def pick_decode(
-        workers: Sequence[SimulatedWorker], request: TraceRequest
-    ) -> SimulatedWorker:
+    def pick_decode(workers: Sequence[SimulatedWorker], request: TraceRequest) -> SimulatedWorker:
         return workers[next(decodes) % len(workers)]
 
-    def pick_prefill(
-        workers: Sequence[SimulatedWorker], request: TraceRequest
-    ) -> SimulatedWorker:
+    def pick_prefill(workers: Sequence[SimulatedWorker], request: TraceRequest) -> SimulatedWorker:
         return workers[next(prefills) % len(workers)]
 
     return DirectPlacement(fleet, pick_decode, pick_prefill)
@@ -92,9 +88,7 @@ def oracle(fleet: SimulatedFleet, work_ratio: int) -> DirectPlacement:
 
         return min(workers, key=cost)
 
-    def pick_decode(
-        workers: Sequence[SimulatedWorker], request: TraceRequest
-    ) -> SimulatedWorker:
+    def pick_decode(workers: Sequence[SimulatedWorker], request: TraceRequest) -> SimulatedWorker:
         warm = [w for w in workers if missing(request, w) < MIN_SHARED]
         if fleet.prefills and not warm:
             return min(workers, key=lambda w: w.num_requests)

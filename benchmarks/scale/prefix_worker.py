@@ -3,8 +3,9 @@
 An engine computes one prompt at a time, the one of highest response ratio (waiting time by length)
 first, a chunk a step, and each step also generates a token for each stream. Between two events all
 speeds are constant, so a step costs nothing to simulate. What is cached is looked up when a prompt
-begins. Blocks of a prompt can be found once all of it is computed; those of an answer, which a trace
-does not name, never. Blocks for the whole answer are taken at the start, so nothing is preempted.
+begins. Blocks of a prompt can be found once all of it is computed; those of an answer, which a
+trace does not name, never. Blocks for the whole answer are taken at the start, so nothing is
+preempted.
 """
 
 import heapq

@@ -12,8 +12,9 @@ from pdserve.services.router.placement.policy import (
     BUSIER_RATIO,
     BUSIER_REQUESTS,
     HANDOFF_TOKENS,
-    NEAR_RATIO,
-    SPREAD_RATIO,
+    ROW_TOKENS,
+    SPREAD_TOKENS,
+    WORK_RATIO,
     PromptFacts,
     Rules,
     WorkerFacts,
@@ -24,6 +25,7 @@ from pdserve.services.router.placement.policy import (
     mismatch,
     pays,
     power_of_two,
+    spread,
     within_balance,
 )
 
@@ -107,20 +109,59 @@ def test_choice_is_near_the_best(fleet: list[WorkerFacts], tokens: int, seed: in
     assert chosen is not None
     least = min(costs)
     best = fleet[costs.index(least)]
-    as_much_cached = chosen.cached_tokens >= best.cached_tokens
-    event(f"as much cached as the best: {as_much_cached}")
-    ratio = SPREAD_RATIO if as_much_cached else NEAR_RATIO
-    assert costs[fleet.index(chosen)] <= least * ratio
+    event(f"the best: {chosen is best}")
+    cost = costs[fleet.index(chosen)]
+    if cost > least:
+        assert chosen.cached_tokens >= best.cached_tokens
+        assert cost <= least + spread(best)
 
 
 def test_a_worker_without_the_prefix_is_no_match_for_one_that_has_it() -> None:
-    """Within the wide ratio, but the prefix would be computed again."""
-    warm = WorkerFacts(b"w" * 16, A, requests=20, cached_tokens=500)
+    """Within what is as good among equals, but a little of the prompt would be computed again."""
+    warm = WorkerFacts(b"w" * 16, A, requests=20, cached_tokens=50)
     cold = WorkerFacts(b"c" * 16, A, requests=19)
     prompt = PromptFacts(500)
     costs = [decode_cost(prompt, w, credit=True) for w in (warm, cold)]
-    assert NEAR_RATIO < costs[1] / costs[0] < SPREAD_RATIO
+    assert costs[0] < costs[1] < costs[0] + spread(warm)
     assert all(power_of_two([warm, cold], costs, Random(s)) is warm for s in range(20))
+
+
+def test_the_length_of_a_cold_prompt_hides_no_queue() -> None:
+    """What all have to compute alike says nothing about which of them is idle."""
+    idle = WorkerFacts(b"i" * 16, A)
+    queue = WorkerFacts(b"q" * 16, A, waiting_tokens=2 * SPREAD_TOKENS)
+    for seed in range(20):
+        decision = decide(PromptFacts(50_000), [queue, idle], [], Rules(), Random(seed))
+        assert decision is not None
+        assert decision.decode == idle.boot
+
+
+def chosen_of(warm: WorkerFacts, cold: WorkerFacts, num_tokens: int) -> set[bytes]:
+    """Where such a prompt goes, whatever is drawn."""
+    found = [
+        decide(PromptFacts(num_tokens), [cold, warm], [], Rules(), Random(s)) for s in range(9)
+    ]
+    return {decision.decode for decision in found if decision is not None}
+
+
+@given(st.integers(100, 20_000), st.integers(1, 20_000))
+def test_a_queue_is_worth_waiting_in_for_the_prefix_that_it_saves(cached: int, rest: int) -> None:
+    """Computing it again would delay others, too: it counts WORK_RATIO times."""
+    cold = WorkerFacts(b"c" * 16, A)
+    worth = WORK_RATIO * cached - ROW_TOKENS
+    for waiting, boot in ((worth - 1, b"w" * 16), (worth + 1, cold.boot)):
+        warm = WorkerFacts(b"w" * 16, A, 1, waiting_tokens=waiting, cached_tokens=cached)
+        assert chosen_of(warm, cold, cached + rest) == {boot}
+
+
+@given(st.integers(5, 40), st.integers(0, 60))
+def test_a_single_idle_worker_takes_no_credit_from_the_others(others: int, requests: int) -> None:
+    """One that has just joined would have every other one count as too busy for its own cache."""
+    fleet = [WorkerFacts(bytes([n]) * 16, A, requests) for n in range(1, others + 1)]
+    newcomer = WorkerFacts(b"n" * 16, A)
+    assert within_balance([newcomer, *fleet]) >= {w.boot for w in fleet}
+    hot = WorkerFacts(b"h" * 16, A, requests=2 * requests + BUSIER_REQUESTS + 1)
+    assert hot.boot not in within_balance([newcomer, hot, *fleet])
 
 
 def test_two_are_drawn_among_equals() -> None:
