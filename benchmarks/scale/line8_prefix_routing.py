@@ -1,4 +1,4 @@
-"""Line 8: how much of prompts the router's policy finds in prefix caches, beside other policies.
+"""Line 8: how much of the prompts is found in prefix caches, by policy.
 
 A trace of conversations is replayed in virtual time by a simulated fleet: round robin, least load,
 the real routers (1 and 3 of them) and an oracle. Two fleets: workers that do both, and separate
@@ -15,6 +15,7 @@ import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,8 @@ def policies(
     }
     for number in routers:
         name = f"{number} router{'s' * (number > 1)}"
-        found[name] = replay(shape, trace, lambda f, n=number: RealRouters(f, n, seed))
-    oracles = [replay(shape, trace, lambda f, ratio=ratio: oracle(f, ratio)) for ratio in ORACLES]
+        found[name] = replay(shape, trace, partial(RealRouters, num_routers=number, seed=seed))
+    oracles = [replay(shape, trace, partial(oracle, work_ratio=ratio)) for ratio in ORACLES]
     # The one of most hits within the bound; if all are beyond it, it is a bound all the same.
     found["oracle"] = max(oracles, key=lambda o: (o["load"] <= MOST_LOAD, o["hit_rate"]))
     return found
@@ -113,8 +114,8 @@ def markdown(results: dict[str, Any]) -> Iterator[str]:
             for policy, figures in result[fleet]["policies"].items():
                 cells = " | ".join(f"{figures[column]:.3f}" for column in COLUMNS)
                 yield f"| {name} | {fleet} | {policy} | {cells} |"
-            pooled = f"{result[fleet]['pooled']:.3f}"
-            yield f"| {name} | {fleet} | one pooled cache | {pooled} | | | | | |"
+            found = f"{result[fleet]['pooled']:.3f}"
+            yield f"| {name} | {fleet} | one pooled cache | {found} | | | | | |"
 
 
 def measure(trace: Sequence[TraceRequest], seed: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ single flight (the real PromisedPrefixes), its threshold, the hand-off, the dela
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from prefix_trace import BLOCK_TOKENS, TraceRequest, at, leading
@@ -213,7 +214,7 @@ class SimulatedFleet:
             placement.arrived(request)
 
         for request in trace:
-            self.clock.after(request.arrival_s, lambda request=request: arrive(request))
+            self.clock.after(request.arrival_s, partial(arrive, request))
         self.clock.run()
         if len(self.record.ttft_s) != len(trace):
             raise RuntimeError(f"{len(trace) - len(self.record.ttft_s)} requests had no token")

@@ -274,12 +274,14 @@ class RealRouters:
         cache = worker.cache
         if not cache.added and not cache.removed:
             return
-        events = []
+        added = [self._hashes[block] for block in cache.added]
+        removed = [self._hashes[block] for block in cache.removed]
         sequence = self._sequence.get(worker.number, 0)
-        for field_, blocks in (("added", cache.added), ("removed", cache.removed)):
-            hashes = [self._hashes[block] for block in blocks]
-            events.append(fleet_pb2.PrefixEvents(sequence=sequence, **{field_: hashes}))
-            sequence += len(hashes)
+        events = [
+            fleet_pb2.PrefixEvents(sequence=sequence, added=added),
+            fleet_pb2.PrefixEvents(sequence=sequence + len(added), removed=removed),
+        ]
+        sequence += len(added) + len(removed)
         self._sequence[worker.number] = sequence
         cache.added, cache.removed = [], []
         self._clock.after(DELAY_S, partial(self._hear_prefixes, worker, events))

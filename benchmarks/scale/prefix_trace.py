@@ -8,7 +8,7 @@ defaults of `Shape` are near the statistics of the conversation trace that Moonc
 import bisect
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -140,7 +140,7 @@ def read(path: Path) -> list[TraceRequest]:
             if line.strip():
                 try:
                     found.append(_parsed(json.loads(line), before))
-                except (ValueError, KeyError, TypeError) as error:
+                except (ValueError, TypeError) as error:
                     raise ValueError(f"{path}, line {number}: {error}") from error
     return sorted(found, key=lambda r: r.arrival_s)
 
@@ -150,7 +150,10 @@ def _parsed(fields: dict[str, Any], before: dict[int, int]) -> TraceRequest:
     missing = {"timestamp", "input_length", "output_length", "hash_ids"} - fields.keys()
     if missing:
         raise ValueError(f"{', '.join(sorted(missing))} missing")
-    num_tokens, blocks = fields["input_length"], tuple(fields["hash_ids"])
+    for name in ("timestamp", "input_length", "output_length"):
+        if not isinstance(fields[name], int | float):
+            raise ValueError(f"{name} is not a number")
+    num_tokens, blocks = int(fields["input_length"]), tuple(fields["hash_ids"])
     if num_tokens < 1:
         raise ValueError("input_length is below 1")
     if len(blocks) < num_tokens // BLOCK_TOKENS:
@@ -161,7 +164,7 @@ def _parsed(fields: dict[str, Any], before: dict[int, int]) -> TraceRequest:
         if before.setdefault(block, last) != last:
             raise ValueError(f"hash_ids: {block} stands behind {last} and {before[block]}")
     return TraceRequest(
-        fields["timestamp"] / 1000, num_tokens, max(1, fields["output_length"]), blocks
+        fields["timestamp"] / 1000, num_tokens, max(1, int(fields["output_length"])), blocks
     )
 
 
@@ -198,7 +201,7 @@ def statistics(trace: Sequence[TraceRequest]) -> dict[str, float]:
     }
 
 
-def leading(blocks: Sequence[int], known: Iterable[int] | dict[int, Any]) -> int:
+def leading(blocks: Sequence[int], known: Container[int]) -> int:
     """How many leading blocks are among the known."""
     return next((n for n, block in enumerate(blocks) if block not in known), len(blocks))
 

@@ -25,9 +25,9 @@ from pdserve.engine.kv.spec import KvSpec, spec_difference
 
 # A running row delays a new request about as much as this many prompt tokens.
 ROW_TOKENS = 64
-# A token to compute counts as much as this many that others have to wait for. More of them bring
-# few more hits and longer queues (docs/scale.md).
-WORK_RATIO = 8
+# A token to compute counts as much as this many that stand before it. More bring few more hits and
+# longer queues (docs/scale.md).
+WORK_RATIO = 12
 # Workers that have as much of the prompt as the best are as good if no more than this much of what
 # stands before the request at the best, or SPREAD_TOKENS, stands before it there in addition. Two
 # of them are drawn, the less loaded wins: a load report is up to 50 ms old (its free blocks up to
