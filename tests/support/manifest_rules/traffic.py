@@ -112,8 +112,9 @@ def entrance(manifests: list[Manifest]) -> Iterator[str]:
         if route["kind"] not in ("HTTPRoute", "GRPCRoute"):
             continue
         name = route["metadata"]["name"]
-        for parent in route["spec"]["parentRefs"]:
-            if (parent["name"], parent.get("sectionName")) not in listeners:
+        for parent in route["spec"]["parentRefs"] if listeners else ():  # else it is another's
+            sections = [section for of, section in listeners if of == parent["name"]]
+            if not sections or parent.get("sectionName", sections[0]) not in sections:
                 yield f"{route['kind']} {name} has no listener"
         for rule in route["spec"]["rules"]:
             for backend in rule["backendRefs"]:
