@@ -57,9 +57,8 @@ def given(variable: str) -> dict[str, int]:
     found = {}
     for patch in patches:
         change = yaml.safe_load(patch["patch"])
-        for container in (
-            change["spec"]["template"]["spec"]["containers"] if "spec" in change else ()
-        ):
+        pods = change["spec"].get("template", {"spec": {"containers": ()}})
+        for container in pods["spec"]["containers"]:
             for entry in container["env"]:
                 if entry["name"] == variable:
                     found[patch["target"]["name"]] = int(entry["value"])
