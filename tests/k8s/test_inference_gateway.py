@@ -1,39 +1,15 @@
-"""The component for Inference Gateways, over the base: rendered, and true to the program."""
+"""The component for Inference Gateways, over the overlay cpu: rendered, and true to the program."""
 
-import json
-import shutil
-import subprocess
-from pathlib import Path
-from typing import Any
-
-import kubernetes_validate
 import pytest
-import yaml
+from manifests import Manifest, rendered
 
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.picker.main import LIVE, NAMES
 
-ROOT = Path(__file__).parents[2]
-CORE = ("v1", "apps/v1", "networking.k8s.io/v1", "policy/v1")
-Manifest = dict[str, Any]
-
 
 @pytest.fixture(scope="module")
-def manifests(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[tuple[str, str], Manifest]:
-    if not (kubectl := shutil.which("kubectl")):
-        pytest.skip("NO KUBECTL: the manifests were not rendered and nothing about them is known")
-    folder = tmp_path_factory.mktemp("overlay")
-    up = "../" * (len(folder.resolve().parts) - 1) + str(ROOT).lstrip("/")
-    overlay = {
-        "resources": [f"{up}/k8s/base"],
-        "components": [f"{up}/k8s/components/inference-gateway"],
-    }
-    (folder / "kustomization.yaml").write_text(json.dumps(overlay))
-    done = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = [m for m in yaml.safe_load_all(done.stdout) if m]
+def manifests() -> dict[tuple[str, str], Manifest]:
+    found = rendered("components/inference-gateway")
     return {(m["kind"], m["metadata"]["name"]): m for m in found}
 
 
@@ -45,27 +21,21 @@ def env(container: Manifest) -> dict[str, str]:
     return {one["name"]: one.get("value", "") for one in container["env"]}
 
 
-def test_schemas(manifests: dict[tuple[str, str], Manifest]) -> None:
-    for manifest in manifests.values():
-        if manifest["apiVersion"] in CORE:
-            kubernetes_validate.validate(manifest, "1.37", strict=True)
-
-
 def test_the_pool_is_the_decode_pods(manifests: dict[tuple[str, str], Manifest]) -> None:
     pool = manifests["InferencePool", "pdserve"]["spec"]
     assert set(pool) == {"selector", "targetPorts", "endpointPickerRef"}
-    decode = manifests["Deployment", "decode"]["spec"]["template"]
+    decode = manifests["Deployment", "pdserve-decode"]["spec"]["template"]
     wanted = pool["selector"]["matchLabels"]
     assert wanted.items() <= decode["metadata"]["labels"].items()
-    gateway = containers(manifests["Deployment", "decode"])["gateway"]
+    gateway = containers(manifests["Deployment", "pdserve-decode"])["gateway"]
     ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
     assert pool["targetPorts"] == [{"number": ports["http"]}]
     assert env(gateway)["PDSERVE_PORT"] == str(ports["http"])
-    seen = manifests["Service", "decode-http"]["spec"]
+    seen = manifests["Service", "pdserve-decode-http"]["spec"]
     assert (seen["clusterIP"], seen["selector"]) == ("None", wanted)
-    asked = env(containers(manifests["Deployment", "picker"])["pdserve"])
-    assert asked["PDSERVE_ENDPOINTS"] == f"decode-http:{ports['http']}"
-    worker = env(containers(manifests["Deployment", "decode"])["pdserve"])
+    asked = env(containers(manifests["Deployment", "pdserve-picker"])["pdserve"])
+    assert asked["PDSERVE_ENDPOINTS"] == f"pdserve-decode-http:{ports['http']}"
+    worker = env(containers(manifests["Deployment", "pdserve-decode"])["pdserve"])
     assert worker["PDSERVE_ADVERTISE"].startswith("$(POD_IP):")  # the host that a router compares
 
 
@@ -74,7 +44,7 @@ def test_the_picker_is_where_the_pool_says(manifests: dict[tuple[str, str], Mani
     service = manifests["Service", named["name"]]["spec"]
     (port,) = service["ports"]
     assert (port["port"], port["appProtocol"]) == (named["port"]["number"], "http2")
-    picker = manifests["Deployment", "picker"]
+    picker = manifests["Deployment", "pdserve-picker"]
     labels = picker["spec"]["template"]["metadata"]["labels"]
     assert service["selector"].items() <= labels.items()
     own = containers(picker)["pdserve"]
@@ -88,8 +58,8 @@ def test_the_picker_is_where_the_pool_says(manifests: dict[tuple[str, str], Mani
 
 def test_options_exist(manifests: dict[tuple[str, str], Manifest]) -> None:
     for deployment, name, command in (
-        ("picker", "pdserve", "picker"),
-        ("decode", "gateway", "gateway"),
+        ("pdserve-picker", "pdserve", "picker"),
+        ("pdserve-decode", "gateway", "gateway"),
     ):
         container = containers(manifests["Deployment", deployment])[name]
         assert container["args"] == [command]
@@ -98,13 +68,13 @@ def test_options_exist(manifests: dict[tuple[str, str], Manifest]) -> None:
 
 
 def test_it_drains_within_its_grace(manifests: dict[tuple[str, str], Manifest]) -> None:
-    pod = manifests["Deployment", "picker"]["spec"]["template"]["spec"]
+    pod = manifests["Deployment", "pdserve-picker"]["spec"]["template"]["spec"]
     drain_s = float(env(pod["containers"][0])["PDSERVE_DRAIN_S"])
     assert pod["terminationGracePeriodSeconds"] > drain_s + 10
 
 
 def test_the_route_leads_to_the_pool(manifests: dict[tuple[str, str], Manifest]) -> None:
-    (rule,) = manifests["HTTPRoute", "pdserve-inference"]["spec"]["rules"]
+    (rule,) = manifests["HTTPRoute", "pdserve"]["spec"]["rules"]
     (backend,) = rule["backendRefs"]
     pool = manifests[backend["kind"], backend["name"]]
     assert pool["apiVersion"].partition("/")[0] == backend["group"]
@@ -112,7 +82,7 @@ def test_the_route_leads_to_the_pool(manifests: dict[tuple[str, str], Manifest])
 
 def test_whoever_must_be_reached_can_be(manifests: dict[tuple[str, str], Manifest]) -> None:
     allowed = manifests["NetworkPolicy", "pdserve-picker-to-router"]["spec"]["ingress"][0]
-    labels = manifests["Deployment", "picker"]["spec"]["template"]["metadata"]["labels"]
+    labels = manifests["Deployment", "pdserve-picker"]["spec"]["template"]["metadata"]["labels"]
     assert allowed["from"][0]["podSelector"]["matchLabels"].items() <= labels.items()
     decode = manifests["NetworkPolicy", "pdserve-decode-http"]["spec"]
     assert decode["ingress"] == [{"ports": [{"port": "http"}]}]

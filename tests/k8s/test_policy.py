@@ -9,11 +9,12 @@ from manifests import PINNED, Manifest, kustomizations, of_kind, rendered
 
 
 def test_all_are_found() -> None:
-    names = kustomizations()
-    assert {"base", "overlays/cpu", "overlays/gpu", "overlays/racks", "overlays/release"} <= set(
-        names
-    )
-    assert {"components/autoscaling", "components/gateway-api"} <= set(names)
+    names = set(kustomizations())
+    assert {"base", "observability"} <= names
+    overlays = {"cpu", "gpu", "racks", "release", "two-pools"}
+    assert {f"overlays/{overlay}" for overlay in overlays} <= names
+    components = {"autoscaling", "endpoint-slices", "gateway-api", "inference-gateway"}
+    assert {f"components/{component}" for component in components} <= names
 
 
 @pytest.mark.parametrize("rule", RELEASED, ids=lambda rule: rule.__name__)

@@ -1,34 +1,19 @@
 """k8s/overlays/two-pools: two pools of workers under one name, of which one can be retired."""
 
-import shutil
-import subprocess
-from pathlib import Path
-from typing import Any
-
-import kubernetes_validate
 import pytest
-import yaml
+from manifests import Manifest, of_kind, rendered
 
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.host.options import GRACE_S, STOP_S
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 
-OVERLAY = Path(__file__).parents[2] / "k8s/overlays/two-pools"
 POOLS = ("a", "b")
-Manifest = dict[str, Any]
+WORKERS = ("pdserve-prefill", "pdserve-decode")
 
 
 @pytest.fixture(scope="module")
 def manifests() -> list[Manifest]:
-    if not (kubectl := shutil.which("kubectl")):
-        pytest.skip("NO KUBECTL: the two pools were not rendered and nothing about them is known")
-    done = subprocess.run([kubectl, "kustomize", OVERLAY], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [m for m in yaml.safe_load_all(done.stdout) if m]
-
-
-def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
-    return {m["metadata"]["name"]: m for m in manifests if m["kind"] == kind}
+    return rendered("overlays/two-pools")
 
 
 def pod_of(deployment: Manifest) -> tuple[Manifest, dict[str, str]]:
@@ -40,13 +25,7 @@ def pod_of(deployment: Manifest) -> tuple[Manifest, dict[str, str]]:
 
 def workers(manifests: list[Manifest], pool: str) -> list[Manifest]:
     deployments = of_kind(manifests, "Deployment")
-    return [deployments[f"{role}-{pool}"] for role in ("prefill", "decode")]
-
-
-def test_schemas(manifests: list[Manifest]) -> None:
-    for manifest in manifests:
-        if "." not in manifest["apiVersion"] or "k8s.io" in manifest["apiVersion"]:
-            kubernetes_validate.validate(manifest, "1.37", strict=True)
+    return [deployments[f"{name}-{pool}"] for name in WORKERS]
 
 
 def test_only_workers_are_there_twice(manifests: list[Manifest]) -> None:
@@ -55,10 +34,12 @@ def test_only_workers_are_there_twice(manifests: list[Manifest]) -> None:
     twice = {(kind, name[:-2]) for kind, name in names if name.endswith(("-a", "-b"))}
     kinds = ("Deployment", "PodDisruptionBudget")
     assert {kind for kind, _ in twice} == set(kinds)
-    assert {name for _, name in twice} == {"prefill", "decode"}
+    assert {name for _, name in twice} == {*WORKERS}
     assert set(of_kind(manifests, "Deployment")) == {
-        "gateway", "router", *(f"{role}-{pool}" for role in ("prefill", "decode") for pool in POOLS)
-    }  # fmt: skip
+        "pdserve-gateway",
+        "pdserve-router",
+        *(f"{name}-{pool}" for name in WORKERS for pool in POOLS),
+    }
 
 
 def test_no_pod_is_of_two_deployments(manifests: list[Manifest]) -> None:
@@ -85,7 +66,7 @@ def test_one_name_and_two_models(manifests: list[Manifest]) -> None:
 
 
 def test_a_pool_drains_for_as_long_as_the_longest_stream(manifests: list[Manifest]) -> None:
-    _, gateway = pod_of(of_kind(manifests, "Deployment")["gateway"])
+    _, gateway = pod_of(of_kind(manifests, "Deployment")["pdserve-gateway"])
     longest_s = float(
         gateway.get("PDSERVE_REQUEST_TIMEOUT_S") or GatewaySettings().request_timeout_s
     )

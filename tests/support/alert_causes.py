@@ -37,7 +37,7 @@ from pdserve.engine.handoff.connection.data_listeners import MAX_UNPROVEN
 from pdserve.engine.kv.identity import NO_MIXING
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.protos import common_pb2 as pb
-from pdserve.protos.fleet_pb2 import DECODE, Heartbeat, Load
+from pdserve.protos.fleet_pb2 import DECODE, Load
 from pdserve.services.host import stall_detector
 from pdserve.services.host.auth.certificates import issue, make_authority
 from pdserve.services.host.auth.roles import Role
@@ -117,8 +117,7 @@ async def an_engine_stands_still(patch: pytest.MonkeyPatch) -> Change:
     async with watched_router() as (router, decode, _):
         await router.add(FakeDecode())
         before = router_page(router.core)
-        assert decode.membership is not None
-        patch.setattr(decode.membership, "heartbeat", lambda: Heartbeat(step=7, busy=True))
+        decode.liveness = 7, True
         await eventually(lambda: router.core.dispatcher.num_frozen)
         return {"router": before}, {"router": router_page(router.core)}
 

@@ -56,6 +56,7 @@ class FakeWorker(ABC):
         self, model: str = "tiny", identity: bytes = b"identity", protocol: int = 0
     ) -> None:
         self.protocol = protocol
+        self.liveness = 0, False  # the engine's counter, and whether it has work
         self.boot = os.urandom(16)
         self.card = card(model, identity)
         self.outboxes: list[Outbox[Any]] = []
@@ -80,7 +81,7 @@ class FakeWorker(ABC):
             wire_version=1,
             protocol=self.protocol,
         )
-        self.membership = Membership(hello, [router], ACCESS)
+        self.membership = Membership(hello, [router], ACCESS, lambda: self.liveness)
         self.membership.start()
 
     @abstractmethod

@@ -124,18 +124,18 @@ def test_every_pod_is_scraped_once_for_its_own(rendered: list[Manifest]) -> None
     for monitor in of_kind(rendered, "PodMonitor").values():
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-        for role, deployment in of_kind(rendered, "Deployment").items():
+        for name, deployment in of_kind(rendered, "Deployment").items():
             template = deployment["spec"]["template"]
             if wanted <= template["metadata"]["labels"].items():
                 (container,) = template["spec"]["containers"]
                 assert endpoint["port"] in {port["name"] for port in container["ports"]}
                 drops = endpoint.get("metricRelabelings", ())
-                assert bool(drops) == (role in ("prefill", "decode"))
-                assert ("authorization" in endpoint) == (role == "gateway")
-                scraped[role] += 1
-    assert scraped == dict.fromkeys(("gateway", "router", "prefill", "decode"), 1)
-    (container,) = of_kind(rendered, "Deployment")["gateway"]["spec"]["template"]["spec"][
-        "containers"
-    ]
+                assert bool(drops) == (name in ("pdserve-prefill", "pdserve-decode"))
+                assert ("authorization" in endpoint) == (name == "pdserve-gateway")
+                scraped[name] += 1
+    roles = ("gateway", "router", "prefill", "decode")
+    assert scraped == {f"pdserve-{role}": 1 for role in roles}
+    gateway = of_kind(rendered, "Deployment")["pdserve-gateway"]["spec"]["template"]["spec"]
+    (container,) = gateway["containers"]
     env = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert env["PDSERVE_FLEET_METRICS"] == "false"
