@@ -80,6 +80,7 @@ FOLDERS = (
     "/srv",
     "/tmp",
     "/var",
+    "/spec",  # of JSON patches
 )
 
 
