@@ -182,7 +182,9 @@ class DiscoveredSystem:
         changes: list[Callable[[], Awaitable[None]]] = [self.add_and_serve, self.api_away]
         if len(self.routers) > 2:
             changes += [self.roll, self.roll, self.crash, self.blink]
-        change = self.rng.choice(changes)
+        # The ones that came least: each kind comes in a few changes, whatever is drawn.
+        fewest = min(self.counts[change.__name__] for change in changes)
+        change = self.rng.choice([c for c in changes if self.counts[c.__name__] <= fewest + 1])
         self.counts[change.__name__] += 1
         await change()
 

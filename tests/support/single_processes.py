@@ -18,6 +18,7 @@ from pdserve.services.host.auth.tls import TlsAccess
 
 PDSERVE = (sys.executable, "-P", "-m", "pdserve.services.cli.main")
 START_S = 110.0  # a busy machine
+PICKER = "picker"  # it shows a gateway's certificate
 WORKERS = {Role.PREFILL: fleet_pb2.PREFILL, Role.DECODE: fleet_pb2.DECODE}
 
 
@@ -43,8 +44,8 @@ class SingleProcesses:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.certificates = folder / "certificates"
-        self.address: dict[Role, str] = {}
-        self.processes: dict[Role, subprocess.Popen[bytes]] = {}
+        self.address: dict[str, str] = {}  # by command
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._given: set[str] = set()
 
     def __enter__(self) -> "SingleProcesses":
@@ -61,15 +62,16 @@ class SingleProcesses:
                 process.kill()
                 process.wait()
 
-    def start(self, role: Role, *words: str) -> None:
-        """Begins a process of that role; the router must be the first."""
-        authority, own, key = files_of(self.certificates, role)
+    def start(self, role: str, *words: str) -> None:
+        """Begins a process of that role, or a picker; the router must be the first."""
+        shown = Role.GATEWAY if role == PICKER else Role(role)
+        authority, own, key = files_of(self.certificates, shown)
         command = [*PDSERVE, role, *words]
         command += ["--cluster-ca", authority, "--cluster-cert", own, "--cluster-key", key]
-        if role is not Role.GATEWAY:
+        if role != Role.GATEWAY:
             self.address[role] = self.new_address()
             command += ["--bind", self.address[role]]
-        if role is not Role.ROUTER:
+        if role != Role.ROUTER:
             command += ["--routers", self.address[Role.ROUTER]]
         # An LLM of another test has told this process how many threads it may have.
         ours = {n: v for n, v in os.environ.items() if not n.endswith("_NUM_THREADS")}

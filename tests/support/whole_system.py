@@ -4,10 +4,12 @@ from contextlib import closing
 from itertools import count
 from pathlib import Path
 
+import grpc
 import httpx
 import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kv_peer import KvPeer
-from single_processes import WORKERS, SingleProcesses
+from single_processes import PICKER, WORKERS, SingleProcesses
 
 from pdserve.engine.handoff.recorder.ring import SUFFIX
 from pdserve.protos import fleet_pb2
@@ -19,6 +21,7 @@ KEY = "sk-the-key-of-the-client"
 KEY_SHOWN = {"authorization": f"Bearer {KEY}"}
 SECRET = "the-secret-of-the-cluster-that-nobody-may-see"
 BACKENDS = (Role.ROUTER, *WORKERS)
+PROBED = (*BACKENDS, PICKER)  # what has a metrics port and a probe port
 
 
 class WholeSystem(SingleProcesses):
@@ -30,8 +33,8 @@ class WholeSystem(SingleProcesses):
         self.rings, self.shm = folder / "rings", folder / "shm"
         self.rings.mkdir()
         self.shm.mkdir()
-        self.metrics = {role: self.new_address() for role in BACKENDS}
-        self.probes = {role: self.new_address() for role in BACKENDS}
+        self.metrics = {role: self.new_address() for role in PROBED}
+        self.probes = {role: self.new_address() for role in PROBED}
         self.kv, self.http, self.grpc = (self.new_address() for _ in range(3))
         self._asked = count()
 
@@ -39,8 +42,7 @@ class WholeSystem(SingleProcesses):
         """Returns when a prompt has been handed off by shared memory."""
         for role in BACKENDS:
             words = ["--cluster-secret", SECRET, "--trace-dir", str(self.rings)]
-            words += ["--metrics-port", self.metrics[role].split(":")[1]]
-            words += ["--probe-port", self.probes[role].split(":")[1]]
+            words += self._ports(role)
             if role is Role.ROUTER:
                 words += ["--remote-prefill", "always", "--api-key", KEY]
             else:
@@ -49,9 +51,25 @@ class WholeSystem(SingleProcesses):
                 words += ["--data-bind", self.kv]
             self.start(role, *words)
         ports = ["--port", self.http.split(":")[1], "--grpc-port", self.grpc.split(":")[1]]
-        self.start(Role.GATEWAY, *ports, "--api-key", KEY, "--cluster-secret", SECRET)
+        keys = ["--api-key", KEY, "--cluster-secret", SECRET]
+        self.start(Role.GATEWAY, *ports, *keys)
+        self.start(PICKER, "--endpoints", self.http, *self._ports(PICKER), *keys)
         self.wait_joined()
         self.wait_for(self._handed_off, "a hand-off")
+        self.wait_for(self._picker_serves, "the picker")
+
+    def _ports(self, role: str) -> list[str]:
+        metrics, probes = (at[role].split(":")[1] for at in (self.metrics, self.probes))
+        return ["--metrics-port", metrics, "--probe-port", probes]
+
+    def _picker_serves(self) -> bool:
+        with grpc.insecure_channel(self.probes[PICKER]) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            try:
+                answer = check(health_pb2.HealthCheckRequest(), timeout=5)
+            except grpc.RpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def _handed_off(self) -> bool:
         """A prompt with the mark has gone through all of them."""
@@ -85,8 +103,8 @@ class WholeSystem(SingleProcesses):
         (path,) = self.rings.glob(f"{role}-*{SUFFIX}")
         return path
 
-    def places(self) -> dict[str, dict[Role, str]]:
-        """By option and role: the addresses and files that the table speaks of."""
+    def places(self) -> dict[str, dict[str, str]]:
+        """By option and command: the addresses and files that the table speaks of."""
         return {
             "--data-bind": {Role.DECODE: self.kv},
             "--shm-dir": {Role.DECODE: str(self.unix)},
@@ -95,7 +113,7 @@ class WholeSystem(SingleProcesses):
             "--probe-port": self.probes,
         }
 
-    def parent(self, role: Role) -> psutil.Process:
+    def parent(self, role: str) -> psutil.Process:
         """The process of a role; the gateway has children."""
         return psutil.Process(self.processes[role].pid)
 

@@ -71,10 +71,10 @@ class ApiServer:
             headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
             connection.request("GET", f"{path}?{urlencode(query)}", headers=headers)
             connection.sock.settimeout(silent_s)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise _error(response)
-            yield response
+            with connection.getresponse() as response:  # it may own the socket by then
+                if response.status != 200:
+                    raise _error(response)
+                yield response
         except HTTPException as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
         finally:
