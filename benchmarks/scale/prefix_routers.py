@@ -29,7 +29,7 @@ from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.router.dispatcher import Dispatcher
 from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.placement.policy import Rules
-from pdserve.services.worker.membership import LOAD_INTERVAL_S
+from pdserve.services.worker.reports import LOAD_INTERVAL_S
 
 MODEL = "m"
 TICK_S = 0.05
