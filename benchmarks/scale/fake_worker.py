@@ -35,6 +35,7 @@ from pdserve.services.host.rpc.outbox import Outbox, TokensOutbox
 from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.host.server import GrpcHost
 from pdserve.services.worker import reports
+from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.process import IDLE_LOAD_S, LOAD_S
 
 BLOCKS_TOTAL = 60_000
@@ -115,7 +116,7 @@ class FakeWorker:
             wire_version=1,
             block_size=BLOCK,
         )
-        self._membership = membership.Membership(
+        self._membership = Membership(
             hello, routers, self._access, lambda: (self._turns, bool(self.shape.streams))
         )
         self._report()
