@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from cluster_secret import open_channel
+from eventually import eventually
 
 from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.spec import KvSpec
@@ -85,6 +86,7 @@ async def test_a_gateway_too_new_is_refused(make_cluster: Any) -> None:
 async def test_the_router_says_its_version_to_workers(make_cluster: Any) -> None:
     cluster = await make_cluster()
     decode = await cluster.decode()
+    await eventually(lambda: decode.of("hello"))
     (hello,) = decode.of("hello")
     assert hello.protocol == PROTOCOL_VERSION
     async with open_channel(cluster.router.address) as channel:
