@@ -167,6 +167,7 @@ class EndpointPicker:
                         cache_salt=prompt.cache_salt,
                         tenant=tenant.id,
                         hosts=sorted(hosts),
+                        tokenizer=prompt.tokenizer,
                     )
                 )
         except TimeoutError:

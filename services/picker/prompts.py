@@ -32,6 +32,7 @@ class RequestPrompt:
     model: str
     ids: Sequence[int]
     cache_salt: bytes
+    tokenizer: str
 
 
 _found: ContextVar[list[RequestPrompt]] = ContextVar("found")
@@ -76,7 +77,7 @@ class PromptService(Service):
 def _end(model: ServedModel, ids: Sequence[int], own_salt: bytes, caller: Caller) -> ServiceError:
     """Notes what was found, and is what its request ends with."""
     salt = caller.tenant.cache_salt(own_salt)
-    _found.get().append(RequestPrompt(model.card.name, ids, salt))
+    _found.get().append(RequestPrompt(model.card.name, ids, salt, model.card.kv_identity.tokenizer))
     return ServiceError(CANCELLED, "its prompt is known")
 
 

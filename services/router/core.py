@@ -209,9 +209,9 @@ class RouterCore:
         workers = self.fleet.workers.values()
         return any(w.hello.role == fleet_pb2.DECODE and w.host in hosts for w in workers)
 
-    def refuses(self, model: str, tenant: bytes) -> bool:
+    def refuses(self, pool: tuple[str, str], tenant: bytes) -> bool:
         """Whether a new request would be refused because too many wait."""
-        return self.dispatcher.placer.refuses(model, tenant, self._loop.time())
+        return self.dispatcher.placer.refuses(pool, tenant, self._loop.time())
 
     def models(self) -> list[pb.ModelCard]:
         """Cards by name, of decode workers that are not draining. If those of a name have several

@@ -246,10 +246,11 @@ class RouterService(RouterServicer):
             await abort(context, ServiceError(pb.UNAVAILABLE, "the router is shutting down"))
         if not request.prompt_ids:
             await abort(context, ServiceError(pb.INVALID_ARGUMENT, "no prompt", "prompt_ids"))
-        if self._core.refuses(request.model, request.tenant):
+        if self._core.refuses((request.model, request.tokenizer), request.tenant):
             return rpc.PickReply(overloaded=True)
         hosts, ids = frozenset(request.hosts), list(request.prompt_ids)
-        asked = AskedPrompt(request.model, ids, request.cache_salt, hosts)
+        salt, tokenizer = request.cache_salt, request.tokenizer
+        asked = AskedPrompt(request.model, ids, salt, tokenizer, hosts)
         found = [
             rpc.PickedWorker(host=host, cached_tokens=cached)
             for host, cached in self._core.pick(asked)

@@ -39,6 +39,7 @@ FIRST_S = 2.0  # that the first look waits for the first list
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
 MAX_BROKEN = 3  # failures in a row that count of a server which begins each watch: 0.8 s
+MAX_FAILURES = 16  # that lengthen a pause; it is at its longest long before
 SOON_S = 1.0  # a watch that ends sooner has met no time limit
 FORBIDDEN = 403
 RULE = (
@@ -105,7 +106,7 @@ class EndpointSliceWatch:
                 continue
             wait_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**failures)
             wait_s = max(wait_s, min(MAX_BACKOFF_S, getattr(error, "retry_after_s", 0.0)))
-            failures += 1
+            failures = min(failures + 1, MAX_FAILURES)
             self._closed.wait(wait_s * random.uniform(0.5, 1.0))
 
     def _get(self, **query: str) -> AbstractContextManager[BufferedIOBase]:

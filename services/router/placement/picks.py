@@ -53,7 +53,7 @@ class PickedPrompts:
         self, key: PromptKey, boot: bytes, chain: Sequence[bytes], num_tokens: int, now: float
     ) -> None:
         """A picker was told that worker; `chain`: of the prompt's full blocks there."""
-        self._forget_old(now)
+        self.forget_old(now)
         self._num += 1
         pick = PickedPrompt(b"pick %d" % self._num, key, boot, num_tokens, now)
         self._open[pick.number] = pick
@@ -64,7 +64,7 @@ class PickedPrompts:
 
     def take(self, key: PromptKey, now: float) -> bytes | None:
         """The boot of the worker that a prompt was told, once for each pick; None: it was not."""
-        self._forget_old(now)
+        self.forget_old(now)
         picks = self._of_prompts.get(key)
         if not picks:
             return None
@@ -74,14 +74,15 @@ class PickedPrompts:
 
     def counted(self, facts: WorkerFacts, now: float) -> WorkerFacts:
         """The facts of a worker with the requests that it will have."""
-        self._forget_old(now)
+        self.forget_old(now)
         num = self._requests.get(facts.boot, 0)
         if not num:
             return facts
         waiting = facts.waiting_tokens + self._tokens[facts.boot]
         return replace(facts, requests=facts.requests + num, waiting_tokens=waiting)
 
-    def _forget_old(self, now: float) -> None:
+    def forget_old(self, now: float) -> None:
+        """Those whose request has not come in time, and the oldest if there are too many."""
         while self._open:
             oldest = next(iter(self._open.values()))
             if now - oldest.at < PICKED_S and len(self._open) < MAX_PICKS:

@@ -29,8 +29,8 @@ class WaitingRequest(Protocol):
         requests the one with the lowest comes first."""
 
     @property
-    def model(self) -> str:
-        """Whose workers it waits for."""
+    def pool(self) -> tuple[str, str]:
+        """The model and the tokenizer whose workers it waits for."""
 
     @property
     def tenant(self) -> bytes:
@@ -39,11 +39,11 @@ class WaitingRequest(Protocol):
 
 R = TypeVar("R", bound=WaitingRequest)
 _Entry = tuple[tuple[int, int], R]
-_Line = tuple[WaitReason, str, bytes]  # why, for which model, and whose they are
+_Line = tuple[WaitReason, tuple[str, str], bytes]  # why, for which pool, and whose they are
 
 
 class WaitingQueue(Generic[R]):
-    """One line for each reason, model and tenant. A request is in at most one of them."""
+    """One line for each reason, pool and tenant. A request is in at most one of them."""
 
     def __init__(self, most: int = sys.maxsize) -> None:
         """`most`: requests that may wait; `has_room` gives each tenant its share of them."""
@@ -67,14 +67,14 @@ class WaitingQueue(Generic[R]):
         return sum(len(line) for (why, *_), line in self._lines.items() if why is reason)
 
     @property
-    def models(self) -> list[str]:
-        """Models whose turn somebody waits for."""
-        return list(dict.fromkeys(m for why, m, _ in self._lines if why is WaitReason.TURN))
+    def pools(self) -> list[tuple[str, str]]:
+        """Those whose turn somebody waits for."""
+        return list(dict.fromkeys(p for why, p, _ in self._lines if why is WaitReason.TURN))
 
-    def head(self, model: str) -> R | None:
+    def head(self, pool: tuple[str, str]) -> R | None:
         """The request whose turn is next."""
         for (why, of, _), line in self._lines.items():
-            if why is WaitReason.TURN and of == model:
+            if why is WaitReason.TURN and of == pool:
                 return line[0][1]
         return None
 
@@ -97,7 +97,7 @@ class WaitingQueue(Generic[R]):
     def add(self, request: R, reason: WaitReason, now: float) -> None:
         """Let it wait. It has the place of its rank, however late it comes back."""
         self.remove(request)
-        line = self._lines.setdefault((reason, request.model, request.tenant), [])
+        line = self._lines.setdefault((reason, request.pool, request.tenant), [])
         heapq.heappush(line, (request.rank, request))
         self._since[request] = reason, now
         self._share.take(request.tenant)
@@ -108,7 +108,7 @@ class WaitingQueue(Generic[R]):
         if found is None:
             return
         self._share.give_back(request.tenant)
-        key = found[0], request.model, request.tenant
+        key = found[0], request.pool, request.tenant
         line = self._lines.pop(key)
         entry = (request.rank, request)
         if line[0] == entry:

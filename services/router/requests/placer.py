@@ -36,6 +36,7 @@ class AskedPrompt(NamedTuple):
     model: str
     ids: list[int]
     cache_salt: bytes
+    tokenizer: str  # that made the ids
     hosts: Collection[str]  # whose decode workers may have it
 
 
@@ -84,14 +85,26 @@ class Placer:
             self._wait(request, WaitReason.BUDGET, now)
 
     def can_begin(self, request: RoutedRequest, now: float) -> bool:
-        """Whether it is its turn and a worker may take it; past its deadline only its end comes."""
+        """Whether it is its turn and a worker may take it."""
+        return self._is_first(request) and self._has_worker(request, now)
+
+    def _is_first(self, request: RoutedRequest) -> bool:
+        """Whether nobody who waits for a turn at workers that may take it comes before it."""
+        model, tokenizer = request.pool
+        for pool in self.waiting.pools:
+            same = pool[0] == model and ("" in (pool[1], tokenizer) or pool[1] == tokenizer)
+            head = self.waiting.head(pool) if same else None
+            if head is None or head is request:
+                continue
+            if head.tenant != request.tenant or head.rank < request.rank:
+                return False
+        return True
+
+    def _has_worker(self, request: RoutedRequest, now: float) -> bool:
+        """Whether a worker may take it; past its deadline only its end comes."""
         deadline = request.state.deadline
-        if deadline is not None and now >= deadline:
-            return False
-        head = self.waiting.head(request.model)
-        own = head is not None and head.tenant == request.tenant
-        first = head is None or (own and head.rank >= request.rank)
-        return first and any(self._candidates(request, now))
+        late = deadline is not None and now >= deadline
+        return not late and any(self._candidates(request, now))
 
     def _candidates(self, request: RoutedRequest, now: float) -> Iterator[Worker]:
         state = request.state
@@ -103,20 +116,23 @@ class Placer:
 
     def _able(self, request: RoutedRequest) -> Sequence[Worker]:
         workers = self._fleet.of(DECODE, request.model)
-        return readers(self.compatibility.able(request.origin, workers), request)
+        return readers(self.compatibility.able(request.origin, workers), request.pool[1])
 
     def is_unread(self, request: RoutedRequest) -> bool:
         """Whether its prompt is of a tokenizer whose workers have all left or leave, while others
         serve its model."""
         stay = [w for w in self._fleet.of(DECODE, request.model) if not w.said_goodbye]
-        return bool(stay) and not readers(stay, request)
+        return bool(stay) and not readers(stay, request.pool[1])
 
     def _begin(self, request: RoutedRequest, now: float) -> bool:
         """Ask the policy; False: it knows no worker."""
         told = self._told(request, now)
         facts = self._facts(request, self.promised, now)
-        decodes = [self.picks.counted(facts.of(w), now) for w in self._candidates(request, now)]
-        decodes = [one for one in decodes if one.boot == told] or decodes
+        decodes = list(map(facts.of, self._candidates(request, now)))
+        if self.picks:
+            decodes = [self.picks.counted(one, now) for one in decodes]
+        if told is not None:
+            decodes = [one for one in decodes if one.boot == told] or decodes
         prefills = self._fleet.of(PREFILL, request.model)
         senders = [facts.of(w) for w in prefills if w.takes_work(now)]
         decision = decide(request.facts(), decodes, senders, self._rules, self._rng)
@@ -150,10 +166,11 @@ class Placer:
         there. The first counts as picked."""
         there = [
             worker
-            for worker in self._fleet.of(DECODE, asked.model)
+            for worker in readers(self._fleet.of(DECODE, asked.model), asked.tokenizer)
             if worker.state is State.LIVE and worker.connected and worker.host in asked.hosts
         ]
         free = [worker for worker in there if self._is_free(worker, now)]
+        self.picks.forget_old(now)  # whose promises count below
         facts = FactsOfWorkers(
             asked.ids, asked.cache_salt, {}, self._fleet.prefixes, self.promised, now
         )
@@ -178,12 +195,12 @@ class Placer:
             found.setdefault(worker.host, cached[worker.boot])
         return [PickedHost(host, tokens) for host, tokens in found.items()]
 
-    def refuses(self, model: str, tenant: bytes, now: float) -> bool:
-        """Whether a new request could neither begin nor wait."""
+    def refuses(self, pool: tuple[str, str], tenant: bytes, now: float) -> bool:
+        """Whether a new request could neither begin nor wait; `pool`: its model and tokenizer."""
         if self.waiting.has_room(tenant):
             return False
-        head = self.waiting.head(model)
-        workers = self._fleet.of(DECODE, model)
+        head = self.waiting.head(pool)
+        workers = readers(self._fleet.of(DECODE, pool[0]), pool[1])
         return head is not None or not any(self._is_free(worker, now) for worker in workers)
 
     def _is_free(self, worker: Worker, now: float) -> bool:
@@ -225,11 +242,11 @@ class Placer:
             workers = self._fleet.of(DECODE, request.model)
             if not self._strand(request, workers, now):
                 self._compute_again(request, now)
-        for model in self.waiting.models:
-            workers = self._fleet.of(DECODE, model)
-            while (head := self.waiting.head(model)) is not None:
+        for pool in self.waiting.pools:
+            workers = self._fleet.of(DECODE, pool[0])
+            while (head := self.waiting.head(pool)) is not None:
                 stranded = self._strand(head, workers, now)
-                if not stranded and not self.can_begin(head, now):
+                if not stranded and not self._has_worker(head, now):
                     break
                 if not stranded:
                     self.waiting.remove(head)
@@ -239,8 +256,9 @@ class Placer:
 
     def _strand(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
         """Whether none of its model's workers may go on with it: then it waits for another one."""
-        able = bool(self._able(request))
-        if not workers or (able and (request.state.begun or not self.is_unread(request))):
+        if not workers:
+            return False
+        if self._able(request) and (request.state.begun or not self.is_unread(request)):
             return False
         self.waiting.add(request, WaitReason.COMPATIBLE_WORKER, now)
         log.warning("no worker can go on with it any more", extra={"request": request.id})
@@ -305,8 +323,10 @@ class Placer:
             request.inexact = True
 
 
-def readers(workers: Sequence[Worker], request: RoutedRequest) -> Sequence[Worker]:
-    """Those to whose models the ids of its prompt are text; unknown tokenizers are taken for it."""
-    tokenizer = request.progress.start.tokenizer
+def readers(workers: Sequence[Worker], tokenizer: str) -> Sequence[Worker]:
+    """Those whose models have the tokenizer that made a prompt's ids; an unknown one goes with
+    every other. `workers`: of one model, which mostly have one tokenizer."""
     known = ("", tokenizer)
-    return [w for w in workers if w.identity.tokenizer in known] if tokenizer else workers
+    if not tokenizer or all(w.identity.tokenizer in known for w in workers):
+        return workers
+    return [w for w in workers if w.identity.tokenizer in known]

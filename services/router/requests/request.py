@@ -70,6 +70,7 @@ class RoutedRequest:
         self.span = span
         self.id = start.request
         self.model = start.model
+        self.pool = (start.model, start.tokenizer)  # whose workers can read its prompt
         self.tenant = start.tenant
         self.state = Routing(
             epoch=start.epoch,

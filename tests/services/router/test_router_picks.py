@@ -31,8 +31,14 @@ def fleet(num: int = 4) -> tuple[World, list[Worker]]:
     return world, [world.join(DECODE) for _ in range(num)]
 
 
-def pick(world: World, ids: list[int] = IDS, hosts: Any = HOSTS, salt: bytes = b"") -> list[str]:
-    asked = AskedPrompt("m", ids, salt, hosts)
+def pick(
+    world: World,
+    ids: list[int] = IDS,
+    hosts: Any = HOSTS,
+    salt: bytes = b"",
+    tokenizer: str = "",
+) -> list[str]:
+    asked = AskedPrompt("m", ids, salt, tokenizer, hosts)
     return [one.host for one in world.dispatcher.placer.pick(asked, world.now)]
 
 
@@ -151,13 +157,13 @@ def test_busy_workers_are_named_where_no_other_is() -> None:
 def test_a_full_queue_refuses() -> None:
     world, workers = fleet(1)
     placer = world.dispatcher.placer
-    assert not placer.refuses("m", b"t", world.now)
+    assert not placer.refuses(("m", ""), b"t", world.now)
     workers[0].busy_until = world.now + 10
     for number in range(5):
         start = pb.Start(request=f"r{number}", model="m", params=pb.SamplingParams(n=1))
         start.tenant = b"t"
         world.dispatcher.submit(RequestProgress(start, IDS), world, world.now)
-    assert placer.refuses("m", b"t", world.now)
+    assert placer.refuses(("m", ""), b"t", world.now)
     assert world.dispatcher.num_queued == 5
 
 

@@ -71,6 +71,35 @@ def test_one_that_waits_for_leaving_workers_holds_up_nobody() -> None:
     assert "tokenizer of its prompt" in failed[0].failure.message
 
 
+@pytest.mark.parametrize("busy", [OLD, NEW])
+def test_a_pool_that_is_busy_holds_up_no_other(busy: str) -> None:
+    """Its workers are there and say no for long: the other tokenizer's have nothing to do."""
+    idle = NEW if busy == OLD else OLD
+    world = world_of({}, TOKENIZER)
+    for worker in world.fleet.workers.values():
+        if worker.identity.tokenizer == busy:
+            worker.busy_until = world.now + 60.0
+    world.submit("first", tokenizer=busy)
+    world.submit("second", tokenizer=idle)
+    world.pass_time(1.0)
+    assert tokenizers_of(world) == [idle]
+
+
+def test_prompts_of_no_known_tokenizer_take_turns_with_the_others() -> None:
+    """They may go to the same workers, so one that comes now is behind one that waits."""
+    world = world_of({})
+    (worker,) = world.fleet.workers.values()
+    worker.busy_until = world.now + 1.0
+    world.submit("first", tokenizer=OLD)
+    worker.busy_until = 0.0
+    world.submit("second")
+    asked = [admit.start.request for _, admit in world.commands("admit")]
+    assert asked != ["second"]
+    world.pass_time(1.0)
+    asked = [admit.start.request for _, admit in world.commands("admit")]
+    assert sorted(asked) == ["first", "second"]
+
+
 def test_a_lone_pool_that_leaves_is_waited_for() -> None:
     """It may be a restart: nobody else serves the model."""
     world = world_of({})

@@ -14,6 +14,10 @@ class Asker:
     priority: int = 0
 
     @property
+    def pool(self) -> tuple[str, str]:
+        return self.model, ""
+
+    @property
     def rank(self) -> tuple[int, int]:
         return self.priority, self.ordinal
 
@@ -50,8 +54,8 @@ def test_each_line_is_in_order_of_rank_whoever_leaves_or_comes_back() -> None:
             turn = [w for w, (why, _) in waiting.items() if why is WaitReason.TURN]
             for model in "ab":
                 line = [w for w in turn if w.model == model]
-                assert queue.head(model) is min(line, key=lambda w: w.rank, default=None)
-            assert sorted(queue.models) == sorted({w.model for w in turn})
+                assert queue.head((model, "")) is min(line, key=lambda w: w.rank, default=None)
+            assert sorted(queue.pools) == sorted({w.pool for w in turn})
     assert min(left, back, changed) > 500
 
 
@@ -68,8 +72,8 @@ def test_tenants_take_turns() -> None:
             asker.ordinal = ordinal
             queue.add(asker, WaitReason.TURN, 0.0)
         order: list[Asker] = []
-        while (head := queue.head("a")) is not None:
-            assert queue.head("a") is head
+        while (head := queue.head(("a", ""))) is not None:
+            assert queue.head(("a", "")) is head
             queue.remove(head)
             order.append(head)
         for tenant in sizes:
@@ -103,7 +107,7 @@ def test_a_tenants_priorities_order_its_own_turns_only() -> None:
             ranked.add(Asker(ordinal, "m", tenant, priority), WaitReason.TURN, 0.0)
         own: list[Asker] = []
         for _ in tenants:
-            first, other = plain.head("m"), ranked.head("m")
+            first, other = plain.head(("m", "")), ranked.head(("m", ""))
             assert first is not None
             assert other is not None
             assert first.tenant == other.tenant
