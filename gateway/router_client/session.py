@@ -119,9 +119,13 @@ class RouterConnection:
         self.up_since = loop.time()
         self.protocol = None
         writer = asyncio.create_task(self._write(call))
+        silent: asyncio.TimerHandle | None = None
         try:
-            if not self._refusal:  # a router of 0.1.0 says nothing until it is asked something
+            # A router of 0.1.0 says nothing until it is asked something, and refuses nobody.
+            if not self._refusal:
                 self._begin(channel)
+            else:
+                silent = loop.call_later(STABLE_S, self._not_refused, channel)
             rows = RowReader()
             async for message in call:
                 if self.protocol is None:
@@ -134,6 +138,8 @@ class RouterConnection:
                         self._listener.event(self, event)
             raise ConnectionError("the session ended")
         finally:
+            if silent is not None:
+                silent.cancel()
             self.channel = None
             self._outgoing.clear()
             self.has_worked |= loop.time() - self.up_since > STABLE_S
@@ -149,6 +155,12 @@ class RouterConnection:
         log.info("connected to router %s", self.address)
         self.channel = channel
         self._listener.up(self)
+
+    def _not_refused(self, channel: grpc.aio.Channel) -> None:
+        """The router that refused has made room for one that does not, and that says nothing."""
+        if self.protocol is None and self.channel is None:
+            self._refusal = ""
+            self._begin(channel)
 
     def _greeted(self, protocol: int, channel: grpc.aio.Channel) -> None:
         """The router has said its version. Raises ServiceError if it is too old or too new."""

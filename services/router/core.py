@@ -134,8 +134,8 @@ class RouterCore:
         if kind == "load":
             worker.report(report.load)
             self.dispatcher.on_load(worker, now)
-            if report.HasField("beat"):
-                self._beat(worker, report.beat, now)
+            if report.HasField("load_beat"):
+                self._beat(worker, report.load_beat, now)
         elif kind == "heartbeat":
             self._beat(worker, report.heartbeat, now)
         elif kind == "prefixes":

@@ -76,7 +76,7 @@ class JoinService(FleetServicer):
                 if not self._core.report(worker, report):
                     return
                 now = time.monotonic()
-                beats = report.HasField("heartbeat") or report.HasField("beat")
+                beats = report.HasField("heartbeat") or report.HasField("load_beat")
                 if beats and now - echoed >= HEARTBEAT_ECHO_S:
                     echoed = now
                     yield fleet_pb2.JoinReply(echo=fleet_pb2.HeartbeatEcho())

@@ -103,6 +103,23 @@ class RouterMetrics:
             "pdserve_router_stale", "Messages that named nothing", value=dispatcher.num_stale
         )
 
+        prefixes = self._core.fleet.prefixes
+        yield GaugeMetricFamily(
+            "pdserve_router_prefix_blocks",
+            "Different KV blocks of workers' prefix caches that this router knows",
+            value=len(prefixes),
+        )
+        yield CounterMetricFamily(
+            "pdserve_router_prefix_blocks_left_out",
+            "Blocks that workers told of and the index had no room for (--prefix-index-hashes)",
+            value=prefixes.num_left_out,
+        )
+        yield CounterMetricFamily(
+            "pdserve_router_prefix_gaps",
+            "Breaks in what a worker told of its cache, after which it is told anew",
+            value=prefixes.num_gaps,
+        )
+
     def _workers(self) -> Iterator[Metric]:
         """As this router hears them: every router exports all."""
         states = GaugeMetricFamily(
@@ -135,7 +152,7 @@ class RouterMetrics:
         )
         waits = HistogramMetricFamily(
             "pdserve_router_queue_seconds",
-            "From a request's arrival to the try of its first token, or to its end without a try",
+            "From a request's arrival to its first try, or to its queue timeout without one",
             labels=model_name,
         )
         backlog = GaugeMetricFamily(

@@ -1,4 +1,4 @@
-"""A worker's side of Fleet.Join: one lease with every router that the given names resolve to.
+"""A worker's side of Fleet.Join: one lease with every router that the given targets stand for.
 
 It runs on its own threads, so that a worker with a busy loop or engine does not look dead. Every
 method may be called from any thread. A lease sends the hello, then the whole prefix state, then
@@ -262,6 +262,10 @@ class Membership:
                 if self._stop.is_set():
                     return
                 self._leases = {a: x for a, x in self._leases.items() if x.alive()}
+                gone = (self._refused.keys() | self._troubles.keys()) - addresses
+                for address in gone - self._leases.keys():
+                    self._refused.pop(address, None)
+                    self._troubles.pop(address, None)
                 now = time.monotonic()
                 late = {a for a, (again, _) in self._refused.items() if now < again}
                 for address in sorted(addresses - self._leases.keys() - late):

@@ -70,7 +70,7 @@ class WorkerReports:
         load = self._take_load(now)
         if load is not None:
             merges = self.reads_beats and now >= self._last_beat_at + BEAT_S
-            yield pb.WorkerReport(load=load, beat=self._beat(now) if merges else None)
+            yield pb.WorkerReport(load=load, load_beat=self._beat(now) if merges else None)
         if now >= self._next_beat:
             yield pb.WorkerReport(heartbeat=self._beat(now))
 

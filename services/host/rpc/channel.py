@@ -14,6 +14,7 @@ CONNECT_MS = 2_000  # a busy peer, or one far away, takes its time to say its HT
 
 # Options that both ends set: message limits, and pings that find a dead peer in 15 s; none that
 # measure the bandwidth, of which there would be one for each small message of an idle connection.
+# So a stream has 64 KiB on its way at most: what is large, KV, has connections of its own.
 LIMITS = [
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

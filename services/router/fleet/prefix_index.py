@@ -6,7 +6,8 @@ only half is kept, so a block that nobody has is taken for another one once in 2
 then computes what it turns out to lack.
 
 All workers share one table, so that a prompt is looked up once for all of them, and a block that
-many have takes the room of one: 20 to 30 bytes, where a set of bytes objects takes 170.
+many have takes the room of one: 20 to 30 bytes. There are at most MAX_SETS different sets of
+workers that share a block; of a block with yet another set not every worker is known.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ HASH_BYTES = 16
 KEPT_BYTES = 8  # of a hash
 ENTRIES = 16  # in a bucket, if the table is full
 CAPACITY = 4 << 20
+MAX_SETS = 1 << 15  # 200 bytes each, and all are looked through when a worker is forgotten: 15 ms
 _SET = Struct("<I")  # the number of a set of workers
 _ENTRY = KEPT_BYTES + _SET.size
 
@@ -37,6 +39,8 @@ class PrefixIndex:
         self._num_entries = 0
         self._num_dead = 0  # entries whose workers have all been forgotten
         self._next_swept = 0  # bucket
+        self.num_left_out = 0  # blocks of workers that there was no room for, since the start
+        self.num_gaps = 0  # in sequences of workers, likewise
 
     def __len__(self) -> int:
         """How many different blocks are known."""
@@ -63,14 +67,19 @@ class PrefixIndex:
             number, at, bucket = self._find(chain)
             if at >= 0:
                 held = self._sets.workers[number]
+                if not self._sets.has_room(held | bit):
+                    self.num_left_out += 1
+                    continue
                 self._num_dead -= not held
                 num_new += not held & bit
                 self._put(number, at, bucket, self._sets.move(number, held | bit))
-            elif self._num_entries < self._capacity:
+            elif self._num_entries < self._capacity and self._sets.has_room(bit):
                 self._num_entries += 1
                 num_new += 1
                 entry = chain[KEPT_BYTES:] + _SET.pack(self._sets.enter(bit))
                 self._buckets[bucket] += entry
+            else:
+                self.num_left_out += 1
         return num_new
 
     def remove(self, bit: int, hashes: Iterable[bytes]) -> int:
@@ -82,7 +91,7 @@ class PrefixIndex:
             if not held & bit:
                 continue
             num_removed += 1
-            if held == bit:
+            if held == bit or not self._sets.has_room(held & ~bit):
                 self._cut(number, at, bucket)
             else:
                 self._put(number, at, bucket, self._sets.move(number, held & ~bit))
@@ -148,7 +157,6 @@ class WorkerPrefixes:
 
     def __init__(self, index: PrefixIndex, bit: int) -> None:
         self.bit = bit
-        self.gaps = 0
         self._index = index
         self._num_known = 0
         self._next: int | None = None
@@ -162,7 +170,7 @@ class WorkerPrefixes:
             self._forget()
         elif self._next is not None and events.sequence != self._next:
             self._forget()
-            self.gaps += 1
+            self._index.num_gaps += 1
         self._next = events.sequence + len(events.added) + len(events.removed)
         self._num_known += self._index.add(self.bit, _hashes(events.added))
         self._num_known -= self._index.remove(self.bit, _hashes(events.removed))
@@ -185,6 +193,10 @@ class _WorkerSets:
         self._num_entries: list[int] = []
         self._numbers: dict[int, int] = {}
         self._free: list[int] = []
+
+    def has_room(self, workers: int) -> bool:
+        """Whether an entry may name that set."""
+        return len(self._numbers) < MAX_SETS or workers in self._numbers
 
     def enter(self, workers: int) -> int:
         """One more entry names that set, by this number."""

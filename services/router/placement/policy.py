@@ -16,7 +16,7 @@ at whatever point costs at most that quarter again, and decode computes a long r
 prefill worker would have to compute a long beginning anew.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -160,12 +160,17 @@ def decode_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
 def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
     """Of a prefill worker: its queue and the rest of this prompt."""
     new = missing_tokens(prompt, worker) if credit else prompt.num_tokens
-    return worker.waiting_tokens + WORK_RATIO * new
+    return waiting_tokens(worker) + WORK_RATIO * new
 
 
 def queue_cost(worker: WorkerFacts) -> int:
-    """What stands before a new request there."""
+    """What stands before a new request at a decode worker."""
     return worker.waiting_tokens + ROW_TOKENS * worker.requests
+
+
+def waiting_tokens(worker: WorkerFacts) -> int:
+    """What stands before a new request at a prefill worker, which has no rows that run."""
+    return worker.waiting_tokens
 
 
 def computed_again(prompt: PromptFacts, prefill: WorkerFacts, missing: int) -> int:
@@ -220,7 +225,7 @@ def pick_decode(
     """The decode worker of least cost, by power of two choices among the best."""
     within = within_balance(workers)
     costs = [decode_cost(prompt, w, credit=w.boot in within) for w in workers]
-    return power_of_two(workers, costs, rng)
+    return power_of_two(workers, costs, queue_cost, rng)
 
 
 def pick_prefill(
@@ -263,7 +268,7 @@ def pick_prefill(
             return None, "decode goes on", refused
     within = within_balance(fit)
     costs = [prefill_cost(prompt, w, credit=w.boot in within) for w in fit]
-    return power_of_two(fit, costs, rng), "remote prefill", refused
+    return power_of_two(fit, costs, waiting_tokens, rng), "remote prefill", refused
 
 
 def within_balance(workers: Collection[WorkerFacts]) -> set[bytes]:
@@ -277,13 +282,17 @@ def within_balance(workers: Collection[WorkerFacts]) -> set[bytes]:
 
 
 def power_of_two(
-    workers: Sequence[WorkerFacts], costs: Sequence[int], rng: Random
+    workers: Sequence[WorkerFacts],
+    costs: Sequence[int],
+    before: Callable[[WorkerFacts], int],
+    rng: Random,
 ) -> WorkerFacts | None:
-    """Of two drawn among those as good as the best, the less loaded (Mitzenmacher, 2001)."""
+    """Of two drawn among those as good as the best, the less loaded (Mitzenmacher, 2001). `before`:
+    the part of a cost that stands before the request."""
     if not workers:
         return None
     least, best = min(zip(costs, workers, strict=True), key=lambda pair: pair[0])
-    bound = least + spread(best)
+    bound = least + spread(before(best))
     near = [
         (w, c)
         for w, c in zip(workers, costs, strict=True)
@@ -293,6 +302,6 @@ def power_of_two(
     return min(drawn, key=lambda pair: (pair[0].requests, pair[1]))[0]
 
 
-def spread(best: WorkerFacts) -> float:
+def spread(before: int) -> float:
     """What may stand before a request in addition to what does at the best worker."""
-    return max(SPREAD_RATIO * queue_cost(best), SPREAD_TOKENS)
+    return max(SPREAD_RATIO * before, SPREAD_TOKENS)

@@ -73,7 +73,7 @@ def test_the_worker_with_the_prefix_is_the_first() -> None:
 def test_a_prefix_is_of_its_salt_alone() -> None:
     world, workers = fleet(2)
     cache(workers[0], IDS, b"mine")
-    asked = AskedPrompt("m", IDS, b"theirs", HOSTS)
+    asked = AskedPrompt("m", IDS, b"theirs", "", HOSTS)
     assert [one.cached_tokens for one in world.dispatcher.placer.pick(asked, world.now)] == [0, 0]
     world.now += PICKED_S
     asked = asked._replace(cache_salt=b"mine")

@@ -25,6 +25,7 @@ from pdserve.services.router.placement.policy import (
     mismatch,
     pays,
     power_of_two,
+    queue_cost,
     spread,
     within_balance,
 )
@@ -105,7 +106,7 @@ def test_choice_is_near_the_best(fleet: list[WorkerFacts], tokens: int, seed: in
     prompt = PromptFacts(tokens)
     within = within_balance(fleet)
     costs = [decode_cost(prompt, w, w.boot in within) for w in fleet]
-    chosen = power_of_two(fleet, costs, Random(seed))
+    chosen = power_of_two(fleet, costs, queue_cost, Random(seed))
     assert chosen is not None
     least = min(costs)
     best = fleet[costs.index(least)]
@@ -113,7 +114,7 @@ def test_choice_is_near_the_best(fleet: list[WorkerFacts], tokens: int, seed: in
     cost = costs[fleet.index(chosen)]
     if cost > least:
         assert chosen.cached_tokens >= best.cached_tokens
-        assert cost <= least + spread(best)
+        assert cost <= least + spread(queue_cost(best))
 
 
 def test_a_worker_without_the_prefix_is_no_match_for_one_that_has_it() -> None:
@@ -122,8 +123,8 @@ def test_a_worker_without_the_prefix_is_no_match_for_one_that_has_it() -> None:
     cold = WorkerFacts(b"c" * 16, A, requests=19)
     prompt = PromptFacts(500)
     costs = [decode_cost(prompt, w, credit=True) for w in (warm, cold)]
-    assert costs[0] < costs[1] < costs[0] + spread(warm)
-    assert all(power_of_two([warm, cold], costs, Random(s)) is warm for s in range(20))
+    assert costs[0] < costs[1] < costs[0] + spread(queue_cost(warm))
+    assert all(power_of_two([warm, cold], costs, queue_cost, Random(s)) is warm for s in range(20))
 
 
 def test_the_length_of_a_cold_prompt_hides_no_queue() -> None:
@@ -166,7 +167,7 @@ def test_a_single_idle_worker_takes_no_credit_from_the_others(others: int, reque
 
 def test_two_are_drawn_among_equals() -> None:
     fleet = [WorkerFacts(bytes([i]) * 16, A, requests=i) for i in range(4)]
-    drawn = [power_of_two(fleet, [10] * 4, Random(seed)) for seed in range(400)]
+    drawn = [power_of_two(fleet, [10] * 4, queue_cost, Random(seed)) for seed in range(400)]
     counts = {w.requests: drawn.count(w) for w in fleet}
     # P(the less loaded of two is i): 3/6, 2/6, 1/6, 0.
     assert counts[3] == 0

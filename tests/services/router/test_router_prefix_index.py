@@ -3,10 +3,12 @@
 import tracemalloc
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.protos import fleet_pb2 as pb
+from pdserve.services.router.fleet import prefix_index
 from pdserve.services.router.fleet.prefix_index import PrefixIndex, WorkerPrefixes
 
 HASHES = [bytes([number]) * 16 for number in range(8)]
@@ -34,7 +36,7 @@ def test_it_never_knows_what_is_not_there(
         sequence += len(added) + len(removed)
     hit = num_cached(index, worker, prompt)
     if exact:
-        assert worker.gaps == 0
+        assert index.num_gaps == 0
         assert len(worker) == len(index) == len(truth)
         assert hit == next((i for i, h in enumerate(prompt) if h not in truth), len(prompt))
     # A gap at the very end is not known before the next message.
@@ -94,7 +96,7 @@ def test_it_is_bounded_and_a_block_that_many_have_counts_once() -> None:
     one, other = index.open(), index.open()
     many = [bytes([number]) * 16 for number in range(50)]
     one.apply(pb.PrefixEvents(sequence=0, added=many))
-    assert (len(one), len(index)) == (10, 10)
+    assert (len(one), len(index), index.num_left_out) == (10, 10, 40)
     other.apply(pb.PrefixEvents(sequence=0, added=many))
     assert (len(other), len(index)) == (10, 10)
     one.apply(pb.PrefixEvents(sequence=50, removed=many[:2]))
@@ -124,9 +126,9 @@ def test_a_reset_is_no_gap() -> None:
     worker = index.open()
     worker.apply(pb.PrefixEvents(sequence=3, added=HASHES[:3]))
     worker.apply(pb.PrefixEvents(sequence=7, reset=True, added=HASHES[4:5]))
-    assert (len(worker), worker.gaps) == (1, 0)
+    assert (len(worker), index.num_gaps) == (1, 0)
     worker.apply(pb.PrefixEvents(sequence=9, added=HASHES[5:6]))
-    assert (len(worker), worker.gaps) == (1, 1)
+    assert (len(worker), index.num_gaps) == (1, 1)
     assert num_cached(index, worker, [HASHES[4]]) == 0
 
 
@@ -135,7 +137,7 @@ def test_what_is_no_hash_is_not_taken() -> None:
     worker = index.open()
     worker.apply(pb.PrefixEvents(added=[b"short", b"", bytes(17), HASHES[0]]))
     worker.apply(pb.PrefixEvents(sequence=4, removed=[b"short", b""]))
-    assert (len(worker), worker.gaps) == (1, 0)
+    assert (len(worker), index.num_gaps) == (1, 0)
 
 
 def test_a_hash_takes_at_most_forty_bytes() -> None:
@@ -151,6 +153,26 @@ def test_a_hash_takes_at_most_forty_bytes() -> None:
     finally:
         tracemalloc.stop()
     assert held / len(index) <= 40
+
+
+def test_blocks_in_many_mixtures_of_workers_take_little_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of 20,000 blocks is with some of 20 workers, hardly two with the same ones."""
+    monkeypatch.setattr(prefix_index, "MAX_SETS", 1000)
+    rng = Random(4)
+    chains = [rng.randbytes(16) for _ in range(20_000)]
+    told = [rng.sample(chains, 5000) for _ in range(20)]
+    index = PrefixIndex(capacity=20_000)
+    tracemalloc.start()
+    try:
+        for added in told:
+            index.open().apply(pb.PrefixEvents(reset=True, added=added))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert index.num_left_out > 0, "the sets were at their bound"
+    assert held <= 40 * len(index) + 300 * prefix_index.MAX_SETS
 
 
 def test_a_prompt_is_looked_up_once_for_all_workers() -> None:
@@ -169,3 +191,32 @@ def test_a_prompt_is_looked_up_once_for_all_workers() -> None:
     looks = 0
     assert len(index.num_cached(HASHES)) == 100
     assert looks == len(HASHES)
+
+
+def test_so_many_sets_of_workers_are_kept_apart_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond them it knows less, and never what is not there; what removals leave behind, too."""
+    monkeypatch.setattr(prefix_index, "MAX_SETS", 20)
+    rng, index = Random(3), PrefixIndex()
+    chains = [rng.randbytes(16) for _ in range(200)]
+    workers = [index.open() for _ in range(10)]
+    truth: list[set[bytes]] = [set() for _ in workers]
+    sequences = [0] * len(workers)
+    for _ in range(300):
+        number = rng.randrange(10)
+        added = rng.sample(chains, 20)
+        removed = rng.sample(chains, 10)
+        event = pb.PrefixEvents(sequence=sequences[number], added=added, removed=removed)
+        workers[number].apply(event)
+        sequences[number] += 30
+        truth[number] = (truth[number] | set(added)) - set(removed)
+        for chain in rng.sample(chains, 5):
+            known = index.num_cached([chain])
+            assert all(chain in truth[n] for n, w in enumerate(workers) if w.bit in known)
+    assert index.num_left_out > 1000
+    found = sum(len(index.num_cached([chain])) for chain in chains)
+    assert found > 0
+    for worker in workers:
+        worker.close()
+    assert len(index) == 0

@@ -14,7 +14,7 @@ from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
 @dataclass(eq=False)
 class Asked:
     ordinal: int
-    model: str = "m"
+    pool: tuple[str, str] = ("m", "")
     tenant: bytes = b""
 
     @property

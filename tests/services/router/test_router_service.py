@@ -197,7 +197,7 @@ async def test_some_heartbeats_are_echoed(
         for step in range(count):
             beat = Heartbeat(step=step, busy=True)
             if within == "load":
-                yield WorkerReport(load=Load(running=step), beat=beat)
+                yield WorkerReport(load=Load(running=step), load_beat=beat)
             else:
                 yield WorkerReport(heartbeat=beat)
             await asyncio.sleep(ECHO_S / 5)

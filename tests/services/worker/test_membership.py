@@ -160,9 +160,9 @@ async def test_a_router_that_reads_beats_gets_them_in_loads(make: Any) -> None:
     for running in range(1, 41):
         member.report(pb.Load(running=running))
         await asyncio.sleep(0.05)
-    await eventually(lambda: sum(r.HasField("beat") for _, r in lease.reports) >= 5)
+    await eventually(lambda: sum(r.HasField("load_beat") for _, r in lease.reports) >= 5)
     assert len(lease.of("heartbeat")) <= alone + 2, "but for what the machine held up"
-    steps = [r.beat.step for _, r in lease.reports if r.HasField("beat")]
+    steps = [r.load_beat.step for _, r in lease.reports if r.HasField("load_beat")]
     assert steps == sorted(set(steps))
 
 

@@ -37,7 +37,7 @@ def minute(
 
 
 def beats(said: Said) -> list[float]:
-    return [at for at, r in said if r.HasField("heartbeat") or r.HasField("beat")]
+    return [at for at, r in said if r.HasField("heartbeat") or r.HasField("load_beat")]
 
 
 def longest_pause(times: list[float]) -> float:
@@ -84,7 +84,7 @@ def test_rare_loads_do_not_put_heartbeats_off() -> None:
 def test_an_older_router_hears_heartbeats_of_their_own() -> None:
     """It looks at no load for them, and would find neither frozen engines nor echo anything."""
     said = minute(False, 0.02)
-    assert not any(r.HasField("beat") for _, r in said)
+    assert not any(r.HasField("load_beat") for _, r in said)
     alone = [at for at, r in said if r.HasField("heartbeat")]
     assert longest_pause(alone) < HEARTBEAT_S + 2 * TURN_S
 
