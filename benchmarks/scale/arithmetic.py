@@ -7,15 +7,14 @@ first for it by rendezvous hash (Thaler and Ravishankar, 1998).
 """
 
 import argparse
-import hashlib
-import heapq
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pdserve.services.host.discovery.rendezvous import rendezvous_order
 
 MOST_CORE = 0.70  # of a router
 MESH_CORE = 0.35  # of it, for workers that it only listens to: beyond half of it, they are too many
@@ -138,20 +137,13 @@ def least_routers(workers: int, streams: int, costs: Costs, keep: int = 0) -> in
     return None
 
 
-def rendezvous(worker: bytes, routers: Sequence[str], keep: int) -> list[str]:
-    """The routers that a worker joins: those of the highest hash of both names."""
-
-    def weight(router: str) -> bytes:
-        return hashlib.blake2b(worker + router.encode(), digest_size=8).digest()
-
-    return heapq.nlargest(keep, routers, key=weight)
-
-
 def busiest(workers: int, routers: int, keep: int) -> float:
     """Workers of the fullest router to the mean, by the hash itself."""
     names = [f"router-{n}" for n in range(routers)]
     counts = Counter(
-        router for n in range(workers) for router in rendezvous(f"worker-{n}".encode(), names, keep)
+        router
+        for n in range(workers)
+        for router in rendezvous_order(f"worker-{n}".encode(), names)[:keep]
     )
     return max(counts.values()) * routers / (workers * keep)
 

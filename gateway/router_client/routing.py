@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from pdserve.protos.common_pb2 import Start
+from pdserve.services.host.discovery.rendezvous import weight
 
 KEY_IDS = 64  # of a prompt's beginning
 SHARE = 1.1  # of the mean that a router's load may be
@@ -58,13 +59,9 @@ def choose(candidates: Sequence[C], key: bytes, now: float) -> C | None:
     that is below the share to one router."""
     if not candidates:
         return None
-    own = max(candidates, key=lambda c: _weight(key, c.address))
+    own = max(candidates, key=lambda c: weight(key, c.address))
     loads = [candidate.load(now) for candidate in candidates]
     most = max(1, math.ceil(SHARE * (sum(loads) + 1) / len(loads)))
     if own.load(now) + 1 <= most:
         return own
     return min(candidates, key=lambda c: c.load(now))
-
-
-def _weight(key: bytes, address: str) -> bytes:
-    return hashlib.blake2b(address.encode(), digest_size=8, key=key).digest()
