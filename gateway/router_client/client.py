@@ -4,6 +4,10 @@ Invariant: every open request gets exactly one terminal event. When a router is 
 takes nothing new, its requests are issued again to others, each with the ids that it has, its
 placement and a higher epoch. Without any router, a request that a worker had waits until its
 deadline; others fail after GRACE_S.
+
+In a sharded fleet a request that a worker has goes to a router which that worker joined, another
+one to a router that knows a worker of its model. One that no router has a worker for is tried again
+every second, for HOMELESS_S.
 """
 
 import asyncio
@@ -13,9 +17,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import grpc
-
-from pdserve.gateway.router_client.model_files import ModelFiles
+from pdserve.gateway.router_client.model_files import LiveRouter, ModelFiles
 from pdserve.gateway.router_client.resumable_request import ResumableRequest
 from pdserve.gateway.router_client.routing import choose, conversation
 from pdserve.gateway.router_client.session import RouterConnection
@@ -23,6 +25,7 @@ from pdserve.gateway.router_client.upstream import TakeToken
 from pdserve.protos.common_pb2 import (
     DEADLINE_EXCEEDED,
     INVALID_ARGUMENT,
+    MODEL_NOT_FOUND,
     UNAVAILABLE,
     ModelCard,
     Start,
@@ -44,9 +47,11 @@ from pdserve.services.host.rpc.token_rows import NumberedChoice, TokenRow
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0  # a request that never ran fails after this without a router
+HOMELESS_S = 30.0  # a request that every router gives back for want of a worker fails after this
 LATE_S = 2.0  # the router ends a request at its deadline; past it by this, we do
 RESOLVE_S = 1.0  # between two looks at what the targets stand for, if nothing tells of a change
 LAST = ("finished", "failed")  # events
+NOT_HERE = (UNAVAILABLE, MODEL_NOT_FOUND)  # another router may take the request
 
 
 T = TypeVar("T")
@@ -63,6 +68,7 @@ class _Inbox:
         self.opened = now
         self.session: RouterConnection | None = None  # that has it
         self.refused_by: set[RouterConnection] = set()  # they take no new request
+        self.homeless_since: float | None = None  # no router has a worker for it
         self._take_token = take_token
         self._items: deque[Any] = deque()  # events, what `take_token` returned, and its errors
         self._waiter: asyncio.Future[None] | None = None  # of the consumer, while there are none
@@ -188,9 +194,7 @@ class RouterClient:
         if there is such a one. False if there is none: it waits."""
         self._take_from(inbox)
         now = asyncio.get_running_loop().time()
-        able = [session for session in self._live() if session not in inbox.refused_by]
-        found = [session for session in able if session.address in self._found]
-        session = choose(found or able, inbox.key, now)
+        session = self._router_for(inbox, now)
         if session is None:
             return False
         inbox.session = session
@@ -198,6 +202,17 @@ class RouterClient:
         session.count_sent(now)
         self._issue(inbox, now)
         return True
+
+    def _router_for(self, inbox: _Inbox, now: float) -> RouterConnection | None:
+        live = self._live()
+        able = [session for session in live if session not in inbox.refused_by]
+        usable = [session for session in able if session.address in self._found] or able
+        by_address = {session.address: session for session in usable}
+        for address in inbox.request.routers_of_its_worker(session.address for session in live):
+            if address in by_address:
+                return by_address[address]
+        knowing = self._model_files.knowing(inbox.request.model, now)
+        return choose([s for s in usable if s.address in knowing] or usable, inbox.key, now)
 
     @staticmethod
     def _take_from(inbox: _Inbox) -> None:
@@ -233,12 +248,15 @@ class RouterClient:
             inbox.session.send(message)
 
     async def pick(self, asked: PickRequest) -> PickReply:
-        """Where the router that would get this prompt would place it. Raises ServiceError
-        UNAVAILABLE."""
+        """Where the router that would get this prompt would place it; in a sharded fleet another
+        one is asked if that knows no worker there. Raises ServiceError UNAVAILABLE."""
+        now = asyncio.get_running_loop().time()
         like = Start(model=asked.model, cache_salt=asked.cache_salt, prompt_ids=asked.prompt_ids)
-        session = choose(self._live(), conversation(like), asyncio.get_running_loop().time())
-        channel = None if session is None else session.channel
-        return await self._model_files.pick([] if channel is None else [channel], asked)
+        knowing, live = self._model_files.knowing(asked.model, now), self._live()
+        likely = [session for session in live if session.address in knowing] or live
+        first = choose(likely, conversation(like), now)
+        order = sorted(live, key=lambda one: (one is not first, one not in likely))
+        return await self._model_files.pick(_reachable(order), asked)
 
     # --- what the sessions say
 
@@ -254,12 +272,29 @@ class RouterClient:
         if inbox is None or inbox.session is not session:
             return
         failed = event.failed
-        if kind == "failed" and failed.failure.code == UNAVAILABLE and not failed.attempt:
-            # A router that drains, or one that no worker has joined.
+        if kind == "failed" and failed.failure.code in NOT_HERE and not failed.attempt:
+            # A router that drains, or one that no worker of the model has joined.
             inbox.refused_by.add(session)
-            if self._assign(inbox):
+            if self._assign(inbox) or (failed.elsewhere and self._stays_homeless(inbox)):
                 return
+        elif kind == "placed":
+            inbox.homeless_since = None
         inbox.put(inbox.request.take(event))
+
+    @staticmethod
+    def _stays_homeless(inbox: _Inbox) -> bool:
+        """Whether a request that no router has a worker for is tried again."""
+        now = asyncio.get_running_loop().time()
+        if inbox.homeless_since is None:
+            inbox.homeless_since = now
+        return now - inbox.homeless_since < HOMELESS_S
+
+    def _try_homeless_again(self) -> None:
+        for inbox in list(self._inboxes.values()):
+            if inbox.session is None and inbox.homeless_since is not None:
+                inbox.refused_by.clear()
+                if not inbox.request.ended:
+                    self._assign(inbox)
 
     def rows(self, session: RouterConnection, rows: Iterable[TokenRow]) -> None:
         for choice, position, id_ in rows:
@@ -310,22 +345,26 @@ class RouterClient:
                     del self._sessions[session.address]
                     await session.close()
             self._fail_those_that_waited(asyncio.get_running_loop().time())
+            self._try_homeless_again()
             with suppress(TimeoutError):
                 async with asyncio.timeout(RESOLVE_S):
                     await self._changed.wait()
 
     # --- models and fleet
 
-    def _channels(self) -> list[grpc.aio.Channel]:
-        """Of live sessions, the oldest first: a router that has just come may know no worker."""
-        sessions = sorted(self._live(), key=lambda session: session.up_since)
-        return [session.channel for session in sessions if session.channel is not None]
+    def _routers(self) -> list[LiveRouter]:
+        """The oldest session first: a router that has just come may know no worker."""
+        return _reachable(sorted(self._live(), key=lambda session: session.up_since))
 
     async def models(self) -> Sequence[ModelCard]:
-        return await self._model_files.models(self._channels())
+        return await self._model_files.models(self._routers())
 
     async def blob(self, digest: str) -> bytes:
-        return await self._model_files.blob(self._channels(), digest)
+        return await self._model_files.blob(self._routers(), digest)
 
     async def fleet(self) -> FleetView:
-        return await self._model_files.fleet(self._channels())
+        return await self._model_files.fleet(self._routers())
+
+
+def _reachable(sessions: Iterable[RouterConnection]) -> list[LiveRouter]:
+    return [LiveRouter(s.address, s.channel) for s in sessions if s.channel is not None]

@@ -1,12 +1,15 @@
 """Asks live routers for the models of the fleet, for their files (blobs) and for the fleet view.
 
+In a full mesh any router knows all, and the first answer counts. In a sharded fleet a router knows
+the workers that joined it: there what all of them say is put together.
+
 Invariant: a blob is kept only when its bytes have the digest that names it.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import grpc
 
@@ -15,8 +18,10 @@ from pdserve.protos.router_pb2 import (
     FleetView,
     GetFleetRequest,
     ListModelsRequest,
+    ListModelsResponse,
     PickReply,
     PickRequest,
+    WorkerView,
 )
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.errors import ServiceError
@@ -25,6 +30,8 @@ from pdserve.services.host.rpc.channel import may_be_closed
 
 CALL_S = 10.0  # for a unary call
 LIST_S = 2.0  # for the models of one router
+REST_S = 0.3  # for those of the others, once one has said that the fleet is sharded
+OLD_S = 10.0  # what a router said before is not taken for true any more
 OLDEST_S = 0.05  # for those of the oldest alone: one that has just come may not know all
 MODELS_AGE_S = 1.0  # cards are asked for again after this
 PATIENCE_S = 0.5  # for newer cards, where there are some
@@ -33,25 +40,41 @@ T = TypeVar("T")
 Asked = TypeVar("Asked")
 
 
+class LiveRouter(NamedTuple):
+    """A router that can be asked."""
+
+    address: str
+    channel: grpc.aio.Channel
+
+
 class ModelFiles:
     """Asks routers and caches their answers; see gateway/router_client/upstream.py.
 
-    `channels` lead to the live routers, the best first. Without any, calls raise ServiceError
-    UNAVAILABLE.
+    `routers`: the live ones, the best first. Without any, calls raise ServiceError UNAVAILABLE.
     """
 
     def __init__(self) -> None:
         self._models: tuple[float, Sequence[ModelCard]] | None = None
+        # What each router of a sharded fleet said last, and when; empty in a full mesh.
+        self._listed: dict[str, tuple[float, Sequence[ModelCard]]] = {}
         self._refreshing: asyncio.Task[None] | None = None
         self._blobs = BlobCache(BLOB_CACHE_BYTES)
 
-    async def models(self, channels: Sequence[grpc.aio.Channel]) -> Sequence[ModelCard]:
+    def knowing(self, model: str, now: float) -> set[str]:
+        """Addresses of the routers of a sharded fleet that lately had workers of the model."""
+        return {
+            address
+            for address, (at, cards) in self._listed.items()
+            if now - at <= OLD_S and any(card.name == model for card in cards)
+        }
+
+    async def models(self, routers: Sequence[LiveRouter]) -> Sequence[ModelCard]:
         """At most MODELS_AGE_S old, unless no router answers within PATIENCE_S."""
         now = asyncio.get_running_loop().time()
         if self._models is not None and now - self._models[0] <= MODELS_AGE_S:
             return self._models[1]
         if self._refreshing is None or self._refreshing.done():
-            self._refreshing = asyncio.create_task(self._refresh(channels), name="models")
+            self._refreshing = asyncio.create_task(self._refresh(routers), name="models")
         if self._models is None:
             await asyncio.shield(self._refreshing)
         else:  # a router that hangs or starts again does not unname the models
@@ -59,70 +82,146 @@ class ModelFiles:
         assert self._models is not None
         return self._models[1]
 
-    async def _refresh(self, channels: Sequence[grpc.aio.Channel]) -> None:
+    async def _refresh(self, routers: Sequence[LiveRouter]) -> None:
         """Raises ServiceError UNAVAILABLE if there are no cards yet, either."""
         try:
-            models = await _models_of(channels)
+            models = await self._ask_for_models(routers)
         except ServiceError:
             if self._models is None:
                 raise
         else:
             self._models = asyncio.get_running_loop().time(), models
 
-    async def blob(self, channels: Sequence[grpc.aio.Channel], digest: str) -> bytes:
+    async def _ask_for_models(self, routers: Sequence[LiveRouter]) -> Sequence[ModelCard]:
+        """What the first router knows, or without an answer within OLDEST_S any other one; if that
+        is one of a sharded fleet, what all know. Raises ServiceError UNAVAILABLE if none answers.
+        """
+        asked = {r.address: asyncio.create_task(_list(r.channel)) for r in _some(routers)}
+        try:
+            found = await _first_with_models(list(asked.values()))
+            if found is None or not found.sharded:
+                self._listed.clear()
+            else:
+                await asyncio.wait(asked.values(), timeout=REST_S)
+                return self._union({a: t.result() for a, t in asked.items() if t.done()}, asked)
+        finally:
+            for task in asked.values():
+                task.cancel()
+        if found is not None:
+            return tuple(found.models)
+        if all(task.result() is None for task in asked.values()):
+            raise _no_answer()
+        return ()
+
+    def _union(
+        self, answers: Mapping[str, ListModelsResponse | None], routers: Iterable[str]
+    ) -> Sequence[ModelCard]:
+        """The models of these routers, by what each has said last; of two cards of a name that of
+        the router that comes first."""
+        now = asyncio.get_running_loop().time()
+        kept = {a: listed for a, listed in self._listed.items() if now - listed[0] <= OLD_S}
+        said = {a: (now, tuple(reply.models)) for a, reply in answers.items() if reply is not None}
+        every = kept | said
+        self._listed = {address: every[address] for address in routers if address in every}
+        cards: dict[str, ModelCard] = {}
+        for _, models in self._listed.values():
+            for card in models:
+                cards.setdefault(card.name, card)
+        return tuple(cards[name] for name in sorted(cards))
+
+    async def blob(self, routers: Sequence[LiveRouter], digest: str) -> bytes:
         async def fetch(digest: str) -> bytes:
-            for channel in channels[:-1]:
+            for router in routers[:-1]:
                 with suppress(ServiceError):
-                    return await read_blob(channel, digest)
-            return await read_blob(_some(channels)[-1], digest)
+                    return await read_blob(router.channel, digest)
+            return await read_blob(_some(routers)[-1].channel, digest)
 
         data = await self._blobs.get(digest, fetch)
         assert data is not None  # else read_blob has raised
         return data
 
-    async def fleet(self, channels: Sequence[grpc.aio.Channel]) -> FleetView:
-        return await _answer(RouterStub(_some(channels)[0]).GetFleet, GetFleetRequest(), CALL_S)
+    async def fleet(self, routers: Sequence[LiveRouter]) -> FleetView:
+        first, *others = _some(routers)
+        view: FleetView = await _answer(
+            RouterStub(first.channel).GetFleet, GetFleetRequest(), CALL_S
+        )
+        if view.workers and not any(worker.hello.join_routers for worker in view.workers):
+            return view
+        found = await asyncio.gather(*(_fleet_of(router.channel) for router in others))
+        return merged([view, *(one for one in found if one is not None)])
 
-    async def pick(self, channels: Sequence[grpc.aio.Channel], asked: PickRequest) -> PickReply:
-        return await _answer(RouterStub(_some(channels)[0]).Pick, asked, CALL_S)
-
-
-async def _models_of(channels: Sequence[grpc.aio.Channel]) -> Sequence[ModelCard]:
-    """What the first router knows, or without an answer within OLDEST_S any other one. Raises
-    ServiceError UNAVAILABLE if none answers."""
-    asked = [asyncio.create_task(_list(channel)) for channel in _some(channels)]
-    try:
-        await asyncio.wait(asked[:1], timeout=OLDEST_S)
-        waiting = asked
-        while waiting:
-            for task in waiting:
-                if task.done() and task.result():
-                    return task.result() or ()
-            waiting = [task for task in waiting if not task.done()]
-            if waiting:
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in asked:
-            task.cancel()
-    if all(task.result() is None for task in asked):
-        raise _no_answer()
-    return ()
+    async def pick(self, routers: Sequence[LiveRouter], asked: PickRequest) -> PickReply:
+        """The first router's answer, or in a sharded fleet that of the first one that has joined a
+        worker there."""
+        first, *others = _some(routers)
+        reply: PickReply = await _answer(RouterStub(first.channel).Pick, asked, CALL_S)
+        for router in others if self._listed else ():
+            if reply.workers or reply.overloaded:
+                break
+            with suppress(ServiceError):
+                next_ = await _answer(RouterStub(router.channel).Pick, asked, CALL_S)
+                next_.elsewhere &= reply.elsewhere
+                reply = next_
+        return reply
 
 
-async def _list(channel: grpc.aio.Channel) -> Sequence[ModelCard] | None:
+async def _first_with_models(
+    asked: Sequence["asyncio.Task[ListModelsResponse | None]"],
+) -> ListModelsResponse | None:
+    """The first answer that names a model, that of the first router if it comes within OLDEST_S;
+    None: there is no such answer."""
+    await asyncio.wait(asked[:1], timeout=OLDEST_S)
+    waiting = list(asked)
+    while waiting:
+        for task in waiting:
+            if task.done() and (reply := task.result()) is not None and reply.models:
+                return reply
+        waiting = [task for task in waiting if not task.done()]
+        if waiting:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    return None
+
+
+async def _list(channel: grpc.aio.Channel) -> ListModelsResponse | None:
     """The models of one router; None if it does not answer."""
     try:
-        reply = await _answer(RouterStub(channel).ListModels, ListModelsRequest(), LIST_S)
+        return await _answer(RouterStub(channel).ListModels, ListModelsRequest(), LIST_S)
     except ServiceError:
         return None
-    return tuple(reply.models)
 
 
-def _some(channels: Sequence[grpc.aio.Channel]) -> Sequence[grpc.aio.Channel]:
-    """The channels. Raises ServiceError UNAVAILABLE if there are none."""
-    if not channels:
+async def _fleet_of(channel: grpc.aio.Channel) -> FleetView | None:
+    """What one router knows; None if it does not answer."""
+    try:
+        return await _answer(RouterStub(channel).GetFleet, GetFleetRequest(), LIST_S)
+    except ServiceError:
+        return None
+
+
+def merged(views: Sequence[FleetView]) -> FleetView:
+    """One view of what several routers see. Each worker is there once, as the router sees it that
+    it stays with and that has heard it last; counters are sums."""
+    workers: dict[bytes, WorkerView] = {}
+    for worker in (worker for view in views for worker in view.workers):
+        boot = worker.hello.boot
+        if boot not in workers or _preference(worker) < _preference(workers[boot]):
+            workers[boot] = worker
+    whole = FleetView(workers=workers.values(), router_boot=views[0].router_boot)
+    for field in FleetView.DESCRIPTOR.fields:
+        if field.cpp_type == field.CPPTYPE_UINT64:
+            setattr(whole, field.name, sum(getattr(view, field.name) for view in views))
+    return whole
+
+
+def _preference(worker: WorkerView) -> tuple[bool, float]:
+    return worker.state == "leaving", worker.silent_s
+
+
+def _some(routers: Sequence[LiveRouter]) -> Sequence[LiveRouter]:
+    """The routers. Raises ServiceError UNAVAILABLE if there are none."""
+    if not routers:
         raise ServiceError(UNAVAILABLE, "no router can be reached", retry_after_s=1.0)
-    return channels
+    return routers
 
 
 async def _answer(method: Callable[[Asked], Awaitable[T]], request: Asked, limit_s: float) -> T:

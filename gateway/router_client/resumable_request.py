@@ -4,7 +4,7 @@ Invariant: its progress holds exactly the ids that were handed on, in order, so 
 continues where the client is. Only events of the current epoch count.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pdserve.protos.common_pb2 import (
     INTERNAL,
@@ -17,6 +17,7 @@ from pdserve.protos.common_pb2 import (
     Tokens,
 )
 from pdserve.protos.router_pb2 import RequestEvent
+from pdserve.services.host.discovery.rendezvous import rendezvous_order
 from pdserve.services.host.rpc.request_progress import LostTokens, RequestProgress, remaining_ms
 from pdserve.services.host.rpc.token_rows import NumberedChoice
 
@@ -29,6 +30,7 @@ class ResumableRequest:
 
     def __init__(self, start: Start, now: float) -> None:
         self.id = start.request
+        self.model = start.model
         self.ended = False
         own = Start()
         own.CopyFrom(start)
@@ -40,6 +42,7 @@ class ResumableRequest:
         self._epoch = start.epoch
         self._issued = False
         self._placement: Placement | None = None
+        self._join_routers = 0  # of its worker; 0: all
         self._crash_count = start.crash_count
 
     @property
@@ -50,6 +53,13 @@ class ResumableRequest:
     def placed(self) -> bool:
         """Whether a worker has it, or had it: it may go on there."""
         return self._placement is not None
+
+    def routers_of_its_worker(self, addresses: Iterable[str]) -> list[str]:
+        """Those of the routers that its worker has joined, as far as that depends on their names,
+        the first by rendezvous hash at the front; none: it has no worker, or one that joins all."""
+        if self._placement is None or not self._join_routers:
+            return []
+        return rendezvous_order(self._placement.decode_boot, addresses)[: self._join_routers]
 
     def issue(self, now: float) -> Start | None:
         """The message that starts or continues the request; a higher epoch each time.
@@ -98,6 +108,7 @@ class ResumableRequest:
             return self.fail(INTERNAL, "a part of the answer was lost on the way")
         if kind == "placed":
             self._placement = event.placed.placement
+            self._join_routers = event.placed.join_routers
             self._crash_count = event.placed.crash_count
         else:
             self.ended = True

@@ -19,7 +19,7 @@ from pdserve.services.host.rpc.request_progress import RequestProgress
 from pdserve.services.host.rpc.token_rows import TokenRow
 from pdserve.services.host.tracing import NO_TRACER, Tracer
 from pdserve.services.router.dispatcher import Dispatcher
-from pdserve.services.router.fleet.fleet import Fleet, State, Worker
+from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.fleet.prefix_index import CAPACITY
 from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
 from pdserve.services.router.placement.policy import Rules
@@ -96,6 +96,7 @@ class RouterCore:
                 self.fleet.excuse(now - ticked, now)
             was_isolated = self.fleet.isolated
             self._lose(self.fleet.tick(now))
+            self._let_go()
             self.num_isolations += self.fleet.isolated and not was_isolated
             self.dispatcher.tick(now)
             if self.draining and not self.dispatcher.num_attended:
@@ -103,12 +104,21 @@ class RouterCore:
 
     def _lose(self, dead: list[Worker]) -> None:
         for worker in dead:
-            log.warning("worker %s is dead", worker.hello.address)
-            self.deaths[_who(worker.hello)] += not worker.said_goodbye
+            if not worker.leaving:
+                log.warning("worker %s is dead", worker.hello.address)
+            self.deaths[_who(worker.hello)] += worker.stays
             self.worker_sessions.close(worker)
-            self.dispatcher.disconnected(
-                worker, died=not worker.said_goodbye, now=self._loop.time()
-            )
+            self.dispatcher.disconnected(worker, died=worker.stays, now=self._loop.time())
+
+    def _let_go(self) -> None:
+        """Forget the workers that leave this router and have nothing of it any more; `report` then
+        ends their leases."""
+        leaving = [worker for worker in self.fleet.workers.values() if worker.leaving]
+        used = self.dispatcher.workers_in_use() if leaving else ()
+        for worker in leaving:
+            if worker not in used:
+                log.info("worker %s has left for other routers", worker.hello.address)
+                self._lose(self.fleet.lost(worker))
 
     # --- join streams
 
@@ -141,8 +151,9 @@ class RouterCore:
         elif kind == "prefixes":
             worker.prefixes.apply(report.prefixes)
         elif kind == "goodbye":
-            log.info("worker %s drains: %s", worker.hello.address, report.goodbye.reason)
-            self.fleet.goodbye(worker)
+            what = "leaves this router" if report.goodbye.leaves else "drains"
+            log.info("worker %s %s: %s", worker.hello.address, what, report.goodbye.reason)
+            self.fleet.goodbye(worker, report.goodbye.leaves)
         return True
 
     def _beat(self, worker: Worker, heartbeat: fleet_pb2.Heartbeat, now: float) -> None:
@@ -214,11 +225,11 @@ class RouterCore:
         return self.dispatcher.placer.refuses(pool, tenant, self._loop.time())
 
     def models(self) -> list[pb.ModelCard]:
-        """Cards by name, of decode workers that are not draining. If those of a name have several
-        tokenizers, the card is of the one with the most workers, of equal ones the newest."""
+        """Cards by name, of decode workers that stay. If those of a name have several tokenizers,
+        the card is of the one with the most workers, of equal ones the newest."""
         pools: dict[str, dict[str, list[pb.ModelCard]]] = {}
         for worker in self.fleet.workers.values():
-            if worker.hello.role == fleet_pb2.DECODE and worker.state is not State.DRAINING:
+            if worker.hello.role == fleet_pb2.DECODE and worker.stays:
                 tokenizers = pools.setdefault(worker.model, {})
                 cards = tokenizers.setdefault(worker.identity.tokenizer, [])
                 cards.append(worker.hello.card)

@@ -80,6 +80,12 @@ class Dispatcher:
         """Their requests by the ids of the attempts that are open; not to be changed."""
         return self._by_attempt
 
+    def workers_in_use(self) -> set[Worker]:
+        """The workers of open attempts."""
+        assignments = (request.assignment_of(id_) for id_, request in self._by_attempt.items())
+        pairs = ((one.decode, one.prefill) for one in assignments if one is not None)
+        return {worker for pair in pairs for worker in pair if worker is not None}
+
     @property
     def num_running(self) -> int:
         return len(self._requests)
@@ -361,6 +367,8 @@ class Dispatcher:
             text = f"no worker is left with the {what}"
             error = ServiceError(pb.UNAVAILABLE, text, "", 1.0)
             request.step(on.RequestRefused(error), now)
+        for request in self.placer.left_alone(now) if self.fleet.sharded else ():
+            request.step(on.RequestRefused(FailureReason.NO_WORKER_HERE), now)
         self._recently_finished.tick(now)
         self.migrations.tick(self._requests.values(), now)
         self.placer.pump(now)

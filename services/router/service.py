@@ -236,7 +236,8 @@ class RouterService(RouterServicer):
         self, request: rpc.ListModelsRequest, context: Context
     ) -> rpc.ListModelsResponse:
         await self._authorize(context)
-        return rpc.ListModelsResponse(models=self._core.models())
+        sharded = self._core.fleet.sharded
+        return rpc.ListModelsResponse(models=self._core.models(), sharded=sharded)
 
     async def GetFleet(self, request: rpc.GetFleetRequest, context: Context) -> rpc.FleetView:
         return self._core.view()

@@ -1,8 +1,16 @@
-"""A worker's side of Fleet.Join: one lease with every router that the given targets stand for.
+"""A worker's side of Fleet.Join: a lease with every router that the given targets stand for, or
+with the first `join_routers` of them by rendezvous hash.
 
 It runs on its own threads, so that a worker with a busy loop or engine does not look dead. Every
 method may be called from any thread. A lease sends the hello, then the whole prefix state, then
 changes.
+
+Sharded, a router that refuses this worker, or has not welcomed it for ABSENT_S, is still tried but
+does not count, so that the next one in the order is joined, too. A router that is not among the
+first any more is left when as many that are have welcomed the worker and SETTLED_S have passed. To
+leave is a goodbye: the router places nothing new here, but what runs goes on by its session, and it
+ends the lease itself when nothing of it is left here. So no stream ends or is computed again by it.
+A router of 0.1.0 would take the goodbye for a drain: it is not left.
 """
 
 import logging
@@ -18,6 +26,7 @@ from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.discovery.discovery import Discovery
+from pdserve.services.host.discovery.rendezvous import first_that_count, rendezvous_order
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.protocol_version import check_version
 from pdserve.services.worker.reports import WorkerReports
@@ -30,7 +39,10 @@ SILENT_S = 5.0  # after this time without an echo of a heartbeat the router is j
 REJOIN_S = 0.1  # least time between two looks at the leases
 REFUSED_S = 0.5  # between two tries at a router of another version, doubled with each ...
 MAX_REFUSED_S = 10.0  # ... up to this: it is upgraded, or this worker
-BEATS_SINCE = 1  # the protocol version from which routers read the heartbeat of a load
+BEATS_SINCE = 1  # the protocol version from which routers read the heartbeat of a load ...
+LEAVES_SINCE = 1  # ... and from which a worker can leave one of them
+ABSENT_S = 3.0  # a router that has not welcomed the worker for so long does not count: it restarts?
+SETTLED_S = 5.0  # since the last welcome of those that count: one that comes and goes is no reason
 HASHES_PER_EVENT = 2048  # a router takes in about 1 us for each
 
 
@@ -46,6 +58,9 @@ class _Lease:
         self._closed = False
         self._call: grpc.Call | None = None
         self._heard = time.monotonic()
+        self._protocol = 0  # the router's
+        self.welcomed = 0.0  # when the router took the worker; 0: it has not
+        self.leaving = False
         self._thread = threading.Thread(target=self._run, name=f"join {address}", daemon=True)
 
     def start(self, prefixes: list[pb.PrefixEvents], load: pb.Load | None) -> None:
@@ -67,8 +82,16 @@ class _Lease:
         self._wake.set()
 
     def goodbye(self, reason: str) -> None:
-        self._to_say.add_goodbye(reason)
+        self._to_say.add_goodbye(pb.Goodbye(reason=reason))
         self._wake.set()
+
+    def leave(self) -> None:
+        """Have the router end the lease when nothing that it has begun is left here."""
+        if self._protocol >= LEAVES_SINCE and not self.leaving:
+            log.info("leaving router %s: others come before it", self.address)
+            self.leaving = True
+            self._to_say.add_goodbye(pb.Goodbye(reason="joined others", leaves=True))
+            self._wake.set()
 
     def close(self) -> None:
         """End the stream; `wait` waits for that."""
@@ -127,6 +150,7 @@ class _Lease:
         check_version(welcome.protocol, "worker", f"router {self.address}")
         self._to_say.reads_beats = welcome.protocol >= BEATS_SINCE
         log.info("joined router %s, protocol version %d", self.address, welcome.protocol)
+        self._protocol, self.welcomed = welcome.protocol, time.monotonic()
         self._owner.note(self.address, "")
 
     def _failed(self, error: ServiceError) -> None:
@@ -136,7 +160,7 @@ class _Lease:
 
 
 class Membership:
-    """Keeps the worker joined to every router until closed.
+    """Keeps the worker joined to its routers until closed; the hello says to how many.
 
     `routers` are targets (docs/discovery.md), looked at again every second; routers that are not
     ready are joined, too, so that they know the fleet when they are. `liveness` gives the engine's
@@ -162,6 +186,7 @@ class Membership:
         self._troubles: dict[str, str] = {}  # why a router is not joined, by address
         # Routers of another version: when the next try is, and the pause after it.
         self._refused: dict[str, tuple[float, float]] = {}
+        self._missed: dict[str, float] = {}  # since when a router that is to be joined is not
         self._stop = threading.Event()
         self._changed = threading.Event()
         self._discovery = Discovery(routers, self._changed.set, ready_only=False)
@@ -267,12 +292,45 @@ class Membership:
                     self._refused.pop(address, None)
                     self._troubles.pop(address, None)
                 now = time.monotonic()
+                wanted = self._wanted(addresses, now)
                 late = {a for a, (again, _) in self._refused.items() if now < again}
-                for address in sorted(addresses - self._leases.keys() - late):
+                for address in sorted(wanted - self._leases.keys() - late):
                     self._leases[address] = self._new_lease(address)
+                self._leave_others(wanted, now)
             self._changed.wait(RESOLVE_S)
             self._changed.clear()
             self._stop.wait(REJOIN_S)
+
+    def _wanted(self, addresses: set[str], now: float) -> set[str]:
+        """The routers to be joined, of all there are."""
+        num = self.hello.join_routers
+        if not num:
+            return addresses
+
+        def counts(address: str) -> bool:
+            lacks = address in self._refused or now - self._missed.get(address, now) >= ABSENT_S
+            return address in joined or not lacks
+
+        joined = {a for a, lease in self._leases.items() if lease.welcomed and not lease.leaving}
+        order = rendezvous_order(self.hello.boot, addresses)
+        wanted = set(first_that_count(order, num, counts))
+        self._missed = {a: self._missed.get(a, now) for a in wanted - joined}
+        return wanted
+
+    def _leave_others(self, wanted: set[str], now: float) -> None:
+        """Leave the routers that are not wanted any more, once enough of the others have welcomed
+        the worker. One that is wanted again is joined anew, which ends the goodbye there."""
+        num = self.hello.join_routers
+        if not num or self._goodbye is not None:
+            return
+        for address in wanted & self._leases.keys():
+            if self._leases[address].leaving:
+                self._leases[address].close()
+        joined = {a: lease.welcomed for a, lease in self._leases.items() if lease.welcomed}
+        since = [welcomed for address, welcomed in joined.items() if address in wanted]
+        if len(since) >= num and now - max(since) >= SETTLED_S:
+            for address in joined.keys() - wanted:
+                self._leases[address].leave()
 
     def _new_lease(self, address: str) -> _Lease:
         lease = _Lease(self, address, self._access)

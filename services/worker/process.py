@@ -202,6 +202,7 @@ class WorkerProcess:
         hello = WorkerHello()
         hello.CopyFrom(runtime.hello)
         hello.boot, hello.address = self.boot, self.address
+        hello.join_routers = self._settings.join_routers
         self._membership = Membership(
             hello,
             self._settings.routers,

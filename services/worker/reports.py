@@ -40,7 +40,7 @@ class WorkerReports:
         self._heartbeat = heartbeat
         self._lock = threading.Lock()  # guards the load and the goodbye
         self._load: pb.Load | None = None
-        self._goodbye: str | None = None
+        self._goodbye: pb.Goodbye | None = None
         self._prefixes: deque[pb.PrefixEvents] = deque()
         self._last_load = pb.Load()
         self._last_load_at = self._last_beat_at = self._next_beat = -math.inf
@@ -54,17 +54,17 @@ class WorkerReports:
         """All of them, in order."""
         self._prefixes.extend(events)
 
-    def add_goodbye(self, reason: str) -> None:
-        """The worker drains."""
+    def add_goodbye(self, goodbye: pb.Goodbye) -> None:
+        """The worker drains, or leaves this router."""
         with self._lock:
-            self._goodbye = reason
+            self._goodbye = goodbye
 
     def due(self, now: float) -> Iterator[pb.WorkerReport]:
         """What is to be said now."""
         with self._lock:
             goodbye, self._goodbye = self._goodbye, None
         if goodbye is not None:
-            yield pb.WorkerReport(goodbye=pb.Goodbye(reason=goodbye))
+            yield pb.WorkerReport(goodbye=goodbye)
         while self._prefixes:
             yield pb.WorkerReport(prefixes=self._prefixes.popleft())
         load = self._take_load(now)

@@ -21,6 +21,12 @@ class WorkerSettings(BackendSettings):
         "host:port of routers to join, names are resolved anew; or kubernetes:///SERVICE:PORT "
         "(docs/discovery.md)",
     )
+    join_routers: int = option(
+        0,
+        "join so many routers, the first by rendezvous hash (docs/scale.md); 0: all",
+        min=0,
+        max=1024,
+    )
     threads: int = option(0, "compute threads; 0: one per core it may run on", min=0, max=1024)
     kv_transport: str = option(
         "auto",

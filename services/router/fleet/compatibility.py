@@ -32,7 +32,7 @@ class KvCompatibility:
         self.inexact: Counter[str] = Counter()  # "resume", "hand-off"
         self._mixing = mixing
         self._logged: set[tuple[bytes, bytes]] = set()
-        self._withdrawn: set[str] = set()  # weights whose last worker has said goodbye
+        self._withdrawn: set[str] = set()  # weights whose last worker said goodbye
         self._expected: dict[str, float] = {}  # until when a worker may come back with these
 
     def able(self, origin: KvIdentity | None, workers: Sequence[Worker]) -> Sequence[Worker]:
@@ -42,7 +42,7 @@ class KvCompatibility:
             return workers
         admitted = [w for w in workers if refusal(origin, w.identity, self._mixing) is None]
         exact = [w for w in admitted if refusal(origin, w.identity, NO_MIXING) is None]
-        stay = [w for w in exact if not w.said_goodbye and not w.frozen]
+        stay = [w for w in exact if w.stays and not w.frozen]
         return exact if stay else admitted
 
     def withdrawn(self, origin: KvIdentity | None, now: float) -> bool:
@@ -60,9 +60,9 @@ class KvCompatibility:
         """A worker is forgotten; `others` are there still."""
         pool = _pool(worker.identity)
         pools = {_pool(other.identity) for other in others}
-        if worker.said_goodbye and pool not in pools:
+        if not worker.stays and pool not in pools:
             self._withdrawn.add(pool)
-        if not worker.said_goodbye or not pools:
+        if worker.stays or not pools:
             self._expected[pool] = now + STRANDED_S
 
     def count_left_out(self, decode: bytes, refused: Iterable[tuple[bytes, Difference]]) -> None:

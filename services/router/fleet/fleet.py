@@ -7,8 +7,11 @@
     any -> dead          connection refused; a new boot id on its address; goodbye, then both its
                          join stream and its session gone
     LIVE -> DRAINING     goodbye: no new work, running work goes on
-    LIVE, DRAINING -> FROZEN   its engine's counter stands still although it has work
-    FROZEN -> LIVE, DRAINING   the counter moves, or it has no work
+    LIVE -> LEAVING      goodbye to this router alone (membership.py): the same, and what runs stays
+                         there; forgotten when nothing of this router runs there any more
+    LEAVING -> LIVE      it has joined anew
+    LIVE, LEAVING, DRAINING -> FROZEN   its engine's counter stands still although it has work
+    FROZEN -> LIVE, LEAVING, DRAINING   the counter moves, or it has no work
 
 A suspect gets no new work and keeps what it has. A frozen worker gets none either, and what it has
 is tried elsewhere, as after a death; its process lives, so it hears the cancels and does them once
@@ -52,6 +55,7 @@ class State(Enum):
     SUSPECT = "suspect"
     DRAINING = "draining"
     FROZEN = "frozen"
+    LEAVING = "leaving"
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +70,7 @@ class Worker:
     state: State = State.LIVE
     suspect_since: float = 0.0
     said_goodbye: bool = False
+    leaving: bool = False  # it said goodbye to this router alone
     frozen: bool = False
     engine: StallDetector = field(default_factory=StallDetector)
     connected: bool = False  # the router's session to it is up
@@ -100,10 +105,19 @@ class Worker:
         address: str = self.hello.address
         return address.rpartition(":")[0].strip("[]")
 
+    @property
+    def stays(self) -> bool:
+        """Whether this router may give it work later, too."""
+        return not self.said_goodbye and not self.leaving
+
     def set_state(self) -> None:
         """Sets the state of a worker that has just been heard."""
-        drains = State.DRAINING if self.said_goodbye else State.LIVE
-        self.state = State.FROZEN if self.frozen else drains
+        if self.frozen:
+            self.state = State.FROZEN
+        elif self.said_goodbye:
+            self.state = State.DRAINING
+        else:
+            self.state = State.LEAVING if self.leaving else State.LIVE
 
     def takes_work(self, now: float) -> bool:
         """Whether a new command may go there."""
@@ -148,6 +162,7 @@ class Fleet:
         self.prefixes = PrefixIndex(prefix_index_hashes)
         self._of: dict[tuple[pb.Role, str], list[Worker]] = {}
         self.isolated_since: float | None = None  # the router hears too few of its workers
+        self.sharded = False  # a decode worker has come that joins some routers alone
         self._leases = 0
 
     def get(self, boot: bytes) -> Worker | None:
@@ -160,6 +175,7 @@ class Fleet:
     def join(self, hello: pb.WorkerHello, now: float) -> tuple[Worker, list[Worker]]:
         """A join stream began: its worker, and the lives that it ends."""
         self._leases += 1
+        self.sharded |= hello.role == pb.DECODE and hello.join_routers > 0
         same_place = [
             w
             for w in self.workers.values()
@@ -174,7 +190,9 @@ class Fleet:
             self._sort()
         else:
             known.lease = self._leases
-            self.heard(known, now)
+            known.leaving = False
+            known.heard = known.witnessed = now
+            known.set_state()
         return known, same_place
 
     def heard(self, worker: Worker, now: float) -> None:
@@ -194,17 +212,20 @@ class Fleet:
         """A byte of it arrived on another stream: it may be suspect, but it is not dead."""
         worker.witnessed = now
 
-    def goodbye(self, worker: Worker) -> None:
-        """It drains."""
-        worker.said_goodbye = True
-        if worker.state is State.LIVE:
-            worker.state = State.DRAINING
+    def goodbye(self, worker: Worker, leaves: bool = False) -> None:
+        """It drains, or leaves this router alone."""
+        if leaves:
+            worker.leaving = True
+        else:
+            worker.said_goodbye = True
+        if worker.state in (State.LIVE, State.LEAVING):
+            worker.set_state()
 
     def stream_ended(self, worker: Worker, lease: int, now: float) -> list[Worker]:
         """A join stream ended; an older one than the newest says nothing."""
         if self.workers.get(worker.boot) is not worker or worker.lease != lease:
             return []
-        if worker.said_goodbye and not worker.connected:  # else its last events may be on their way
+        if not worker.stays and not worker.connected:  # else its last events may be on their way
             return self.lost(worker)
         self._suspect(worker, now)
         return []
@@ -258,8 +279,8 @@ class Fleet:
     def _look_at_itself(self, suspects: list[Worker], now: float) -> None:
         """Notes since when more than half of its workers are suspect. When that is over, those
         that still are get their time anew: what they say may be on its way, too."""
-        staying = [w for w in self.workers.values() if w.was_connected and not w.said_goodbye]
-        suspects = [w for w in suspects if w.was_connected and not w.said_goodbye]
+        staying = [w for w in self.workers.values() if w.was_connected and w.stays]
+        suspects = [w for w in suspects if w.was_connected and w.stays]
         if len(staying) >= MIN_ISOLATED and 2 * len(suspects) > len(staying):
             if self.isolated_since is None:
                 self.isolated_since = now

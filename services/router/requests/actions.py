@@ -16,6 +16,7 @@ class FailureReason(Enum):
     QUEUE_TIMEOUT = "queue timeout"
     POISON = "poison"  # workers died of it, or with it
     NO_TRY_LEFT = "no try left"
+    NO_WORKER_HERE = "no worker here"  # another router of a sharded fleet may have one
 
 
 @dataclass(frozen=True, slots=True)

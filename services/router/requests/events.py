@@ -7,6 +7,8 @@ that it is about, and counts only while the machine has that attempt.
 from dataclasses import dataclass
 from enum import Enum
 
+from pdserve.services.router.requests.actions import FailureReason
+
 
 class Reachability(Enum):
     """Whether commands can be sent to a worker that the request looks for."""
@@ -73,7 +75,7 @@ class ClientLeft:
 class RequestRefused:
     """The dispatcher will not go on with it."""
 
-    error: Exception
+    error: FailureReason | Exception
 
 
 @dataclass(frozen=True, slots=True)

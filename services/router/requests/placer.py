@@ -28,6 +28,7 @@ from pdserve.services.router.requests.request import RoutedRequest
 log = logging.getLogger(__name__)
 
 MAX_ADMITTING = 16  # unanswered Admits of one decode worker
+LEFT_ALONE_S = 1.0  # without any worker a request goes to another router of a sharded fleet
 
 
 class AskedPrompt(NamedTuple):
@@ -121,7 +122,7 @@ class Placer:
     def is_unread(self, request: RoutedRequest) -> bool:
         """Whether its prompt is of a tokenizer whose workers have all left or leave, while others
         serve its model."""
-        stay = [w for w in self._fleet.of(DECODE, request.model) if not w.said_goodbye]
+        stay = [w for w in self._fleet.of(DECODE, request.model) if w.stays]
         return bool(stay) and not readers(stay, request.pool[1])
 
     def _begin(self, request: RoutedRequest, now: float) -> bool:
@@ -278,6 +279,12 @@ class Placer:
         waiting = (*stranded, *self.waiting.of(WaitReason.BUDGET))
         late = [r for r in stranded if now - self.waiting.since(r) >= STRANDED_S]
         return list(dict.fromkeys((*late, *(r for r in waiting if self._is_hopeless(r, now)))))
+
+    def left_alone(self, now: float) -> list[RoutedRequest]:
+        """Requests that wait while no worker that could take them stays with this router. In a
+        fleet that is sharded a worker that starts again may well join others."""
+        late = [r for r in self.waiting if now - self.waiting.since(r) >= LEFT_ALONE_S]
+        return [r for r in late if not any(worker.stays for worker in self._able(r))]
 
     def _is_hopeless(self, request: RoutedRequest, now: float) -> bool:
         """Whether no worker can go on with it, and none will come."""

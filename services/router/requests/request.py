@@ -44,6 +44,9 @@ FAILURES: dict[FailureReason, ServiceError] = {
         pb.POISON_REQUEST, "the request was running on two workers that died"
     ),
     FailureReason.NO_TRY_LEFT: ServiceError(pb.INTERNAL, "the request failed on every try"),
+    FailureReason.NO_WORKER_HERE: ServiceError(
+        pb.UNAVAILABLE, "no worker that can take the request has joined this router", "", 1.0
+    ),
 }
 
 
@@ -473,6 +476,7 @@ class RoutedRequest:
             placement=self.placement,
             prefill_address=prefill,
             crash_count=self.state.crash_count,
+            join_routers=assignment.decode.hello.join_routers,
         )
         self._effects.emit(self, RequestEvent(placed=placed))
 
@@ -520,11 +524,12 @@ class RoutedRequest:
 
     def _fail(self, action: do.SendFailed, now: float) -> None:
         error = action.error
+        elsewhere = error is FailureReason.NO_WORKER_HERE
         if isinstance(error, FailureReason):
             error = FAILURES[error]
         assert isinstance(error, ServiceError)
         failed = pb.Failed(request=self.id, epoch=self.state.epoch, failure=error.to_failure())
-        failed.attempt = action.attempt
+        failed.attempt, failed.elsewhere = action.attempt, elsewhere
         event = RequestEvent(failed=failed)
         self._end(event, self._assignments.get(action.attempt), error, now)
 

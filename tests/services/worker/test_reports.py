@@ -117,7 +117,7 @@ def test_the_newest_load_goes_out_in_the_end() -> None:
 
 def test_everything_said_at_once_goes_in_order() -> None:
     reports = WorkerReports(pb.Heartbeat)
-    reports.add_goodbye("upgrade")
+    reports.add_goodbye(pb.Goodbye(reason="upgrade"))
     reports.add_prefixes([pb.PrefixEvents(reset=True), pb.PrefixEvents(sequence=1)])
     reports.add_load(pb.Load(running=1))
     kinds = [report.WhichOneof("report") for report in reports.due(0.0)]
