@@ -181,8 +181,9 @@ class Pair:
             await eventually(rests, loads)
 
 
-async def start_worker(settings: Any, role: AnyRole) -> WorkerProcess:
+async def start_worker(settings: Any, role: AnyRole, boot: bytes = b"") -> WorkerProcess:
     worker = WorkerProcess(settings, role, silent)
+    worker.boot = boot or worker.boot
     await worker.start()
     await asyncio.wait_for(worker.loaded, LIMIT_S)
     return worker

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
+from pdserve.engine.kv.identity import KvIdentity
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.services.router.fleet.compatibility import STRANDED_S, KvCompatibility
 from pdserve.services.router.fleet.fleet import Fleet, State, Worker
@@ -63,6 +64,7 @@ class Placer:
         self.picks = PickedPrompts(self.promised)
         self.admitting: Counter[bytes] = Counter()  # unanswered, by boot of the decode worker
         self.reasons: Counter[str] = Counter()  # of decisions
+        self._alone: dict[RoutedRequest, float] = {}  # since when no worker for it stays
 
     # --- placing
 
@@ -281,10 +283,16 @@ class Placer:
         return list(dict.fromkeys((*late, *(r for r in waiting if self._is_hopeless(r, now)))))
 
     def left_alone(self, now: float) -> list[RoutedRequest]:
-        """Requests that wait while no worker that could take them stays with this router. In a
-        fleet that is sharded a worker that starts again may well join others."""
-        late = [r for r in self.waiting if now - self.waiting.since(r) >= LEFT_ALONE_S]
-        return [r for r in late if not any(worker.stays for worker in self._able(r))]
+        """Requests that have waited while no worker that could take them stays with this router. In
+        a fleet that is sharded a worker that starts again may well join others."""
+        stays: dict[tuple[tuple[str, str], KvIdentity | None], bool] = {}
+        for request in self.waiting:
+            key = request.pool, request.origin
+            if key not in stays:
+                stays[key] = any(worker.stays for worker in self._able(request))
+        alone = [r for r in self.waiting if not stays[r.pool, r.origin]]
+        self._alone = {request: self._alone.get(request, now) for request in alone}
+        return [r for r, since in self._alone.items() if now - since >= LEFT_ALONE_S]
 
     def _is_hopeless(self, request: RoutedRequest, now: float) -> bool:
         """Whether no worker can go on with it, and none will come."""

@@ -18,6 +18,7 @@ from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.protos.fleet_pb2_grpc import FleetServicer, add_FleetServicer_to_server
 from pdserve.services.host.discovery import discovery
+from pdserve.services.host.discovery.rendezvous import rendezvous_order
 from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
 from pdserve.services.host.server import GrpcHost
@@ -56,6 +57,7 @@ class Router(FleetServicer):
         self.echoes = True
         self.protocol = 0  # its version, which 0.1.0 does not say
         self.refuses = False
+        self.welcomed = 0.0
 
     async def start(self, port: int = 0) -> str:
         self.host = GrpcHost(ACCESS)
@@ -69,6 +71,7 @@ class Router(FleetServicer):
         self.leases.append(lease)
         if self.refuses:
             await abort(context, ServiceError(INCOMPATIBLE_VERSION, "upgrade the router first"))
+        self.welcomed = time.monotonic()
         yield pb.JoinReply(welcome=pb.Welcome(router_boot=b"r", protocol=self.protocol))
         async for report in request_iterator:
             lease.reports.append((time.monotonic(), report))
@@ -83,12 +86,17 @@ async def make() -> AsyncIterator[Callable[..., Awaitable[Any]]]:
     routers: list[Router] = []
     members: list[Membership] = []
 
-    async def build(num_routers: int = 1) -> tuple[list[Router], Membership]:
+    async def build(num_routers: int = 1, join: int = 0) -> tuple[list[Router], Membership]:
+        """`join`: the first so many by rendezvous hash, in whose order the routers are."""
         addresses = []
         for _ in range(num_routers):
             routers.append(Router())
             addresses.append(await routers[-1].start())
-        hello = pb.WorkerHello(role=pb.DECODE, boot=b"b" * 16, address="127.0.0.1:9")
+        hello = pb.WorkerHello(
+            role=pb.DECODE, boot=b"b" * 16, address="127.0.0.1:9", join_routers=join
+        )
+        if join:
+            routers.sort(key=lambda r: rendezvous_order(hello.boot, addresses).index(r.address))
         steps = iter(range(1_000_000))
         members.append(Membership(hello, addresses, ACCESS, liveness=lambda: (next(steps), True)))
         return routers, members[-1]
@@ -325,3 +333,140 @@ async def test_a_router_of_another_version_is_asked_with_growing_pauses(
     assert "upgrade the" in said[0].message
     far.refuses, far.protocol = False, PROTOCOL_VERSION
     await eventually(lambda: far.leases and far.leases[-1].of("heartbeat"))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (
+        ("REJOIN_S", 0.01),
+        ("RESOLVE_S", 0.02),
+        ("REFUSED_S", 0.05),
+        ("MAX_REFUSED_S", 0.1),
+        ("ABSENT_S", 0.3),
+        ("SETTLED_S", 0.3),
+    ):
+        monkeypatch.setattr(membership, name, seconds)
+
+
+def joined(router: Router) -> bool:
+    """It has a lease that goes on."""
+    return bool(router.leases) and bool(router.leases[-1].of("heartbeat"))
+
+
+async def looks(router: Router, num: int) -> None:
+    """Time in which the worker looks at its leases again and again."""
+    (lease,) = router.leases
+    beats = len(lease.of("heartbeat"))
+    await eventually(lambda: len(lease.of("heartbeat")) >= beats + num)
+
+
+async def test_joins_the_first_routers_alone(make: Any, quick: None) -> None:
+    routers, member = await make(4, join=2)
+    member.start()
+    await eventually(lambda: all(map(joined, routers[:2])))
+    assert routers[0].leases[0].of("hello")[0].join_routers == 2
+    await looks(routers[0], 3)
+    assert [len(router.leases) for router in routers] == [1, 1, 0, 0]
+
+
+async def test_fewer_routers_than_it_would_join(make: Any, quick: None) -> None:
+    routers, member = await make(2, join=4)
+    member.start()
+    await eventually(lambda: all(map(joined, routers)))
+
+
+@pytest.mark.parametrize("how", ["away", "another version"])
+async def test_a_router_that_does_not_take_it_does_not_count(
+    make: Any, quick: None, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The next one is joined, and left once the first one takes the worker after all."""
+    routers, member = await make(4, join=2)
+    first, second, third, fourth = routers
+    for router in routers:
+        router.protocol = PROTOCOL_VERSION
+    if how == "away":
+        await first.host.stop(0)
+    else:
+        first.refuses = True
+    member.start()
+    await eventually(lambda: joined(second) and joined(third))
+    assert not fourth.leases
+    if how == "away":
+        await first.start(int(first.address.rpartition(":")[2]))
+    else:
+        first.refuses = False
+    await eventually(lambda: third.leases[0].of("goodbye"))
+    ((left, _),) = [(at, r) for at, r in third.leases[0].reports if r.HasField("goodbye")]
+    assert third.leases[0].of("goodbye")[0].leaves
+    assert first.welcomed
+    assert left >= first.welcomed + membership.SETTLED_S, "not behind fewer than two meanwhile"
+    await looks(third, 2)  # the lease goes on until the router ends it
+    assert len(third.leases[0].of("goodbye")) == 1
+    third.leases[0].cut.set()
+    await looks(second, 3)
+    assert len(third.leases) == 1, "it is not joined again"
+    assert not second.leases[0].of("goodbye")
+
+
+async def test_a_router_that_cannot_be_left_is_kept(make: Any, quick: None) -> None:
+    """One of 0.1.0 would move all streams away."""
+    routers, member = await make(3, join=2)
+    await routers[0].host.stop(0)
+    member.start()
+    await eventually(lambda: joined(routers[2]))
+    await routers[0].start(int(routers[0].address.rpartition(":")[2]))
+    await eventually(lambda: joined(routers[0]))
+    await looks(routers[2], 3)
+    assert not routers[2].leases[0].of("goodbye")
+
+
+@pytest.mark.parametrize("found", [0, 1])
+async def test_no_router_is_left_while_too_few_are_found(
+    make: Any, quick: None, monkeypatch: pytest.MonkeyPatch, found: int
+) -> None:
+    """The names may have no addresses for a while."""
+    routers, member = await make(2, join=2)
+    for router in routers:
+        router.protocol = PROTOCOL_VERSION
+    member.start()
+    await eventually(lambda: all(map(joined, routers)))
+    addresses = [router.address for router in routers[:found]]
+    looked = []
+
+    def resolve(name: str) -> list[str]:
+        looked.append(name)
+        return addresses
+
+    monkeypatch.setattr(discovery, "resolve", resolve)
+    await eventually(lambda: len(looked) > 60)
+    assert [len(router.leases) for router in routers] == [1, 1]
+    assert not any(router.leases[0].of("goodbye") for router in routers)
+
+
+async def test_a_router_that_is_wanted_again_is_joined_anew(make: Any, quick: None) -> None:
+    routers, member = await make(3, join=2)
+    for router in routers:
+        router.protocol = PROTOCOL_VERSION
+    port = int(routers[0].address.rpartition(":")[2])
+    await routers[0].host.stop(0)
+    member.start()
+    await eventually(lambda: joined(routers[2]))
+    await routers[0].start(port)
+    await eventually(lambda: routers[2].leases[0].of("goodbye"))
+    await routers[0].host.stop(0)
+    await eventually(lambda: len(routers[2].leases) == 2 and joined(routers[2]))
+    assert not routers[2].leases[1].of("goodbye")
+
+
+async def test_a_worker_that_drains_leaves_no_router(make: Any, quick: None) -> None:
+    routers, member = await make(3, join=2)
+    for router in routers:
+        router.protocol = PROTOCOL_VERSION
+    await routers[0].host.stop(0)
+    member.start()
+    await eventually(lambda: joined(routers[2]))
+    member.goodbye("upgrade")
+    await routers[0].start(int(routers[0].address.rpartition(":")[2]))
+    await eventually(lambda: joined(routers[0]) and routers[2].leases[0].of("goodbye"))
+    await looks(routers[2], 3)
+    assert [g.leaves for g in routers[2].leases[0].of("goodbye")] == [False]

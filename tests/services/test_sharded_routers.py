@@ -1,0 +1,174 @@
+"""Routers of which each worker joins two of three: a router that goes costs no stream a token, nor
+does one that comes back, and models and figures are those of the whole fleet."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from eventually import eventually
+from sharded_system import K, ShardedSystem, Stream
+from worker_kit import expected
+
+from pdserve.gateway.router_client import client as client_module
+from pdserve.gateway.router_client import model_files
+from pdserve.protos.router_pb2 import PickRequest
+from pdserve.services.host.discovery import discovery
+from pdserve.services.host.errors import ServiceError
+from pdserve.services.worker import membership
+
+pytestmark = pytest.mark.anyio
+LONG = 200  # tokens: more than two seconds
+
+
+@pytest.fixture
+async def system(
+    anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[ShardedSystem]:
+    """Three routers a, b and c; b knows no worker of the model "other"."""
+    made = ShardedSystem(tmp_path, monkeypatch)
+    monkeypatch.setattr(discovery, "resolve", lambda name: made.addresses)
+    monkeypatch.setattr(client_module, "RESOLVE_S", 0.1)
+    monkeypatch.setattr(model_files, "MODELS_AGE_S", 0.05)
+    monkeypatch.setattr(membership, "RESOLVE_S", 0.05)
+    monkeypatch.setattr(membership, "ABSENT_S", 0.5)
+    monkeypatch.setattr(membership, "SETTLED_S", 0.5)
+    a, b, c = [await made.add_router() for _ in range(3)]
+    await made.add_worker("tiny-ab", "tiny", left_out=c)
+    await made.add_worker("tiny-bc", "tiny", left_out=a)
+    await made.add_worker("other-ac", "other", left_out=b)
+    await made.add_worker("other-ca", "other", left_out=b)
+    await made.begin()
+    await eventually(lambda: sum(len(made.knows(router)) for router in (a, b, c)) == 4 * K)
+    await eventually(lambda: has_both_models(made))
+    yield made
+    await made.close()
+
+
+async def has_both_models(system: ShardedSystem) -> bool:
+    """Whether the gateway has heard of both models."""
+    try:
+        return [card.name for card in await system.client.models()] == ["other", "tiny"]
+    except ServiceError:
+        return False
+
+
+def streams(system: ShardedSystem, num: int, max_tokens: int) -> list[Stream]:
+    models = ("tiny", "other")
+    return [Stream(system.client, n, models[n % 2], max_tokens) for n in range(num)]
+
+
+async def answered(asked: list[Stream], max_tokens: int) -> None:
+    for stream in asked:
+        await stream.task
+        assert stream.end.DESCRIPTOR.name == "Finished", stream.end
+        assert stream.ids == expected(stream.prompt, max_tokens=max_tokens)[0]
+
+
+async def test_each_worker_joins_its_own_routers_and_all_together_are_the_fleet(
+    system: ShardedSystem,
+) -> None:
+    a, b, c = system.addresses
+    assert system.knows(a).keys() == {"tiny-ab", "other-ac", "other-ca"}
+    assert system.knows(b).keys() == {"tiny-ab", "tiny-bc"}
+    assert system.knows(c).keys() == {"tiny-bc", "other-ac", "other-ca"}
+    asked = streams(system, 12, 8)
+    await answered(asked, 8)
+    retries = [router.core.dispatcher.num_retries for router in system.routers.values()]
+    assert retries == [0, 0, 0]
+
+    boots = sorted(worker.boot for worker in system.workers.values())
+    ran = {boot for stream in asked for boot in stream.decode_boots}
+    assert ran <= set(boots)
+    view = await system.client.fleet()
+    assert sorted(worker.hello.boot for worker in view.workers) == boots, "each once"
+    assert {worker.state for worker in view.workers} == {"live"}
+    assert view.prefill_local == len(asked), "by any router"
+
+
+@pytest.mark.parametrize("name", ["tiny-ab", "tiny-bc", "other-ac"])
+async def test_a_pick_is_of_a_router_that_knows_a_worker_there(
+    system: ShardedSystem, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All hosts are one here, so the worker is made to say another."""
+    host = f"host-of-{name}"
+    boot = system.workers[name].boot
+    for router in system.routers.values():
+        known = router.core.fleet.get(boot)
+        if known is not None:
+            known.hello.address = f"{host}:{known.hello.address.rpartition(':')[2]}"
+    model = name.partition("-")[0]
+    for number in range(6):  # of several conversations
+        asked = PickRequest(model=model, prompt_ids=[number] * 8, hosts=[host])
+        reply = await system.client.pick(asked)
+        assert [worker.host for worker in reply.workers] == [host]
+    nowhere = await system.client.pick(PickRequest(model=model, prompt_ids=[1], hosts=["nowhere"]))
+    assert nowhere.elsewhere
+
+
+async def test_streams_go_on_with_another_router_of_their_workers(system: ShardedSystem) -> None:
+    a, b, c = system.addresses
+    asked = streams(system, 10, LONG)
+    dispatcher = system.routers[a].core.dispatcher
+    await eventually(lambda: all(len(stream.ids) > 3 for stream in asked))
+    num_there = dispatcher.num_running
+    assert num_there > 0
+    await system.kill_router(a)
+    assert not any(stream.task.done() for stream in asked)
+    await answered(asked, LONG)
+    left = [system.routers[router].core.dispatcher for router in (b, c)]
+    assert sum(one.num_adopted for one in left) == num_there, "none was computed again"
+    assert [one.num_retries for one in left] == [0, 0]
+    assert all(len(set(stream.decode_boots)) == 1 for stream in asked)
+    await eventually(lambda: len(system.knows(b)) == len(system.knows(c)) == 4)
+
+
+async def test_a_router_that_comes_back_takes_its_workers_and_no_stream_ends(
+    system: ShardedSystem,
+) -> None:
+    a, b, c = system.addresses
+    await system.kill_router(a)
+    await eventually(lambda: len(system.knows(b)) == len(system.knows(c)) == 4)
+    asked = streams(system, 10, LONG)
+    await eventually(lambda: all(len(stream.ids) > 3 for stream in asked))
+    await system.add_router(a)
+    left = [system.routers[router].core for router in (b, c)]
+    await eventually(
+        lambda: (
+            any("leaving" in system.knows(router).values() for router in (b, c))
+            and any(core.dispatcher.num_running for core in left)
+        )
+    )
+    assert not any(stream.task.done() for stream in asked)
+    view = await system.client.fleet()
+    assert {worker.state for worker in view.workers} == {"live"}, "with the routers that they keep"
+    await answered(asked, LONG)
+    await eventually(lambda: sum(len(system.knows(router)) for router in (a, b, c)) == 4 * K)
+    assert system.knows(b).keys() == {"tiny-ab", "tiny-bc"}
+    assert system.knows(a).keys() == {"tiny-ab", "other-ac", "other-ca"}
+    assert [core.dispatcher.num_retries for core in left] == [0, 0]
+    assert not any(sum(core.deaths.values()) for core in left), "to leave is not to die"
+    await answered(streams(system, 6, 8), 8)
+
+
+async def test_a_stream_whose_worker_dies_goes_to_a_router_that_has_another(
+    system: ShardedSystem,
+) -> None:
+    """Its own router has no worker of the model left, and none will come."""
+    a = system.addresses[0]
+    boot = system.workers["tiny-ab"].boot
+    asked = [Stream(system.client, number, "tiny", LONG) for number in range(12)]
+    dispatcher = system.routers[a].core.dispatcher
+
+    def runs_there() -> bool:
+        return any(one.assignment is not None for one in dispatcher.requests)
+
+    await eventually(lambda: all(len(stream.ids) > 3 for stream in asked) and runs_there())
+    moved = [stream for stream in asked if stream.decode_boots[-1] == boot]
+    await system.kill_worker("tiny-ab")
+    assert not any(stream.task.done() for stream in asked)
+    await answered(asked, LONG)
+    other = system.workers["tiny-bc"].boot
+    assert all(stream.decode_boots[-1] == other for stream in asked)
+    assert moved
+    assert dispatcher.outcomes["UNAVAILABLE"] > 0, "it has given them back"
+    assert not dispatcher.num_running
