@@ -28,6 +28,11 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         self.num_hanging = 0
         self.num_lists = 0  # it was asked for models
         self.refuses = False  # new requests
+        self.lacks: pb.Failed | None = None  # how it says that it has no worker for a request
+        self.models = ["tiny"]
+        self.join_routers = 0  # of its decode worker, whose boot is
+        self.decode_boot = b""
+        self.workers: list[router_pb2.WorkerView] = []
         self.hold_after: int | None = None  # tokens, once: then nothing more on that session
         self.hellos: list[bytes] = []
         self.blob_calls = 0
@@ -70,10 +75,21 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
             failed = pb.Failed(request=start.request, epoch=start.epoch, failure=failure)
             yield Event(failed=failed)
             return
-        placement = pb.Placement(attempt=bytes([start.epoch]) * 16, decode_address="d:1")
-        yield Event(
-            placed=router_pb2.Placed(request=start.request, epoch=start.epoch, placement=placement)
+        if self.lacks is not None:
+            failed = pb.Failed(request=start.request, epoch=start.epoch)
+            failed.MergeFrom(self.lacks)
+            yield Event(failed=failed)
+            return
+        placement = pb.Placement(
+            attempt=bytes([start.epoch]) * 16, decode_address="d:1", decode_boot=self.decode_boot
         )
+        placed = router_pb2.Placed(
+            request=start.request,
+            epoch=start.epoch,
+            placement=placement,
+            join_routers=self.join_routers,
+        )
+        yield Event(placed=placed)
         have = len(start.choices[0].generated_ids) if start.choices else 0
         for position in range(max(0, have - 1), 6):  # one token again: it must not count twice
             if position - have == self.hang_up_after:
@@ -97,11 +113,12 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
     async def ListModels(self, request, context):
         self.num_lists += 1
         await self._hang()
-        return router_pb2.ListModelsResponse(models=[pb.ModelCard(name="tiny")])
+        models = [pb.ModelCard(name=name) for name in self.models]
+        return router_pb2.ListModelsResponse(models=models, sharded=self.join_routers > 0)
 
     async def GetFleet(self, request, context):
         await self._hang()
-        return router_pb2.FleetView(prefill_local=7)
+        return router_pb2.FleetView(prefill_local=7, workers=self.workers)
 
     async def GetBlob(self, request, context):
         await self._hang()
@@ -131,8 +148,9 @@ class Served:
 
 
 def start(request: str = "r", **fields) -> pb.Start:
-    values = {"prompt_ids": [1, 2, 3], "remaining_ms": 60_000, "queue_remaining_ms": 9_000}
-    return pb.Start(request=request, model="tiny", **(values | fields))
+    values = {"model": "tiny", "prompt_ids": [1, 2, 3]}
+    values |= {"remaining_ms": 60_000, "queue_remaining_ms": 9_000}
+    return pb.Start(request=request, **(values | fields))
 
 
 async def ids_of(client: RouterClient, asked: pb.Start) -> tuple[list[int], Event]:

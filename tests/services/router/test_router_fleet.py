@@ -54,6 +54,29 @@ def test_heard_again_is_as_if_nothing_had_happened() -> None:
     assert fleet.tick(0.3 + SILENCE_S - 0.01) == []
 
 
+def test_a_worker_that_leaves_this_router_alone_is_live_again_when_it_joins_anew() -> None:
+    fleet, worker = joined()
+    worker.connected = True
+    fleet.goodbye(worker, leaves=True)
+    assert (worker.state, worker.stays, worker.said_goodbye) == (State.LEAVING, False, False)
+    assert fleet.stream_ended(worker, worker.lease, 0.1) == []
+    assert worker.state is State.SUSPECT
+    again, dead = fleet.join(hello(1), 0.2)
+    assert (again, dead, worker.state, worker.stays) == (worker, [], State.LIVE, True)
+
+
+def test_a_worker_that_leaves_may_freeze_and_drain() -> None:
+    fleet, worker = joined()
+    fleet.goodbye(worker, leaves=True)
+    for beat in range(100):
+        fleet.beat(worker, pb.Heartbeat(step=1, busy=True), beat * 0.1)
+    assert worker.state is State.FROZEN
+    fleet.beat(worker, pb.Heartbeat(step=2, busy=True), 10.0)
+    assert worker.state is State.LEAVING
+    fleet.goodbye(worker)
+    assert worker.state is State.DRAINING
+
+
 def test_a_witness_keeps_a_suspect_from_death_but_not_from_suspicion() -> None:
     fleet, worker = joined()
     fleet.stream_ended(worker, worker.lease, 0.0)
@@ -188,10 +211,11 @@ class FleetMachine(RuleBasedStateMachine):
     def end_stream(self, worker: Worker) -> None:
         self.dead += self.fleet.stream_ended(worker, worker.lease, self.now)
 
-    @rule(worker=lives)
-    def say_goodbye(self, worker: Worker) -> None:
-        self.fleet.goodbye(worker)
+    @rule(worker=lives, leaves=st.booleans())
+    def say_goodbye(self, worker: Worker, leaves: bool) -> None:
+        self.fleet.goodbye(worker, leaves)
         assert not worker.takes_work(self.now)
+        assert not worker.stays
 
     @rule(worker=lives)
     def refuse(self, worker: Worker) -> None:

@@ -1,0 +1,222 @@
+"""A gateway among routers of which each worker has joined some: scripted ones, over real gRPC."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+from cluster_secret import ACCESS
+from eventually import LIMIT_S, eventually
+from scripted_router import Router, Served, ids_of, start
+
+from pdserve.gateway.router_client import client as client_module
+from pdserve.gateway.router_client import model_files
+from pdserve.gateway.router_client.client import RouterClient
+from pdserve.gateway.router_client.model_files import merged
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import fleet_pb2
+from pdserve.protos.router_pb2 import FleetView, WorkerView
+from pdserve.services.host.discovery.rendezvous import rendezvous_order
+
+pytestmark = pytest.mark.anyio
+ELSEWHERE = pb.Failed(failure=pb.Failure(code=pb.UNAVAILABLE, message="no worker"), elsewhere=True)
+NOT_SERVED = pb.Failed(failure=pb.Failure(code=pb.MODEL_NOT_FOUND, message="not served"))
+
+
+class Sharded:
+    """Routers by address, and a client of all."""
+
+    def __init__(self, routers: dict[str, Served], client: RouterClient) -> None:
+        self.routers, self.client = routers, client
+
+    def __getitem__(self, address: str) -> Router:
+        return self.routers[address].router
+
+    @property
+    def started(self) -> list[str]:
+        return [address for address in self.routers if self[address].starts]
+
+    async def ask(self, request: str = "r", **fields):
+        return await asyncio.wait_for(ids_of(self.client, start(request, **fields)), LIMIT_S)
+
+
+@pytest.fixture
+async def sharded(anyio_backend, monkeypatch) -> AsyncIterator[Sharded]:
+    """Five routers; all workers join two."""
+    monkeypatch.setattr(client_module, "RESOLVE_S", 0.05)
+    monkeypatch.setattr(model_files, "MODELS_AGE_S", 0.0)
+    monkeypatch.setattr(model_files, "OLDEST_S", LIMIT_S)
+    monkeypatch.setattr(model_files, "REST_S", LIMIT_S)
+    routers = {}
+    for _ in range(5):
+        served = Served(Router())
+        served.router.join_routers = 2
+        routers[await served.start()] = served
+    client = RouterClient(list(routers), ACCESS, b"g" * 16)
+    await client.start()
+    await eventually(lambda: client.num_connected == len(routers))
+    yield Sharded(routers, client)
+    await client.close()
+    for served in routers.values():
+        await served.stop()
+
+
+@pytest.mark.parametrize("attempt", range(3))
+async def test_a_placed_request_goes_to_the_routers_of_its_worker(sharded, attempt):
+    """First to the first of those that live, then, if that takes nothing, to the second."""
+    boot = os.urandom(16)
+    for address in sharded.routers:
+        sharded[address].decode_boot = boot
+        sharded[address].hold_after = 3
+    asked = asyncio.create_task(sharded.ask())
+    (first,) = await eventually(lambda: sharded.started)
+    await eventually(lambda: sharded[first].hold_after is None)
+    order = [a for a in rendezvous_order(boot, sharded.routers) if a != first]
+    for address in order:
+        sharded[address].hold_after = None
+    sharded[order[0]].refuses = True
+    await sharded.routers[first].stop()
+    ids, last = await asked
+    assert last.WhichOneof("event") == "finished"
+    assert ids == list(range(100, 106))
+    assert sorted(sharded.started) == sorted([first, *order[:2]])
+    again = sharded[order[1]].starts[0]
+    assert again.placement.decode_boot == boot
+    assert again.epoch == 2
+
+
+async def test_a_worker_that_joined_all_has_no_first_routers(sharded):
+    """As without sharding, a conversation has its own router."""
+    for address in sharded.routers:
+        sharded[address].join_routers = 0
+        sharded[address].decode_boot = os.urandom(16)
+        sharded[address].hold_after = 3
+    asked = asyncio.create_task(sharded.ask())
+    (first,) = await eventually(lambda: sharded.started)
+    await eventually(lambda: sharded[first].hold_after is None)
+    key = client_module.conversation(start())
+    own, *others = rendezvous_order(key, sharded.routers)
+    assert first == own
+    for address in others:
+        sharded[address].hold_after = None
+    await sharded.routers[first].stop()
+    await asked
+    assert sorted(sharded.started) == sorted([first, others[0]])
+
+
+async def test_models_are_those_of_all_and_a_request_goes_where_its_model_is(sharded):
+    there = list(sharded.routers)[3]
+    sharded[there].models = ["tiny", "rare"]
+    sharded[list(sharded.routers)[1]].models = []
+    assert [card.name for card in await sharded.client.models()] == ["rare", "tiny"]
+    for number in range(6):
+        await sharded.ask(f"r{number}", prompt_ids=[number], model="rare")
+    assert sharded.started == [there]
+    sharded[there].models = ["tiny"]
+    assert [card.name for card in await sharded.client.models()] == ["tiny"]
+
+
+async def test_the_list_of_a_router_that_hangs_counts_for_a_while(sharded, monkeypatch):
+    there = list(sharded.routers)[3]
+    sharded[there].models = ["rare"]
+    assert [card.name for card in await sharded.client.models()] == ["rare", "tiny"]
+    monkeypatch.setattr(model_files, "OLDEST_S", 0.05)
+    monkeypatch.setattr(model_files, "REST_S", 0.2)
+    sharded[there].hangs = True
+    assert [card.name for card in await sharded.client.models()] == ["rare", "tiny"]
+    await eventually(lambda: sharded[there].num_hanging)
+    monkeypatch.setattr(model_files, "OLD_S", 0.0)
+    assert [card.name for card in await sharded.client.models()] == ["tiny"]
+
+
+@pytest.mark.parametrize("lacks", [ELSEWHERE, NOT_SERVED])
+async def test_a_router_without_a_worker_for_it_is_left_for_the_next(sharded, lacks):
+    own, *_, has = rendezvous_order(client_module.conversation(start()), sharded.routers)
+    for address in sharded.routers:
+        sharded[address].lacks = None if address == has else lacks
+    _, last = await sharded.ask()
+    assert last.WhichOneof("event") == "finished"
+    assert {own, has} <= set(sharded.started)
+
+
+async def test_a_model_that_no_router_serves(sharded):
+    for address in sharded.routers:
+        sharded[address].lacks = NOT_SERVED
+    _, last = await sharded.ask()
+    assert last.failed.failure.code == pb.MODEL_NOT_FOUND
+    assert [len(sharded[address].starts) for address in sharded.routers] == [1] * 5
+
+
+async def test_a_request_that_all_give_back_is_tried_again(sharded):
+    for address in sharded.routers:
+        sharded[address].lacks = ELSEWHERE
+    asked = asyncio.create_task(sharded.ask())
+    await eventually(lambda: all(len(sharded[a].starts) > 1 for a in sharded.routers))
+    assert not asked.done()
+    sharded[next(iter(sharded.routers))].lacks = None
+    ids, last = await asked
+    assert last.WhichOneof("event") == "finished"
+    assert ids == list(range(100, 106))
+    assert all(start.queue_remaining_ms for start in sharded[sharded.started[0]].starts)
+
+
+async def test_a_request_that_all_give_back_fails_in_the_end(sharded, monkeypatch):
+    monkeypatch.setattr(client_module, "HOMELESS_S", 0.3)
+    for address in sharded.routers:
+        sharded[address].lacks = ELSEWHERE
+    _, last = await sharded.ask()
+    assert last.failed.failure.code == pb.UNAVAILABLE
+    assert all(len(sharded[address].starts) > 1 for address in sharded.routers)
+
+
+def view(*workers: tuple[bytes, str, float], retries: int = 0, join_routers: int = 2) -> FleetView:
+    return FleetView(
+        retries=retries,
+        workers=[
+            WorkerView(
+                hello=fleet_pb2.WorkerHello(boot=boot, join_routers=join_routers),
+                state=state,
+                silent_s=silent_s,
+            )
+            for boot, state, silent_s in workers
+        ],
+    )
+
+
+def test_a_worker_is_in_a_merged_view_once() -> None:
+    """As a router sees it that it stays with, and of these the one that has heard it last."""
+    whole = merged(
+        [
+            view((b"1", "leaving", 0.0), (b"2", "suspect", 1.5), retries=3),
+            view((b"1", "live", 0.3), (b"3", "leaving", 0.1), retries=4),
+            view((b"2", "live", 0.1), (b"1", "suspect", 1.2)),
+        ]
+    )
+    states = {worker.hello.boot: (worker.state, worker.silent_s) for worker in whole.workers}
+    assert states == {b"1": ("live", 0.3), b"2": ("live", 0.1), b"3": ("leaving", 0.1)}
+    assert whole.retries == 7
+
+
+@pytest.mark.parametrize(("join_routers", "routers"), [(2, 5), (0, 1)])
+async def test_the_fleet_is_asked_of_all_routers_only_if_it_is_sharded(
+    sharded, join_routers, routers
+):
+    for number, address in enumerate(sharded.routers):
+        boots = bytes([number]), bytes([number + 1])
+        workers = view(*((boot, "live", 0.0) for boot in boots), join_routers=join_routers)
+        sharded[address].workers = list(workers.workers)
+    whole = await sharded.client.fleet()
+    assert len({worker.hello.boot for worker in whole.workers}) == len(whole.workers) == routers + 1
+    assert whole.prefill_local == 7 * routers
+
+
+async def test_the_fleet_without_a_router_that_does_not_answer(sharded, monkeypatch):
+    monkeypatch.setattr(model_files, "LIST_S", 0.2)
+    monkeypatch.setattr(model_files, "CALL_S", 0.2)
+    for number, address in enumerate(sharded.routers):
+        sharded[address].workers = list(view((bytes([number]), "live", 0.0)).workers)
+    youngest = sharded.client._routers()[-1].address
+    sharded[youngest].hangs = True
+    whole = await sharded.client.fleet()
+    assert len(whole.workers) == 4
+    assert sharded[youngest].num_hanging

@@ -1,0 +1,111 @@
+"""A router among those of which each worker joins some: who waits in vain is given back, and who
+leaves takes nothing along."""
+
+import pytest
+from dispatcher_world import NUMERICS, World
+
+from pdserve.engine.kv.identity import NO_MIXING
+from pdserve.protos import common_pb2 as pb
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.fleet_pb2 import DECODE, PREFILL
+from pdserve.services.router.requests.placer import LEFT_ALONE_S
+
+SHARDED = {"join_routers": 2}
+
+
+def sharded() -> World:
+    return World(NO_MIXING, prefill="never")
+
+
+def given_back(world: World) -> list[str]:
+    failed = [e.failed for e in world.events if e.HasField("failed")]
+    assert all(f.elsewhere and not f.attempt for f in failed)
+    assert all(f.failure.code == pb.UNAVAILABLE for f in failed)
+    return [f.request for f in failed]
+
+
+@pytest.mark.parametrize("hello", [SHARDED, {}])
+def test_requests_without_a_worker_are_given_back_if_the_fleet_is_sharded(
+    hello: dict[str, int],
+) -> None:
+    world = sharded()
+    worker = world.join(DECODE, hello)
+    assert world.fleet.sharded == bool(hello)
+    world.submit("a")
+    world.begin("a")
+    world.die(worker)
+    world.submit("b")
+    for _ in range(9):
+        world.pass_time(LEFT_ALONE_S / 10)
+        assert given_back(world) == []
+    for _ in range(3):
+        world.pass_time(LEFT_ALONE_S / 10)
+    assert sorted(given_back(world)) == (["a", "b"] if hello else [])
+
+
+def test_a_worker_that_comes_in_time_takes_them() -> None:
+    world = sharded()
+    worker = world.join(DECODE, SHARDED)
+    world.submit("a")
+    world.begin("a")
+    world.die(worker)
+    for _ in range(9):
+        world.pass_time(LEFT_ALONE_S / 10)
+    again = world.join(DECODE, SHARDED)
+    assert world.begin("a") is again
+    for _ in range(9):
+        world.pass_time(LEFT_ALONE_S / 5)
+    assert given_back(world) == []
+
+
+def test_a_request_that_only_a_busy_worker_may_take_waits() -> None:
+    world = sharded()
+    worker = world.join(DECODE, SHARDED)
+    worker.busy_until = world.now + 1e6
+    world.submit("a")
+    for _ in range(20):
+        world.pass_time(LEFT_ALONE_S / 5)
+    assert given_back(world) == []
+    assert world.dispatcher.num_queued == 1
+
+
+def test_workers_of_other_numerics_do_not_count() -> None:
+    """Its own went on, and another router may have one of these."""
+    world = sharded()
+    worker = world.join(DECODE, SHARDED)
+    world.submit("a")
+    world.begin("a")
+    world.join(DECODE, SHARDED, **NUMERICS)
+    world.die(worker)
+    for _ in range(12):
+        world.pass_time(LEFT_ALONE_S / 10)
+    assert given_back(world) == ["a"]
+
+
+def test_what_runs_with_a_worker_that_leaves_stays_there_and_what_waits_is_given_back() -> None:
+    world = sharded()
+    worker = world.join(DECODE, SHARDED)
+    world.submit("a")
+    world.begin("a")
+    assert world.dispatcher.workers_in_use() == {worker}
+    world.fleet.goodbye(worker, leaves=True)
+    world.submit("b")
+    for _ in range(12):
+        world.pass_time(LEFT_ALONE_S / 10)
+    assert given_back(world) == ["b"]
+    assert not world.commands("hold"), "it is not moved"
+    assert world.dispatcher.workers_in_use() == {worker}
+    attempt = world.commands("admit")[-1][1].attempt
+    done = wire.DecodeEvent(finished=pb.Finished(attempt=attempt))
+    world.dispatcher.on_decode(worker, done, world.now)
+    assert world.events[-1].HasField("finished")
+    assert not world.dispatcher.workers_in_use()
+
+
+def test_prefill_workers_are_in_use_too_and_make_no_fleet_sharded() -> None:
+    world = World(NO_MIXING)
+    prefill, decode = world.join(PREFILL, SHARDED), world.join(DECODE)
+    assert not world.fleet.sharded
+    world.submit("a")
+    assert world.commands("admit")[-1][1].prefill_boot == prefill.boot
+    assert world.dispatcher.workers_in_use() == {decode, prefill}
