@@ -41,5 +41,5 @@ class Upstream(Protocol):
         ...
 
     async def fleet(self) -> FleetView:
-        """The router's view of its workers, now."""
+        """The routers' view of their workers, now; each worker once."""
         ...

@@ -1,4 +1,4 @@
-"""GET /fleet/state: the router's view of its workers, and the requests of one client.
+"""GET /fleet/state: the routers' view of their workers, and the requests of one client.
 
 Every client sees the whole fleet, as in /metrics; of the requests it sees those of its own key.
 """
@@ -55,7 +55,7 @@ class FleetWorker(AnswerModel):
 
 
 class FleetCounters(AnswerModel):
-    """Counters of the router, from its start."""
+    """Counters of the router, from its start; of all together where workers join some alone."""
 
     prefill_local: int
     prefill_remote: int

@@ -124,7 +124,7 @@ class RouterMetrics:
         """As this router hears them: every router exports all."""
         states = GaugeMetricFamily(
             "pdserve_router_workers",
-            "Workers by role and state; each router counts all of them",
+            "Workers that joined this router, by role and state; without --join-routers all join",
             labels=("model_name", "role", "state"),
         )
         silent = GaugeMetricFamily(
@@ -158,13 +158,13 @@ class RouterMetrics:
         backlog = GaugeMetricFamily(
             "pdserve_prefill_backlog_seconds",
             "Prompt tokens that wait for prefill, by the sum of the live workers' rates. Every "
-            "router counts their queues and adds its own: take the max",
+            "router counts the queues of its workers and adds its own: take the max",
             labels=model_name,
         )
         used = GaugeMetricFamily(
             "pdserve_decode_kv_used_ratio",
-            "KV tokens of the live decode workers in use or promised; 1 is all. Every router says "
-            "the same: take the max",
+            "KV tokens of the live decode workers in use or promised; 1 is all. Every router "
+            "counts its own workers: take the max",
             labels=model_name,
         )
         waiting = list(dispatcher.placer.waiting)
