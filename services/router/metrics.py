@@ -109,9 +109,14 @@ class RouterMetrics:
             "Different KV blocks of workers' prefix caches that this router knows",
             value=len(prefixes),
         )
+        yield GaugeMetricFamily(
+            "pdserve_router_prefix_sampled_share",
+            "Share of the blocks that it keeps; below 1 there are more than --prefix-index-hashes",
+            value=prefixes.sampled_share,
+        )
         yield CounterMetricFamily(
-            "pdserve_router_prefix_blocks_left_out",
-            "Blocks that workers told of and the index had no room for (--prefix-index-hashes)",
+            "pdserve_router_prefix_left_out",
+            "Workers of a block that are not known, since too many sets of workers share blocks",
             value=prefixes.num_left_out,
         )
         yield CounterMetricFamily(
