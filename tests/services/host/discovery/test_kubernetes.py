@@ -17,7 +17,9 @@ from fake_kubernetes import EVENT_FAULTS, NAMESPACE, FakeKubernetes, endpoint_sl
 
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.host.discovery import kubernetes
+from pdserve.services.host.discovery.api_server import ApiServerError
 from pdserve.services.host.discovery.discovery import Discovery, resolve
+from pdserve.services.host.discovery.endpoint_slices import EndpointSlices
 from pdserve.services.host.discovery.target import parse_kubernetes
 from pdserve.services.worker.settings import WorkerSettings
 
@@ -203,25 +205,31 @@ def test_a_token_that_was_rotated(api: FakeKubernetes, pods: FakeEndpoints, find
     says(discovery, "10.0.0.1")
 
 
-def test_an_error_is_waited_out(
-    api: FakeKubernetes, pods: FakeEndpoints, find: Find, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Longer each time; Retry-After is obeyed."""
-    monkeypatch.setattr(kubernetes, "FIRST_S", 0.0)
+def recorded_pauses(monkeypatch: pytest.MonkeyPatch, most: int = sys.maxsize) -> list[float]:
+    """The pauses of watches from now on; `most` of them take no time."""
     pauses: list[float] = []
 
     class Recorded(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
             if _watches(threading.current_thread()) and timeout is not None:
                 pauses.append(timeout)
-                timeout = 0.0
+                timeout = 0.0 if len(pauses) <= most else timeout
             return super().wait(timeout)
 
     class Threading:
         Event, Thread = Recorded, threading.Thread
 
     monkeypatch.setattr(kubernetes, "threading", Threading)
+    monkeypatch.setattr(kubernetes, "FIRST_S", 0.0)
     monkeypatch.setattr(kubernetes, "MAX_BACKOFF_S", 10.0)
+    return pauses
+
+
+def test_an_error_is_waited_out(
+    api: FakeKubernetes, pods: FakeEndpoints, find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer each time; Retry-After is obeyed."""
+    pauses = recorded_pauses(monkeypatch)
     api.answers.extend([(500, {})] * 9)
     api.answers.append((429, {"Retry-After": "3600"}))
     pods.add("10.0.0.1", ready=True)
@@ -229,6 +237,49 @@ def test_an_error_is_waited_out(
     bounds = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0]
     assert all(bound / 2 <= pause <= bound for pause, bound in zip(pauses, bounds, strict=False))
     assert len(pauses) >= len(bounds)
+
+
+def test_refusals_without_end_are_asked_again_at_a_bounded_pace(
+    api: FakeKubernetes, find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = 2000
+
+    def refuse(*asked: object) -> None:
+        raise ApiServerError(500, "no leader")
+
+    monkeypatch.setattr(kubernetes.ApiServer, "get", refuse)
+    pauses = recorded_pauses(monkeypatch, most=refusals)
+    assert found(find()) == []
+    wait_until(lambda: len(pauses) > refusals, lambda: f"{len(pauses)} refusals")
+    assert all(5.0 <= pause <= 10.0 for pause in pauses[10:])
+
+
+def test_a_mistake_of_ours_ends_no_watch(
+    api: FakeKubernetes,
+    pods: FakeEndpoints,
+    find: Find,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What nobody foresaw is logged with its traceback, and the view goes on."""
+    pods.add("10.0.0.1", ready=True)
+    discovery = find()
+    says(discovery, "10.0.0.1")
+    wait_until(lambda: watched(api) == 1)
+    take_event, failures = EndpointSlices.take_event, []
+
+    def fail(slices: EndpointSlices, event: object) -> None:
+        monkeypatch.setattr(EndpointSlices, "take_event", take_event)
+        failures.append(event)
+        raise ZeroDivisionError("an odd event")
+
+    monkeypatch.setattr(EndpointSlices, "take_event", fail)
+    pods.add("10.0.0.2", ready=True)
+    says(discovery, "10.0.0.1", "10.0.0.2")
+    assert len(failures) == 1
+    (told,) = [r for r in caplog.records if "an odd event" in r.message]
+    assert "ZeroDivisionError" in told.message
+    assert told.exc_info
 
 
 # --- what is said
@@ -341,9 +392,10 @@ def test_its_end_waits_for_nobody(api: FakeKubernetes, find: Find) -> None:
     discovery = find()
     says(discovery)
     wait_until(lambda: watched(api))
-    began = time.thread_time()
+    began = time.monotonic()
     discovery.close()
-    assert time.thread_time() - began < 1.0  # `find` waits for the end of the thread
+    assert time.monotonic() - began < 1.0
+    wait_until(lambda: not any(map(_watches, threading.enumerate())), "the thread's end", 5.0)
 
 
 # --- all at once
