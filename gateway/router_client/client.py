@@ -102,7 +102,7 @@ class RouterClient:
     def __init__(self, routers: Sequence[str], access: Access, boot: bytes) -> None:
         if not routers:
             raise ValueError("no router address given")
-        self._discovery = Discovery(routers, self._on_change, ready_only=True)
+        self._discovery = Discovery("--routers", routers, self._on_change, ready_only=True)
         self._changed = asyncio.Event()  # other routers than at the last look
         self._found: set[str] = set()  # addresses of routers that may get new requests
         self._access = access

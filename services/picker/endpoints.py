@@ -51,7 +51,7 @@ class Endpoints:
     def __init__(self, targets: Sequence[str], clock: Callable[[], float]) -> None:
         """Raises ValueError for a target that cannot be."""
         self._targets = tuple(targets)
-        self._discovery = Discovery(targets, lambda: None, ready_only=True)
+        self._discovery = Discovery("--endpoints", targets, lambda: None, ready_only=True)
         self._clock = clock
         self._known: dict[str, Endpoint] = {}
         self._ready: frozenset[str] = frozenset()

@@ -21,6 +21,7 @@ from pdserve.services.host.discovery.api_server import ApiServerError
 from pdserve.services.host.discovery.discovery import Discovery, resolve
 from pdserve.services.host.discovery.endpoint_slices import EndpointSlices
 from pdserve.services.host.discovery.target import parse_kubernetes
+from pdserve.services.picker.endpoints import Endpoints
 from pdserve.services.worker.settings import WorkerSettings
 
 TARGET = "kubernetes:///router:grpc"
@@ -35,7 +36,8 @@ def find() -> Iterator[Find]:
     before = set(threading.enumerate())
 
     def make(target: str = TARGET, ready_only: bool = True, on_change: object = None) -> Discovery:
-        made.append(Discovery([target], on_change or (lambda: None), ready_only=ready_only))  # type: ignore[arg-type]
+        tell = on_change or (lambda: None)
+        made.append(Discovery("--routers", [target], tell, ready_only=ready_only))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -350,21 +352,31 @@ def test_targets() -> None:
 
 def test_outside_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(ValueError, match="KUBERNETES_SERVICE_HOST"):
-        Discovery([TARGET], lambda: None, ready_only=True)
+    with pytest.raises(ValueError, match=f"--routers {TARGET}: KUBERNETES_SERVICE_HOST"):
+        Discovery("--routers", [TARGET], lambda: None, ready_only=True)
+    with pytest.raises(ValueError, match=f"--endpoints {TARGET}: KUBERNETES_SERVICE_HOST"):
+        Endpoints([TARGET], time.monotonic)
 
 
-@pytest.mark.parametrize("role", ["gateway", "decode"])
-def test_a_process_outside_a_pod_says_so_at_once(role: str) -> None:
-    """A worker, too, before it has loaded a model."""
-    command = [sys.executable, "-P", "-m", "pdserve.services.cli.main", role, "--routers", TARGET]
-    if role == "decode":
-        command += ["--model", "no-such-model"]
+@pytest.mark.parametrize(
+    ("role", "option", "words"),
+    [
+        ("gateway", "--routers", ()),
+        ("decode", "--routers", ("--model", "no-such-model")),  # before it has loaded a model
+        ("picker", "--routers", ()),
+        ("picker", "--endpoints", ("--routers", "127.0.0.1:9")),
+    ],
+)
+def test_a_process_outside_a_pod_says_so_at_once(
+    role: str, option: str, words: tuple[str, ...]
+) -> None:
+    command = [sys.executable, "-P", "-m", "pdserve.services.cli.main", role, option, TARGET]
+    command += words
     env = {name: value for name, value in os.environ.items() if "KUBERNETES" not in name}
     env["PDSERVE_CLUSTER_SECRET"] = SECRET
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode != 0
-    assert f"--routers {TARGET}: KUBERNETES_SERVICE_HOST" in done.stderr
+    assert f"{option} {TARGET}: KUBERNETES_SERVICE_HOST" in done.stderr
     assert "Traceback" not in done.stderr
 
 
