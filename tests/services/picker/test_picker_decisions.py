@@ -119,6 +119,30 @@ async def test_a_request_counts_until_its_stream_ends() -> None:
     assert endpoint.num_open == 0
 
 
+async def test_a_request_counts_where_it_was_served() -> None:
+    picker = ScriptedPicker(PODS, fallbacks=1)
+    picker.routers.hosts = ["10.0.0.1", "10.0.0.2"]
+    exchange = picker.exchange()
+    await tell(exchange, head(CHAT), body(PROMPT))
+
+    def counts() -> list[int]:
+        return [endpoint.num_open for endpoint in picker.endpoints.candidates(None)]
+
+    assert counts() == [1, 0, 0]
+    for address, expected in (
+        (PODS[0], [1, 0, 0]),
+        ("10.9.9.9:1", [1, 0, 0]),  # nobody that is known
+        (PODS[1], [0, 1, 0]),
+        (PODS[2], [0, 0, 1]),  # which was not on the list
+    ):
+        served = metadata(messages.LB, x_gateway_destination_endpoint_served=address)
+        response = pb.ProcessingRequest(response_headers=pb.HttpHeaders(), metadata_context=served)
+        await exchange.take(response)
+        assert counts() == expected
+    exchange.close()
+    assert counts() == [0, 0, 0]
+
+
 # --- tenants
 
 
