@@ -3,13 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from pdserve.gateway.router_client.routing import choose
 from pdserve.services.host.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
-RESOLVE_S = 1.0  # between two looks at what the targets stand for
+RESOLVE_S = 1.0  # between two looks at what the targets stand for, if nothing tells of a change
 MAX_MISSES = 3  # looks in a row that find nothing and are not believed: DNS may have failed
 AVOID_S = 5.0  # an endpoint that a proxy has passed over is the last choice for so long
 KEEP_S = 60.0  # an endpoint that only proxies name is forgotten when none has named it for so long
@@ -51,7 +52,8 @@ class Endpoints:
     def __init__(self, targets: Sequence[str], clock: Callable[[], float]) -> None:
         """Raises ValueError for a target that cannot be."""
         self._targets = tuple(targets)
-        self._discovery = Discovery("--endpoints", targets, lambda: None, ready_only=True)
+        self._discovery = Discovery("--endpoints", targets, self._on_change, ready_only=True)
+        self._changed = asyncio.Event()  # a look would find others
         self._clock = clock
         self._known: dict[str, Endpoint] = {}
         self._ready: frozenset[str] = frozenset()
@@ -65,14 +67,23 @@ class Endpoints:
 
     async def keep(self) -> None:
         """Looks what the targets stand for, until it is cancelled."""
+        self._loop = asyncio.get_running_loop()
         try:
             while self._targets:
+                self._changed.clear()
                 found = await asyncio.to_thread(self._discovery.look)
                 self.resolved({address for some in found.values() for address in some})
-                await asyncio.sleep(RESOLVE_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RESOLVE_S):
+                        await self._changed.wait()
             await asyncio.Event().wait()
         finally:
             self._discovery.close()
+
+    def _on_change(self) -> None:
+        """Called from any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._changed.set)
 
     def resolved(self, found: Iterable[str]) -> None:
         """The targets stand for these now."""

@@ -1,5 +1,6 @@
 """A watch of EndpointSlices over TLS, against an API server that breaks."""
 
+import asyncio
 import logging
 import os
 import subprocess
@@ -11,7 +12,7 @@ from random import Random
 
 import pytest
 from cluster_secret import SECRET
-from eventually import wait_until
+from eventually import LIMIT_S, eventually, wait_until
 from fake_endpoints import FakeEndpoints
 from fake_kubernetes import EVENT_FAULTS, NAMESPACE, FakeKubernetes, endpoint_slice
 
@@ -21,6 +22,7 @@ from pdserve.services.host.discovery.api_server import ApiServerError
 from pdserve.services.host.discovery.discovery import Discovery, resolve
 from pdserve.services.host.discovery.endpoint_slices import EndpointSlices
 from pdserve.services.host.discovery.target import parse_kubernetes
+from pdserve.services.picker import endpoints
 from pdserve.services.picker.endpoints import Endpoints
 from pdserve.services.worker.settings import WorkerSettings
 
@@ -100,6 +102,26 @@ def test_changes_are_told(pods: FakeEndpoints, find: Find) -> None:
     pods.set(pod, ready=True, terminating=True)
     says(discovery)
     pods.remove(pod)
+
+
+@pytest.mark.anyio
+async def test_a_picker_looks_again_when_it_is_told(
+    api: FakeKubernetes, pods: FakeEndpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "RESOLVE_S", 10 * LIMIT_S)
+    found = Endpoints([TARGET], time.monotonic)
+    keeping = asyncio.create_task(found.keep())
+    try:
+        await eventually(lambda: watched(api))
+        assert found.candidates(None) == []
+        pod = pods.add("10.0.0.1", ready=True)
+        pods.add("10.0.0.2", ready=True)
+        await eventually(lambda: len(found.candidates(None)) == 2)
+        pods.set(pod, ready=False)
+        await eventually(lambda: len(found.candidates(None)) == 1)
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
 
 
 def test_an_empty_list_is_believed(pods: FakeEndpoints, find: Find, api: FakeKubernetes) -> None:
