@@ -134,9 +134,18 @@ class ReplaceableSystem:
 
     def view(self) -> router_pb2.FleetView:
         """The fleet as the first router knows it."""
-        found = self._view(self.routers[0])
-        assert found is not None, tail(self.routers[0])
-        return found
+        return self._views()[0]
+
+    def _views(self) -> list[router_pb2.FleetView]:
+        """Of each router."""
+        found = {router: self._view(router) for router in self.routers}
+        silent = [tail(router) for router, view in found.items() if view is None]
+        assert not silent, silent
+        return [view for view in found.values() if view is not None]
+
+    def remote_prefills(self) -> int:
+        """Prompts that were handed from prefill to decode since the routers that run now began."""
+        return sum(view.prefill_remote for view in self._views())
 
     def protocols(self) -> list[int]:
         """Versions of the workers, each once."""
