@@ -33,6 +33,7 @@ from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
 
 CLIENTS = 6
 STREAMS = 200  # of the two releases together, and of the two pools
+STREAMS_HELP = "of each of the two halves; a stage of less than 16 may see no long prompt"
 STAGES = 12  # of the two orders together
 OPTIONS = ("--kv-tokens", "16384", "--chunk-size", "256", "--kv-transport", "tcp")
 REMOTE = ("--remote-prefill", "auto", "--remote-prefill-threshold", "256")
@@ -283,7 +284,7 @@ def releases(streams: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=STREAMS, help="of each of the two halves")
+    parser.add_argument("--streams", type=int, default=STREAMS, help=STREAMS_HELP)
     parser.add_argument("--only", choices=("releases", "pools"), help="one of the two halves")
     args = parser.parse_args()
     parts: dict[str, Any] = {}
