@@ -68,11 +68,11 @@ def test_a_missing_commit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_build_that_fails_is_no_skip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*words: str) -> str:
+    def fail(words: tuple[str, ...], **options: object) -> None:
         raise subprocess.CalledProcessError(1, words, stderr="no compiler")
 
     release = Release("0.1.0", 40 * "0", 0)
     monkeypatch.setattr(line5_versions, "last_release", lambda: release)
     monkeypatch.setattr(releases, "ROOT", tmp_path)
-    monkeypatch.setattr(releases, "_run", fail)
+    monkeypatch.setattr(subprocess, "run", fail)
     assert line5_versions.releases(1) == {"releases": {"ok": False, "error": "0.1.0: no compiler"}}
