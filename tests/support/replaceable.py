@@ -134,18 +134,16 @@ class ReplaceableSystem:
 
     def view(self) -> router_pb2.FleetView:
         """The fleet as the first router knows it."""
-        return self._views()[0]
+        return self._seen_by(self.routers[0])
 
-    def _views(self) -> list[router_pb2.FleetView]:
-        """Of each router."""
-        found = {router: self._view(router) for router in self.routers}
-        silent = [tail(router) for router, view in found.items() if view is None]
-        assert not silent, silent
-        return [view for view in found.values() if view is not None]
+    def _seen_by(self, router: Replaceable) -> router_pb2.FleetView:
+        found = self._view(router)
+        assert found is not None, tail(router)
+        return found
 
     def remote_prefills(self) -> int:
         """Prompts that were handed from prefill to decode since the routers that run now began."""
-        return sum(view.prefill_remote for view in self._views())
+        return sum(self._seen_by(router).prefill_remote for router in self.routers)
 
     def protocols(self) -> list[int]:
         """Versions of the workers, each once."""
