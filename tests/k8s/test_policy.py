@@ -225,6 +225,7 @@ BREACHES: list[tuple[Rule, str, Callable[[Any], None], str]] = [
     (traffic.entrance, "HTTPRoute", remove("spec|rules|0|timeouts"), "before their time"),
     (traffic.entrance, "HTTPRoute", put("spec|rules|0|backendRefs|0|port", 81), "nowhere"),
     (traffic.entrance, "GRPCRoute", put("spec|parentRefs|0|name", "x"), "no listener"),
+    (traffic.entrance, "GRPCRoute", put("spec|hostnames", ["x.org"]), "no listener of its host"),
     (traffic.entrance, "Gateway", put("spec|listeners|0|protocol", "HTTP"), "in clear"),
     (
         traffic.entrance,
@@ -260,6 +261,18 @@ def test_a_breach_is_found(rule: Rule, what: str, change: Callable[[Any], None],
 
 def test_every_rule_has_a_breach() -> None:
     assert {b[0] for b in BREACHES} == set(RELEASED)
+
+
+@pytest.mark.parametrize("host", ["llm.example.com", "*.example.com", "*.com", None])
+def test_two_kinds_of_routes_of_one_host_are_found(host: str | None) -> None:
+    manifests = rendered(RELEASE)
+    spec = of_kind(manifests, "GRPCRoute")["pdserve"]["spec"]
+    if host is None:
+        del spec["hostnames"]
+    else:
+        spec["hostnames"] = [host]
+    spec["parentRefs"][0]["sectionName"] = "https"
+    assert [said for said in traffic.entrance(manifests) if "takes one of" in said]
 
 
 def variable(manifests: list[Manifest], deployment: str, name: str) -> Manifest:
