@@ -254,7 +254,10 @@ def test_a_breach_is_found(rule: Rule, what: str, change: Callable[[Any], None],
     kind, _, name = rest.partition(" ")
     manifests = rendered(f"overlays/{overlay}" if overlay else RELEASE)
     before = set(rule(manifests))
-    change(of_kind(manifests, kind)[f"pdserve-{name}" if name else "pdserve"])
+    of_that_kind, full = of_kind(manifests, kind), f"pdserve-{name}" if name else "pdserve"
+    if full not in of_that_kind:  # a hash is part of its name
+        (full,) = (n for n in of_that_kind if n.startswith(f"{full}-"))
+    change(of_that_kind[full])
     found = set(rule(manifests)) - before
     assert any(said in sentence for sentence in found), found
 
@@ -300,8 +303,18 @@ def test_a_worker_that_asks_the_hub_is_found() -> None:
     variable(manifests, "pdserve-decode", "HF_HUB_OFFLINE")["value"] = "1"
     other = {"configMapKeyRef": {"name": "other", "key": "model"}}
     variable(manifests, "pdserve-decode", "PDSERVE_MODEL")["valueFrom"] = other
-    (found,) = pods.models(manifests)
-    assert "another model" in found
+    assert [*pods.models(manifests)] == [
+        "pdserve-decode has a model without its commit",
+        "pdserve-decode waits for another model than the one that is fetched",
+    ]
+
+
+@pytest.mark.parametrize("model", ["org/name", "org/name@main", "org/name@abc", "org/name:x.gguf"])
+def test_a_model_without_its_commit_is_found(model: str) -> None:
+    manifests = rendered(RELEASE)
+    (config,) = of_kind(manifests, "ConfigMap").values()
+    config["data"]["model"] = model
+    assert [said for said in pods.models(manifests) if "without its commit" in said]
 
 
 def test_rows_scale_before_batches_are_full() -> None:
