@@ -15,6 +15,7 @@ import yaml
 from alerts_page import rules
 from promql import BOARDS, K8S, expressions, family, labels, names, panels
 from promtool import PROMTOOL, needs_promtool
+from scaled_cluster import SCRAPE_S
 
 WIDTH = 24
 OVERLAY = """
@@ -86,7 +87,7 @@ def test_a_board_is_whole(board: Path) -> None:
 
 
 def test_an_alert_says_how_bad_it_is_and_what_it_means() -> None:
-    assert len(rules()) == 20
+    assert len(rules()) == 21
     for name, rule in rules().items():
         assert name.startswith("Pdserve")
         assert rule["labels"]["severity"] in ("warning", "critical"), name
@@ -128,6 +129,7 @@ def test_every_pod_is_scraped_once_for_its_own(rendered: list[Manifest]) -> None
             template = deployment["spec"]["template"]
             if wanted <= template["metadata"]["labels"].items():
                 (container,) = template["spec"]["containers"]
+                assert endpoint["interval"] == f"{SCRAPE_S:g}s", "as the scalers were measured"
                 assert endpoint["port"] in {port["name"] for port in container["ports"]}
                 drops = endpoint.get("metricRelabelings", ())
                 assert bool(drops) == (name in ("pdserve-prefill", "pdserve-decode"))
