@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from manifest_rules import ALWAYS, RELEASED, Rule, pods, scaling, traffic
-from manifests import PINNED, Manifest, kustomizations, of_kind, rendered
+from manifests import PINNED, TOGETHER, Manifest, kustomizations, of_kind, rendered
 
 
 def test_all_are_found() -> None:
@@ -15,6 +15,12 @@ def test_all_are_found() -> None:
     assert {f"overlays/{overlay}" for overlay in overlays} <= names
     components = {"autoscaling", "endpoint-slices", "gateway-api", "inference-gateway"}
     assert {f"components/{component}" for component in components} <= names
+
+
+@pytest.mark.parametrize("rule", ALWAYS, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("names", TOGETHER, ids=len)
+def test_the_rules_hold_of_components_together(names: tuple[str, ...], rule: Rule) -> None:
+    assert list(rule(rendered(*names))) == []
 
 
 @pytest.mark.parametrize("rule", RELEASED, ids=lambda rule: rule.__name__)

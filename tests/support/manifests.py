@@ -22,6 +22,19 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "k8s"
 PINNED = ("overlays/release",)
 UNDER_COMPONENTS = "overlays/cpu"
+# Components that stand beside each other, in an order that their heads allow.
+TOGETHER = (
+    ("components/inference-gateway", "observability", "components/inference-gateway/monitors"),
+    (
+        "components/database",
+        "components/inference-gateway",
+        "components/endpoint-slices",
+        "components/autoscaling",
+        "components/model-volume",
+        "observability",
+        "components/inference-gateway/monitors",
+    ),
+)
 NO_KUBECTL = "NO KUBECTL: the manifests were not rendered and nothing about them is known"
 Manifest = dict[str, Any]
 
