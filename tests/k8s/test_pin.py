@@ -1,5 +1,6 @@
 """k8s/pin.py: a release has digests, or it is not rendered at all."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -69,12 +70,6 @@ def test_a_release_without_digests_is_not_rendered(folder: Path) -> None:
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-PATCH = """
-patches:
-  - target: { kind: ConfigMap, name: pdserve-model }
-    patch: |
-      - { op: replace, path: /data/model, value: org/name@%s }
-"""
 
 
 def job(folder: Path) -> Workload:
@@ -87,14 +82,18 @@ def job(folder: Path) -> Workload:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason=NO_KUBECTL)
 def test_another_release_is_another_job(folder: Path) -> None:
-    """A Job's pods cannot be changed: an apply of the same name would be refused."""
+    """A Job's pods cannot be changed: an apply of the same name would be refused. So is another
+    model, by the patch that the component's head has."""
     pin(folder, CONTROL, WORKER)
     first = job(folder)
     assert job(folder) == first
     pin(folder, CONTROL, WORKER.replace("d" * 64, "e" * 64))
     second = job(folder)
     overlay = folder / "overlays/release/kustomization.yaml"
-    overlay.write_text(overlay.read_text() + PATCH % COMMIT)
+    head = (folder / "components/model-volume/kustomization.yaml").read_text()
+    (patch,) = re.findall(r"^#   (patches:\n(?:#    .*\n)+)", head, re.MULTILINE)
+    patch = patch.replace("\n#   ", "\n").replace("COMMIT", COMMIT)
+    overlay.write_text(overlay.read_text() + patch)
     third = job(folder)
     script = folder / "components/model-volume/model_volume.py"
     script.write_text(script.read_text() + "# changed\n")
