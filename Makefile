@@ -173,6 +173,9 @@ accept-scale: setup
 accept-api: setup
 	$(BIN)/python benchmarks/accept.py api $(ARGS)
 
+accept-k8s: setup
+	$(BIN)/python benchmarks/accept.py k8s $(ARGS)
+
 # About 75 minutes; what was measured on the same sources is not measured again.
 bench-interference: setup
 	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/handoff/line8_interference.py $(ARGS)
