@@ -149,9 +149,6 @@ accept-security: setup
 accept-models: setup
 	$(BIN)/python benchmarks/accept.py models $(ARGS)
 
-accept-k8s: setup
-	$(BIN)/python benchmarks/accept.py k8s $(ARGS)
-
 bench-front: setup
 	PYTHONPATH=benchmarks:tests/support $(BIN)/python benchmarks/front/line1_costs.py $(ARGS)
 

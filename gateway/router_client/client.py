@@ -13,7 +13,7 @@ every second, for HOMELESS_S.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Container, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -108,7 +108,7 @@ class RouterClient:
     def __init__(self, routers: Sequence[str], access: Access, boot: bytes) -> None:
         if not routers:
             raise ValueError("no router address given")
-        self._discovery = Discovery(routers, self._on_change, ready_only=True)
+        self._discovery = Discovery("--routers", routers, self._on_change, ready_only=True)
         self._changed = asyncio.Event()  # other routers than at the last look
         self._found: set[str] = set()  # addresses of routers that may get new requests
         self._access = access
@@ -148,6 +148,12 @@ class RouterClient:
 
     def _live(self) -> list[RouterConnection]:
         return [session for session in self._sessions.values() if session.channel is not None]
+
+    def _able(self, refused_by: Container[RouterConnection] = ()) -> list[RouterConnection]:
+        """Those that may get a request: of the live ones that have not refused it those that were
+        found at the last look, or all if there is no such one."""
+        able = [session for session in self._live() if session not in refused_by]
+        return [session for session in able if session.address in self._found] or able
 
     # --- requests
 
@@ -190,8 +196,7 @@ class RouterClient:
         inbox.put(inbox.request.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout"))
 
     def _assign(self, inbox: _Inbox) -> bool:
-        """Issue a request to a router that has not refused it, one that was found at the last look
-        if there is such a one. False if there is none: it waits."""
+        """Issue a request to a router. False if there is none that may get it: it waits."""
         self._take_from(inbox)
         now = asyncio.get_running_loop().time()
         session = self._router_for(inbox, now)
@@ -204,15 +209,14 @@ class RouterClient:
         return True
 
     def _router_for(self, inbox: _Inbox, now: float) -> RouterConnection | None:
-        live = self._live()
-        able = [session for session in live if session not in inbox.refused_by]
-        usable = [session for session in able if session.address in self._found] or able
-        by_address = {session.address: session for session in usable}
-        for address in inbox.request.routers_of_its_worker(session.address for session in live):
-            if address in by_address:
-                return by_address[address]
-        knowing = self._model_files.knowing(inbox.request.model, now)
-        return choose([s for s in usable if s.address in knowing] or usable, inbox.key, now)
+        able = {session.address: session for session in self._able(inbox.refused_by)}
+        live = (session.address for session in self._live())
+        for address in inbox.request.routers_of_its_worker(live):
+            if address in able:
+                return able[address]
+        knowing = able.keys() & self._model_files.knowing(inbox.request.model, now)
+        likely = [able[address] for address in sorted(knowing)]
+        return choose(likely or list(able.values()), inbox.key, now)
 
     @staticmethod
     def _take_from(inbox: _Inbox) -> None:
@@ -252,10 +256,10 @@ class RouterClient:
         one is asked if that knows no worker there. Raises ServiceError UNAVAILABLE."""
         now = asyncio.get_running_loop().time()
         like = Start(model=asked.model, cache_salt=asked.cache_salt, prompt_ids=asked.prompt_ids)
-        knowing, live = self._model_files.knowing(asked.model, now), self._live()
-        likely = [session for session in live if session.address in knowing] or live
+        knowing, able = self._model_files.knowing(asked.model, now), self._able()
+        likely = [session for session in able if session.address in knowing] or able
         first = choose(likely, conversation(like), now)
-        order = sorted(live, key=lambda one: (one is not first, one not in likely))
+        order = sorted(able, key=lambda one: (one is not first, one not in likely))
         return await self._model_files.pick(_reachable(order), asked)
 
     # --- what the sessions say

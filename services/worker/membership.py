@@ -189,7 +189,7 @@ class Membership:
         self._missed: dict[str, float] = {}  # since when a router that is to be joined is not
         self._stop = threading.Event()
         self._changed = threading.Event()
-        self._discovery = Discovery(routers, self._changed.set, ready_only=False)
+        self._discovery = Discovery("--routers", routers, self._changed.set, ready_only=False)
         self._thread = threading.Thread(target=self._resolve_forever, name="join", daemon=True)
 
     def heartbeat(self) -> pb.Heartbeat:
