@@ -16,8 +16,9 @@ from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 ROOT = Path(__file__).parents[2]
 OBSERVABILITY = ROOT / "k8s/observability"
 WORKERS = ("prefill", "decode")
-# Variables of the compose files themselves: where to find models, which GPU.
-COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU", "PDSERVE_MODEL_B"} | {
+STOPPED_S = GRACE_S + STOP_S + LEAVE_S + CLOSE_S  # after a drain
+# Variables of the compose files themselves: where to find models, which GPU, when to kill.
+COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU", "PDSERVE_MODEL_B", "PDSERVE_STOP_GRACE"} | {
     f"PDSERVE_{name}_MEMORY" for name in ("GATEWAY", "ROUTER", "WORKER")
 }
 
@@ -163,12 +164,15 @@ def test_nothing_reaches_the_internet_without_the_hub_overlay(services: dict[str
     }
 
 
+def grace_s(service: dict[str, Any]) -> float:
+    return float(default(service["stop_grace_period"]).removesuffix("s"))
+
+
 def test_there_is_time_to_drain(services: dict[str, Any]) -> None:
     for service in services.values():
         assert service["init"] is True
-        grace_s = float(service["stop_grace_period"].removesuffix("s"))
-        stop_s = GRACE_S + STOP_S + LEAVE_S + CLOSE_S
-        assert grace_s > float(service["environment"]["PDSERVE_DRAIN_S"]) + stop_s
+        drain_s = float(default(service["environment"]["PDSERVE_DRAIN_S"]))
+        assert grace_s(service) > drain_s + STOPPED_S
 
 
 def test_start_follows_health(services: dict[str, Any]) -> None:
@@ -250,19 +254,25 @@ def test_the_gpu_overlay_has_what_cuda_ipc_compares() -> None:
 
 def test_the_second_pool_is_the_first_with_another_model(services: dict[str, Any]) -> None:
     overlay = yaml.safe_load((ROOT / "compose.pools.yml").read_text())["services"]
-    assert set(overlay) == {f"{role}-b" for role in WORKERS}
+    assert set(overlay) == {*WORKERS, *(f"{role}-b" for role in WORKERS)}
     engines = int(services["decode"]["environment"]["PDSERVE_HOST_ENGINES"])
     for role in WORKERS:
         service = overlay[f"{role}-b"]
         assert service["extends"] == {"file": "docker-compose.yml", "service": role}
         known = {o.env: o for s in COMMANDS[role].sections() for o in s.options}
         assert set(service["environment"]) <= known.keys()
-        drain_s = float(service["environment"]["PDSERVE_DRAIN_S"])
-        gateway = {o.name: o for s in COMMANDS["gateway"].sections() for o in s.options}
-        assert drain_s >= gateway["request_timeout_s"].default
-        stop_s = GRACE_S + STOP_S + LEAVE_S + CLOSE_S
-        assert float(service["stop_grace_period"].removesuffix("s")) > drain_s + stop_s
         assert service["environment"]["PDSERVE_HOST_ENGINES"] == 2 * engines
+
+
+@pytest.mark.parametrize("pool", ["", "-b"])
+@pytest.mark.parametrize("role", WORKERS)
+def test_each_pool_has_time_for_its_longest_stream(role: str, pool: str) -> None:
+    """It cannot move to the other pool's weights."""
+    service = yaml.safe_load((ROOT / "compose.pools.yml").read_text())["services"][role + pool]
+    gateway = {o.name: o for s in COMMANDS["gateway"].sections() for o in s.options}
+    drain_s = float(default(service["environment"]["PDSERVE_DRAIN_S"]))
+    assert drain_s >= gateway["request_timeout_s"].default
+    assert grace_s(service) > drain_s + STOPPED_S
 
 
 def test_the_ha_overlay_has_two_of_every_process(
@@ -300,7 +310,7 @@ def test_the_proxy_learns_of_an_end_before_requests_are_refused(
     assert found
     noticed_s = int(found[1]) / 1000 * (int(found[2]) + 1)
     lame_duck_s = twice["services"]["gateway"]["environment"]["PDSERVE_LAME_DUCK_S"]
-    drain_s = services["gateway"]["environment"]["PDSERVE_DRAIN_S"]
+    drain_s = float(default(services["gateway"]["environment"]["PDSERVE_DRAIN_S"]))
     assert 3 * noticed_s < lame_duck_s < drain_s / 2
     options = {o.name: o for s in COMMANDS["gateway"].sections() for o in s.options}
     for side in ("client", "server"):
