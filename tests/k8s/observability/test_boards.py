@@ -4,6 +4,7 @@ tests/system/test_observability.py asks a running system for the names.
 """
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -23,6 +24,8 @@ kind: Kustomization
 resources: [{k8s}/overlays/cpu]
 components: [{k8s}/observability]
 """
+COMPONENT = yaml.safe_load((K8S / "observability/kustomization.yaml").read_text())
+(RUNBOOK,) = re.findall(r"'url=(https://[^']+/runbook\.md)'", str(COMPONENT))
 Manifest = dict[str, Any]
 
 
@@ -115,7 +118,12 @@ def test_the_component_has_boards_and_alerts(rendered: list[Manifest]) -> None:
     assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert boards["data"] == {path.name: path.read_text() for path in BOARDS}
     (alerts,) = of_kind(rendered, "PrometheusRule").values()
-    assert {r["alert"] for g in alerts["spec"]["groups"] for r in g["rules"]} == {*rules()}
+    found = {r["alert"]: r for g in alerts["spec"]["groups"] for r in g["rules"]}
+    assert set(found) == {*rules()}
+    for name, rule in found.items():
+        url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert url == RUNBOOK, "absolute, by the one literal of the component"
+        assert anchor == name.lower()
 
 
 def test_every_pod_is_scraped_once_for_its_own(rendered: list[Manifest]) -> None:
