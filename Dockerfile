@@ -68,11 +68,12 @@ COPY docker/finish.sh /tmp/
 RUN sh /tmp/finish.sh
 
 # Python without pip and what else only builds; copied whole, so that no layer keeps it.
-# /run/pdserve holds the sockets of shared-memory hand-offs, /var/lib/pdserve a gateway's database and
-# /home/pdserve/.cache what was fetched; a volume made from one of them keeps the owner.
+# /run/pdserve holds the sockets of shared-memory hand-offs, /var/log/pdserve the rings of events,
+# /var/lib/pdserve a gateway's database and /home/pdserve/.cache what was fetched; a volume made from
+# one of them keeps the owner.
 FROM ${PYTHON_IMAGE} AS trimmed
 RUN useradd --uid 10001 --create-home pdserve \
-    && install -d -o pdserve -g pdserve /home/pdserve/.cache /run/pdserve /var/lib/pdserve \
+    && install -d -o pdserve -g pdserve /home/pdserve/.cache /run/pdserve /var/log/pdserve /var/lib/pdserve \
     && library=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))') \
     && rm -rf $library/site-packages/pip* $library/site-packages/setuptools* \
         $library/site-packages/wheel* $library/site-packages/pkg_resources \

@@ -56,6 +56,8 @@ OTHER_FLAGS = {
     "--replicas",
     "--for",
     "--fail-with-body",
+    "--no-color",
+    "--prefix",
 }
 SCRIPT_FLAGS = {
     flag

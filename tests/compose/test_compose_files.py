@@ -215,8 +215,18 @@ def test_workers_share_the_sockets_of_shared_memory(services: dict[str, Any]) ->
 def test_the_database_is_in_a_volume_that_its_user_owns(services: dict[str, Any]) -> None:
     url = default(services["gateway"]["environment"]["PDSERVE_DATABASE_URL"])
     folder = url.removeprefix("sqlite:///").rpartition("/")[0]
-    assert services["gateway"]["volumes"] == [f"data:{folder}"]
+    assert services["gateway"]["volumes"][0] == f"data:{folder}"
     assert re.search(rf"install -d -o pdserve .*{folder} ", (ROOT / "Dockerfile").read_text())
+
+
+def test_rings_outlive_their_processes_and_a_report_reads_them(services: dict[str, Any]) -> None:
+    """All are in one volume, which the gateway's container sees and cannot change."""
+    (folder,) = {services[r]["environment"]["PDSERVE_TRACE_DIR"] for r in ("router", *WORKERS)}
+    for role, service in services.items():
+        mode = ":ro" if role == "gateway" else ""
+        assert f"rings:{folder}{mode}" in service["volumes"]
+    assert re.search(rf"install -d -o pdserve .*{folder} ", (ROOT / "Dockerfile").read_text())
+    assert f"--trace-dir {folder} " in (ROOT / "docs/terminal.md").read_text()
 
 
 def test_the_gpu_overlay_only_adds_to_workers() -> None:
