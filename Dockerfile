@@ -6,6 +6,9 @@
 # pyproject.toml beyond "worker", without hashes: "torch" adds the reference kernels; "torch cuda" is
 # for GPUs and needs WORKER_PACKAGES="gcc libc6-dev", since Triton compiles a few lines of C when a
 # worker starts. TORCH_INDEX: an extra package index for torch, e.g. one with its CPU build.
+# COMMIT: whose sources these are, --build-arg COMMIT=$(git rev-parse HEAD), for the label and for
+# pdserve_build_info, by which an alert sees builds side by side; without one that has a digest of the
+# sources.
 # BUILD_IMAGE: a Python with its headers, of the same version, which builds.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 ARG BUILD_IMAGE=${PYTHON_IMAGE}
@@ -25,9 +28,9 @@ COPY kernels kernels
 COPY engine engine
 COPY gateway gateway
 COPY services services
-# Whose sources these are, for pdserve_build_info: --build-arg COMMIT=$(git rev-parse HEAD)
+COPY docker/revision.sh /tmp/
 ARG COMMIT=
-RUN printf %s "$COMMIT" > .src/pdserve/commit.txt
+RUN sh /tmp/revision.sh "$COMMIT" > /tmp/commit.txt && mv /tmp/commit.txt .src/pdserve/
 RUN python3 -m venv /tmp/build && /tmp/build/bin/pip wheel -q --no-deps -w /wheels .
 
 # Dependencies before sources: they change rarely and weigh most.
@@ -86,12 +89,12 @@ RUN useradd --uid 10001 --create-home pdserve \
 FROM scratch AS runtime
 COPY --from=trimmed / /
 ARG VERSION=0.1.0
-ARG COMMIT=unknown
+ARG COMMIT=
 LABEL org.opencontainers.image.title=pdserve \
     org.opencontainers.image.description="Disaggregated LLM server: prefill and decode in separate services" \
     org.opencontainers.image.licenses=Apache-2.0 \
     org.opencontainers.image.version=$VERSION \
-    org.opencontainers.image.revision=$COMMIT
+    org.opencontainers.image.revision=${COMMIT:-unknown}
 ENV PATH=/opt/pdserve/bin:/usr/local/bin:/usr/bin:/bin \
     LANG=C.UTF-8 \
     PYTHONUNBUFFERED=1

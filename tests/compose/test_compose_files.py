@@ -1,6 +1,7 @@
 """The compose files as text: names known to the settings, order of start, time to drain."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,30 @@ def test_the_proxy_learns_of_an_end_before_requests_are_refused(
         waits = re.search(rf"timeout {side} (\d+)s", config)
         assert waits
         assert int(waits[1]) > options["request_timeout_s"].default
+
+
+def revision(folder: Path, commit: str = "") -> str:
+    words = ["sh", ROOT / "docker/revision.sh", commit]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_images_of_unlike_sources_are_told_apart(tmp_path: Path) -> None:
+    """By the commit that a build is given, else by a digest."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name / "a folder").mkdir(parents=True)
+        (tmp_path / name / "a folder/one.py").write_text("1")
+        (tmp_path / name / "two.py").write_text("2" if name != "c" else "3")
+    first, same, other = (revision(tmp_path / name) for name in ("a", "b", "c"))
+    assert re.fullmatch("sources-[0-9a-f]{16}", first)
+    assert first == same != other
+    assert revision(tmp_path / "a", "0123abc") == "0123abc"
+
+
+def test_builds_are_given_the_commit(services: dict[str, Any]) -> None:
+    for service in services.values():
+        assert service["build"]["args"]["COMMIT"] == "${COMMIT:-}"
+    assert "$(git rev-parse HEAD)" in (ROOT / "docs/kubernetes.md").read_text()
 
 
 def locked(name: str) -> dict[str, str]:
