@@ -17,6 +17,15 @@ from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 ROOT = Path(__file__).parents[2]
 OBSERVABILITY = ROOT / "k8s/observability"
 WORKERS = ("prefill", "decode")
+FILES = [
+    "compose.ha.yml",
+    "compose.pools.yml",
+    "docker-compose.gpu.yml",
+    "docker-compose.hub.yml",
+    "docker-compose.observability.yml",
+    "docker-compose.yml",
+]
+IMAGE = r"[\w./-]+:v?\d+(\.\d+)+[\w-]*(@sha256:[0-9a-f]{64})?"  # `make pin` adds the digest
 STOPPED_S = GRACE_S + STOP_S + LEAVE_S + CLOSE_S  # after a drain
 # Variables of the compose files themselves: where to find models, which GPU, when to kill.
 COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU", "PDSERVE_MODEL_B", "PDSERVE_STOP_GRACE"} | {
@@ -64,8 +73,8 @@ def test_variables_are_options_with_good_values(services: dict[str, Any]) -> Non
 
 def test_every_name_is_known_to_some_command() -> None:
     known = {ENV_PREFIX + name.upper() for name in known_names()} | COMPOSE_ONLY
-    files = [path.name for path in ROOT.glob("*compose*.yml")]
-    assert len(files) == 6
+    files = [path.name for path in ROOT.glob("*compose*.y*ml")]
+    assert sorted(files) == FILES
     for name in (*files, "Dockerfile"):
         found = set(re.findall(r"PDSERVE_[A-Z_]+[A-Z]", (ROOT / name).read_text()))
         assert found <= known, name
@@ -126,12 +135,14 @@ def test_what_the_overlay_mounts_exists(watched: dict[str, Any]) -> None:
         service = watched[name]
         published = ["clients"] if "ports" in service else []
         assert service["networks"] == ["pdserve", *published]
-        assert service["cap_drop"] == ["ALL"]
-        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"]), "a version"
-        for volume in service.get("volumes", ()):
-            source, _, mode = volume.split(":")
-            assert (ROOT / source).exists()
-            assert mode == "ro"
+        files = [v.split(":") for v in service.get("volumes", ()) if v.startswith(".")]
+        assert all(mode == "ro" for _, _, mode in files)
+        mounted = {source.removeprefix("./"): path for source, path, _ in files}
+        if name == "grafana":
+            (provider,) = yaml.safe_load((OBSERVABILITY / "compose/boards.yml").read_text())[
+                "providers"
+            ]
+            assert provider["options"]["path"] == mounted["k8s/observability/boards"]
         assert all(str(port).startswith("127.0.0.1:") for port in service.get("ports", ()))
     sources = yaml.safe_load((OBSERVABILITY / "compose/datasources.yml").read_text())
     for source in sources["datasources"]:
@@ -140,14 +151,40 @@ def test_what_the_overlay_mounts_exists(watched: dict[str, Any]) -> None:
         assert source["uid"] == source["type"] == host
 
 
-def test_containers_have_no_rights_and_bounds(services: dict[str, Any]) -> None:
-    for service in services.values():
-        assert service["read_only"] is True
-        assert service["tmpfs"] == ["/tmp"]
-        assert service["cap_drop"] == ["ALL"]
-        assert service["security_opt"] == ["no-new-privileges:true"]
-        assert service["pids_limit"] > 0
-        assert re.fullmatch(r"\d+g", default(service["mem_limit"]))
+def in_force(file: str, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Services of a file as they are with docker-compose.yml under it."""
+    found = {}
+    for name, service in Overlay((ROOT / file).read_text()).get_single_data()["services"].items():
+        under = base.get(service.get("extends", {}).get("service", name), {})
+        found[name] = {**under, **service}
+    return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_containers_have_no_rights_and_bounds(file: str, services: dict[str, Any]) -> None:
+    """Ours and foreign ones alike."""
+    for name, service in in_force(file, services).items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "privileged" not in service, name
+        assert service["pids_limit"] > 0, name
+        assert re.fullmatch(r"\d+[mg]", default(service["mem_limit"])), name
+        ours = service["image"].startswith("pdserve-")
+        if ours:
+            assert service["tmpfs"] == ["/tmp"], name
+        else:
+            assert re.fullmatch(IMAGE, service["image"]), "a version"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_volume_is_declared_or_a_file_here(file: str, services: dict[str, Any]) -> None:
+    made = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["volumes"]
+    made |= Overlay((ROOT / file).read_text()).get_single_data().get("volumes", {})
+    for name, service in in_force(file, services).items():
+        for volume in service.get("volumes", ()):
+            source = default(volume).partition(":")[0]
+            assert source in made or (source.startswith("./") and (ROOT / source).exists()), name
 
 
 def test_nothing_reaches_the_internet_without_the_hub_overlay(services: dict[str, Any]) -> None:
