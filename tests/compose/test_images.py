@@ -1,4 +1,7 @@
-"""The images: what is in them, how large they are, and what is known to be wrong with it."""
+"""The images: what is in them, how large they are, and what is known to be wrong with it.
+
+They stand on a Debian by debootstrap (docker_engine.py), not on the base that the Dockerfile names.
+"""
 
 import json
 import subprocess
@@ -74,6 +77,18 @@ def test_the_list_of_components_is_what_is_installed(built: DockerEngine, image:
         "{d.name: d.version for d in importlib.metadata.distributions()}))"
     )
     assert components(built, image) == json.loads(shell(built, image, code))
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_list_of_debian_s_packages_is_what_is_installed(
+    built: DockerEngine, image: str
+) -> None:
+    text = shell(built, image, "print(open('/opt/pdserve/sbom-debian.json').read())")
+    told = [part["name"] for part in json.loads(text)["components"]]
+    code = "import subprocess; print(subprocess.check_output(['dpkg-query', '-W'], text=True))"
+    lines = shell(built, image, code).split("\n")
+    installed = {line.split("\t")[0].partition(":")[0] for line in lines if line.strip()}
+    assert set(told) == installed | {"python"}
 
 
 @pytest.mark.parametrize("image", IMAGES)
