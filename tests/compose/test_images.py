@@ -4,6 +4,7 @@ They stand on a Debian by debootstrap (docker_engine.py), not on the base that t
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -62,6 +63,13 @@ def test_labels(built: DockerEngine, image: str) -> None:
     prefix = "org.opencontainers.image."
     names = {n.removeprefix(prefix) for n in labels if n.startswith(prefix)}
     assert names >= {"title", "description", "licenses", "version", "revision"}
+
+
+def test_both_images_say_whose_sources_they_are(built: DockerEngine) -> None:
+    """The project's builds are given no commit."""
+    code = "from pdserve.services.host.metrics import process_metrics as p; print(p.commit())"
+    (told,) = {shell(built, image, code).strip() for image in IMAGES}
+    assert re.fullmatch("sources-[0-9a-f]{16}", told)
 
 
 def components(engine: DockerEngine, image: str) -> dict[str, str]:
