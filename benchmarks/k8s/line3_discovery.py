@@ -67,7 +67,9 @@ def view(seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         api, rng = fake(folder, seed), Random(seed)
         pods = FakeEndpoints(api, rng)
-        views = {r: Discovery([TARGET], lambda: None, ready_only=r) for r in (True, False)}
+        views = {
+            r: Discovery("--routers", [TARGET], lambda: None, ready_only=r) for r in (True, False)
+        }
         late: list[float] = []
         began = time.process_time()
 

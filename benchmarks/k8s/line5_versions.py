@@ -2,12 +2,15 @@
 calm, and none fails.
 
 The last release (releases.json) is built beside this tree. A system of the old one is replaced
-process by process under load: the workers first, or the gateways and routers first. At every stage
+process by process under load: the workers first, prefill before decode, or the gateways and routers
+first, and then decode before prefill, so that either release hands to the other. At every stage
 streams of long prompts, which prefill hands to decode, and of short ones go through the gateways
-that are there, by a client that asks nothing twice. Then a pool with other weights comes beside the
-first one, which is told to stop.
+that are there, by a client that asks nothing twice. A stage holds if its workers are those of the
+releases that it is about and prompts were handed over in it. Then a pool with other weights comes
+beside the first one, which is told to stop.
 
-A clone without the release's commit skips the first two parts.
+A clone without the release's commit skips the first two parts; a release that is there and cannot
+be built fails them.
 """
 
 import argparse
@@ -23,14 +26,15 @@ from typing import Any
 from changed_weights import write_changed
 from eventually import eventually
 from handoff.steady_load import Ask, Load, RawClient, asks
-from releases import NoRelease, last_release, python_of
+from releases import BuildFailed, NoRelease, last_release, python_of
 from replaceable import Replaceable, ReplaceableSystem, tail
 
 from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
 
 CLIENTS = 6
 STREAMS = 200  # of the two releases together, and of the two pools
-STAGES = 10
+STREAMS_HELP = "of each of the two halves; a stage of less than 16 may see no long prompt"
+STAGES = 12  # of the two orders together
 OPTIONS = ("--kv-tokens", "16384", "--chunk-size", "256", "--kv-transport", "tcp")
 REMOTE = ("--remote-prefill", "auto", "--remote-prefill-threshold", "256")
 MODEL = "SmolLM2-135M-Instruct"
@@ -67,9 +71,11 @@ class Rolled:
         self.stages: list[dict[str, Any]] = []
         self._per_stage = per_stage
 
-    async def stage(self, name: str) -> None:
-        """So many streams begin and end while the system is as it is now."""
+    async def stage(self, name: str, *protocols: int) -> None:
+        """So many streams begin and end while the system is as it is now, with workers of these
+        versions."""
         self.load.where = name
+        remote = await asyncio.to_thread(self.system.remote_prefills)
         before, begun = self.load.completed, self.load.completed + self.load.running
         enough = begun - before + self._per_stage
         await eventually(
@@ -81,7 +87,11 @@ class Rolled:
             "stage": name,
             "worker_protocols": await asyncio.to_thread(self.system.protocols),
             "completed": self.load.completed - before,
+            "remote_prefills": await asyncio.to_thread(self.system.remote_prefills) - remote,
         }
+        stage["ok"] = (
+            stage["worker_protocols"] == sorted(protocols) and stage["remote_prefills"] > 0
+        )
         self.stages.append(stage)
         print(json.dumps(stage), file=sys.stderr, flush=True)
 
@@ -99,13 +109,14 @@ class Rolled:
     def _new_worker(self, role: str, python: str, *words: str) -> Replaceable:
         return self.system.worker(role, *words, python=python)
 
-    async def replace_workers(self, python: str) -> None:
-        """One decode worker stays for a stage beside the new ones."""
-        prefill, *decodes = sorted(self.system.workers, key=lambda w: w.role == "decode")
-        await self.replace_worker(prefill, python)
-        await self.replace_worker(decodes[0], python)
-        await self.stage(f"{self.load.where}; workers of both")
-        await self.replace_worker(decodes[1], python)
+    async def replace_workers(self, python: str, first: str, both: set[int]) -> None:
+        """Those of one role first. There is a stage after each but the last."""
+        where = self.load.where
+        *others, last = sorted(self.system.workers, key=lambda worker: worker.role != first)
+        for number, old in enumerate(others, 1):
+            await self.replace_worker(old, python)
+            await self.stage(f"{where}; {number} new workers, {first} first", *both)
+        await self.replace_worker(last, python)
 
     async def replace_gateway(self, python: str) -> None:
         (old,) = self.system.gateways
@@ -121,30 +132,32 @@ class Rolled:
             await asyncio.to_thread(self.system.wait_joined)
 
 
-Order = Callable[[Rolled, str], Awaitable[None]]
+Order = Callable[[Rolled, str, int], Awaitable[None]]
 
 
-async def workers_first(rolled: Rolled, new: str) -> None:
-    await rolled.stage("all old")
-    await rolled.replace_workers(new)
-    await rolled.stage("old gateway and routers, new workers")
+async def workers_first(rolled: Rolled, new: str, old_protocol: int) -> None:
+    await rolled.stage("all old", old_protocol)
+    await rolled.replace_workers(new, "prefill", {old_protocol, PROTOCOL_VERSION})
+    await rolled.stage("old gateway and routers, new workers", PROTOCOL_VERSION)
     await rolled.replace_routers(new)
-    await rolled.stage("old gateway, new routers and workers")
+    await rolled.stage("old gateway, new routers and workers", PROTOCOL_VERSION)
     await rolled.replace_gateway(new)
-    await rolled.stage("all new")
+    await rolled.stage("all new", PROTOCOL_VERSION)
 
 
-async def front_first(rolled: Rolled, new: str) -> None:
-    await rolled.stage("all old")
+async def front_first(rolled: Rolled, new: str, old_protocol: int) -> None:
+    await rolled.stage("all old", old_protocol)
     await rolled.replace_gateway(new)
-    await rolled.stage("new gateway, old routers and workers")
+    await rolled.stage("new gateway, old routers and workers", old_protocol)
     await rolled.replace_routers(new)
-    await rolled.stage("new gateway and routers, old workers")
-    await rolled.replace_workers(new)
-    await rolled.stage("all new")
+    await rolled.stage("new gateway and routers, old workers", old_protocol)
+    await rolled.replace_workers(new, "decode", {old_protocol, PROTOCOL_VERSION})
+    await rolled.stage("all new", PROTOCOL_VERSION)
 
 
-async def roll(folder: Path, old: str, order: Order, per_stage: int) -> dict[str, Any]:
+async def roll(
+    folder: Path, old: str, old_protocol: int, order: Order, per_stage: int
+) -> dict[str, Any]:
     """A system of the release that `old` runs is replaced by one of this tree."""
     with ReplaceableSystem(folder, *OPTIONS) as system:
         for _ in range(2):
@@ -157,28 +170,25 @@ async def roll(folder: Path, old: str, order: Order, per_stage: int) -> dict[str
         await rolled.load.learn(asks())
         load = asyncio.create_task(rolled.load.run(CLIENTS))
         try:
-            await order(rolled, sys.executable)
+            await order(rolled, sys.executable, old_protocol)
         finally:
             rolled.load.stop()
             await load
             await clients.close()
-        figures = figures_of(rolled)
-        figures["ok"] &= figures["stages"][-1]["worker_protocols"] == [PROTOCOL_VERSION]
-    return figures
+    return figures_of(rolled)
 
 
 def figures_of(rolled: Rolled) -> dict[str, Any]:
-    load, view = rolled.load, rolled.system.view()
+    load = rolled.load
     return {
         "ok": not (load.failed or load.broken or load.unequal or any(rolled.exit_codes))
-        and view.prefill_remote > 0,
+        and all(stage["ok"] for stage in rolled.stages),
         "streams": load.completed + len(load.failed) + len(load.broken),
         "completed": load.completed,
         "failed": load.failed,
         "broken": load.broken,
         "unequal": load.unequal,
         "exit_codes": rolled.exit_codes,
-        "remote_prefills_of_the_last_router": view.prefill_remote,
         "stages": rolled.stages,
     }
 
@@ -230,40 +240,42 @@ async def two_pools(folder: Path, per_stage: int) -> dict[str, Any]:
         rolled = Rolled(system, load, per_stage)
         running = asyncio.create_task(load.run(CLIENTS))
         try:
-            await rolled.stage("the old pool")
+            await rolled.stage("the old pool", PROTOCOL_VERSION)
             for role in ("prefill", "decode"):
                 await asyncio.to_thread(system.worker, role, *words)
             of_new = load.of_new
-            await rolled.stage("both pools")
+            await rolled.stage("both pools", PROTOCOL_VERSION)
             in_both = load.of_new - of_new
             retiring = [asyncio.create_task(rolled.retire(worker)) for worker in old]
             await asyncio.to_thread(system.wait_draining, old[1])
             load.retired = True
-            await rolled.stage("the old pool drains")
+            await rolled.stage("the old pool drains", PROTOCOL_VERSION)
             await asyncio.gather(*retiring)
-            await rolled.stage("the new pool")
+            await rolled.stage("the new pool", PROTOCOL_VERSION)
         finally:
             load.stop()
             await running
             await clients.close()
-        figures = figures_of(rolled)
+    figures = figures_of(rolled)
     figures |= {"asks": len(calm[0]), "asks_that_differ": differ, "of_new_while_both": in_both}
     figures["ok"] &= differ * 2 > len(calm[0]) and in_both > 0
     return figures
 
 
 def releases(streams: int) -> dict[str, Any]:
-    """Both orders, or why they were skipped."""
+    """Both orders, or why they were skipped or cannot be tried."""
     try:
         last = last_release()
         python = python_of(last)
     except NoRelease as error:
         print(f"THE RELEASES WERE NOT TRIED TOGETHER: {error}", file=sys.stderr)
         return {"releases": {"ok": True, "skipped": str(error)}}
+    except BuildFailed as error:
+        return {"releases": {"ok": False, "error": str(error)}}
     found: dict[str, Any] = {}
     for order in (workers_first, front_first):
         with tempfile.TemporaryDirectory() as folder:
-            rolling = roll(Path(folder), python, order, -(-streams // STAGES))
+            rolling = roll(Path(folder), python, last.protocol, order, -(-streams // STAGES))
             found[order.__name__] = asyncio.run(rolling)
     release = {"old": last.name, "commit": last.commit[:12], "protocols": [last.protocol]}
     release["protocols"].append(PROTOCOL_VERSION)
@@ -272,7 +284,7 @@ def releases(streams: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=STREAMS, help="of each of the two halves")
+    parser.add_argument("--streams", type=int, default=STREAMS, help=STREAMS_HELP)
     parser.add_argument("--only", choices=("releases", "pools"), help="one of the two halves")
     args = parser.parse_args()
     parts: dict[str, Any] = {}

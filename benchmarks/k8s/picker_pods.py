@@ -1,4 +1,4 @@
-"""A router, pods of a decode worker and a gateway each on an address of its own, and a picker."""
+"""A router, pods of a decode worker and a gateway each on an address of its own, and pickers."""
 
 import signal
 import subprocess
@@ -50,7 +50,6 @@ class PickerPods:
             for host in self.hosts:
                 self._start_pod(host)
             wait_until(self._all_ready, "the pods", START_S, 0.2)
-            self.start_picker()
         except BaseException:
             self.stop()
             raise
@@ -79,7 +78,7 @@ class PickerPods:
 
     def start_picker(self, *words: str) -> None:
         """Returns when it serves."""
-        said = ["--bind", self.picker, "--routers", self.router, "--decide-timeout-s", "5"]
+        said = ["--bind", self.picker, "--routers", self.router]
         for endpoint in self.endpoints:
             said += ["--endpoints", endpoint]
         self._start(
@@ -154,6 +153,12 @@ class PickerPods:
             for name, value in self.picker_figures().items()
             if name.startswith(begin)
         }
+
+    def decided_within(self, *seconds: float) -> dict[str, float]:
+        """The share of the picker's decisions that took at most so long."""
+        figures, name = self.picker_figures(), "pdserve_picker_decision_seconds"
+        num = max(1.0, figures[f"{name}_count"])
+        return {f"{s} s": round(figures[f'{name}_bucket{{le="{s}"}}'] / num, 4) for s in seconds}
 
     def cpu_s(self, name: str) -> float:
         """Seconds of the cores that a process and its children have taken."""

@@ -20,7 +20,11 @@ BUILT = "built"
 
 
 class NoRelease(Exception):
-    """The last release is not in this clone, or cannot be built here."""
+    """The last release is not in this clone."""
+
+
+class BuildFailed(Exception):
+    """The last release cannot be built here."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ def last_release() -> Release:
 
 def python_of(release: Release) -> str:
     """An interpreter that has the release as pdserve, and what it needs from where this one has it.
-    The first call compiles its kernels, for minutes. Raises NoRelease."""
+    The first call compiles its kernels, for minutes. Raises BuildFailed."""
     folder = ROOT / "build" / "releases" / f"{release.name}-{release.commit[:12]}"
     python = folder / "venv" / "bin" / "python"
     if not (folder / BUILT).exists():
@@ -52,7 +56,7 @@ def python_of(release: Release) -> str:
         try:
             _build(release, folder, python)
         except subprocess.CalledProcessError as error:
-            raise NoRelease(f"{release.name} cannot be built: {error.stderr[-2000:]}") from error
+            raise BuildFailed(f"{release.name}: {error.stderr[-2000:]}") from error
         (folder / BUILT).touch()
     return str(python)
 
@@ -74,7 +78,7 @@ def _build(release: Release, folder: Path, python: Path) -> None:
     _run(*pip, "install", "--no-deps", "--target", str(site), str(wheel))
     where = _run(str(python), "-P", "-c", "import pdserve; print(pdserve.__file__)")
     if not Path(where.strip()).is_relative_to(site):
-        raise NoRelease(f"pdserve of {release.name} is found at {where.strip()}")
+        raise BuildFailed(f"pdserve of {release.name} is found at {where.strip()}")
 
 
 def _git(*words: str) -> "subprocess.CompletedProcess[str]":

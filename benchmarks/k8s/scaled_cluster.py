@@ -1,5 +1,5 @@
-"""A cluster whose pods come and go, in virtual time: the real core and metrics of one router among
-workers that follow a script.
+"""A cluster whose pods come and go, in virtual time: the real cores and metrics of routers among
+workers that follow a script. Every worker joins every router, and a request comes to any of them.
 
 A prefill worker computes one prompt after the other at a fixed rate. A decode worker gives each of
 its rows a token in each step, computes prompts of its own at the same rate, and has blocks for a
@@ -44,13 +44,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 class ScaledCluster:
     """Its pods are as many as the autoscalers say."""
 
-    def __init__(self, autoscalers: list[Autoscaler], machine: Machine, seed: int) -> None:
+    def __init__(
+        self, autoscalers: list[Autoscaler], machine: Machine, seed: int, num_routers: int
+    ) -> None:
         self.machine = machine
         self.rng = Random(seed)
         self._commands: deque[tuple[Worker, Any]] = deque()
         self._loop = VirtualLoop()
-        self.router = self._loop.run_until_complete(self._make_router(seed))
-        self.fleet, self.dispatcher = self.router.fleet, self.router.dispatcher
+        making = (self._make_router(seed + number) for number in range(num_routers))
+        self.routers = [self._loop.run_until_complete(made) for made in making]
+        self._asked_by: dict[bytes, int] = {}  # the router of each attempt
         self.client = Client()
         self.scraped = Scraped()
         self.autoscalers = {a.target: a for a in autoscalers}
@@ -60,7 +63,7 @@ class ScaledCluster:
         self.longest_drain = 0.0
         self.num_preempted = 0
         self.num_cut = 0  # pods that were killed at the end of their drain
-        self._metrics = RouterMetrics(self.router)
+        self.metrics = [RouterMetrics(router) for router in self.routers]
         self._numbers = 0
         self._scrape_at, self._sync_at = (self.now + self.rng.uniform(0, SYNC_S) for _ in "12")
         for name in self.replicas:
@@ -102,7 +105,8 @@ class ScaledCluster:
             remaining_ms=600_000,
             queue_remaining_ms=60_000,
         )
-        self.router.submit(RequestProgress(start, [7] * num_tokens), self.client)
+        router = self.rng.choice(self.routers)
+        router.submit(RequestProgress(start, [7] * num_tokens), self.client)
         self._carry_out()
 
     def tick(self) -> None:
@@ -111,9 +115,10 @@ class ScaledCluster:
         self.client.now = self.now
         for pod in list(self.pods):
             self._live(pod)
-        for worker in self.fleet.workers.values():
-            self.fleet.heard(worker, self.now)
-        self.dispatcher.tick(self.now)
+        for router in self.routers:
+            for worker in router.fleet.workers.values():
+                router.fleet.heard(worker, self.now)
+            router.dispatcher.tick(self.now)
         self._carry_out()
         if self.now >= self._scrape_at:
             self._scrape_at += SCRAPE_S
@@ -123,10 +128,10 @@ class ScaledCluster:
             for name in self.autoscalers:
                 self._sync(name)
 
-    def figure(self, name: str) -> float:
-        """A metric of the router now; 0 if it exports none."""
-        found = [s.value for m in self._metrics.collect() for s in m.samples if s.name == name]
-        return max(found, default=0.0)
+    def figures(self, name: str) -> list[float]:
+        """A metric now, of the routers that export it."""
+        metrics = (metric for router in self.metrics for metric in router.collect())
+        return [s.value for metric in metrics for s in metric.samples if s.name == name]
 
     # --- pods
 
@@ -136,7 +141,7 @@ class ScaledCluster:
         return [p for p in self.pods if p.role == role and p.drains_since is None]
 
     def _sync(self, name: str) -> None:
-        ready = sum(p.worker is not None for p in self.of(name))
+        ready = sum(bool(p.workers) for p in self.of(name))
         scaler, before = self.autoscalers[name], self.replicas[name]
         after = scaler.sync(lambda q: self.scraped.ask(q, self.now), before, ready, self.now)
         if after != before:
@@ -144,7 +149,7 @@ class ScaledCluster:
             self.history.append((self.now, name, after))
             self._make_pods(name, self.now + self.machine.start_s)
             # Pods that are not ready go first, then the newest.
-            going = sorted(self.of(name), key=lambda p: (p.worker is None, p.number))[after:]
+            going = sorted(self.of(name), key=lambda p: (not p.workers, p.number))[after:]
             for pod in going:
                 self._end(pod)
 
@@ -156,10 +161,11 @@ class ScaledCluster:
 
     def _end(self, pod: Pod) -> None:
         pod.drains_since = self.now
-        if pod.worker is None:
+        if not pod.workers:
             self.pods.remove(pod)
             return
-        self.fleet.goodbye(pod.worker)
+        for router, worker in zip(self.routers, pod.workers, strict=True):
+            router.fleet.goodbye(worker)
         if pod.role == PREFILL:  # it ends what it has begun and hands back the rest
             for prompt in list(pod.prompts.values())[1:]:
                 del pod.prompts[prompt.attempt]
@@ -171,7 +177,7 @@ class ScaledCluster:
                 self._say(pod, wire.PrefillEvent(failed=failed))
 
     def _live(self, pod: Pod) -> None:
-        if pod.worker is None:
+        if not pod.workers:
             if self.now < pod.ready_at:
                 return
             self._join(pod)
@@ -180,19 +186,20 @@ class ScaledCluster:
         if pod.prompts:
             self._compute(pod)
         self._generate(pod)
-        assert pod.worker is not None
-        pod.worker.report(pod.load(self.machine))
-        self.dispatcher.on_load(pod.worker, self.now)
-        self._carry_out()
+        for router, worker in zip(self.routers, pod.workers, strict=True):
+            worker.report(pod.load(self.machine))
+            router.dispatcher.on_load(worker, self.now)
+            self._carry_out()
         if pod.drains_since is not None:
             since, empty = self.now - pod.drains_since, not pod.prompts and not pod.streams
             if empty or since >= self.machine.drain_s:
                 self.longest_drain = max(self.longest_drain, since)
                 self.num_cut += not empty
                 self.pods.remove(pod)
-                pod.worker.said_goodbye = True
-                self.fleet.lost(pod.worker)
-                self.dispatcher.disconnected(pod.worker, not empty, self.now)
+                for router, worker in zip(self.routers, pod.workers, strict=True):
+                    worker.said_goodbye = True
+                    router.fleet.lost(worker)
+                    router.dispatcher.disconnected(worker, not empty, self.now)
 
     def _join(self, pod: Pod) -> None:
         hello = WorkerHello(
@@ -203,9 +210,11 @@ class ScaledCluster:
             transports=["tcp"],
             wire_version=2,
         )
-        pod.worker, _ = self.fleet.join(hello, self.now)
-        self.dispatcher.joined(pod.worker)
-        self.dispatcher.connected(pod.worker, self.now)
+        for router in self.routers:
+            worker, _ = router.fleet.join(hello, self.now)
+            pod.workers.append(worker)
+            router.dispatcher.joined(worker)
+            router.dispatcher.connected(worker, self.now)
 
     def _compute(self, pod: Pod) -> None:
         """Prompts, in order of arrival."""
@@ -281,22 +290,26 @@ class ScaledCluster:
             pod.prompts[youngest.attempt] = youngest
             self.num_preempted += 1
 
-    # --- what the router says
+    # --- what routers say
 
     def _say(self, pod: Pod, event: Any) -> None:
-        assert pod.worker is not None
+        """To the router that asked."""
+        number = self._asked_by[getattr(event, event.WhichOneof("event")).attempt]
+        dispatcher, worker = self.routers[number].dispatcher, pod.workers[number]
         if isinstance(event, wire.PrefillEvent):
-            self.dispatcher.on_prefill(pod.worker, event, self.now)
+            dispatcher.on_prefill(worker, event, self.now)
         else:
-            self.dispatcher.on_decode(pod.worker, event, self.now)
+            dispatcher.on_decode(worker, event, self.now)
 
     def _carry_out(self) -> None:
         while self._commands:
             worker, command = self._commands.popleft()
-            pod = next((p for p in self.pods if p.worker is worker), None)
+            pod = next((p for p in self.pods if worker in p.workers), None)
             if pod is not None:
                 kind = command.WhichOneof("command")
-                getattr(self, f"_on_{kind}")(pod, getattr(command, kind))
+                said = getattr(command, kind)
+                self._asked_by[said.attempt] = pod.workers.index(worker)
+                getattr(self, f"_on_{kind}")(pod, said)
 
     def _on_admit(self, pod: Pod, admit: wire.Admit) -> None:
         num_tokens = len(admit.start.prompt_ids)
@@ -349,10 +362,13 @@ class ScaledCluster:
     # --- what is scraped
 
     def _targets(self) -> list[tuple[str, list[Any]]]:
-        targets = [("pdserve-router-0", list(self._metrics.collect()))]
+        targets = [
+            (f"pdserve-router-{number}", list(metrics.collect()))
+            for number, metrics in enumerate(self.metrics)
+        ]
         for pod in self.pods:
-            if pod.worker is not None:
-                worker = WorkerMetrics(pod.worker.hello)
-                worker.load = pod.worker.load
+            if pod.workers:
+                worker = WorkerMetrics(pod.workers[0].hello)
+                worker.load = pod.workers[0].load
                 targets.append((pod.name, list(worker.collect())))
         return targets

@@ -1,7 +1,7 @@
 """A Prometheus in virtual time: samples of scrapes, and the queries that our scalers ask.
 
 Of PromQL it knows what these need (metrics with matchers, sum, max and min and arithmetic of them,
-avg_over_time of a subquery, comparisons with `bool`), and refuses the rest.
+`or vector(0)`, avg_over_time of a subquery, comparisons with `bool`), and refuses the rest.
 """
 
 import math
@@ -58,6 +58,13 @@ class Scraped:
                 return {(): OPERATIONS[str(node.op)](values)} if values else {}
             case promql_parser.Call() if node.func.name == "avg_over_time":
                 return self._average(node.args[0], now)
+            case promql_parser.Call() if node.func.name == "vector":
+                return {(): float(node.args[0].val)}
+            case promql_parser.BinaryExpr() if str(node.op) == "or":
+                left = self._value(node.lhs, now)
+                if left.keys() - {()}:
+                    raise ValueError(f"{node.lhs} has labels")
+                return left or self._value(node.rhs, now)
             case promql_parser.BinaryExpr() if str(node.op) == ">" and node.modifier.return_bool:
                 bound = node.rhs.val
                 return {k: float(v > bound) for k, v in self._value(node.lhs, now).items()}

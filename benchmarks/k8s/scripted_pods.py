@@ -54,8 +54,8 @@ class Pod:
     number: int
     role: Role
     ready_at: float
-    worker: Worker | None = None
     drains_since: float | None = None
+    workers: list[Worker] = field(default_factory=list)  # as each router knows it; none: it starts
     prompts: dict[bytes, Prompt] = field(default_factory=dict)  # to be computed here, in order
     streams: dict[bytes, Prompt] = field(default_factory=dict)  # rows, or whose KV is on its way
     last_command: bytes = b""

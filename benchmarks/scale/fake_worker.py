@@ -34,7 +34,7 @@ from pdserve.services.host.rpc.fragments import IdsCollector
 from pdserve.services.host.rpc.outbox import Outbox, TokensOutbox
 from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.host.server import GrpcHost
-from pdserve.services.worker import reports
+from pdserve.services.worker import membership, reports
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.process import IDLE_LOAD_S, LOAD_S
 
@@ -347,6 +347,7 @@ def slow_down(factor: float) -> None:
     """All that the product's Membership says at intervals comes as much later."""
     for name in ("HEARTBEAT_S", "BEAT_S", "LOAD_INTERVAL_S", "STEADY_INTERVAL_S"):
         setattr(reports, name, getattr(reports, name) * factor)
+    membership.SILENT_S *= factor
 
 
 def new_hashes(count: int) -> list[bytes]:

@@ -44,13 +44,13 @@ measured: dict[Shape, dict[str, Any]] = {}
 
 
 def point(shape: Shape) -> dict[str, Any]:
-    """Figures of one router, measured once."""
+    """Figures of one router, measured once. Without `core` and all else if it came to nothing."""
     if shape not in measured:
         window_s = WINDOW_S if shape.streams else IDLE_WINDOW_S
         try:
             found = one_router.measure(shape, window_s)
-        except one_router.Late as late:
-            found = {"shape": asdict(shape), "core": None, "carried": 0.0, "late": str(late)}
+        except (one_router.Late, TimeoutError) as late:
+            found = {"shape": asdict(shape), "carried": 0.0, "exact": False, "late": str(late)}
         print(json.dumps(found), file=sys.stderr, flush=True)
         measured[shape] = found
     return measured[shape]
@@ -62,7 +62,7 @@ def share() -> dict[str, Any]:
         found = point(replace(SHARE, slow=slow))
         if carried := found["carried"] >= CARRIED:
             break
-    if not carried:
+    if not carried:  # not even in slow motion
         return found | {"ok": False}
     ok = found["exact"]
     ok = ok and found["core"] < MOST_CORE and found["rss_mib"] < MOST_MIB
@@ -73,13 +73,16 @@ def share() -> dict[str, Any]:
 def idle() -> dict[str, Any]:
     """100 workers that have nothing to do."""
     found = point(IDLE)
-    return found | {"ok": found["core"] <= MOST_IDLE_CORE}
+    return found | {"ok": found["exact"] and found["core"] <= MOST_IDLE_CORE}
 
 
 def index() -> dict[str, Any]:
     """Resident memory of a hash: what the router grows by when the workers join with their hashes,
     less what it grows by when they join with none."""
-    grown = [point(shape)["joined_mib"] for shape in (IDLE, replace(IDLE, hashes=0))]
+    points = [point(shape) for shape in (IDLE, replace(IDLE, hashes=0))]
+    if not all(found["exact"] for found in points):
+        return {"ok": False, "points": points}
+    grown = [found["joined_mib"] for found in points]
     num_bytes = (grown[0] - grown[1]) * (1 << 20) / (IDLE.workers * IDLE.hashes)
     return {
         "ok": num_bytes <= MOST_INDEX_BYTES,
@@ -89,14 +92,14 @@ def index() -> dict[str, Any]:
 
 
 def along(shapes: list[Shape], sizes: tuple[int, ...]) -> dict[str, Any]:
-    """The cost at each size, and the line through those that were carried."""
+    """The cost at each size, and the line through those that were carried and exact."""
     points = []
     for shape, size in zip(shapes, sizes, strict=True):
         found = point(replace(shape, slow=SLOWEST if shape.streams else 1.0))
-        carried = found.get("carried", 1.0) >= CARRIED
+        carried = found["exact"] and found.get("carried", 1.0) >= CARRIED
         cpu = found.get("placing_cpu_ms", {}).get("mean")
         points.append(
-            {"x": size, "core": found["core"] or 0.0, "carried": carried, "placing_cpu_ms": cpu}
+            {"x": size, "core": found.get("core", 0.0), "carried": carried, "placing_cpu_ms": cpu}
         )
     kept = [(p["x"], p["core"]) for p in points if p["carried"]]
     line = fit(kept) if len(kept) > 2 else None

@@ -102,7 +102,15 @@ class _OneRouter:
         if self._gateways is not None:
             demanded = self._shape.streams * self._shape.tokens_s * seconds / slow
             found["carried"] = round((after["tokens"] - before["tokens"]) / demanded, 4)
-            found |= self._streams(finish) | self._placing(began, ended)
+            found |= self._streams(finish)
+        noted = self._noted()
+        looks = [one for one in noted["looks"] if began <= one[0] <= ended]
+        found["reports_s"] = round(slow * (looks[-1][2] - looks[0][2]) / seconds)
+        found["wait_for_loop_ms"] = spread_ms([late for _, late, _ in looks])
+        found["isolations"] = noted["num_isolations"]
+        found["exact"] = found.get("exact", True) and not found["isolations"]
+        if self._gateways is not None:
+            found |= self._placing([one for one in noted["placed"] if began <= one[1] <= ended])
         return found
 
     def _streams(self, finish: bool) -> dict[str, Any]:
@@ -115,22 +123,21 @@ class _OneRouter:
             "failures": counts["failures"],
         }
 
-    def _placing(self, began: float, ended: float) -> dict[str, Any]:
-        """Of the requests that were placed in the window."""
+    def _noted(self) -> dict[str, Any]:
+        """Ends the processes; what the router noted."""
         if self._gateways is not None:
             self._gateways.wait(END_S)  # it ends by itself, and so do the sessions
         stop(self._router)
         stop(self._fleet)
-        noted, admitted, sent = (json.loads(file.read_text()) for file in self._files.values())
-        placed = [one for one in noted["placed"] if began <= one[1] <= ended]
-        looks = [one for one in noted["looks"] if began <= one[0] <= ended]
-        reports = self._shape.slow * (looks[-1][2] - looks[0][2]) / (ended - began)
+        return dict(json.loads(self._files["placed"].read_text()))
+
+    def _placing(self, placed: list[tuple[str, float, float, float]]) -> dict[str, Any]:
+        """Of these requests."""
+        admitted, sent = (json.loads(self._files[n].read_text()) for n in ("admitted", "sent"))
         return {
-            "reports_s": round(reports),
             "placed": len(placed),
             "placing_cpu_ms": spread_ms([cpu for _, _, _, cpu in placed]),
             "placing_ms": spread_ms([took for _, _, took, _ in placed]),
-            "wait_for_loop_ms": spread_ms([late for _, late, _ in looks]),
             "sent_to_placing_ms": spread_ms([at - sent[name] for name, at, _, _ in placed]),
             "sent_to_admit_ms": spread_ms(
                 [admitted[name] - sent[name] for name, *_ in placed if name in admitted]

@@ -1,10 +1,12 @@
 """The router's own process, which notes what it takes to place each request.
 
-`timed_router.py SLOW FILE WORDS...`: it ticks SLOW times more rarely; WORDS are those of `pdserve
-router`. At its end FILE has a JSON object: `placed`, an array a request with its id, when placing
-began (time.monotonic), seconds by the clock and seconds of the thread's processor time, both until
-the Admit is in the worker's outbox; `looks`, arrays of a time, of how late the loop came to it (so
-long does a message wait) and of how many reports of workers it had read by then.
+`timed_router.py SLOW FILE WORDS...`: it ticks, echoes heartbeats and loses patience with silent
+workers SLOW times more slowly; WORDS are those of `pdserve router`. At its end FILE has a JSON
+object: `placed`, an array a request with its id, when placing began (time.monotonic), seconds by
+the clock and seconds of the thread's processor time, both until the Admit is in the worker's
+outbox; `looks`, arrays of a time, of how late the loop came to it (so long does a message wait) and
+of how many reports of workers it had read by then; `num_isolations`, how often it heard too few of
+its workers.
 """
 
 import asyncio
@@ -16,8 +18,9 @@ from typing import Any
 
 from pdserve.services.cli.main import main as pdserve
 from pdserve.services.host.rpc.request_progress import RequestProgress
-from pdserve.services.router import core
+from pdserve.services.router import core, join_service
 from pdserve.services.router.core import RouterCore
+from pdserve.services.router.fleet import fleet
 from pdserve.services.router.requests.effects import Client
 
 LOOK_S = 0.0137  # between two looks at how late the loop is
@@ -26,6 +29,7 @@ begin, submit, report = RouterCore.__init__, RouterCore.submit, RouterCore.repor
 placed: list[tuple[str, float, float, float]] = []
 looks: list[tuple[float, float, int]] = []
 num_reports = 0
+routers: list[RouterCore] = []
 
 
 def timed_submit(router: RouterCore, progress: RequestProgress, client: Client) -> None:
@@ -35,14 +39,15 @@ def timed_submit(router: RouterCore, progress: RequestProgress, client: Client) 
     placed.append((progress.start.request, began, ended - began, used))
 
 
-def counted_report(router: RouterCore, worker: Any, said: Any) -> bool:
+def counted_report(router: RouterCore, worker: Any, said: Any, lease: int) -> bool:
     global num_reports
     num_reports += 1
-    return report(router, worker, said)
+    return report(router, worker, said, lease)
 
 
 def watched_core(router: RouterCore, *args: Any, **kwargs: Any) -> None:
     begin(router, *args, **kwargs)
+    routers.append(router)
     loop = asyncio.get_running_loop()
 
     def look(due: float) -> None:
@@ -54,12 +59,19 @@ def watched_core(router: RouterCore, *args: Any, **kwargs: Any) -> None:
 
 
 def main() -> int:
-    core.TICK_S *= float(sys.argv[1])
+    slow = float(sys.argv[1])
+    core.TICK_S *= slow
+    core.STOOD_S *= slow
+    join_service.HEARTBEAT_ECHO_S *= slow
+    for name in ("SILENCE_S", "SUSPECT_S", "ISOLATED_S", "UNREPORTED_S"):
+        setattr(fleet, name, getattr(fleet, name) * slow)
     RouterCore.__init__ = watched_core  # type: ignore[method-assign]
     RouterCore.report = counted_report  # type: ignore[method-assign]
     RouterCore.submit = timed_submit  # type: ignore[method-assign]
     code = pdserve(["router", *sys.argv[3:]])
-    Path(sys.argv[2]).write_text(json.dumps({"placed": placed, "looks": looks}))
+    (router,) = routers
+    noted = {"placed": placed, "looks": looks, "num_isolations": router.num_isolations}
+    Path(sys.argv[2]).write_text(json.dumps(noted))
     return code
 
 

@@ -9,7 +9,7 @@ deadline; others fail after GRACE_S.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Container, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -102,7 +102,7 @@ class RouterClient:
     def __init__(self, routers: Sequence[str], access: Access, boot: bytes) -> None:
         if not routers:
             raise ValueError("no router address given")
-        self._discovery = Discovery(routers, self._on_change, ready_only=True)
+        self._discovery = Discovery("--routers", routers, self._on_change, ready_only=True)
         self._changed = asyncio.Event()  # other routers than at the last look
         self._found: set[str] = set()  # addresses of routers that may get new requests
         self._access = access
@@ -142,6 +142,12 @@ class RouterClient:
 
     def _live(self) -> list[RouterConnection]:
         return [session for session in self._sessions.values() if session.channel is not None]
+
+    def _able(self, refused_by: Container[RouterConnection] = ()) -> list[RouterConnection]:
+        """Those that may get a request: of the live ones that have not refused it those that were
+        found at the last look, or all if there is no such one."""
+        able = [session for session in self._live() if session not in refused_by]
+        return [session for session in able if session.address in self._found] or able
 
     # --- requests
 
@@ -184,13 +190,10 @@ class RouterClient:
         inbox.put(inbox.request.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout"))
 
     def _assign(self, inbox: _Inbox) -> bool:
-        """Issue a request to a router that has not refused it, one that was found at the last look
-        if there is such a one. False if there is none: it waits."""
+        """Issue a request to a router. False if there is none that may get it: it waits."""
         self._take_from(inbox)
         now = asyncio.get_running_loop().time()
-        able = [session for session in self._live() if session not in inbox.refused_by]
-        found = [session for session in able if session.address in self._found]
-        session = choose(found or able, inbox.key, now)
+        session = choose(self._able(inbox.refused_by), inbox.key, now)
         if session is None:
             return False
         inbox.session = session
@@ -236,7 +239,7 @@ class RouterClient:
         """Where the router that would get this prompt would place it. Raises ServiceError
         UNAVAILABLE."""
         like = Start(model=asked.model, cache_salt=asked.cache_salt, prompt_ids=asked.prompt_ids)
-        session = choose(self._live(), conversation(like), asyncio.get_running_loop().time())
+        session = choose(self._able(), conversation(like), asyncio.get_running_loop().time())
         channel = None if session is None else session.channel
         return await self._model_files.pick([] if channel is None else [channel], asked)
 

@@ -3,16 +3,17 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from pdserve.gateway.router_client.routing import choose
 from pdserve.services.host.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
-RESOLVE_S = 1.0  # between two looks at what the targets stand for
+RESOLVE_S = 1.0  # between two looks at what the targets stand for, if nothing tells of a change
 MAX_MISSES = 3  # looks in a row that find nothing and are not believed: DNS may have failed
 AVOID_S = 5.0  # an endpoint that a proxy has passed over is the last choice for so long
-KEEP_S = 60.0  # an endpoint that only proxies name is forgotten after so long without a request
+KEEP_S = 60.0  # an endpoint that only proxies name is forgotten when none has named it for so long
 
 
 class Endpoint:
@@ -21,6 +22,7 @@ class Endpoint:
     def __init__(self, address: str) -> None:
         self.address = address
         self.num_open = 0  # requests that this picker has sent there
+        self.named_at = 0.0  # when it was a candidate
         self.used_at = 0.0
         self.avoided_until = 0.0
 
@@ -50,7 +52,8 @@ class Endpoints:
     def __init__(self, targets: Sequence[str], clock: Callable[[], float]) -> None:
         """Raises ValueError for a target that cannot be."""
         self._targets = tuple(targets)
-        self._discovery = Discovery(targets, lambda: None, ready_only=True)
+        self._discovery = Discovery("--endpoints", targets, self._on_change, ready_only=True)
+        self._changed = asyncio.Event()  # a look would find others
         self._clock = clock
         self._known: dict[str, Endpoint] = {}
         self._ready: frozenset[str] = frozenset()
@@ -64,14 +67,23 @@ class Endpoints:
 
     async def keep(self) -> None:
         """Looks what the targets stand for, until it is cancelled."""
+        self._loop = asyncio.get_running_loop()
         try:
             while self._targets:
+                self._changed.clear()
                 found = await asyncio.to_thread(self._discovery.look)
                 self.resolved({address for some in found.values() for address in some})
-                await asyncio.sleep(RESOLVE_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RESOLVE_S):
+                        await self._changed.wait()
             await asyncio.Event().wait()
         finally:
             self._discovery.close()
+
+    def _on_change(self) -> None:
+        """Called from any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._changed.set)
 
     def resolved(self, found: Iterable[str]) -> None:
         """The targets stand for these now."""
@@ -88,27 +100,30 @@ class Endpoints:
     def candidates(self, hint: Sequence[str] | None) -> list[Endpoint]:
         """Ready endpoints. `hint`: the only ones allowed, as ip:port, or an ip alone for each of
         its ports; None: all are."""
-        if hint is None:
-            return [self._endpoint(address) for address in sorted(self._ready)]
-        allowed = set(hint)
-        if not self._targets:
-            return [self._endpoint(address) for address in sorted(allowed) if has_port(address)]
-        return [
-            self._endpoint(address)
-            for address in sorted(self._ready)
-            if address in allowed or host_of(address) in allowed
-        ]
-
-    def _endpoint(self, address: str) -> Endpoint:
-        if address not in self._known:
-            self._forget_unused()
-            self._known[address] = Endpoint(address)
-        return self._known[address]
-
-    def _forget_unused(self) -> None:
         now = self._clock()
+        addresses = self._allowed(hint)
+        if addresses - self._known.keys():
+            self._forget_unused(now)
+        return [self._named(address, now) for address in sorted(addresses)]
+
+    def _allowed(self, hint: Sequence[str] | None) -> frozenset[str]:
+        if hint is None:
+            return self._ready
+        if not self._targets:
+            return frozenset(address for address in hint if has_port(address))
+        allowed = set(hint)
+        return frozenset(a for a in self._ready if a in allowed or host_of(a) in allowed)
+
+    def _named(self, address: str, now: float) -> Endpoint:
+        endpoint = self._known.get(address)
+        if endpoint is None:
+            endpoint = self._known[address] = Endpoint(address)
+        endpoint.named_at = now
+        return endpoint
+
+    def _forget_unused(self, now: float) -> None:
         for address, known in list(self._known.items()):
-            if address not in self._ready and not known.num_open and now - known.used_at > KEEP_S:
+            if address not in self._ready and not known.num_open and now - known.named_at > KEEP_S:
                 del self._known[address]
 
     def get(self, address: str) -> Endpoint | None:

@@ -58,7 +58,7 @@ class Exchange:
         """Nothing more comes."""
         self._give_back()
         if self._choice is not None:
-            self._picker.ended(self._choice)
+            self._choice.ended()
             self._choice = None
 
     async def take(self, message: pb.ProcessingRequest) -> Answers:

@@ -57,17 +57,31 @@ class AskedRequest:
         return path.rstrip("/") or "/"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EndpointChoice:
-    """Endpoints in the order in which they are tried, and why these."""
+    """Endpoints in the order in which they are tried, why these, and which one has the request."""
 
     endpoints: tuple[Endpoint, ...]
     reason: str
+    _holder: Endpoint | None = None
 
     @property
     def text(self) -> str:
         """As the protocol writes it."""
         return ",".join(endpoint.address for endpoint in self.endpoints)
+
+    def held_by(self, endpoint: Endpoint, now: float) -> None:
+        """It counts there from now on, and nowhere else."""
+        if endpoint is not self._holder:
+            self.ended()
+            self._holder = endpoint
+            endpoint.sent(now)
+
+    def ended(self) -> None:
+        """The request is over."""
+        if self._holder is not None:
+            self._holder.num_open -= 1
+            self._holder = None
 
 
 class EndpointPicker:
@@ -108,8 +122,9 @@ class EndpointPicker:
         return is_json and headers.get(":method") == "POST" and self.tenant(headers) is not None
 
     async def pick(self, asked: AskedRequest) -> EndpointChoice:
-        """The first one counts as having the request until `ended`. Raises ServiceError UNAVAILABLE
-        if none is ready, and OVERLOADED if the request would be refused."""
+        """The first one counts as having the request unless another has `served` it. Raises
+        ServiceError UNAVAILABLE if none is ready, and OVERLOADED if the request would be refused.
+        """
         began = self._clock()
         names = asked.headers.get("traceparent", ""), asked.headers.get("tracestate", "")
         span = self._tracer.begin("pick", TraceContext(*names), began)
@@ -124,7 +139,7 @@ class EndpointPicker:
         span.end()
         now = self._clock()
         self._metrics.decided(choice.reason, now - began)
-        choice.endpoints[0].sent(now)
+        choice.held_by(choice.endpoints[0], now)
         return choice
 
     async def _pick(self, asked: AskedRequest) -> EndpointChoice:
@@ -189,17 +204,15 @@ class EndpointPicker:
 
     def served(self, choice: EndpointChoice, address: str) -> None:
         """The proxy says who has answered: those before it on the list could not."""
+        now = self._clock()
         known = [endpoint.address for endpoint in choice.endpoints]
         passed = choice.endpoints[: known.index(address)] if address in known else ()
         for endpoint in passed:
-            endpoint.avoided_until = self._clock() + AVOID_S
+            endpoint.avoided_until = now + AVOID_S
         if address != known[0]:
             self._metrics.served_elsewhere()
-
-    @staticmethod
-    def ended(choice: EndpointChoice) -> None:
-        """The request is over."""
-        choice.endpoints[0].num_open -= 1
+        if (holder := self._endpoints.get(address)) is not None:
+            choice.held_by(holder, now)
 
 
 def _conversation(asked: AskedRequest, tenant: Tenant | None) -> bytes:

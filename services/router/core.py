@@ -124,10 +124,11 @@ class RouterCore:
         log.info("%s worker %s joined, model %s", role, hello.address, model)
         return worker
 
-    def report(self, worker: Worker, report: fleet_pb2.WorkerReport) -> bool:
-        """A later message of its stream; False if the worker was given up and must join anew."""
+    def report(self, worker: Worker, report: fleet_pb2.WorkerReport, lease: int) -> bool:
+        """A later message of a stream; False if the worker must join anew: it was given up, has a
+        newer stream, or something of its cache did not come."""
         now = self._loop.time()
-        if self.fleet.get(worker.boot) is not worker:
+        if self.fleet.get(worker.boot) is not worker or worker.lease != lease:
             return False
         self.fleet.heard(worker, now)
         kind = report.WhichOneof("report")
@@ -139,7 +140,9 @@ class RouterCore:
         elif kind == "heartbeat":
             self._beat(worker, report.heartbeat, now)
         elif kind == "prefixes":
-            worker.prefixes.apply(report.prefixes)
+            if not worker.prefixes.apply(report.prefixes):
+                log.warning("worker %s: its cache is told anew", worker.hello.address)
+                return False
         elif kind == "goodbye":
             log.info("worker %s drains: %s", worker.hello.address, report.goodbye.reason)
             self.fleet.goodbye(worker)

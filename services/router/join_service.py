@@ -73,7 +73,7 @@ class JoinService(FleetServicer):
             yield fleet_pb2.JoinReply(welcome=welcome)
             echoed = 0.0
             async for report in request_iterator:
-                if not self._core.report(worker, report):
+                if not self._core.report(worker, report, lease):
                     return
                 now = time.monotonic()
                 beats = report.HasField("heartbeat") or report.HasField("load_beat")

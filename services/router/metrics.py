@@ -12,7 +12,7 @@ from prometheus_client.core import (
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL, Role
 from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet.fleet import Worker
-from pdserve.services.router.scaling import decode_kv_used_ratio, prefill_backlog_s
+from pdserve.services.router.scaling import decode_kv_used_ratio, prefill_backlog
 
 
 class RouterMetrics:
@@ -109,9 +109,14 @@ class RouterMetrics:
             "Different KV blocks of workers' prefix caches that this router knows",
             value=len(prefixes),
         )
+        yield GaugeMetricFamily(
+            "pdserve_router_prefix_sampled_share",
+            "Share of the blocks that it keeps; below 1 there are more than --prefix-index-hashes",
+            value=prefixes.sampled_share,
+        )
         yield CounterMetricFamily(
-            "pdserve_router_prefix_blocks_left_out",
-            "Blocks that workers told of and the index had no room for (--prefix-index-hashes)",
+            "pdserve_router_prefix_left_out",
+            "Workers of a block that are not known, since too many sets of workers share blocks",
             value=prefixes.num_left_out,
         )
         yield CounterMetricFamily(
@@ -157,8 +162,13 @@ class RouterMetrics:
         )
         backlog = GaugeMetricFamily(
             "pdserve_prefill_backlog_seconds",
-            "Prompt tokens that wait for prefill, by the sum of the live workers' rates. Every "
-            "router counts their queues and adds its own: take the max",
+            "Prompt tokens in the queues of prefill workers, by the sum of the live ones' rates. "
+            "Every router that knows them says the same: take the max",
+            labels=model_name,
+        )
+        own_backlog = GaugeMetricFamily(
+            "pdserve_router_prefill_wait_seconds",
+            "Prompt tokens that wait in this router for prefill, by the same rates: take the sum",
             labels=model_name,
         )
         used = GaugeMetricFamily(
@@ -177,15 +187,14 @@ class RouterMetrics:
                     of_role[worker.hello.role].append(worker)
             tokens = sum(map(dispatcher.placer.remote_tokens, mine))
             queued.add_metric((model,), len(mine))
-            for family, value in (
-                (backlog, prefill_backlog_s(of_role[PREFILL], tokens)),
-                (used, decode_kv_used_ratio(of_role[DECODE])),
-            ):
-                if value is not None:
-                    family.add_metric((model,), value)
+            if (waits_s := prefill_backlog(of_role[PREFILL], tokens)) is not None:
+                backlog.add_metric((model,), waits_s.workers_s)
+                own_backlog.add_metric((model,), waits_s.router_s)
+            if (ratio := decode_kv_used_ratio(of_role[DECODE])) is not None:
+                used.add_metric((model,), ratio)
         for model, seen in list(dispatcher.queue_waits.items()):
             waits.add_metric((model,), seen.buckets(), seen.total)
-        yield from (queued, waits, backlog, used)
+        yield from (queued, waits, backlog, own_backlog, used)
 
 
 def by_label(name: str, text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:

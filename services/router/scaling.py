@@ -1,23 +1,32 @@
 """What a scaler asks of the fleet: how long prompts wait for prefill, and how full decode is. Pure.
 
-Both are of a model's live workers, as their loads tell, so every router says nearly the same.
+Both are of a model's live workers, as their loads tell, so every router that knows all of them says
+nearly the same; what waits in a router is its own.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pdserve.services.router.fleet.fleet import State, Worker
 
 
-def prefill_backlog_s(prefills: Iterable[Worker], queued_tokens: int) -> float | None:
-    """Seconds of work that wait: prompt tokens of their queues, and those that wait in the router,
-    by the sum of the measured rates. A worker that has measured none counts as the others' mean;
-    None if none has."""
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Seconds of prefill that wait, by the sum of the live workers' measured rates."""
+
+    workers_s: float  # in their queues, which every router knows
+    router_s: float  # in this router, which no other one knows
+
+
+def prefill_backlog(prefills: Iterable[Worker], queued_tokens: int) -> Backlog | None:
+    """`queued_tokens`: of prompts that wait in the router. A worker that has measured no rate
+    counts as the others' mean; None if none has."""
     live = [w.load for w in prefills if w.state is State.LIVE]
     rates = [load.prefill_tokens_s for load in live if load.prefill_tokens_s]
     if not rates:
         return None
-    tokens = queued_tokens + sum(load.waiting_tokens for load in live)
-    return tokens / (sum(rates) / len(rates) * len(live))
+    tokens_s = sum(rates) / len(rates) * len(live)
+    return Backlog(sum(load.waiting_tokens for load in live) / tokens_s, queued_tokens / tokens_s)
 
 
 def decode_kv_used_ratio(decodes: Iterable[Worker]) -> float | None:

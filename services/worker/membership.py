@@ -164,7 +164,7 @@ class Membership:
         self._refused: dict[str, tuple[float, float]] = {}
         self._stop = threading.Event()
         self._changed = threading.Event()
-        self._discovery = Discovery(routers, self._changed.set, ready_only=False)
+        self._discovery = Discovery("--routers", routers, self._changed.set, ready_only=False)
         self._thread = threading.Thread(target=self._resolve_forever, name="join", daemon=True)
 
     def heartbeat(self) -> pb.Heartbeat:

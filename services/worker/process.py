@@ -65,7 +65,9 @@ class WorkerProcess:
     ) -> None:
         """`on_loaded` is called when the model is loaded, before anybody is served. Raises
         ValueError for settings that cannot work, OSError for files that cannot be read."""
-        Discovery(settings.routers, lambda: None, ready_only=False)  # not only once it is loaded
+        Discovery(
+            "--routers", settings.routers, lambda: None, ready_only=False
+        )  # not only once it is loaded
         self.boot = os.urandom(16)
         self.address = ""
         self.runtime: WorkerRuntime | None = None

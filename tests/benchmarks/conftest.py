@@ -6,5 +6,5 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path += [
     str(ROOT / f"benchmarks{part}")
-    for part in ("/cpu", "/handoff", "/structure", "/api", "/gpu", "/scale", "")
+    for part in ("/cpu", "/handoff", "/structure", "/api", "/gpu", "/scale", "/k8s", "")
 ]

@@ -149,10 +149,8 @@ def test_the_routers_find_nearly_what_an_oracle_finds(shape: FleetShape) -> None
     trace = generate(1, SHORT)
     found = policies(shape, trace, 1, routers=(3,))
     rows = {name: figures["hit_rate"] for name, figures in found.items()}
-    ratios = judged(found)["3 routers"]
+    verdict = judged(found)
+    assert verdict["ok"], verdict
     assert 0 < rows["round robin"] < rows["3 routers"] <= rows["oracle"] * 1.02  # an oracle's luck
     assert rows["least load"] < rows["3 routers"]
-    assert ratios["of_oracle"] >= 0.9
-    assert ratios["of_round_robin"] >= 1.5
     assert rows["oracle"] <= pooled(trace, 6 * FEW.blocks)
-    assert found["3 routers"]["ttft_mean_s"] < found["round robin"]["ttft_mean_s"]

@@ -5,9 +5,10 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
-from scale import arithmetic
+from scale import arithmetic, line7_share, one_router, whole
 from scale.arithmetic import MEASURED, Costs, System, busiest, least_routers, mesh_limit, rendezvous
 from scale.curves import svg
 from scale.one_router import measure
@@ -27,9 +28,79 @@ def test_one_router_at_a_small_share_loses_and_repeats_no_token() -> None:
     assert found["exact"], found
     assert counts["ended"] == counts["starts"] > SMALL.streams
     assert found["core"] > 0
-    assert found["reports_s"] > 10 * SMALL.workers  # each says ten heartbeats or more
+    assert found["isolations"] == 0
     assert found["placing_cpu_ms"]["mean"] > 0
     assert found["sent_to_admit_ms"]["p50"] >= found["sent_to_placing_ms"]["p50"]
+
+
+def test_in_slow_motion_nobody_loses_patience() -> None:
+    """Heartbeats are further apart than the router waits for one at full speed."""
+    shape = replace(SMALL, workers=5, streams=4, answer_len=4, slow=3.0)
+    found = measure(shape, window_s=2.0, finish=True)
+    assert found["exact"], found
+    assert found["isolations"] == 0
+    assert found["counts"]["ended"] >= shape.streams
+
+
+def test_idle_workers_say_little() -> None:
+    found = measure(replace(SMALL, workers=5, streams=0), window_s=2.0)
+    assert found["exact"], found
+    assert 1 * 5 <= found["reports_s"] <= 3 * 5, "heartbeats, and nothing else"
+
+
+def test_a_small_system_over_http_is_exact() -> None:
+    found = whole.measure(whole.Whole(workers=4, streams=12, num_tokens=20))
+    assert found["ok"], found
+
+
+GOOD = {"core": 0.02, "rss_mib": 300.0, "joined_mib": 80.0, "carried": 1.0, "exact": True}
+PLACED = {"placing_ms": {"p99": 1.5}, "placing_cpu_ms": {"mean": 0.4}}
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        ("share", {"core": 0.71}),
+        ("share", {"rss_mib": 1025.0}),
+        ("share", {"placing_ms": {"p99": 2.1}}),
+        ("share", {"placing_cpu_ms": {"mean": 0.51}}),
+        ("share", {"exact": False}),
+        ("share", {"carried": 0.9}),
+        ("idle", {"core": 0.031}),
+        ("idle", {"exact": False}),
+        ("index", {"exact": False}),
+        ("index", {"joined_mib": 160.0}),
+        ("workers", {"exact": False}),
+        ("workers", {"carried": 0.9}),
+    ],
+)
+def test_a_part_of_line_7_fails_by_each_of_its_bounds(
+    part: str, wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def canned(shape: Shape, window_s: float) -> dict[str, Any]:
+        grown = {"joined_mib": 10.0 if not shape.hashes else 80.0}
+        spoilt = shape.hashes and shape.workers == 100
+        core = {"core": 0.0001 * shape.workers}
+        return GOOD | PLACED | core | grown | (wrong if spoilt and broken else {})
+
+    monkeypatch.setattr(one_router, "measure", canned)
+    for broken in (False, True):
+        line7_share.measured.clear()
+        assert line7_share.PARTS[part]()["ok"] is not broken
+    line7_share.measured.clear()
+
+
+@pytest.mark.parametrize("part", ["share", "idle", "index", "streams"])
+def test_a_part_that_came_to_nothing_fails_and_the_next_goes_on(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(shape: Shape, window_s: float) -> dict[str, Any]:
+        raise TimeoutError("100 workers are late")
+
+    monkeypatch.setattr(one_router, "measure", late)
+    line7_share.measured.clear()
+    assert not line7_share.PARTS[part]()["ok"]
+    line7_share.measured.clear()
 
 
 def test_workers_hold_beginnings_of_prompts() -> None:
@@ -52,6 +123,9 @@ def test_a_line_and_its_bend() -> None:
     square = fit([(n, n * n) for n in (25, 50, 100, 200)])
     assert not square.straight
     assert fit([(1, 1), (2, 2), (3, 2.5)]).straight, "a discount is no fault"
+    assert not fit([(25, 0.1), (50, 0.5), (100, 0.2), (200, 0.3)]).straight
+    assert not fit([(25, 1), (50, 2), (100, 8), (200, 12)]).straight, "a step in the middle"
+    assert fit([(1, 0.5), (5, 0.49), (10, 0.51)]).straight, "a flat one"
     with pytest.raises(ValueError, match="2 points"):
         fit([(1, 1), (2, 2)])
 

@@ -1,41 +1,24 @@
-"""The component that finds routers by EndpointSlices, in an overlay with a namespace."""
-
-import shutil
-import subprocess
-from pathlib import Path
-from typing import Any
+"""The component that finds routers by EndpointSlices, in an overlay with a namespace; also with
+pickers and the gateways of decode pods."""
 
 import kubernetes_validate
 import pytest
-import yaml
+from manifests import Manifest, of_kind, rendered, selects
 
 from pdserve.services.host.discovery.api_server import SERVICE_ACCOUNT
 from pdserve.services.host.discovery.target import parse_kubernetes
 
-K8S = Path(__file__).parents[2] / "k8s"
 NAME = "pdserve-discovery"
-Manifest = dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=["cpu", "gpu"])
-def manifests(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[Manifest]:
-    if not (kubectl := shutil.which("kubectl")):
-        pytest.skip("NO KUBECTL: the manifests were not rendered and nothing about them is known")
-    folder = tmp_path_factory.mktemp("k8s") / "k8s"
-    shutil.copytree(K8S, folder)
-    overlay = folder / "overlays/mine"
-    overlay.mkdir()
-    (overlay / "kustomization.yaml").write_text(
-        f"namespace: llm\nresources: [../{request.param}]\n"
-        "components: [../../components/endpoint-slices]\n"
-    )
-    done = subprocess.run([kubectl, "kustomize", overlay], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [m for m in yaml.safe_load_all(done.stdout) if m]
+TOGETHER = ("components/inference-gateway", "components/endpoint-slices")
 
 
-def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
-    return {m["metadata"]["name"]: m for m in manifests if m["kind"] == kind}
+@pytest.fixture(scope="module", params=["cpu", "gpu", "inference-gateway"])
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    if request.param == "inference-gateway":
+        return rendered(*TOGETHER, namespace="llm")
+    return rendered(TOGETHER[1], under=f"overlays/{request.param}", namespace="llm")
 
 
 def finding(manifests: list[Manifest]) -> dict[str, Manifest]:
@@ -44,7 +27,12 @@ def finding(manifests: list[Manifest]) -> dict[str, Manifest]:
         name.removeprefix("pdserve-"): deployment["spec"]["template"]["spec"]
         for name, deployment in of_kind(manifests, "Deployment").items()
     }
-    return {role: pods[role] for role in ("gateway", "prefill", "decode")}
+    return {role: pod for role, pod in pods.items() if role != "router"}
+
+
+def watching(manifests: list[Manifest]) -> list[tuple[Manifest, Manifest]]:
+    """Their containers, each with its pod's spec."""
+    return [(pod, one) for pod in finding(manifests).values() for one in pod["containers"]]
 
 
 def test_schemas(manifests: list[Manifest]) -> None:
@@ -79,8 +67,7 @@ def test_only_those_who_look_for_routers_have_a_token(manifests: list[Manifest])
 
 
 def test_the_files_are_where_they_are_looked_for(manifests: list[Manifest]) -> None:
-    for pod in finding(manifests).values():
-        (container,) = pod["containers"]
+    for pod, container in watching(manifests):
         (volume,) = [v for v in pod["volumes"] if "projected" in v]
         (mount,) = [m for m in container["volumeMounts"] if m["name"] == volume["name"]]
         assert mount["mountPath"] == SERVICE_ACCOUNT
@@ -95,8 +82,8 @@ def test_the_files_are_where_they_are_looked_for(manifests: list[Manifest]) -> N
 
 def test_the_target_is_a_service_and_its_port(manifests: list[Manifest]) -> None:
     services = of_kind(manifests, "Service")
-    for pod in finding(manifests).values():
-        env = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
+    for _, container in watching(manifests):
+        env = {entry["name"]: entry for entry in container["env"]}
         target = parse_kubernetes(env["PDSERVE_ROUTERS"]["value"])
         assert target is not None
         assert target.namespace == "", "the pod's own"
@@ -104,3 +91,23 @@ def test_the_target_is_a_service_and_its_port(manifests: list[Manifest]) -> None
         spec = services[target.service]["spec"]
         assert target.port in [port["name"] for port in spec["ports"]]
         assert "publishNotReadyAddresses" not in spec, "its endpoints would all be ready"
+
+
+def test_whoever_watches_reaches_the_api_server(manifests: list[Manifest]) -> None:
+    selector = of_kind(manifests, "NetworkPolicy")[NAME]["spec"]["podSelector"]
+    for name, deployment in of_kind(manifests, "Deployment").items():
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        assert selects(selector, labels) == (name != "pdserve-router"), name
+
+
+def test_pickers_and_the_gateways_of_decode_pods_watch_too() -> None:
+    found = finding(rendered(*TOGETHER, namespace="llm"))
+    assert {len(found[role]["containers"]) for role in ("gateway", "prefill", "picker")} == {1}
+    assert [one["name"] for one in found["decode"]["containers"]] == ["gateway", "pdserve"]
+    (picker,) = found["picker"]["containers"]
+    env = {entry["name"]: entry.get("value") for entry in picker["env"]}
+    target = parse_kubernetes(env["PDSERVE_ENDPOINTS"] or "")
+    assert target is not None
+    service = of_kind(rendered(*TOGETHER), "Service")[target.service]["spec"]
+    assert [port["name"] for port in service["ports"]] == [target.port]
+    assert "publishNotReadyAddresses" not in service

@@ -1,7 +1,7 @@
 """The component for Inference Gateways, over the overlay cpu: rendered, and true to the program."""
 
 import pytest
-from manifests import Manifest, rendered
+from manifests import Manifest, rendered, selects, workloads
 
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.picker.main import LIVE, NAMES
@@ -86,3 +86,22 @@ def test_whoever_must_be_reached_can_be(manifests: dict[tuple[str, str], Manifes
     assert allowed["from"][0]["podSelector"]["matchLabels"].items() <= labels.items()
     decode = manifests["NetworkPolicy", "pdserve-decode-http"]["spec"]
     assert decode["ingress"] == [{"ports": [{"port": "http"}]}]
+
+
+@pytest.mark.parametrize("database_first", [True, False])
+def test_every_gateway_has_the_database(database_first: bool) -> None:
+    """Also those in decode pods, which clients reach: else files would be there or not by chance,
+    and what they answer would be in nobody's usage."""
+    names = ["components/database", "components/inference-gateway"]
+    found = rendered(*(names if database_first else reversed(names)))
+    (policy,) = (m["spec"] for m in found if m["metadata"]["name"] == "pdserve-database")
+    having = set()
+    for workload in workloads(found):
+        gateways = [c for c in workload.containers if c["args"] == ["gateway"]]
+        assert selects(policy["podSelector"], workload.labels) == bool(gateways), workload.name
+        for container in gateways:
+            (entry,) = (e for e in container["env"] if e["name"] == "PDSERVE_DATABASE_URL")
+            assert entry["valueFrom"]["secretKeyRef"]["name"] == "pdserve-database"
+            assert entry["valueFrom"]["secretKeyRef"]["key"] == "url"
+            having.add(workload.name)
+    assert having == {"pdserve-gateway", "pdserve-decode"}

@@ -10,9 +10,9 @@ import pytest
 from manifests import SOURCES
 
 SCRIPT = SOURCES / "components/model-volume/model_volume.py"
-MODEL = "org/tiny"
-OPENS = """from pdserve.engine.checkpoints.resolve import resolve
-print(resolve("org/tiny", print))"""
+MODEL = f"org/tiny@{fake_hub.COMMIT}"
+OPENS = f"""from pdserve.engine.checkpoints.resolve import resolve
+print(resolve("{MODEL}", print))"""
 
 
 def state(folder: Path) -> dict[Path, int]:
@@ -39,13 +39,13 @@ def test_a_worker_opens_what_the_job_fetched(tmp_path: Path, repo: Path) -> None
     cache = tmp_path / "models"
     cache.mkdir()
     waiting = command("wait", cache)
-    with fake_hub.serve({MODEL: repo}) as (endpoint, hub):
+    with fake_hub.serve({"org/tiny": repo}) as (endpoint, hub):
         assert command("fetch", cache, HF_ENDPOINT=endpoint).wait(60) == 0
         assert waiting.wait(60) == 0
         before = len(hub.requests)
         assert command("fetch", cache, HF_ENDPOINT=endpoint).wait(60) == 0
         assert hub.fetched() == {"config.json", "model.safetensors"}
-        assert not [r for r in hub.requests[before:] if r[0] == "GET" and "safetensors" in r[1]]
+        assert hub.requests[before:] == [], "all of it was there"
     before_reading = state(cache)
     env = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": endpoint}
     done = subprocess.run([sys.executable, "-c", OPENS], env=env, capture_output=True, text=True)
@@ -57,8 +57,9 @@ def test_a_worker_opens_what_the_job_fetched(tmp_path: Path, repo: Path) -> None
 def test_half_a_model_is_not_taken_for_one(tmp_path: Path, repo: Path) -> None:
     cache = tmp_path / "models"
     cache.mkdir()
-    with fake_hub.serve({"org/other": repo}) as (endpoint, _):
+    with fake_hub.serve({"org/other": repo}) as (endpoint, hub):
         assert command("fetch", cache, HF_ENDPOINT=endpoint).wait(60) != 0
+        assert hub.requests, "it was asked"
     assert not list(cache.glob("*.complete"))
     waiting = command("wait", cache)
     try:
@@ -67,3 +68,22 @@ def test_half_a_model_is_not_taken_for_one(tmp_path: Path, repo: Path) -> None:
     finally:
         waiting.kill()
         waiting.wait()
+
+
+@pytest.mark.parametrize("model", ["org/tiny", "org/tiny@main", "org/tiny@0123456:x.gguf"])
+def test_a_model_without_its_commit_is_refused(tmp_path: Path, repo: Path, model: str) -> None:
+    with fake_hub.serve({"org/tiny": repo}) as (endpoint, hub):
+        failed = subprocess.run(
+            [sys.executable, str(SCRIPT), "fetch"],
+            env={
+                **os.environ,
+                "PDSERVE_MODEL": model,
+                "HF_HUB_CACHE": str(tmp_path),
+                "HF_ENDPOINT": endpoint,
+            },
+            capture_output=True,
+            text=True,
+        )
+    assert failed.returncode == 1
+    assert "40 digits" in failed.stderr
+    assert not hub.requests

@@ -1,5 +1,6 @@
 """k8s/pin.py: a release has digests, or it is not rendered at all."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from manifests import NO_KUBECTL, SOURCES
+from manifests import NO_KUBECTL, SOURCES, Workload, workloads
 
 CONTROL = f"localhost:5000/team/pdserve-control@sha256:{'c' * 64}"
 WORKER = f"localhost:5000/team/pdserve-worker@sha256:{'d' * 64}"
@@ -66,3 +67,36 @@ def test_a_release_without_digests_is_not_rendered(folder: Path) -> None:
     assert b"images" in subprocess.run(command, capture_output=True).stderr
     pin(folder, CONTROL, WORKER)
     assert CONTROL in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def job(folder: Path) -> Workload:
+    """That of the overlay `release`, as it is now."""
+    command = ["kubectl", "kustomize", str(folder / "overlays/release")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (found,) = [w for w in workloads([*yaml.safe_load_all(done.stdout)]) if w.kind == "Job"]
+    return found
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason=NO_KUBECTL)
+def test_another_release_is_another_job(folder: Path) -> None:
+    """A Job's pods cannot be changed: an apply of the same name would be refused. So is another
+    model, by the patch that the component's head has."""
+    pin(folder, CONTROL, WORKER)
+    first = job(folder)
+    assert job(folder) == first
+    pin(folder, CONTROL, WORKER.replace("d" * 64, "e" * 64))
+    second = job(folder)
+    overlay = folder / "overlays/release/kustomization.yaml"
+    head = (folder / "components/model-volume/kustomization.yaml").read_text()
+    (patch,) = re.findall(r"^#   (patches:\n(?:#    .*\n)+)", head, re.MULTILINE)
+    patch = patch.replace("\n#   ", "\n").replace("COMMIT", COMMIT)
+    overlay.write_text(overlay.read_text() + patch)
+    third = job(folder)
+    script = folder / "components/model-volume/model_volume.py"
+    script.write_text(script.read_text() + "# changed\n")
+    made = [first, second, third, job(folder)]
+    assert len({workload.name for workload in made}) == len({str(w.template) for w in made}) == 4
+    assert all(w.name.startswith("pdserve-model-") and len(w.name) <= 63 for w in made)

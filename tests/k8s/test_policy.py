@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from manifest_rules import ALWAYS, RELEASED, Rule, pods, scaling, traffic
-from manifests import PINNED, Manifest, kustomizations, of_kind, rendered
+from manifests import PINNED, TOGETHER, Manifest, kustomizations, of_kind, rendered
 
 
 def test_all_are_found() -> None:
@@ -15,6 +15,12 @@ def test_all_are_found() -> None:
     assert {f"overlays/{overlay}" for overlay in overlays} <= names
     components = {"autoscaling", "endpoint-slices", "gateway-api", "inference-gateway"}
     assert {f"components/{component}" for component in components} <= names
+
+
+@pytest.mark.parametrize("rule", ALWAYS, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("names", TOGETHER, ids=len)
+def test_the_rules_hold_of_components_together(names: tuple[str, ...], rule: Rule) -> None:
+    assert list(rule(rendered(*names))) == []
 
 
 @pytest.mark.parametrize("rule", RELEASED, ids=lambda rule: rule.__name__)
@@ -225,6 +231,7 @@ BREACHES: list[tuple[Rule, str, Callable[[Any], None], str]] = [
     (traffic.entrance, "HTTPRoute", remove("spec|rules|0|timeouts"), "before their time"),
     (traffic.entrance, "HTTPRoute", put("spec|rules|0|backendRefs|0|port", 81), "nowhere"),
     (traffic.entrance, "GRPCRoute", put("spec|parentRefs|0|name", "x"), "no listener"),
+    (traffic.entrance, "GRPCRoute", put("spec|hostnames", ["x.org"]), "no listener of its host"),
     (traffic.entrance, "Gateway", put("spec|listeners|0|protocol", "HTTP"), "in clear"),
     (
         traffic.entrance,
@@ -253,13 +260,28 @@ def test_a_breach_is_found(rule: Rule, what: str, change: Callable[[Any], None],
     kind, _, name = rest.partition(" ")
     manifests = rendered(f"overlays/{overlay}" if overlay else RELEASE)
     before = set(rule(manifests))
-    change(of_kind(manifests, kind)[f"pdserve-{name}" if name else "pdserve"])
+    of_that_kind, full = of_kind(manifests, kind), f"pdserve-{name}" if name else "pdserve"
+    if full not in of_that_kind:  # a hash is part of its name
+        (full,) = (n for n in of_that_kind if n.startswith(f"{full}-"))
+    change(of_that_kind[full])
     found = set(rule(manifests)) - before
     assert any(said in sentence for sentence in found), found
 
 
 def test_every_rule_has_a_breach() -> None:
     assert {b[0] for b in BREACHES} == set(RELEASED)
+
+
+@pytest.mark.parametrize("host", ["llm.example.com", "*.example.com", "*.com", None])
+def test_two_kinds_of_routes_of_one_host_are_found(host: str | None) -> None:
+    manifests = rendered(RELEASE)
+    spec = of_kind(manifests, "GRPCRoute")["pdserve"]["spec"]
+    if host is None:
+        del spec["hostnames"]
+    else:
+        spec["hostnames"] = [host]
+    spec["parentRefs"][0]["sectionName"] = "https"
+    assert [said for said in traffic.entrance(manifests) if "takes one of" in said]
 
 
 def variable(manifests: list[Manifest], deployment: str, name: str) -> Manifest:
@@ -287,8 +309,18 @@ def test_a_worker_that_asks_the_hub_is_found() -> None:
     variable(manifests, "pdserve-decode", "HF_HUB_OFFLINE")["value"] = "1"
     other = {"configMapKeyRef": {"name": "other", "key": "model"}}
     variable(manifests, "pdserve-decode", "PDSERVE_MODEL")["valueFrom"] = other
-    (found,) = pods.models(manifests)
-    assert "another model" in found
+    assert [*pods.models(manifests)] == [
+        "pdserve-decode has a model without its commit",
+        "pdserve-decode waits for another model than the one that is fetched",
+    ]
+
+
+@pytest.mark.parametrize("model", ["org/name", "org/name@main", "org/name@abc", "org/name:x.gguf"])
+def test_a_model_without_its_commit_is_found(model: str) -> None:
+    manifests = rendered(RELEASE)
+    (config,) = of_kind(manifests, "ConfigMap").values()
+    config["data"]["model"] = model
+    assert [said for said in pods.models(manifests) if "without its commit" in said]
 
 
 def test_rows_scale_before_batches_are_full() -> None:

@@ -1,13 +1,21 @@
-"""k8s/overlays/two-pools: two pools of workers under one name, of which one can be retired."""
+"""k8s/overlays/two-pools: a second pool of workers beside a system that runs, under its name."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
-from manifests import Manifest, of_kind, rendered
+import yaml
+from manifests import NO_KUBECTL, ROOT, SOURCES, Manifest, of_kind, rendered, workloads
 
+from pdserve.engine.checkpoints.resolve import served_name, shipped_model
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.host.options import GRACE_S, STOP_S
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 
-POOLS = ("a", "b")
+POOLS = ("first", "b")
+ROLES = ("prefill", "decode")
 WORKERS = ("pdserve-prefill", "pdserve-decode")
 
 
@@ -25,21 +33,25 @@ def pod_of(deployment: Manifest) -> tuple[Manifest, dict[str, str]]:
 
 def workers(manifests: list[Manifest], pool: str) -> list[Manifest]:
     deployments = of_kind(manifests, "Deployment")
-    return [deployments[f"{name}-{pool}"] for name in WORKERS]
+    found = [d for d in deployments.values() if pool_of(d) == pool]
+    assert len(found) == len(WORKERS)
+    return found
 
 
-def test_only_workers_are_there_twice(manifests: list[Manifest]) -> None:
+def pool_of(deployment: Manifest) -> str | None:
+    labels: dict[str, str] = deployment["spec"]["template"]["metadata"]["labels"]
+    return labels.get("pdserve.internal/pool")
+
+
+def test_what_runs_stays_as_it_is(manifests: list[Manifest]) -> None:
+    """All objects of the overlay cpu, and a second of what is of workers alone."""
     names = [(m["kind"], m["metadata"]["name"]) for m in manifests]
     assert len(set(names)) == len(names)
-    twice = {(kind, name[:-2]) for kind, name in names if name.endswith(("-a", "-b"))}
+    runs = rendered("overlays/cpu")
+    assert [m for m in manifests if m in runs] == [m for m in runs if m in manifests] == runs
+    new = {(m["kind"], m["metadata"]["name"]) for m in manifests if m not in runs}
     kinds = ("Deployment", "PodDisruptionBudget")
-    assert {kind for kind, _ in twice} == set(kinds)
-    assert {name for _, name in twice} == {*WORKERS}
-    assert set(of_kind(manifests, "Deployment")) == {
-        "pdserve-gateway",
-        "pdserve-router",
-        *(f"{name}-{pool}" for name in WORKERS for pool in POOLS),
-    }
+    assert new == {(kind, f"{name}-b") for kind in kinds for name in WORKERS}
 
 
 def test_no_pod_is_of_two_deployments(manifests: list[Manifest]) -> None:
@@ -52,14 +64,15 @@ def test_no_pod_is_of_two_deployments(manifests: list[Manifest]) -> None:
 
 
 def test_one_name_and_two_models(manifests: list[Manifest]) -> None:
-    models = set()
-    served = set()
+    """The first pool serves by the name of what is in the image."""
+    models, served = set(), {served_name(shipped_model())}
     for pool in POOLS:
         variables = [pod_of(deployment)[1] for deployment in workers(manifests, pool)]
         of_pool = {v["PDSERVE_MODEL"] for v in variables}
         assert len(of_pool) == 1, "prefill sends to decode of its own pool"
         models |= of_pool
-        served |= {v["PDSERVE_SERVED_NAME"] for v in variables}
+        served |= {v["PDSERVE_SERVED_NAME"] for v in variables if "PDSERVE_SERVED_NAME" in v}
+        assert all(v["PDSERVE_MODEL"] == "" or "PDSERVE_SERVED_NAME" in v for v in variables)
         assert len({v["PDSERVE_ROUTERS"] for v in variables}) == 1
     assert len(models) == 2
     assert len(served) == 1
@@ -77,3 +90,38 @@ def test_a_pool_drains_for_as_long_as_the_longest_stream(manifests: list[Manifes
             assert drain_s >= longest_s
             stop_s = GRACE_S + STOP_S + LEAVE_S + CLOSE_S
             assert spec["terminationGracePeriodSeconds"] > drain_s + stop_s
+
+
+SECTION = re.compile(r"k8s/overlays/two-pools adds.*", re.DOTALL)
+
+
+def test_the_commands_are_about_what_there_is(manifests: list[Manifest]) -> None:
+    """Those of docs/upgrades.md: deployments, and labels of pods."""
+    match = SECTION.search((ROOT / "docs/upgrades.md").read_text())
+    assert match is not None
+    named = set(re.findall(r"deployment/([\w-]+)", match[0]))
+    assert named == {f"{name}{suffix}" for name in WORKERS for suffix in ("", "-b")}
+    (retired,) = set(re.findall(r"pdserve\.internal/pool=(\w+)", match[0]))
+    assert retired in {pool_of(d) for d in of_kind(manifests, "Deployment").values()}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason=NO_KUBECTL)
+def test_a_retired_pool_stays_so_and_another_one_comes(tmp_path: Path) -> None:
+    """As docs/upgrades.md says: a patch in the overlay, and a folder like pool-b."""
+    (match,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/upgrades.md").read_text(), re.DOTALL)
+    shutil.copytree(SOURCES, tmp_path / "k8s")
+    overlay = tmp_path / "k8s/overlays/two-pools"
+    shutil.copytree(overlay / "pool-b", overlay / "pool-c")
+    text = (overlay / "pool-c/kustomization.yaml").read_text()
+    changed = text.replace("nameSuffix: -b", "nameSuffix: -c").replace("pool: b", "pool: c")
+    (overlay / "pool-c/kustomization.yaml").write_text(changed)
+    text = (overlay / "kustomization.yaml").read_text().replace("pool-b]", "pool-b, pool-c]")
+    (overlay / "kustomization.yaml").write_text(text + match)
+    done = subprocess.run(["kubectl", "kustomize", overlay], capture_output=True, check=True)
+    found = [w for w in workloads([*yaml.safe_load_all(done.stdout)]) if w.role in ROLES]
+    replicas: dict[str, list[int]] = {}
+    for workload in found:
+        replicas.setdefault(pool_of(workload.manifest) or "", []).append(
+            workload.manifest["spec"]["replicas"]
+        )
+    assert replicas == {"first": [0, 0], "b": [2, 1], "c": [2, 1]}

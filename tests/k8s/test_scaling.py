@@ -8,6 +8,7 @@ import line2_scaling as line
 import pytest
 from autoscaler import Autoscaler
 from prometheus_client.core import GaugeMetricFamily
+from scaled_cluster import ScaledCluster
 from scraped import Scraped
 from scripted_pods import Machine
 
@@ -31,6 +32,69 @@ def test_the_verdict_finds_a_scaler_that_flaps_and_one_that_does_nothing() -> No
     machine = replace(Machine(), prompt_tokens_s=1280.0)
     found = line.run(line.LOADS["prefill"], machine, 1, 300.0, changed)
     assert {"one reversal", "keeps the backlog"} <= set(line.broken(line.LOADS["prefill"], found))
+
+
+def test_the_verdict_finds_requests_that_nobody_served() -> None:
+    """Pods come too late for what may wait: the routers' queues time out."""
+    load, none = line.LOADS["decode"], {"pdserve-prefill": 0, "pdserve-decode": 0}
+    machine = Machine(kv_tokens=4096, start_s=120.0, waiting=none)
+    found = line.run(load, machine, 1, 120.0)
+    assert found["ends"]["late"] > line.MOST_UNSERVED * found["asked"]
+    assert "serves nearly all" in line.broken(load, found)
+    for refused, holds in ((2, True), (3, False)):
+        ends = {"ok": 990, "late": 3, "refused": refused}
+        judged = line.broken(load, found | {"asked": 1000, "ends": ends})
+        assert ("serves nearly all" not in judged) is holds
+
+
+def trigger(role: str, name: str) -> str:
+    """The query of the component."""
+    (scaled,) = [s for s in line.scaled_objects() if s["metadata"]["name"] == f"pdserve-{role}"]
+    (query,) = [t["metadata"]["query"] for t in scaled["spec"]["triggers"] if t["name"] == name]
+    return str(query)
+
+
+def test_the_backlog_is_that_of_all_routers() -> None:
+    """Each knows the workers' queues, and what waits in itself alone."""
+    none = {"pdserve-prefill": 0, "pdserve-decode": 0}
+    machine = Machine(prompt_tokens_s=64.0, kv_tokens=1024, waiting=none)
+    cluster = ScaledCluster([Autoscaler(s) for s in line.scaled_objects()], machine, 1, 3)
+    try:
+        for _ in range(40):
+            cluster.ask(640, 16)
+        while not cluster.figures("pdserve_router_prefill_wait_seconds"):
+            cluster.tick()
+        tokens = [
+            sum(map(r.dispatcher.placer.remote_tokens, r.dispatcher.placer.waiting))
+            for r in cluster.routers
+        ]
+        assert min(tokens) > 0, "each has some"
+        at_workers = sum(p.load(machine).waiting_tokens for p in cluster.of("pdserve-prefill"))
+        targets = [(f"r-{n}", m.collect()) for n, m in enumerate(cluster.metrics)]
+        scraped = Scraped()
+        scraped.seen(targets, cluster.now)
+        backlog_s = scraped.ask(trigger("prefill", "backlog"), cluster.now)
+        assert backlog_s == pytest.approx((at_workers + sum(tokens)) / 64)
+    finally:
+        cluster.close()
+
+
+def test_rows_are_known_without_a_prefill_worker() -> None:
+    """Without decode workers they are not: that is no idleness."""
+    query = trigger("decode", "rows")
+
+    def asked(*roles: str) -> float | None:
+        families = [
+            GaugeMetricFamily(f"vllm:num_requests_{name}", "", value=value)
+            for name, value in (("running", 7.0), ("waiting", 2.0))
+        ]
+        scraped = Scraped()
+        scraped.seen([(f"pdserve-{role}-1", families) for role in roles], 0.0)
+        return scraped.ask(query, 0.0)
+
+    assert asked("decode") == 9
+    assert asked("decode", "prefill") == 0
+    assert asked("prefill") is None
 
 
 def scaler(**behavior: Any) -> Autoscaler:
@@ -118,6 +182,9 @@ def test_queries() -> None:
     assert scraped.ask("sum(nothing)", now) is scraped.ask("sum(nothing) + sum(rows)", now) is None
     assert scraped.ask("sum(rows) * (max(rows) > bool 1)", now) == 2
     assert scraped.ask("sum(rows) * (max(rows) > bool 2)", now) == 0
+    assert scraped.ask("sum(rows) - (sum(nothing) or vector(3))", now) == -1
+    assert scraped.ask("sum(nothing) or vector(3)", now) == 3
+    assert scraped.ask("sum(rows) or vector(3)", now) == 2
     busy = "sum(avg_over_time((rows > bool 0)[45s:15s]))"
     assert scraped.ask(busy, now) == pytest.approx(4 / 3)
     scraped.seen([("b-1", [gauge(1, model="n")])], 45.0)

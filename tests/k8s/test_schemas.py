@@ -5,7 +5,7 @@ from typing import Any
 
 import manifest_schemas
 import pytest
-from manifests import Manifest, kustomizations, of_kind, rendered
+from manifests import TOGETHER, Manifest, kustomizations, of_kind, rendered
 
 NO_PACKAGE = "NO SCHEMAS OF THE GATEWAY API: `make setup` packs them where there is npm"
 
@@ -17,9 +17,11 @@ def needs(manifests: list[Manifest]) -> None:
         pytest.skip(NO_PACKAGE)
 
 
-@pytest.mark.parametrize("name", kustomizations())
-def test_objects_are_as_their_schemas_say(name: str) -> None:
-    manifests = rendered(name)
+@pytest.mark.parametrize(
+    "names", [*((name,) for name in kustomizations()), *TOGETHER], ids="+".join
+)
+def test_objects_are_as_their_schemas_say(names: tuple[str, ...]) -> None:
+    manifests = rendered(*names)
     needs(manifests)
     assert manifests
     wrong = {

@@ -88,6 +88,14 @@ async def decode_is_killed(patch: pytest.MonkeyPatch) -> Change:
         return {"router": before}, {"router": router_page(router.core)}
 
 
+async def prefill_is_killed(patch: pytest.MonkeyPatch) -> Change:
+    async with watched_router() as (router, _, prefill):
+        before = router_page(router.core)
+        await prefill.kill()
+        await eventually(lambda: len(router.core.fleet.workers) == 1)
+        return {"router": before}, {"router": router_page(router.core)}
+
+
 async def workers_die_again_and_again(patch: pytest.MonkeyPatch) -> Change:
     async with watched_router() as (router, _, _):
         before = router_page(router.core)
@@ -319,6 +327,7 @@ async def two_builds_run(patch: pytest.MonkeyPatch) -> Change:
 CASES = {
     "PdserveNoRouter": Case(no_router, {"PdserveNoDecodeWorker"}),
     "PdserveNoDecodeWorker": Case(decode_is_killed, once=True),
+    "PdserveNoPrefillWorker": Case(prefill_is_killed, once=True),
     "PdserveRouterIsolated": Case(router_hears_too_few, minutes=5, once=True),
     "PdserveEngineFrozen": Case(an_engine_stands_still, once=True),
     "PdserveWorkersFlapping": Case(workers_die_again_and_again, minutes=10, once=True),

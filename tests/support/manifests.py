@@ -22,6 +22,19 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "k8s"
 PINNED = ("overlays/release",)
 UNDER_COMPONENTS = "overlays/cpu"
+# Components that stand beside each other, in an order that their heads allow.
+TOGETHER = (
+    ("components/inference-gateway", "observability", "components/inference-gateway/monitors"),
+    (
+        "components/database",
+        "components/inference-gateway",
+        "components/endpoint-slices",
+        "components/autoscaling",
+        "components/model-volume",
+        "observability",
+        "components/inference-gateway/monitors",
+    ),
+)
 NO_KUBECTL = "NO KUBECTL: the manifests were not rendered and nothing about them is known"
 Manifest = dict[str, Any]
 
@@ -49,30 +62,31 @@ def _digests() -> dict[str, str]:
 
 
 @cache
-def _rendered(name: str) -> list[Manifest]:
+def _rendered(*names: str, under: str, namespace: str) -> list[Manifest]:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip(NO_KUBECTL)
     folder = Path(_copy().name)
-    path = folder / name
+    path = folder / names[0]
     if yaml.safe_load((path / "kustomization.yaml").read_text())["kind"] == "Component":
-        path = folder / "with" / name
-        path.mkdir(parents=True)
+        path = Path(tempfile.mkdtemp(dir=folder))
         wanted = {
             "apiVersion": "kustomize.config.k8s.io/v1beta1",
             "kind": "Kustomization",
-            "resources": [os.path.relpath(folder / UNDER_COMPONENTS, path)],
-            "components": [os.path.relpath(folder / name, path)],
+            "resources": [os.path.relpath(folder / under, path)],
+            "components": [os.path.relpath(folder / name, path) for name in names],
         }
+        wanted |= {"namespace": namespace} if namespace else {}
         (path / "kustomization.yaml").write_text(yaml.safe_dump(wanted))
     done = subprocess.run([kubectl, "kustomize", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [m for m in yaml.safe_load_all(done.stdout) if m]
 
 
-def rendered(name: str) -> list[Manifest]:
-    """Its objects, the caller's own. Skips the test where there is no kubectl."""
-    return deepcopy(_rendered(name))
+def rendered(*names: str, under: str = UNDER_COMPONENTS, namespace: str = "") -> list[Manifest]:
+    """The objects of an overlay, or of components in this order `under` an overlay; the caller's
+    own. Skips the test where there is no kubectl."""
+    return deepcopy(_rendered(*names, under=under, namespace=namespace))
 
 
 def of_kind(manifests: list[Manifest], *kinds: str) -> dict[str, Manifest]:

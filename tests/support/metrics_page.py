@@ -66,7 +66,8 @@ compose; boards and alerts are there, too, and [runbook.md](runbook.md) is about
 
 {sums}
 
-Scalers read `pdserve_prefill_backlog_seconds` (prefill), `pdserve_decode_kv_used_ratio` and
+Scalers read `pdserve_prefill_backlog_seconds` with the sum of the routers'
+`pdserve_router_prefill_wait_seconds` (prefill), `pdserve_decode_kv_used_ratio` and
 `pdserve_router_queued` (decode). The Gateway API Inference Extension reads
 `vllm:num_requests_waiting`, `vllm:num_requests_running`, `vllm:kv_cache_usage_perc` and
 `vllm:cache_config_info` under these names.
@@ -89,7 +90,7 @@ SUMS = (
     ),
     (
         "routers: counters, and what is in them (`pdserve_router_requests`, `_queued`, "
-        "`_queue_seconds`, `_moving`, `_migrating`)",
+        "`_queue_seconds`, `_prefill_wait_seconds`, `_moving`, `_migrating`)",
         "all routers",
         "the system: a request is in one router",
     ),

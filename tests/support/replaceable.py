@@ -134,9 +134,16 @@ class ReplaceableSystem:
 
     def view(self) -> router_pb2.FleetView:
         """The fleet as the first router knows it."""
-        found = self._view(self.routers[0])
-        assert found is not None, tail(self.routers[0])
+        return self._seen_by(self.routers[0])
+
+    def _seen_by(self, router: Replaceable) -> router_pb2.FleetView:
+        found = self._view(router)
+        assert found is not None, tail(router)
         return found
+
+    def remote_prefills(self) -> int:
+        """Prompts that were handed from prefill to decode since the routers that run now began."""
+        return sum(self._seen_by(router).prefill_remote for router in self.routers)
 
     def protocols(self) -> list[int]:
         """Versions of the workers, each once."""

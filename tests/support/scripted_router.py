@@ -27,6 +27,7 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
         self.hangs = False  # when it is asked for models, the fleet or a blob
         self.num_hanging = 0
         self.num_lists = 0  # it was asked for models
+        self.num_picks = 0
         self.refuses = False  # new requests
         self.hold_after: int | None = None  # tokens, once: then nothing more on that session
         self.hellos: list[bytes] = []
@@ -102,6 +103,10 @@ class Router(router_pb2_grpc.RouterServicer, common_pb2_grpc.BlobsServicer):
     async def GetFleet(self, request, context):
         await self._hang()
         return router_pb2.FleetView(prefill_local=7)
+
+    async def Pick(self, request, context):
+        self.num_picks += 1
+        return router_pb2.PickReply(elsewhere=True)
 
     async def GetBlob(self, request, context):
         await self._hang()

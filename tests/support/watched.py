@@ -105,7 +105,7 @@ class WatchedRouter:
         """As if the worker had sent that load."""
         known = self.core.fleet.get(worker.boot)
         assert known is not None
-        self.core.report(known, WorkerReport(load=load))
+        self.core.report(known, WorkerReport(load=load), known.lease)
 
     async def close(self) -> None:
         for worker in self._workers:

@@ -1,16 +1,19 @@
 """`fetch` fills a volume with a model of the hub; `wait` returns when all of it is there.
 
 The volume is the hub's own cache, which holds each file under its name only when it is whole. The
-mark says that all of them are: it is made last, and named after the model with its revision.
+mark says that all of them are: it is made last, and named after the model with its commit. A branch
+or a tag is refused: the mark of yesterday's files would let workers begin with half of today's.
 """
 
 import os
+import re
 import sys
 import time
 from hashlib import sha256
 from pathlib import Path
 
 LOOK_S = 2.0
+PINNED = re.compile(r"[^@]+@[0-9a-f]{40}(:.+)?")  # org/name@commit, or one file of it
 
 
 def mark(model: str, cache: Path) -> Path:
@@ -19,7 +22,12 @@ def mark(model: str, cache: Path) -> Path:
 
 
 def fetch(model: str, cache: Path) -> None:
-    """Returns once the model is there; what is in the cache is not fetched again."""
+    """Returns once the model is there; at once if all of it is."""
+    if not PINNED.fullmatch(model):
+        sys.exit(f"{model!r} names no commit: write org/name@ and its 40 digits")
+    if mark(model, cache).exists():
+        print(f"{model} was in {cache} already", flush=True)
+        return
     from pdserve.engine.checkpoints.resolve import resolve
 
     resolve(model, lambda what, share: None)

@@ -40,13 +40,19 @@ class Discovery:
     """Finds the processes that targets stand for. One thread at a time may call `look`."""
 
     def __init__(
-        self, targets: Sequence[str], on_change: Callable[[], None], *, ready_only: bool
+        self,
+        option: str,
+        targets: Sequence[str],
+        on_change: Callable[[], None],
+        *,
+        ready_only: bool,
     ) -> None:
-        """`on_change` is called, from any thread, when a look would find something else; not for
-        DNS, which tells nobody. `ready_only`: without those that Kubernetes calls not ready.
-        Raises ValueError for a target that cannot be."""
+        """`option` is where the targets are from, for errors. `on_change` is called, from any
+        thread, when a look would find something else; not for DNS, which tells nobody.
+        `ready_only`: without those that Kubernetes calls not ready. Raises ValueError for a target
+        that cannot be."""
         self._resolvers = {
-            target: _make_resolver(target, on_change, ready_only) for target in targets
+            target: _make_resolver(option, target, on_change, ready_only) for target in targets
         }
 
     def look(self) -> dict[str, list[str]]:
@@ -59,7 +65,9 @@ class Discovery:
             resolver.close()
 
 
-def _make_resolver(target: str, on_change: Callable[[], None], ready_only: bool) -> Resolver:
+def _make_resolver(
+    option: str, target: str, on_change: Callable[[], None], ready_only: bool
+) -> Resolver:
     found = parse_kubernetes(target)
     if found is None:
         return DnsResolver(target)
@@ -69,7 +77,7 @@ def _make_resolver(target: str, on_change: Callable[[], None], ready_only: bool)
     try:
         return EndpointSliceWatch(found, on_change, ready_only)
     except ValueError as error:
-        raise ValueError(f"--routers {target}: {error}") from None
+        raise ValueError(f"{option} {target}: {error}") from None
 
 
 def resolve(name: str) -> list[str]:

@@ -64,7 +64,7 @@ class EndpointSlices:
             items = answer["items"] or ()
             versions = {_name(item): _version(item) for item in items}
             slices = {_name(item): _read(item, self._port) for item in items}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"not a list of EndpointSlices: {error!r}") from error
         self._listed = self._newest = version
         self._versions, self._slices = versions, slices
@@ -80,7 +80,7 @@ class EndpointSlices:
             version = _version(found)
             if kind != "BOOKMARK":
                 self._take_slice(found, version, kind == "DELETED")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"not an event of an EndpointSlice: {error!r}") from error
         self._newest = max(self._newest, version)
         if len(self._versions) - len(self._slices) > MAX_DELETED:

@@ -39,6 +39,7 @@ FIRST_S = 2.0  # that the first look waits for the first list
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
 MAX_BROKEN = 3  # failures in a row that count of a server which begins each watch: 0.8 s
+FORESEEN = (ApiServerError, WatchError, OSError, ValueError)
 MAX_FAILURES = 16  # that lengthen a pause; it is at its longest long before
 SOON_S = 1.0  # a watch that ends sooner has met no time limit
 FORBIDDEN = 403
@@ -93,7 +94,7 @@ class EndpointSliceWatch:
                 if not self._slices.version:
                     self._list()
                 self._watch()
-            except (ApiServerError, WatchError, OSError, ValueError) as failure:
+            except Exception as failure:  # without this thread the view would stay as it is
                 error = failure
                 self._slices.expire()
                 self._note(error)
@@ -155,7 +156,8 @@ class EndpointSliceWatch:
 
     def _note(self, error: Exception) -> None:
         """Log a failure, once for each reason until a watch begins again."""
-        trouble = str(error) or type(error).__name__
+        foreseen = isinstance(error, FORESEEN)
+        trouble = (str(error) if foreseen else repr(error)) or type(error).__name__
         status = getattr(error, "status", 0)
         if isinstance(error, WatchExpired) or status == GONE:
             log.debug("EndpointSlices of %s: %s; listing again", self._target.service, trouble)
@@ -167,4 +169,5 @@ class EndpointSliceWatch:
             where = self._target.namespace or "the pod's own namespace"
             trouble = f"{trouble}; {RULE % where}"
         text = "cannot watch the EndpointSlices of %s: %s; going on with the last %d endpoints"
-        log.warning(text, self._target.service, trouble, len(self._endpoints))
+        cause = None if foreseen else error
+        log.warning(text, self._target.service, trouble, len(self._endpoints), exc_info=cause)

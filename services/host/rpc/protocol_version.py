@@ -5,6 +5,7 @@ without a version (0) are those of pdserve 0.1.0.
 """
 
 import logging
+from urllib.parse import unquote
 
 import grpc
 
@@ -44,25 +45,28 @@ def is_refusal(error: Exception) -> bool:
 
 class VersionGate:
     """The rule at a server. A peer that is refused asks again for as long as it lives; it is
-    logged once."""
+    logged once, unless MAX_TOLD others were refused meanwhile."""
 
     def __init__(self, here: str) -> None:
         self._here = here
-        self._told: set[str] = set()
+        self._told: dict[str, None] = {}  # the one that was refused last comes last
 
     def check(self, theirs: int, there: str) -> None:
         """Raises ServiceError(INCOMPATIBLE_VERSION) for a peer that is too old or too new."""
         try:
             check_version(theirs, self._here, there)
         except ServiceError as error:
-            if there not in self._told and len(self._told) < MAX_TOLD:
-                self._told.add(there)
+            if there not in self._told:
                 log.warning("refused: %s", error)
+            self._told.pop(there, None)
+            self._told[there] = None
+            if len(self._told) > MAX_TOLD:
+                del self._told[next(iter(self._told))]
             raise
-        self._told.discard(there)
+        self._told.pop(there, None)
 
 
 def host_of(peer: str) -> str:
     """The host of a gRPC call's peer, which has another port with every connection."""
     kind, _, rest = peer.partition(":")
-    return rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer
+    return unquote(rest.rpartition(":")[0]) if kind in ("ipv4", "ipv6") else peer

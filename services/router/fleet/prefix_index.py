@@ -1,13 +1,14 @@
 """Which workers' prefix caches hold which blocks, as their events say.
 
-Soft state: a gap in a worker's sequence means lost removals, so all that was known of it is
-dropped, and blocks beyond the capacity are not known. That errs towards knowing less. Of a hash
-only half is kept, so a block that nobody has is taken for another one once in 2**58 looks; decode
-then computes what it turns out to lack.
+Soft state that errs towards knowing less: a gap in a worker's sequence means lost removals, so all
+that was known of it is dropped. Of a hash only half is kept, so a block that nobody has is taken
+for another one once in 2**58 looks; decode then computes what it turns out to lack.
 
 All workers share one table, so that a prompt is looked up once for all of them, and a block that
-many have takes the room of one: 20 to 30 bytes. There are at most MAX_SETS different sets of
-workers that share a block; of a block with yet another set not every worker is known.
+many have takes the room of one: 20 to 30 bytes. A table that is full keeps only the blocks whose
+hashes end in a zero bit, then two, and so on: of a prompt as much counts as cached as ends in the
+last of these. There are at most MAX_SETS different sets of workers that share a block; of a block
+with yet another set not every worker is known.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +21,11 @@ KEPT_BYTES = 8  # of a hash
 ENTRIES = 16  # in a bucket, if the table is full
 CAPACITY = 4 << 20
 MAX_SETS = 1 << 15  # 200 bytes each, and all are looked through when a worker is forgotten: 15 ms
+MAX_SAMPLE_BITS = 8
+SWEPT_AT_ONCE = 8  # buckets, for one more block of a full table
 _SET = Struct("<I")  # the number of a set of workers
-_ENTRY = KEPT_BYTES + _SET.size
+_LAST_AND_SET = Struct(f"<{KEPT_BYTES - 1}xBI")  # of an entry: the last byte of its hash, its set
+_ENTRY = _LAST_AND_SET.size
 
 
 class PrefixIndex:
@@ -38,13 +42,25 @@ class PrefixIndex:
         self._taken = 0  # bits of the workers that are here
         self._num_entries = 0
         self._num_dead = 0  # entries whose workers have all been forgotten
+        self._sample_mask = 0  # bits that are zero in the last byte of every hash that is looked up
         self._next_swept = 0  # bucket
-        self.num_left_out = 0  # blocks of workers that there was no room for, since the start
+        self._num_to_thin = 0  # buckets that may hold what is not in the sample
+        self.num_left_out = 0  # workers of blocks that there was no room for, since the start
         self.num_gaps = 0  # in sequences of workers, likewise
 
     def __len__(self) -> int:
         """How many different blocks are known."""
         return self._num_entries - self._num_dead
+
+    @property
+    def num_sets(self) -> int:
+        """How many sets of workers are kept apart."""
+        return self._sets.num_used
+
+    @property
+    def sampled_share(self) -> float:
+        """The share of all blocks that it keeps: 1 if there is room for all."""
+        return 1 / (self._sample_mask + 1)
 
     def open(self) -> "WorkerPrefixes":
         """The part of a worker that has just joined; `close` it when the worker is gone."""
@@ -58,12 +74,13 @@ class PrefixIndex:
         self._taken &= ~bit
 
     def add(self, bit: int, hashes: Iterable[bytes]) -> int:
-        """A worker has these blocks too. Returns how many are new of it; fewer fit beyond the
-        capacity."""
+        """A worker has these blocks too. Returns how many are new of it."""
         num_new = 0
         for chain in hashes:
-            if self._num_dead:
+            if self._out_of_date:
                 self._sweep()
+            if chain[-1] & self._sample_mask:
+                continue
             number, at, bucket = self._find(chain)
             if at >= 0:
                 held = self._sets.workers[number]
@@ -73,13 +90,11 @@ class PrefixIndex:
                 self._num_dead -= not held
                 num_new += not held & bit
                 self._put(number, at, bucket, self._sets.move(number, held | bit))
-            elif self._num_entries < self._capacity and self._sets.has_room(bit):
+            elif self._make_room(chain):
                 self._num_entries += 1
                 num_new += 1
                 entry = chain[KEPT_BYTES:] + _SET.pack(self._sets.enter(bit))
                 self._buckets[bucket] += entry
-            else:
-                self.num_left_out += 1
         return num_new
 
     def remove(self, bit: int, hashes: Iterable[bytes]) -> int:
@@ -91,28 +106,37 @@ class PrefixIndex:
             if not held & bit:
                 continue
             num_removed += 1
-            if held == bit or not self._sets.has_room(held & ~bit):
-                self._cut(number, at, bucket)
+            left = held & ~bit
+            if left and not self._sets.has_room(left):
+                self.num_left_out += left.bit_count() - 1
+                left &= -left  # one of them is still known
+            if left:
+                self._put(number, at, bucket, self._sets.move(number, left))
             else:
-                self._put(number, at, bucket, self._sets.move(number, held & ~bit))
+                self._cut(number, at, bucket)
         return num_removed
 
     def forget(self, bit: int) -> None:
         """Drop all that is known of a worker. The entries of its blocks are swept out later."""
         self._num_dead += self._sets.forget(bit)
+        if not len(self):
+            self._sample_mask = self._num_to_thin = 0
 
     def num_cached(self, hashes: Sequence[bytes]) -> dict[int, int]:
         """How many leading blocks of a prompt are cached, by the bit of each worker with any."""
         found: dict[int, int] = {}
-        having = self._taken if hashes else 0
-        for num, chain in enumerate(hashes):
+        having, num_known = self._taken, 0
+        for num, chain in enumerate(hashes, 1):
+            if chain[-1] & self._sample_mask:
+                continue
             still = having & self._holders(chain)
-            if num and still != having:
-                found.update((bit, num) for bit in _bits(having & ~still))
-            having = still
+            if num_known and still != having:
+                found.update((bit, num_known) for bit in _bits(having & ~still))
+            having, num_known = still, num
             if not having:
                 break
-        found.update((bit, len(hashes)) for bit in _bits(having))
+        if num_known:
+            found.update((bit, num_known) for bit in _bits(having))
         return found
 
     def _holders(self, chain: bytes) -> int:
@@ -141,15 +165,38 @@ class PrefixIndex:
         bucket = self._buckets[where]
         self._buckets[where] = bucket[:at] + bucket[at + _ENTRY :]
 
+    @property
+    def _out_of_date(self) -> bool:
+        """Whether a sweep finds something."""
+        return bool(self._sets.stale or self._num_to_thin)
+
+    def _make_room(self, chain: bytes) -> bool:
+        """Whether a block that is not there yet goes in. A full table is swept; if there is nothing
+        out of date in it, it keeps half of its blocks from now on."""
+        is_full = self._num_entries >= self._capacity and not self._out_of_date
+        if is_full and self._sample_mask + 1 < 1 << MAX_SAMPLE_BITS:
+            self._sample_mask = 2 * self._sample_mask + 1
+            self._num_to_thin = len(self._buckets)
+        for _ in range(SWEPT_AT_ONCE):
+            if self._num_entries < self._capacity or not self._out_of_date:
+                break
+            self._sweep()
+        return self._num_entries < self._capacity and not chain[-1] & self._sample_mask
+
     def _sweep(self) -> None:
-        """Cut the dead entries out of the next bucket."""
+        """Cut out of the next bucket what nobody has and what is not in the sample, and name each
+        set by one number there."""
         where = self._next_swept
         self._next_swept = (where + 1) % len(self._buckets)
-        for at in range(len(self._buckets[where]) - _ENTRY, -1, -_ENTRY):
-            (number,) = _SET.unpack_from(self._buckets[where], at + KEPT_BYTES)
-            if not self._sets.workers[number]:
-                self._cut(number, at, where)
-                self._num_dead -= 1
+        self._num_to_thin = max(0, self._num_to_thin - 1)
+        entries = list(_LAST_AND_SET.iter_unpack(self._buckets[where]))
+        for at, (last, number) in reversed(list(enumerate(entries))):
+            held = self._sets.workers[number]
+            if not held or last & self._sample_mask:
+                self._num_dead -= not held
+                self._cut(number, at * _ENTRY, where)
+            elif number in self._sets.stale:
+                self._put(number, at * _ENTRY, where, self._sets.rename(number))
 
 
 class WorkerPrefixes:
@@ -159,21 +206,23 @@ class WorkerPrefixes:
         self.bit = bit
         self._index = index
         self._num_known = 0
-        self._next: int | None = None
+        self._next: int | None = None  # sequence of the next message
 
     def __len__(self) -> int:
+        """How many of its blocks are known, or some more once the table is full."""
         return self._num_known
 
-    def apply(self, events: PrefixEvents) -> None:
-        """Take one message; sequences count hashes, so it ends at sequence + their number."""
-        if events.reset:
+    def apply(self, events: PrefixEvents) -> bool:
+        """Take one message; sequences count hashes, so it ends at sequence + their number. False
+        if something is missing before it: the worker must say all it has once more."""
+        gap = not events.reset and self._next not in (None, events.sequence)
+        if gap or events.reset:
             self._forget()
-        elif self._next is not None and events.sequence != self._next:
-            self._forget()
-            self._index.num_gaps += 1
+            self._index.num_gaps += gap
         self._next = events.sequence + len(events.added) + len(events.removed)
         self._num_known += self._index.add(self.bit, _hashes(events.added))
         self._num_known -= self._index.remove(self.bit, _hashes(events.removed))
+        return not gap
 
     def close(self) -> None:
         """The worker is gone."""
@@ -193,10 +242,16 @@ class _WorkerSets:
         self._num_entries: list[int] = []
         self._numbers: dict[int, int] = {}
         self._free: list[int] = []
+        self.stale: set[int] = set()  # numbers of the empty set, and of sets that have another one
 
     def has_room(self, workers: int) -> bool:
-        """Whether an entry may name that set."""
-        return len(self._numbers) < MAX_SETS or workers in self._numbers
+        """Whether an entry may name that set; that of one worker may always be named."""
+        return self.num_used < MAX_SETS or workers in self._numbers or not workers & (workers - 1)
+
+    @property
+    def num_used(self) -> int:
+        """How many numbers are in use."""
+        return len(self.workers) - len(self._free)
 
     def enter(self, workers: int) -> int:
         """One more entry names that set, by this number."""
@@ -213,6 +268,7 @@ class _WorkerSets:
             if self._numbers.get(self.workers[number]) == number:
                 del self._numbers[self.workers[number]]
             self._free.append(number)
+            self.stale.discard(number)
 
     def move(self, number: int, workers: int) -> int:
         """An entry that named one set names another, by the number returned."""
@@ -220,6 +276,16 @@ class _WorkerSets:
             return number
         new = self.enter(workers)
         self.leave(number)
+        return new
+
+    def rename(self, number: int) -> int:
+        """An entry names the same set by the number that new entries use, which is returned."""
+        new = self._numbers.setdefault(self.workers[number], number)
+        if new == number:
+            self.stale.discard(number)
+        else:
+            self._num_entries[new] += 1
+            self.leave(number)
         return new
 
     def forget(self, bit: int) -> int:
@@ -230,8 +296,9 @@ class _WorkerSets:
                 self.workers[number] = workers & ~bit
                 num_dead += self._num_entries[number] if workers == bit else 0
         # Of sets that are equal now one gets the new entries.
-        used = (n for n, count in enumerate(self._num_entries) if count and self.workers[n])
-        self._numbers = {self.workers[number]: number for number in used}
+        used = [number for number, count in enumerate(self._num_entries) if count]
+        self._numbers = {self.workers[n]: n for n in used if self.workers[n]}
+        self.stale = {n for n in used if self._numbers.get(self.workers[n]) != n}
         return num_dead
 
     def _new(self, workers: int) -> int:

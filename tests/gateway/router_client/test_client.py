@@ -11,6 +11,7 @@ from scripted_router import Router, Served, connected, ids_of, start
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb
+from pdserve.protos.router_pb2 import PickRequest
 from pdserve.services.host.auth.secret import SecretAccess
 from pdserve.services.host.discovery import discovery
 from pdserve.services.host.errors import ServiceError
@@ -98,6 +99,41 @@ async def test_a_router_that_comes_later_gets_requests(served, another, monkeypa
         await ids_of(client, start(f"r{number}"))
     await client.close()
     assert len(another.router.starts) >= 4  # the other one takes at most 1.1 * 11 / 2, rounded up
+
+
+async def test_a_router_that_is_no_longer_found_gets_nothing_new(served, another, monkeypatch):
+    """It keeps its session; with no other one it gets requests and picks, as before."""
+    monkeypatch.setattr(client_module, "RESOLVE_S", 0.02)
+    here, there = (f"127.0.0.1:{one.port}" for one in (served, another))
+    addresses, looks = [here, there], []
+
+    def resolve(name: str) -> list[str]:
+        looks.append(name)
+        return list(addresses)
+
+    async def ask(first: int) -> None:
+        for number in range(first, first + 20):
+            await ids_of(client, start(f"r{number}", prompt_ids=[number]))
+            await client.pick(PickRequest(model="tiny", prompt_ids=[number]))
+
+    monkeypatch.setattr(discovery, "resolve", resolve)
+    client = RouterClient(["routers:1"], ACCESS, b"g" * 16)
+    await client.start()
+    await eventually(lambda: client.num_connected == 2)
+    await ask(0)
+    asked = len(another.router.starts), another.router.num_picks
+    assert all(asked)
+    addresses.remove(there)
+    seen = len(looks)
+    await eventually(lambda: len(looks) > seen + 1)
+    await ask(20)
+    assert (len(another.router.starts), another.router.num_picks) == asked
+    assert client.num_connected == 2
+    await served.stop()
+    await eventually(lambda: client.num_connected == 1)
+    await ask(40)
+    await client.close()
+    assert (len(another.router.starts), another.router.num_picks) == tuple(n + 20 for n in asked)
 
 
 async def test_a_name_that_leads_nowhere_yet(served, another, monkeypatch, caplog):

@@ -3,30 +3,23 @@
 tests/system/test_observability.py asks a running system for the names.
 """
 
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import metrics_page
 import pytest
 import yaml
 from alerts_page import rules
+from manifest_rules.labels import WORKERS
+from manifests import TOGETHER, Manifest, Workload, of_kind, rendered, selects, workloads
 from promql import BOARDS, K8S, expressions, family, labels, names, panels
 from promtool import PROMTOOL, needs_promtool
+from scaled_cluster import SCRAPE_S
 
 WIDTH = 24
-OVERLAY = """
-apiVersion: kustomize.config.k8s.io/v1beta1
-kind: Kustomization
-resources: [{k8s}/overlays/cpu]
-components: [{k8s}/observability]
-"""
 COMPONENT = yaml.safe_load((K8S / "observability/kustomization.yaml").read_text())
 (RUNBOOK,) = re.findall(r"'url=(https://[^']+/runbook\.md)'", str(COMPONENT))
-Manifest = dict[str, Any]
 
 
 def test_what_is_looked_for_is_found() -> None:
@@ -89,35 +82,19 @@ def test_a_board_is_whole(board: Path) -> None:
 
 
 def test_an_alert_says_how_bad_it_is_and_what_it_means() -> None:
-    assert len(rules()) == 20
+    assert len(rules()) == 21
     for name, rule in rules().items():
         assert name.startswith("Pdserve")
         assert rule["labels"]["severity"] in ("warning", "critical"), name
         assert set(rule["annotations"]) == {"summary", "runbook_url"}, name
 
 
-@pytest.fixture(scope="module")
-def rendered(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
-    """An overlay with the component."""
-    if not (kubectl := shutil.which("kubectl")):
-        pytest.skip("NO KUBECTL: the component was not rendered and nothing about it is known")
-    folder = tmp_path_factory.mktemp("overlay")
-    overlay = OVERLAY.format(k8s=os.path.relpath(K8S, folder))
-    (folder / "kustomization.yaml").write_text(overlay)
-    done = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
-
-
-def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
-    return {m["metadata"]["name"]: m for m in manifests if m["kind"] == kind}
-
-
-def test_the_component_has_boards_and_alerts(rendered: list[Manifest]) -> None:
-    (boards,) = of_kind(rendered, "ConfigMap").values()
+def test_the_component_has_boards_and_alerts() -> None:
+    manifests = rendered("observability")
+    (boards,) = of_kind(manifests, "ConfigMap").values()
     assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert boards["data"] == {path.name: path.read_text() for path in BOARDS}
-    (alerts,) = of_kind(rendered, "PrometheusRule").values()
+    (alerts,) = of_kind(manifests, "PrometheusRule").values()
     found = {r["alert"]: r for g in alerts["spec"]["groups"] for r in g["rules"]}
     assert set(found) == {*rules()}
     for name, rule in found.items():
@@ -126,24 +103,65 @@ def test_the_component_has_boards_and_alerts(rendered: list[Manifest]) -> None:
         assert anchor == name.lower()
 
 
-def test_every_pod_is_scraped_once_for_its_own(rendered: list[Manifest]) -> None:
-    """At a port that it has; gateways do not export the fleet."""
-    scraped = dict.fromkeys(of_kind(rendered, "Deployment"), 0)
-    for monitor in of_kind(rendered, "PodMonitor").values():
-        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+def with_metrics(manifests: list[Manifest]) -> dict[tuple[str, str], str]:
+    """The port of each container that has metrics, by pod and name; a gateway's is `http`."""
+    found = {}
+    for workload in workloads(manifests):
+        for container in workload.containers:
+            ports = {port["name"] for port in container.get("ports", ())}
+            if port := {"metrics", "http"} & ports:
+                (found[workload.name, container["name"]],) = port
+    return found
+
+
+@pytest.mark.parametrize("names", [("observability",), *TOGETHER], ids=len)
+def test_every_process_is_scraped_once_for_its_own(names: tuple[str, ...]) -> None:
+    """At a port that it has, as often as the scalers were measured with, past all policies;
+    gateways do not export the fleet."""
+    manifests = rendered(*names)
+    processes = with_metrics(manifests)
+    scraped = dict.fromkeys(processes, 0)
+    for monitor in of_kind(manifests, "PodMonitor").values():
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-        for name, deployment in of_kind(rendered, "Deployment").items():
-            template = deployment["spec"]["template"]
-            if wanted <= template["metadata"]["labels"].items():
-                (container,) = template["spec"]["containers"]
-                assert endpoint["port"] in {port["name"] for port in container["ports"]}
-                drops = endpoint.get("metricRelabelings", ())
-                assert bool(drops) == (name in ("pdserve-prefill", "pdserve-decode"))
-                assert ("authorization" in endpoint) == (name == "pdserve-gateway")
-                scraped[name] += 1
+        assert endpoint["interval"] == f"{SCRAPE_S:g}s"
+        for workload in workloads(manifests):
+            if not selects(monitor["spec"]["selector"], workload.labels):
+                continue
+            (name,) = (
+                c["name"]
+                for c in workload.containers
+                if endpoint["port"] in {port["name"] for port in c["ports"]}
+            )
+            assert processes[workload.name, name] == endpoint["port"]
+            drops = endpoint.get("metricRelabelings", ())
+            assert bool(drops) == (workload.role in WORKERS and name == "pdserve")
+            assert ("authorization" in endpoint) == (endpoint["port"] == "http")
+            assert reaches(manifests, workload, endpoint["port"])
+            scraped[workload.name, name] += 1
     roles = ("gateway", "router", "prefill", "decode")
-    assert scraped == {f"pdserve-{role}": 1 for role in roles}
-    gateway = of_kind(rendered, "Deployment")["pdserve-gateway"]["spec"]["template"]["spec"]
-    (container,) = gateway["containers"]
-    env = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert env["PDSERVE_FLEET_METRICS"] == "false"
+    assert set(scraped) >= {(f"pdserve-{role}", "pdserve") for role in roles}
+    assert set(scraped.values()) == {1}, scraped
+    if len(names) > 1:
+        assert {("pdserve-decode", "gateway"), ("pdserve-picker", "pdserve")} <= set(scraped)
+    for workload in workloads(manifests):
+        for container in workload.containers:
+            if processes.get((workload.name, container["name"])) == "http":
+                env = {entry["name"]: entry.get("value") for entry in container["env"]}
+                assert env["PDSERVE_FLEET_METRICS"] == "false"
+
+
+def reaches(manifests: list[Manifest], workload: Workload, port: str) -> bool:
+    """Whether a policy lets the namespace monitoring come to a port."""
+    for policy in of_kind(manifests, "NetworkPolicy").values():
+        if selects(policy["spec"]["podSelector"], workload.labels):
+            for rule in policy["spec"].get("ingress") or ():
+                names = [
+                    peer.get("namespaceSelector", {}).get("matchLabels", {}).values()
+                    for peer in rule.get("from", ())
+                ]
+                everybody = "from" not in rule
+                if port in [p["port"] for p in rule["ports"]] and (
+                    everybody or any("monitoring" in name for name in names)
+                ):
+                    return True
+    return False

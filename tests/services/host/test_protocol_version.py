@@ -7,7 +7,12 @@ import pytest
 from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc import protocol_version
-from pdserve.services.host.rpc.protocol_version import VersionGate, host_of, incompatibility
+from pdserve.services.host.rpc.protocol_version import (
+    MAX_TOLD,
+    VersionGate,
+    host_of,
+    incompatibility,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,24 @@ def test_a_refused_peer_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
     assert len(caplog.records) == 3
 
 
+def test_of_many_refused_peers_those_that_still_ask_are_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    gate = VersionGate("router")
+    for number in range(2 * MAX_TOLD):  # pods that come and go
+        for peer in (f"worker {number}:1", "worker a:1"):
+            with pytest.raises(ServiceError):
+                gate.check(9, peer)
+    told = [record.args for record in caplog.records]
+    assert len(told) == 2 * MAX_TOLD + 1
+    assert sum("worker a:1" in str(args) for args in told) == 1
+    with pytest.raises(ServiceError):
+        gate.check(9, "worker 0:1")
+    assert len(caplog.records) == len(told) + 1, "it was forgotten"
+
+
 def test_the_host_of_a_call() -> None:
     assert host_of("ipv4:10.1.2.3:4711") == "10.1.2.3"
-    assert host_of("ipv6:%5B::1%5D:4711") == "%5B::1%5D"
+    assert host_of("ipv6:%5B::1%5D:4711") == "[::1]"
     assert host_of("unix:/run/x") == "unix:/run/x"

@@ -3,14 +3,14 @@
 import asyncio
 
 import pytest
-from proxy_stream import CHAT, MODELS, body, head, metadata, tell
+from proxy_stream import CHAT, MODELS, body, head, metadata, subset, tell
 from scripted_picker import ScriptedPicker
 
 from pdserve.protos import ext_proc_pb2 as pb
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.keys import ApiKeys
 from pdserve.services.picker import messages
-from pdserve.services.picker.endpoints import MAX_MISSES, has_port
+from pdserve.services.picker.endpoints import KEEP_S, MAX_MISSES, has_port
 from pdserve.services.picker.picker import APART_S, AskedRequest
 
 pytestmark = pytest.mark.anyio
@@ -119,6 +119,30 @@ async def test_a_request_counts_until_its_stream_ends() -> None:
     assert endpoint.num_open == 0
 
 
+async def test_a_request_counts_where_it_was_served() -> None:
+    picker = ScriptedPicker(PODS, fallbacks=1)
+    picker.routers.hosts = ["10.0.0.1", "10.0.0.2"]
+    exchange = picker.exchange()
+    await tell(exchange, head(CHAT), body(PROMPT))
+
+    def counts() -> list[int]:
+        return [endpoint.num_open for endpoint in picker.endpoints.candidates(None)]
+
+    assert counts() == [1, 0, 0]
+    for address, expected in (
+        (PODS[0], [1, 0, 0]),
+        ("10.9.9.9:1", [1, 0, 0]),  # nobody that is known
+        (PODS[1], [0, 1, 0]),
+        (PODS[2], [0, 0, 1]),  # which was not on the list
+    ):
+        served = metadata(messages.LB, x_gateway_destination_endpoint_served=address)
+        response = pb.ProcessingRequest(response_headers=pb.HttpHeaders(), metadata_context=served)
+        await exchange.take(response)
+        assert counts() == expected
+    exchange.close()
+    assert counts() == [0, 0, 0]
+
+
 # --- tenants
 
 
@@ -190,12 +214,26 @@ def test_a_moment_without_names_is_not_believed() -> None:
     assert picker.endpoints.candidates(None) == []
 
 
-def test_endpoints_of_hints_are_forgotten() -> None:
+async def test_requests_spread_over_endpoints_that_only_hints_name() -> None:
     picker = ScriptedPicker(None)
+    hint = subset(PODS)
+    for _ in range(30):
+        await tell(picker.exchange(), head(MODELS, end_of_stream=True, context=hint))
+        picker.now += KEEP_S / 10
+    assert [picker.endpoints.get(pod).num_open for pod in PODS] == [10, 10, 10]
+
+
+def test_endpoints_of_hints_are_forgotten() -> None:
+    """Once nobody names them any more, but not while a request is open there."""
+    picker = ScriptedPicker(None)
+    (busy,) = picker.endpoints.candidates(["10.1.0.0:80"])
+    busy.sent(picker.now)
     for number in range(1000):
-        picker.endpoints.candidates([f"10.0.{number % 250}.{number // 250}:80"])
+        picker.endpoints.candidates([f"10.0.{number % 250}.{number // 250}:80", PODS[0]])
         picker.now += 1
-    assert len(picker.endpoints) < 100
+    assert KEEP_S <= len(picker.endpoints) - 2 <= KEEP_S + 2
+    assert picker.endpoints.get(busy.address) is busy
+    assert picker.endpoints.get(PODS[0]) is not None
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:80", "[fd00::1]:80", "pod:80"])

@@ -13,7 +13,7 @@ from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet.fleet import State, Worker
 from pdserve.services.router.fleet.prefix_index import PrefixIndex
 from pdserve.services.router.metrics import RouterMetrics
-from pdserve.services.router.scaling import decode_kv_used_ratio, prefill_backlog_s
+from pdserve.services.router.scaling import Backlog, decode_kv_used_ratio, prefill_backlog
 
 pytestmark = pytest.mark.anyio
 SHORT = list(range(20))
@@ -46,13 +46,14 @@ def of_model(core: RouterCore, name: str, **labels: str) -> float:
 def test_the_backlog_is_tokens_by_the_rate_of_the_live() -> None:
     quick = worker(PREFILL, 1, waiting_tokens=3000, prefill_tokens_s=1000)
     slow = worker(PREFILL, 2, waiting_tokens=0, prefill_tokens_s=500)
-    assert prefill_backlog_s([quick, slow], 0) == 2
-    assert prefill_backlog_s([quick, slow], 1500) == 3
+    assert prefill_backlog([quick, slow], 0) == Backlog(2, 0)
+    assert prefill_backlog([quick, slow], 1500) == Backlog(2, 1)
     new = worker(PREFILL, 3)
-    assert prefill_backlog_s([quick, slow, new], 1500) == 2, "it has measured nothing yet"
+    known = Backlog(3000 / 2250, 1500 / 2250)
+    assert prefill_backlog([quick, slow, new], 1500) == known, "it has measured nothing yet"
     leaving = worker(PREFILL, 4, State.DRAINING, waiting_tokens=9000, prefill_tokens_s=1000)
-    assert prefill_backlog_s([quick, slow, leaving], 0) == 2
-    assert prefill_backlog_s([new], 1500) is prefill_backlog_s([], 0) is None
+    assert prefill_backlog([quick, slow, leaving], 0) == Backlog(2, 0)
+    assert prefill_backlog([new], 1500) is prefill_backlog([], 0) is None
 
 
 def test_the_ratio_counts_what_is_held_and_what_is_promised() -> None:
@@ -82,7 +83,8 @@ async def test_what_waits_is_of_its_model(make_cluster: Any, wait_for: Any) -> N
     assert of_model(core, "pdserve_router_queued") == 2
     for known in core.fleet.workers.values():
         known.report(Load(prefill_tokens_s=10, waiting_tokens=5, blocks_total=4, blocks_used=3))
-    assert of_model(core, "pdserve_prefill_backlog_seconds") == (2 * len(SHORT) + 5) / 10
+    assert of_model(core, "pdserve_prefill_backlog_seconds") == 5 / 10
+    assert of_model(core, "pdserve_router_prefill_wait_seconds") == 2 * len(SHORT) / 10
     assert of_model(core, "pdserve_decode_kv_used_ratio") == 0.75
     assert (await gateway.end("late")).failure.code == pb.QUEUE_TIMEOUT
     decode.busy = 0

@@ -91,20 +91,66 @@ def test_several_workers_beside_a_set_of_each(
         assert index.num_cached(prompt) == expected
 
 
-def test_it_is_bounded_and_a_block_that_many_have_counts_once() -> None:
+def test_a_full_table_keeps_a_sample_of_all_blocks() -> None:
     index = PrefixIndex(capacity=10)
     one, other = index.open(), index.open()
     many = [bytes([number]) * 16 for number in range(50)]
-    one.apply(pb.PrefixEvents(sequence=0, added=many))
-    assert (len(one), len(index), index.num_left_out) == (10, 10, 40)
-    other.apply(pb.PrefixEvents(sequence=0, added=many))
-    assert (len(other), len(index)) == (10, 10)
-    one.apply(pb.PrefixEvents(sequence=50, removed=many[:2]))
-    other.apply(pb.PrefixEvents(sequence=50, removed=many[:1], added=many[20:22]))
-    assert index.num_cached(many[1:2]) == {other.bit: 1}
-    assert len(index) == 9, "what was added found no room, since the removed came after it"
-    one.apply(pb.PrefixEvents(sequence=52, added=many[30:40]))
-    assert len(index) == 10
+    one.apply(pb.PrefixEvents(sequence=0, added=many[:10]))
+    assert (len(index), index.sampled_share) == (10, 1)
+    one.apply(pb.PrefixEvents(sequence=10, added=many[10:]))
+    sample = many[::8]
+    assert (len(index), index.sampled_share) == (len(sample), 1 / 8)
+    other.apply(pb.PrefixEvents(sequence=0, added=many[:20]))
+    assert len(index) == len(sample), "what two have takes the room of one"
+    assert index.num_cached(many) == {one.bit: 49, other.bit: 17}
+    assert index.num_cached(many[1:8]) == {}, "none of them is in the sample"
+    one.apply(pb.PrefixEvents(sequence=50, removed=many[24:26]))
+    assert index.num_cached(many) == {one.bit: 17, other.bit: 17}
+    one.close()
+    other.close()
+    assert index.sampled_share == 1
+
+
+@given(st.integers(1, 400), st.integers(0, 2**32))
+def test_a_sample_never_knows_what_is_not_there_and_much_of_what_is(
+    capacity: int, seed: int
+) -> None:
+    rng, index = Random(seed), PrefixIndex(capacity)
+    prompts = [[rng.randbytes(16) for _ in range(rng.randrange(1, 60))] for _ in range(20)]
+    workers = [index.open() for _ in range(3)]
+    sequence = 0
+    for prompt in prompts:
+        for worker in workers:
+            worker.apply(pb.PrefixEvents(sequence=sequence, added=prompt))
+        sequence += len(prompt)
+    workers.pop().close()
+    assert len(index) <= capacity
+    for prompt in prompts:
+        having = rng.randrange(len(prompt) + 1)
+        gone = prompt[having:]
+        for worker in workers:
+            worker.apply(pb.PrefixEvents(sequence=sequence, removed=gone))
+        sequence += len(gone)
+        known = index.num_cached(prompt)
+        assert all(num <= having for num in known.values())
+        assert len(set(known.values())) <= 1, "both have the same"
+    total = sum(map(len, prompts))
+    assert index.sampled_share >= min(1, capacity / total / 16) or capacity < 16
+
+
+def test_a_full_table_is_filled_again_when_a_worker_starts_anew() -> None:
+    """What the worker had before makes room, however little of it the new blocks come across."""
+    rng, index = Random(5), PrefixIndex(capacity=10_000)
+    workers = [index.open() for _ in range(10)]
+    for worker in workers:
+        worker.apply(pb.PrefixEvents(reset=True, added=[rng.randbytes(16) for _ in range(1000)]))
+    assert (len(index), index.sampled_share) == (10_000, 1)
+    workers[0].close()
+    again = index.open()
+    own = [rng.randbytes(16) for _ in range(1000)]
+    again.apply(pb.PrefixEvents(reset=True, added=own))
+    assert (len(again), index.sampled_share) == (1000, 1)
+    assert num_cached(index, again, own) == 1000
 
 
 def test_the_room_of_a_worker_that_is_gone_is_used_again() -> None:
@@ -191,6 +237,44 @@ def test_a_prompt_is_looked_up_once_for_all_workers() -> None:
     looks = 0
     assert len(index.num_cached(HASHES)) == 100
     assert looks == len(HASHES)
+
+
+def test_sets_of_workers_have_a_bound_however_often_workers_start_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_SETS", 500)
+    rng, index = Random(6), PrefixIndex(capacity=4000)
+    chains = [rng.randbytes(16) for _ in range(3000)]
+    workers = [index.open() for _ in range(20)]
+    truth = [set[bytes]() for _ in workers]
+    for start in range(100):
+        number = start % 20
+        if start % 3:
+            workers[number].close()
+            workers[number] = index.open()
+        added = rng.sample(chains, 800)
+        workers[number].apply(pb.PrefixEvents(reset=True, added=added))
+        truth[number] = set(added)
+        assert index.num_sets <= 500 + 20
+    assert index.num_left_out > 1000
+    for chain in chains:
+        known = index.num_cached([chain])
+        assert all(chain in truth[n] for n, w in enumerate(workers) if w.bit in known)
+
+
+def test_a_worker_that_joins_when_the_sets_are_at_their_bound_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_SETS", 20)
+    rng, index = Random(7), PrefixIndex()
+    chains = [rng.randbytes(16) for _ in range(500)]
+    for _ in range(10):
+        index.open().apply(pb.PrefixEvents(reset=True, added=rng.sample(chains, 200)))
+    assert index.num_left_out > 0
+    own = [rng.randbytes(16) for _ in range(100)]
+    late = index.open()
+    late.apply(pb.PrefixEvents(reset=True, added=own))
+    assert (len(late), num_cached(index, late, own)) == (100, 100)
 
 
 def test_so_many_sets_of_workers_are_kept_apart_and_no_more(

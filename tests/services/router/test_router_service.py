@@ -152,13 +152,43 @@ async def test_peers_without_the_secret_get_nothing(make_cluster: Any) -> None:
 
 async def test_it_knows_as_many_blocks_of_its_workers_as_the_option_says(make_cluster: Any) -> None:
     cluster = await make_cluster(prefix_index_hashes=10)
+    prefixes = cluster.router.core.fleet.prefixes
     for _ in range(2):
         worker = await cluster.decode()
-        worker.membership.prefixes([os.urandom(16) for _ in range(8)], [])
-        await worker.until(lambda: len(cluster.router.core.fleet.prefixes) >= 8)
-    await eventually(lambda: len(cluster.router.core.fleet.prefixes) == 10)
-    known = [len(w.prefixes) for w in cluster.router.core.fleet.workers.values()]
-    assert known == [8, 2]
+        worker.membership.prefixes([bytes(15) + bytes([i]) for i in range(8)], [])
+        await worker.until(lambda: len(prefixes) == 8)
+    worker.membership.prefixes([bytes(15) + bytes([i]) for i in range(8, 16)], [])
+    await eventually(lambda: prefixes.sampled_share == 0.5)
+    await eventually(lambda: len(prefixes) == 8)
+    assert max(prefixes.num_cached([bytes(15) + bytes([i]) for i in range(16)]).values()) == 15
+
+
+async def test_a_worker_tells_its_cache_anew_when_something_did_not_come(
+    make_cluster: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = await make_cluster()
+    core = cluster.router.core
+    worker = await cluster.decode()
+    said = [os.urandom(16) for _ in range(8)]
+    worker.membership.prefixes(said[:4], [])
+    await eventually(lambda: len(core.fleet.prefixes) == 4)
+    worker.membership._sequence += 1  # as if a message with one hash had been lost
+    worker.membership.prefixes(said[4:], [])
+    await eventually(lambda: core.fleet.prefixes.num_cached(said) == {1: 8})
+    assert core.fleet.prefixes.num_gaps == 1
+    assert "its cache is told anew" in caplog.text
+    assert [w.boot for w in core.fleet.workers.values()] == [worker.boot], "it was not given up"
+
+
+async def test_what_an_older_stream_of_a_worker_still_says_is_not_taken(make_cluster: Any) -> None:
+    core = (await make_cluster()).router.core
+    card = pb.ModelCard(name="m", kv_spec=encode_spec(KvSpec(16, (FULL,))))
+    hello = WorkerHello(role=2, boot=b"b" * 16, address="127.0.0.1:1", card=card)
+    first = core.join(hello).lease
+    worker = core.join(hello)
+    assert core.report(worker, WorkerReport(load=Load(running=2)), worker.lease)
+    assert not core.report(worker, WorkerReport(load=Load(running=1)), first)
+    assert worker.load.running == 2
 
 
 async def test_join_refuses_a_hello_that_it_cannot_use(make_cluster: Any) -> None:

@@ -12,6 +12,7 @@ from pdserve.services.options.options import ENV_PREFIX, OptionError
 from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 
 END_S = GRACE_S + STOP_S + LEAVE_S + CLOSE_S  # a stop after the drain (docs/bounds.md)
+PINNED_MODEL = re.compile(r"[^@]+@[0-9a-f]{40}(:.+)?")  # what model_volume.py takes
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
@@ -103,8 +104,15 @@ def sizes(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def models(manifests: list[Manifest]) -> Iterator[str]:
-    """A model is in an image or on a volume that a Job fills; no server fetches or changes it."""
+    """A model is in an image or on a volume that a Job fills with a commit; no server fetches or
+    changes it."""
     for workload in workloads(manifests):
+        source = workload.environment().get("PDSERVE_MODEL", {}).get("valueFrom")
+        if source is not None:
+            key = source["configMapKeyRef"]
+            named = of_kind(manifests, "ConfigMap").get(key["name"], {"data": {}})["data"]
+            if not PINNED_MODEL.fullmatch(named.get(key["key"], "")):
+                yield f"{workload.name} has a model without its commit"
         shared = {
             v["name"]: v
             for v in workload.pod.get("volumes", [])

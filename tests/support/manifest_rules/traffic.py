@@ -1,6 +1,7 @@
 """Rules about who meets whom: selectors, policies, the way in, certificates."""
 
 from collections.abc import Iterator
+from itertools import combinations
 
 from manifests import Manifest, of_kind, selects, workloads
 
@@ -108,14 +109,22 @@ def entrance(manifests: list[Manifest]) -> Iterator[str]:
     longest = max(
         (w.number("PDSERVE_REQUEST_TIMEOUT_S") or 0 for w in workloads(manifests)), default=0
     )
+    hosts: list[tuple[str, tuple[str, str], str]] = []  # by kind of route and listener
     for route in manifests:
         if route["kind"] not in ("HTTPRoute", "GRPCRoute"):
             continue
         name = route["metadata"]["name"]
         for parent in route["spec"]["parentRefs"] if listeners else ():  # else it is another's
-            sections = [section for of, section in listeners if of == parent["name"]]
-            if not sections or parent.get("sectionName", sections[0]) not in sections:
-                yield f"{route['kind']} {name} has no listener"
+            mine = [
+                (route["kind"], key, host)
+                for key, listener in listeners.items()
+                if key[0] == parent["name"] and parent.get("sectionName", key[1]) == key[1]
+                for host in route["spec"].get("hostnames", [listener.get("hostname", "")])
+                if _in_common(host, listener.get("hostname", ""))
+            ]
+            if not mine:
+                yield f"{route['kind']} {name} has no listener of its host"
+            hosts += mine
         for rule in route["spec"]["rules"]:
             for backend in rule["backendRefs"]:
                 if backend.get("kind", "Service") != "Service":
@@ -126,6 +135,16 @@ def entrance(manifests: list[Manifest]) -> Iterator[str]:
             seconds = rule.get("timeouts", {}).get("request", "15s")
             if route["kind"] == "HTTPRoute" and float(seconds.removesuffix("s")) <= longest:
                 yield f"HTTPRoute {name} ends answers before their time"
+
+    for (kind, key, host), (other, other_key, other_host) in combinations(hosts, 2):
+        if kind != other and key == other_key and _in_common(host, other_host):
+            yield f"a Gateway takes one of {kind} and {other} for {host or 'any host'}"
+
+
+def _in_common(one: str, other: str) -> bool:
+    """Whether two of a route's or a listener's hostnames have a host in common; empty: any has."""
+    pairs = ((one, other), (other, one))
+    return one == other or any(not a or (a[:2] == "*." and b.endswith(a[1:])) for a, b in pairs)
 
 
 def certificates(manifests: list[Manifest]) -> Iterator[str]:

@@ -114,6 +114,9 @@ def test_a_pod_may_have_the_address_of_one_that_is_going() -> None:
         assert view(endpoint_slice("a", "router", order)) == [("10.0.0.1:50050", True)]
 
 
+WITHOUT_ADDRESS = versioned(endpoint_slice("b", "router", [{"addresses": []}]), 5)
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -124,6 +127,7 @@ def test_a_pod_may_have_the_address_of_one_that_is_going() -> None:
         {"kind": "EndpointSliceList", "metadata": {"resourceVersion": "x"}, "items": []},
         {"kind": "EndpointSliceList", "metadata": {"resourceVersion": "5"}},
         {"kind": "EndpointSliceList", "metadata": {"resourceVersion": "5"}, "items": [{}]},
+        a_list(5, WITHOUT_ADDRESS),
     ],
 )
 def test_what_is_no_list_empties_nothing(answer: object) -> None:
@@ -138,7 +142,16 @@ def test_what_is_no_list_empties_nothing(answer: object) -> None:
     assert slices.endpoints() == []
 
 
-@pytest.mark.parametrize("event", [{}, [], {"type": "ADDED"}, {"type": "ADDED", "object": {}}])
+@pytest.mark.parametrize(
+    "event",
+    [
+        {},
+        [],
+        {"type": "ADDED"},
+        {"type": "ADDED", "object": {}},
+        {"type": "ADDED", "object": WITHOUT_ADDRESS},
+    ],
+)
 def test_what_is_no_event_changes_nothing(event: object) -> None:
     slices = EndpointSlices("grpc")
     slices.take_list(a_list(4))

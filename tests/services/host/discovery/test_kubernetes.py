@@ -1,5 +1,6 @@
 """A watch of EndpointSlices over TLS, against an API server that breaks."""
 
+import asyncio
 import logging
 import os
 import subprocess
@@ -11,14 +12,18 @@ from random import Random
 
 import pytest
 from cluster_secret import SECRET
-from eventually import wait_until
+from eventually import LIMIT_S, eventually, wait_until
 from fake_endpoints import FakeEndpoints
 from fake_kubernetes import EVENT_FAULTS, NAMESPACE, FakeKubernetes, endpoint_slice
 
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.host.discovery import kubernetes
+from pdserve.services.host.discovery.api_server import ApiServerError
 from pdserve.services.host.discovery.discovery import Discovery, resolve
+from pdserve.services.host.discovery.endpoint_slices import EndpointSlices
 from pdserve.services.host.discovery.target import parse_kubernetes
+from pdserve.services.picker import endpoints
+from pdserve.services.picker.endpoints import Endpoints
 from pdserve.services.worker.settings import WorkerSettings
 
 TARGET = "kubernetes:///router:grpc"
@@ -33,7 +38,8 @@ def find() -> Iterator[Find]:
     before = set(threading.enumerate())
 
     def make(target: str = TARGET, ready_only: bool = True, on_change: object = None) -> Discovery:
-        made.append(Discovery([target], on_change or (lambda: None), ready_only=ready_only))  # type: ignore[arg-type]
+        tell = on_change or (lambda: None)
+        made.append(Discovery("--routers", [target], tell, ready_only=ready_only))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -96,6 +102,26 @@ def test_changes_are_told(pods: FakeEndpoints, find: Find) -> None:
     pods.set(pod, ready=True, terminating=True)
     says(discovery)
     pods.remove(pod)
+
+
+@pytest.mark.anyio
+async def test_a_picker_looks_again_when_it_is_told(
+    api: FakeKubernetes, pods: FakeEndpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "RESOLVE_S", 10 * LIMIT_S)
+    found = Endpoints([TARGET], time.monotonic)
+    keeping = asyncio.create_task(found.keep())
+    try:
+        await eventually(lambda: watched(api))
+        assert found.candidates(None) == []
+        pod = pods.add("10.0.0.1", ready=True)
+        pods.add("10.0.0.2", ready=True)
+        await eventually(lambda: len(found.candidates(None)) == 2)
+        pods.set(pod, ready=False)
+        await eventually(lambda: len(found.candidates(None)) == 1)
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
 
 
 def test_an_empty_list_is_believed(pods: FakeEndpoints, find: Find, api: FakeKubernetes) -> None:
@@ -203,25 +229,31 @@ def test_a_token_that_was_rotated(api: FakeKubernetes, pods: FakeEndpoints, find
     says(discovery, "10.0.0.1")
 
 
-def test_an_error_is_waited_out(
-    api: FakeKubernetes, pods: FakeEndpoints, find: Find, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Longer each time; Retry-After is obeyed."""
-    monkeypatch.setattr(kubernetes, "FIRST_S", 0.0)
+def recorded_pauses(monkeypatch: pytest.MonkeyPatch, most: int = sys.maxsize) -> list[float]:
+    """The pauses of watches from now on; `most` of them take no time."""
     pauses: list[float] = []
 
     class Recorded(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
             if _watches(threading.current_thread()) and timeout is not None:
                 pauses.append(timeout)
-                timeout = 0.0
+                timeout = 0.0 if len(pauses) <= most else timeout
             return super().wait(timeout)
 
     class Threading:
         Event, Thread = Recorded, threading.Thread
 
     monkeypatch.setattr(kubernetes, "threading", Threading)
+    monkeypatch.setattr(kubernetes, "FIRST_S", 0.0)
     monkeypatch.setattr(kubernetes, "MAX_BACKOFF_S", 10.0)
+    return pauses
+
+
+def test_an_error_is_waited_out(
+    api: FakeKubernetes, pods: FakeEndpoints, find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer each time; Retry-After is obeyed."""
+    pauses = recorded_pauses(monkeypatch)
     api.answers.extend([(500, {})] * 9)
     api.answers.append((429, {"Retry-After": "3600"}))
     pods.add("10.0.0.1", ready=True)
@@ -229,6 +261,49 @@ def test_an_error_is_waited_out(
     bounds = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0]
     assert all(bound / 2 <= pause <= bound for pause, bound in zip(pauses, bounds, strict=False))
     assert len(pauses) >= len(bounds)
+
+
+def test_refusals_without_end_are_asked_again_at_a_bounded_pace(
+    api: FakeKubernetes, find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = 2000
+
+    def refuse(*asked: object) -> None:
+        raise ApiServerError(500, "no leader")
+
+    monkeypatch.setattr(kubernetes.ApiServer, "get", refuse)
+    pauses = recorded_pauses(monkeypatch, most=refusals)
+    assert found(find()) == []
+    wait_until(lambda: len(pauses) > refusals, lambda: f"{len(pauses)} refusals")
+    assert all(5.0 <= pause <= 10.0 for pause in pauses[10:])
+
+
+def test_a_mistake_of_ours_ends_no_watch(
+    api: FakeKubernetes,
+    pods: FakeEndpoints,
+    find: Find,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What nobody foresaw is logged with its traceback, and the view goes on."""
+    pods.add("10.0.0.1", ready=True)
+    discovery = find()
+    says(discovery, "10.0.0.1")
+    wait_until(lambda: watched(api) == 1)
+    take_event, failures = EndpointSlices.take_event, []
+
+    def fail(slices: EndpointSlices, event: object) -> None:
+        monkeypatch.setattr(EndpointSlices, "take_event", take_event)
+        failures.append(event)
+        raise ZeroDivisionError("an odd event")
+
+    monkeypatch.setattr(EndpointSlices, "take_event", fail)
+    pods.add("10.0.0.2", ready=True)
+    says(discovery, "10.0.0.1", "10.0.0.2")
+    assert len(failures) == 1
+    (told,) = [r for r in caplog.records if "an odd event" in r.message]
+    assert "ZeroDivisionError" in told.message
+    assert told.exc_info
 
 
 # --- what is said
@@ -299,21 +374,31 @@ def test_targets() -> None:
 
 def test_outside_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(ValueError, match="KUBERNETES_SERVICE_HOST"):
-        Discovery([TARGET], lambda: None, ready_only=True)
+    with pytest.raises(ValueError, match=f"--routers {TARGET}: KUBERNETES_SERVICE_HOST"):
+        Discovery("--routers", [TARGET], lambda: None, ready_only=True)
+    with pytest.raises(ValueError, match=f"--endpoints {TARGET}: KUBERNETES_SERVICE_HOST"):
+        Endpoints([TARGET], time.monotonic)
 
 
-@pytest.mark.parametrize("role", ["gateway", "decode"])
-def test_a_process_outside_a_pod_says_so_at_once(role: str) -> None:
-    """A worker, too, before it has loaded a model."""
-    command = [sys.executable, "-P", "-m", "pdserve.services.cli.main", role, "--routers", TARGET]
-    if role == "decode":
-        command += ["--model", "no-such-model"]
+@pytest.mark.parametrize(
+    ("role", "option", "words"),
+    [
+        ("gateway", "--routers", ()),
+        ("decode", "--routers", ("--model", "no-such-model")),  # before it has loaded a model
+        ("picker", "--routers", ()),
+        ("picker", "--endpoints", ("--routers", "127.0.0.1:9")),
+    ],
+)
+def test_a_process_outside_a_pod_says_so_at_once(
+    role: str, option: str, words: tuple[str, ...]
+) -> None:
+    command = [sys.executable, "-P", "-m", "pdserve.services.cli.main", role, option, TARGET]
+    command += words
     env = {name: value for name, value in os.environ.items() if "KUBERNETES" not in name}
     env["PDSERVE_CLUSTER_SECRET"] = SECRET
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode != 0
-    assert f"--routers {TARGET}: KUBERNETES_SERVICE_HOST" in done.stderr
+    assert f"{option} {TARGET}: KUBERNETES_SERVICE_HOST" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -341,9 +426,10 @@ def test_its_end_waits_for_nobody(api: FakeKubernetes, find: Find) -> None:
     discovery = find()
     says(discovery)
     wait_until(lambda: watched(api))
-    began = time.thread_time()
+    began = time.monotonic()
     discovery.close()
-    assert time.thread_time() - began < 1.0  # `find` waits for the end of the thread
+    assert time.monotonic() - began < 1.0
+    wait_until(lambda: not any(map(_watches, threading.enumerate())), "the thread's end", 5.0)
 
 
 # --- all at once

@@ -1,0 +1,78 @@
+"""What counts as two releases that work together: a stage of theirs, and a release to try."""
+
+import subprocess
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import line5_versions
+import pytest
+import releases
+from line5_versions import Rolled, figures_of
+from releases import NoRelease, Release
+
+
+class BusyLoad:
+    """Its streams end whenever somebody looks, and none fails."""
+
+    def __init__(self) -> None:
+        self.where = ""
+        self.running = self.unequal = 0
+        self.failed: list[str] = []
+        self.broken: list[str] = []
+        self._ended = count()
+
+    @property
+    def completed(self) -> int:
+        return next(self._ended)
+
+
+class ScriptedSystem:
+    """Its workers' versions, and how many prompts are handed over in each stage."""
+
+    def __init__(self, protocols: list[int], handed: list[int]) -> None:
+        self.protocols = lambda: protocols
+        totals = [sum(handed[: (looks + 1) // 2]) for looks in range(2 * len(handed))]
+        self.remote_prefills = iter(totals).__next__
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("protocols", "handed", "holds"),
+    [
+        ([0, 1], [3, 2], True),
+        ([0, 1], [3, 0], False),  # in the first stage alone
+        ([1], [3, 2], False),  # one release alone
+    ],
+)
+async def test_each_stage_needs_workers_of_both_and_hand_offs(
+    protocols: list[int], handed: list[int], holds: bool
+) -> None:
+    system: Any = ScriptedSystem(protocols, handed)
+    load: Any = BusyLoad()
+    rolled = Rolled(system, load, per_stage=1)
+    for number in range(len(handed)):
+        await rolled.stage(f"stage {number}", 0, 1)
+    assert [stage["remote_prefills"] for stage in rolled.stages] == handed
+    assert figures_of(rolled)["ok"] == holds
+
+
+def test_a_missing_commit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Release:
+        raise NoRelease("it is not in this clone")
+
+    monkeypatch.setattr(line5_versions, "last_release", missing)
+    assert line5_versions.releases(1) == {
+        "releases": {"ok": True, "skipped": "it is not in this clone"}
+    }
+
+
+def test_a_build_that_fails_is_no_skip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(words: tuple[str, ...], **options: object) -> None:
+        raise subprocess.CalledProcessError(1, words, stderr="no compiler")
+
+    release = Release("0.1.0", 40 * "0", 0)
+    monkeypatch.setattr(line5_versions, "last_release", lambda: release)
+    monkeypatch.setattr(releases, "ROOT", tmp_path)
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert line5_versions.releases(1) == {"releases": {"ok": False, "error": "0.1.0: no compiler"}}
