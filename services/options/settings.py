@@ -109,7 +109,9 @@ class TopSettings(ClientSettings):
 class ReportSettings(ClientSettings, CertificateSettings):
     """What is asked for a report, and where it is written."""
 
-    out: str = option("", "file that is written; empty: pdserve-report-TIME.tar.gz, here")
+    out: str = option(
+        "", "file that is written; empty: pdserve-report-TIME.tar.gz, here; -: standard output"
+    )
     routers: tuple[str, ...] = option((), "host:port of routers that are asked for the fleet")
     scrape: tuple[str, ...] = option(
         (), "host:port of further metrics ports that are asked: of routers and workers"
@@ -119,6 +121,9 @@ class ReportSettings(ClientSettings, CertificateSettings):
     )
     trust_network: bool = option(False, "the secret may cross this network in clear")
     trace_dir: str = option("", "folder of the rings that note hand-offs; empty: that of `up`")
+    logs: tuple[str, ...] = option(
+        (), "files of logs that are added, as `kubectl logs` writes them; none: those of `up`"
+    )
     within_s: float = option(30.0, "seconds for everything together", min=1, max=600)
 
 

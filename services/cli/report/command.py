@@ -14,7 +14,6 @@ import tarfile
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from pdserve.engine.handoff.recorder.ring import SUFFIX as RING
 from pdserve.services.cli.report.parts import NothingThere, Part, parts
@@ -24,6 +23,7 @@ from pdserve.services.options.sources import Settings
 
 FOLDER = "pdserve-report"
 SUMMARY = "summary.txt"
+STDOUT = "-"
 MAX_FILE_BYTES = 4 << 20  # of a longer one the end is kept
 MAX_BYTES = 64 << 20  # of all files, before they are compressed
 
@@ -34,11 +34,16 @@ Made = dict[str, bytes] | str  # files by name, or why there are none
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     """0 if the file is written, whatever is missing in it; 1 if it cannot be."""
     chosen = settings.build(ReportSettings)
-    out = Path(chosen.out or time.strftime("pdserve-report-%Y%m%d-%H%M%S.tar.gz"))
+    out = chosen.out or time.strftime("pdserve-report-%Y%m%d-%H%M%S.tar.gz")
     secrets = Secrets(os.environ, settings)
     bundle = Bundle(secrets)
     for name, part in gathered(parts(chosen), chosen.within_s).items():
         bundle.add(name, part)
+    if out == STDOUT:
+        sys.stdout.buffer.write(bundle.packed())
+        sys.stdout.flush()
+        print(bundle.summary(), end="", file=sys.stderr)
+        return 0
     try:
         with os.fdopen(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(bundle.packed())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pdserve.engine.handoff.recorder.ring import SUFFIX
 from pdserve.services.cli.commands import COMMANDS, known_names
-from pdserve.services.cli.http_client import ApiClient, ApiError
+from pdserve.services.cli.http_client import ApiClient, ApiError, advice
 from pdserve.services.host.options import HostSettings
 from pdserve.services.local.child import LOG_SUFFIX
 from pdserve.services.local.run_folder import CONFIG_FILE, run_dirs
@@ -57,7 +57,10 @@ def parts(chosen: ReportSettings) -> dict[str, Part]:
     else:
         found["fleet of routers"] = partial(missing, "no --routers are named")
     found["rings"] = partial(rings, chosen.trace_dir)
-    found["logs"] = logs
+    for log in chosen.logs:
+        found[f"log {log}"] = partial(_contents, {f"logs/{_file_name(log)}": Path(log)}, "no file")
+    if not chosen.logs:
+        found["logs"] = logs
     return found
 
 
@@ -118,7 +121,8 @@ def options_of_up() -> dict[str, bytes]:
 
 
 def ask_gateway(chosen: ReportSettings, path: str) -> dict[str, bytes]:
-    """Its answer, which may be an error."""
+    """Its answer. An error of the server's is one, since it says how it is; being refused is not.
+    Raises NothingThere, ApiError."""
     key = chosen.api_key[0] if chosen.api_key else ""
     name = "gateway/" + path.strip("/").partition("?")[0].replace("/", "_")
     try:
@@ -126,6 +130,9 @@ def ask_gateway(chosen: ReportSettings, path: str) -> dict[str, bytes]:
     except ApiError as error:
         if not error.status:
             raise
+        if error.status < 500:
+            told = " ".join(f"{error.status}: {error}{advice(error)}".split())
+            raise NothingThere(told) from None
         answer = f"{error.status}: {error}".encode()
     return {f"{name}.txt" if path.startswith("/metrics") else f"{name}.json": answer}
 
@@ -178,7 +185,8 @@ def logs() -> dict[str, bytes]:
     """The last lines of the processes of a running `pdserve up`."""
     paths = [path for f in run_dirs() for path in f.glob(f"*{LOG_SUFFIX}*")]
     why = (
-        "no `pdserve up` of this user runs here; logs of other processes are where they write them"
+        "no `pdserve up` of this user runs here; logs of other processes are where they write "
+        "them: name files of these by --logs"
     )
     return _contents({f"logs/{p.parent.name}/{p.name}": p for p in paths}, why)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata, resources
+from math import ceil
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -22,7 +23,7 @@ _LAG_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 def commit() -> str:
-    """Whose sources this is, where that was noted at the build; empty elsewhere."""
+    """Whose sources this is, or their digest, where a build noted it; empty elsewhere."""
     try:
         return resources.files("pdserve").joinpath(COMMIT_FILE).read_text().strip()
     except OSError:
@@ -63,19 +64,23 @@ def lag_histogram(registry: CollectorRegistry) -> Histogram:
     """What `watch_loop` tells."""
     return Histogram(
         "pdserve_event_loop_lag_seconds",
-        "How much later than it asked a timer of the event loop runs, tried 4 times a second",
+        "How much later than it asked a timer of the event loop runs, tried 4 times a second; a "
+        "late one counts for the tries that it missed, too",
         buckets=_LAG_S,
         registry=registry,
     )
 
 
 async def watch_loop(observe: Callable[[float], object]) -> None:
-    """Tells how late the running loop is, until it is cancelled."""
+    """Tells how late the running loop is, until it is cancelled. A look that was late stands for
+    those that it kept from happening, so a share of looks is a share of time."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + LOOK_S
         await asyncio.sleep(LOOK_S)
-        observe(max(0.0, loop.time() - due))
+        late = max(0.0, loop.time() - due)
+        for _ in range(max(1, ceil(late / LOOK_S))):
+            observe(late)
 
 
 def certificates_of(settings: CertificateSettings, client: str = "") -> dict[str, str]:

@@ -2,11 +2,19 @@
 evaluated by promtool over what the real objects export."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alert_causes import CASES, healthy
 from alerts_page import rules
+from dispatcher_world import World
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from promtool import Pages, firing, needs_promtool
+from watched import router_page
+
+from pdserve.engine.kv.identity import NO_MIXING
+from pdserve.protos.fleet_pb2 import DECODE
+from pdserve.services.router.fleet.served_models import RETIRED_S
 
 pytestmark = pytest.mark.anyio
 
@@ -32,3 +40,33 @@ async def test_an_alert_fires_by_its_cause_alone(
     fine, fired = firing(others | before, broken, case.minutes, case.once, tmp_path)
     assert fine == set()
     assert fired == {name, *case.also}
+
+
+def router(*models: str, forgotten: str = "", since: float) -> dict[str, str]:
+    """The page of a router that began at that time."""
+    world = World(NO_MIXING)
+    for model in models:
+        world.join(DECODE, name=model)
+    if forgotten:
+        world.leave(world.join(DECODE, name=forgotten))
+        world.pass_time(RETIRED_S)
+    registry = CollectorRegistry()
+    Gauge("process_start_time_seconds", "of the process", registry=registry).set(since)
+    return {"router": router_page(world.core) + generate_latest(registry).decode()}
+
+
+@needs_promtool()
+@pytest.mark.parametrize(
+    ("since", "after", "fired"),
+    [
+        pytest.param(-7200.0, {"forgotten": "b", "since": -7200.0}, set(), id="retired"),
+        pytest.param(-7200.0, {"since": 1200.0}, {"PdserveNoDecodeWorker"}, id="restarted"),
+    ],
+)
+async def test_a_model_that_no_router_knows(
+    since: float, after: dict[str, Any], fired: set[str], well: Pages, tmp_path: Path
+) -> None:
+    """It was retired, or all routers have begun anew since its workers were lost."""
+    before = {**well, **router("a", "b", since=since)}
+    broken = {**well, **router("a", **after)}
+    assert firing(before, broken, 10, True, tmp_path) == (set(), fired)

@@ -3,6 +3,7 @@
 tests/system/test_observability.py asks a running system for the names.
 """
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from promtool import PROMTOOL, needs_promtool
 from scaled_cluster import SCRAPE_S
 
 WIDTH = 24
+COMPONENT = yaml.safe_load((K8S / "observability/kustomization.yaml").read_text())
+(RUNBOOK,) = re.findall(r"'url=(https://[^']+/runbook\.md)'", str(COMPONENT))
 
 
 def test_what_is_looked_for_is_found() -> None:
@@ -92,7 +95,12 @@ def test_the_component_has_boards_and_alerts() -> None:
     assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert boards["data"] == {path.name: path.read_text() for path in BOARDS}
     (alerts,) = of_kind(manifests, "PrometheusRule").values()
-    assert {r["alert"] for g in alerts["spec"]["groups"] for r in g["rules"]} == {*rules()}
+    found = {r["alert"]: r for g in alerts["spec"]["groups"] for r in g["rules"]}
+    assert set(found) == {*rules()}
+    for name, rule in found.items():
+        url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert url == RUNBOOK, "absolute, by the one literal of the component"
+        assert anchor == name.lower()
 
 
 def with_metrics(manifests: list[Manifest]) -> dict[tuple[str, str], str]:

@@ -63,6 +63,19 @@ async def test_a_loop_that_is_held_up_is_late(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.anyio
+async def test_a_rare_long_stop_weighs_what_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in more than 100 looks; the share of late ones is that of the time."""
+    monkeypatch.setattr(process_metrics, "LOOK_S", 0.005)
+    seen: list[float] = []
+    watching = asyncio.create_task(watch_loop(seen.append))
+    await eventually(lambda: len(seen) > 120)
+    time.sleep(0.5)  # noqa: ASYNC251  (that is the point)
+    await eventually(lambda: max(seen) > 0.4)
+    watching.cancel()
+    assert sum(late > 0.4 for late in seen) >= 80
+
+
+@pytest.mark.anyio
 async def test_a_port_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_metrics.resources, "files", lambda package: tmp_path)
     (tmp_path / process_metrics.COMMIT_FILE).write_text("abc123\n")

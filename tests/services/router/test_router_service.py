@@ -26,6 +26,7 @@ from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.router import join_service
+from pdserve.services.router.fleet.fleet import Worker
 
 pytestmark = pytest.mark.anyio
 PROMPT = list(range(20))
@@ -164,15 +165,23 @@ async def test_it_knows_as_many_blocks_of_its_workers_as_the_option_says(make_cl
 
 
 async def test_a_worker_tells_its_cache_anew_when_something_did_not_come(
-    make_cluster: Any, caplog: pytest.LogCaptureFixture
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster = await make_cluster()
     core = cluster.router.core
+    take, lost = core.report, list[WorkerReport]()
+
+    def lose_one(worker: Worker, report: WorkerReport, lease: int) -> bool:
+        if report.prefixes.added and not report.prefixes.reset and not lost:
+            lost.append(report)
+            return True
+        return take(worker, report, lease)
+
+    monkeypatch.setattr(core, "report", lose_one)
     worker = await cluster.decode()
     said = [os.urandom(16) for _ in range(8)]
     worker.membership.prefixes(said[:4], [])
-    await eventually(lambda: len(core.fleet.prefixes) == 4)
-    worker.membership._sequence += 1  # as if a message with one hash had been lost
+    await eventually(lambda: len(lost) == 1)
     worker.membership.prefixes(said[4:], [])
     await eventually(lambda: core.fleet.prefixes.num_cached(said) == {1: 8})
     assert core.fleet.prefixes.num_gaps == 1

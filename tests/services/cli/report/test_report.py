@@ -72,6 +72,22 @@ def test_of_a_system_that_is_gone_it_says_what_is_missing(
     assert yaml.safe_load(files["options/decode.yaml"])["drain_s"] == 30.0
 
 
+def test_files_of_logs_are_added_without_secrets(tmp_path: Path) -> None:
+    (tmp_path / "pods.log").write_text("one line\nkey sk-in-the-log\n")
+    words = ("--url", NOBODY, "--api-key", "sk-in-the-log")
+    files = report(*words, "--logs", "pods.log", "--logs", "none.log")
+    assert files["logs/pods.log"] == b"one line\nkey ********\n"
+    assert "log none.log: MISSING: no file\n" in files["summary.txt"].decode()
+
+
+def test_to_standard_output(capsysbinary: pytest.CaptureFixture[bytes], tmp_path: Path) -> None:
+    """Where the root file system is read-only, or a file could not be fetched."""
+    assert main(["report", "--url", NOBODY, "--out", "-"]) == 0
+    shown = capsysbinary.readouterr()
+    (tmp_path / "got.tar.gz").write_bytes(shown.out)
+    assert files_of(tmp_path / "got.tar.gz")["summary.txt"] == shown.err
+
+
 def test_a_wrong_variable_costs_one_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDSERVE_KV_TRANSPORT", "pigeon")
     files = report("--url", NOBODY)
@@ -111,6 +127,37 @@ def repeating() -> Iterator[str]:
 
 
 repeated: list[str] = []
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """The URL of a gateway that wants a key for some, and that is not ready."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(503 if self.path == "/ready" else 401, "so it is")
+
+        def log_message(self, *args: object) -> None:
+            """Quiet."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_what_a_gateway_refuses_is_missing(refusing: str) -> None:
+    """With what to do; an error of the server's own is its answer."""
+    files = report("--url", refusing)
+    summary = files["summary.txt"].decode()
+    for path in ("/metrics?fleet=true", "/fleet/state", "/health"):
+        (line,) = [told for told in summary.splitlines() if told.startswith(f"gateway {path}: ")]
+        assert line.startswith(f"gateway {path}: MISSING: 401: ")
+        assert "--api-key" in line
+    assert [name for name in files if name.startswith("gateway/")] == ["gateway/ready.json"]
+    assert files["gateway/ready.json"].startswith(b"503: ")
 
 
 def test_no_secret_of_any_source_is_in_it(
