@@ -303,7 +303,7 @@ class Dispatcher:
             self.placer.worker_forgotten(worker, now)
             others = (w.model for w in self.fleet.workers.values() if w.hello.role == DECODE)
             if worker.model not in others:
-                self._models.left(worker.model, worker.said_goodbye, now)
+                self._models.left(worker.model, not worker.stays, now)
         event = on.WorkerLost(worker.boot, f"{worker.hello.address} {how}", crashed, forgotten)
         for request in dict.fromkeys(self._by_attempt.values()):
             request.step(event, now)
