@@ -7,7 +7,7 @@ deadline; others fail after GRACE_S.
 
 In a sharded fleet a request that a worker has goes to a router which that worker joined, another
 one to a router that knows a worker of its model. One that no router has a worker for is tried again
-every second, for HOMELESS_S.
+every second, for HOMELESS_S from the first router that had none.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from pdserve.protos.common_pb2 import (
     INVALID_ARGUMENT,
     MODEL_NOT_FOUND,
     UNAVAILABLE,
+    Failed,
     ModelCard,
     Start,
 )
@@ -51,7 +52,6 @@ HOMELESS_S = 30.0  # a request that every router gives back for want of a worker
 LATE_S = 2.0  # the router ends a request at its deadline; past it by this, we do
 RESOLVE_S = 1.0  # between two looks at what the targets stand for, if nothing tells of a change
 LAST = ("finished", "failed")  # events
-NOT_HERE = (UNAVAILABLE, MODEL_NOT_FOUND)  # another router may take the request
 
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class _Inbox:
         self.opened = now
         self.session: RouterConnection | None = None  # that has it
         self.refused_by: set[RouterConnection] = set()  # they take no new request
-        self.homeless_since: float | None = None  # no router has a worker for it
+        self.homeless_since: float | None = None  # a router had no worker for it
         self._take_token = take_token
         self._items: deque[Any] = deque()  # events, what `take_token` returned, and its errors
         self._waiter: asyncio.Future[None] | None = None  # of the consumer, while there are none
@@ -211,9 +211,12 @@ class RouterClient:
     def _router_for(self, inbox: _Inbox, now: float) -> RouterConnection | None:
         able = {session.address: session for session in self._able(inbox.refused_by)}
         live = (session.address for session in self._live())
-        for address in inbox.request.routers_of_its_worker(live):
+        of_its_worker = inbox.request.routers_of_its_worker(live)
+        for address in of_its_worker:
             if address in able:
                 return able[address]
+        if of_its_worker and inbox.homeless_since is not None:
+            inbox.request.place_anew()
         knowing = able.keys() & self._model_files.knowing(inbox.request.model, now)
         likely = [able[address] for address in sorted(knowing)]
         return choose(likely or list(able.values()), inbox.key, now)
@@ -227,7 +230,7 @@ class RouterClient:
 
     def _issue(self, inbox: _Inbox, now: float) -> None:
         request = inbox.request
-        start = request.issue(now)
+        start = request.issue(now, given_back=inbox.homeless_since is not None)
         if start is None:
             inbox.put(
                 request.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout")
@@ -276,22 +279,32 @@ class RouterClient:
         if inbox is None or inbox.session is not session:
             return
         failed = event.failed
-        if kind == "failed" and failed.failure.code in NOT_HERE and not failed.attempt:
-            # A router that drains, or one that no worker of the model has joined.
+        if kind == "failed" and self._may_go_elsewhere(inbox, failed):
             inbox.refused_by.add(session)
-            if self._assign(inbox) or (failed.elsewhere and self._stays_homeless(inbox)):
+            inbox.request.refused(failed)
+            if failed.elsewhere and inbox.homeless_since is None:
+                inbox.homeless_since = asyncio.get_running_loop().time()
+            if self._assign(inbox) or self._stays_homeless(inbox):
                 return
         elif kind == "placed":
             inbox.homeless_since = None
         inbox.put(inbox.request.take(event))
 
+    def _may_go_elsewhere(self, inbox: _Inbox, failed: Failed) -> bool:
+        """Whether another router may take what one has not begun: that one drains, or no worker of
+        the model has joined it."""
+        if failed.attempt:
+            return False
+        sharded = self._model_files.sharded or inbox.homeless_since is not None
+        code = failed.failure.code
+        return code == UNAVAILABLE or (sharded and code == MODEL_NOT_FOUND)
+
     @staticmethod
     def _stays_homeless(inbox: _Inbox) -> bool:
-        """Whether a request that no router has a worker for is tried again."""
-        now = asyncio.get_running_loop().time()
-        if inbox.homeless_since is None:
-            inbox.homeless_since = now
-        return now - inbox.homeless_since < HOMELESS_S
+        """Whether a request that every router has refused is tried again: one of them may get a
+        worker for it."""
+        since = inbox.homeless_since
+        return since is not None and asyncio.get_running_loop().time() - since < HOMELESS_S
 
     def _try_homeless_again(self) -> None:
         for inbox in list(self._inboxes.values()):

@@ -60,6 +60,11 @@ class ModelFiles:
         self._refreshing: asyncio.Task[None] | None = None
         self._blobs = BlobCache(BLOB_CACHE_BYTES)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether there are workers that have joined some routers alone."""
+        return bool(self._listed)
+
     def knowing(self, model: str, now: float) -> set[str]:
         """Addresses of the routers of a sharded fleet that lately had workers of the model."""
         return {
@@ -93,17 +98,18 @@ class ModelFiles:
             self._models = asyncio.get_running_loop().time(), models
 
     async def _ask_for_models(self, routers: Sequence[LiveRouter]) -> Sequence[ModelCard]:
-        """What the first router knows, or without an answer within OLDEST_S any other one; if that
-        is one of a sharded fleet, what all know. Raises ServiceError UNAVAILABLE if none answers.
-        """
+        """What the first router knows, or without an answer within OLDEST_S any other one; if one
+        says that the fleet is sharded, what all know. Raises ServiceError UNAVAILABLE if none
+        answers."""
         asked = {r.address: asyncio.create_task(_list(r.channel)) for r in _some(routers)}
         try:
             found = await _first_with_models(list(asked.values()))
-            if found is None or not found.sharded:
-                self._listed.clear()
-            else:
+            # The others are asked already; the first may know of no worker that is sharded.
+            await asyncio.wait(asked.values(), timeout=REST_S if self.sharded else OLDEST_S)
+            if any(t.done() and (r := t.result()) and r.sharded for t in asked.values()):
                 await asyncio.wait(asked.values(), timeout=REST_S)
                 return self._union({a: t.result() for a, t in asked.items() if t.done()}, asked)
+            self._listed.clear()
         finally:
             for task in asked.values():
                 task.cancel()
@@ -145,7 +151,8 @@ class ModelFiles:
         view: FleetView = await _answer(
             RouterStub(first.channel).GetFleet, GetFleetRequest(), CALL_S
         )
-        if view.workers and not any(worker.hello.join_routers for worker in view.workers):
+        sharded = self.sharded or any(worker.hello.join_routers for worker in view.workers)
+        if view.workers and not sharded:
             return view
         found = await asyncio.gather(*(_fleet_of(router.channel) for router in others))
         return merged([view, *(one for one in found if one is not None)])

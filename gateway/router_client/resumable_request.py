@@ -43,6 +43,7 @@ class ResumableRequest:
         self._issued = False
         self._placement: Placement | None = None
         self._join_routers = 0  # of its worker; 0: all
+        self._placed_anew = False  # without its placement
         self._crash_count = start.crash_count
 
     @property
@@ -57,11 +58,11 @@ class ResumableRequest:
     def routers_of_its_worker(self, addresses: Iterable[str]) -> list[str]:
         """Those of the routers that its worker has joined, as far as that depends on their names,
         the first by rendezvous hash at the front; none: it has no worker, or one that joins all."""
-        if self._placement is None or not self._join_routers:
+        if self._placement is None or self._placed_anew or not self._join_routers:
             return []
         return rendezvous_order(self._placement.decode_boot, addresses)[: self._join_routers]
 
-    def issue(self, now: float) -> Start | None:
+    def issue(self, now: float, given_back: bool = False) -> Start | None:
         """The message that starts or continues the request; a higher epoch each time.
 
         None if every choice has ended or its deadline has passed: nothing is left to ask for.
@@ -77,9 +78,18 @@ class ResumableRequest:
         if not start.choices:  # it has not had its first step yet
             start.queue_remaining_ms = remaining_ms(self._queue_deadline, now)
         start.prompt_ids.extend(self._progress.prompt_ids)
-        if self._placement is not None:
+        start.given_back = given_back
+        if self._placement is not None and not self._placed_anew:
             start.placement.CopyFrom(self._placement)
         return start
+
+    def refused(self, failed: Failed) -> None:
+        """A router has not begun what was issued last."""
+        self._crash_count = max(self._crash_count, failed.crash_count)
+
+    def place_anew(self) -> None:
+        """No router knows its worker: any other one may go on with the ids that it has."""
+        self._placed_anew = True
 
     def abort(self, choices: Sequence[int]) -> None:
         """Mark choices (none named: all) as ended by the gateway."""
@@ -107,7 +117,7 @@ class ResumableRequest:
         except LostTokens:
             return self.fail(INTERNAL, "a part of the answer was lost on the way")
         if kind == "placed":
-            self._placement = event.placed.placement
+            self._placement, self._placed_anew = event.placed.placement, False
             self._join_routers = event.placed.join_routers
             self._crash_count = event.placed.crash_count
         else:

@@ -135,11 +135,14 @@ class RouterCore:
         return worker
 
     def report(self, worker: Worker, report: fleet_pb2.WorkerReport, lease: int) -> bool:
-        """A later message of a stream; False if the worker must join anew: it was given up, has a
-        newer stream, or something of its cache did not come."""
+        """A later message of a stream; False if the worker must join anew: it was given up, no
+        stream speaks for it, or something of its cache did not come. Of several streams the newest
+        one speaks, the others are listened to no more; one address of this router may be two."""
         now = self._loop.time()
-        if self.fleet.get(worker.boot) is not worker or worker.lease != lease:
+        if self.fleet.get(worker.boot) is not worker or not worker.lease:
             return False
+        if worker.lease != lease:
+            return True
         self.fleet.heard(worker, now)
         kind = report.WhichOneof("report")
         if kind == "load":

@@ -142,7 +142,7 @@ class Dispatcher:
         else:
             request.submit(now)
 
-    def _refusal(self, request: RoutedRequest, now: float) -> ServiceError | None:
+    def _refusal(self, request: RoutedRequest, now: float) -> ServiceError | FailureReason | None:
         """Why the request is not taken; None: it is."""
         if self.draining:
             return ServiceError(pb.UNAVAILABLE, "the router is shutting down", "", 1.0)
@@ -159,6 +159,10 @@ class Dispatcher:
             return ServiceError(pb.OVERLOADED, "too many requests are waiting", "", 1.0)
         young = now - self._started < YOUNG_S  # workers may still be joining
         known = request.model in self._models or (young and (resumed or not self._models))
+        start = request.progress.start
+        placed = start.HasField("placement") and not young and self.fleet.sharded
+        if placed and self.fleet.get(start.placement.decode_boot) is None:
+            return FailureReason.NO_WORKER_HERE  # another router may know its worker
         if not known and not self._models:
             return ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
         if not known:
@@ -303,7 +307,9 @@ class Dispatcher:
             self.placer.worker_forgotten(worker, now)
             others = (w.model for w in self.fleet.workers.values() if w.hello.role == DECODE)
             if worker.model not in others:
-                self._models.left(worker.model, not worker.stays, now)
+                # In a sharded fleet the successor of one that crashed may well join other routers.
+                expected_back = worker.stays and not worker.hello.join_routers
+                self._models.left(worker.model, expected_back, now)
         event = on.WorkerLost(worker.boot, f"{worker.hello.address} {how}", crashed, forgotten)
         for request in dict.fromkeys(self._by_attempt.values()):
             request.step(event, now)

@@ -111,7 +111,7 @@ class RouterMetrics:
         )
         yield GaugeMetricFamily(
             "pdserve_router_prefix_sampled_share",
-            "Share of the blocks that it keeps; below 1 there are more than --prefix-index-hashes",
+            "Share of blocks that it keeps, halved each time that --prefix-index-hashes are too few",
             value=prefixes.sampled_share,
         )
         yield CounterMetricFamily(

@@ -63,7 +63,7 @@ class Worker:
     """One life of a worker process."""
 
     hello: pb.WorkerHello
-    lease: int  # number of the join stream that speaks for it
+    lease: int  # number of the join stream that speaks for it; 0: that has ended
     heard: float  # last report on the join stream
     witnessed: float  # last byte on any stream
     prefixes: WorkerPrefixes
@@ -109,6 +109,11 @@ class Worker:
     def stays(self) -> bool:
         """Whether this router may give it work later, too."""
         return not self.said_goodbye and not self.leaving
+
+    @property
+    def goes_on_alone(self) -> bool:
+        """Whether it has left, and its session is all that tells of what still runs there."""
+        return self.leaving and self.connected
 
     def set_state(self) -> None:
         """Sets the state of a worker that has just been heard."""
@@ -162,7 +167,7 @@ class Fleet:
         self.prefixes = PrefixIndex(prefix_index_hashes)
         self._of: dict[tuple[pb.Role, str], list[Worker]] = {}
         self.isolated_since: float | None = None  # the router hears too few of its workers
-        self.sharded = False  # a decode worker has come that joins some routers alone
+        self.sharded = False  # of the decode workers, or of the last ones: some join some routers
         self._leases = 0
 
     def get(self, boot: bytes) -> Worker | None:
@@ -175,7 +180,6 @@ class Fleet:
     def join(self, hello: pb.WorkerHello, now: float) -> tuple[Worker, list[Worker]]:
         """A join stream began: its worker, and the lives that it ends."""
         self._leases += 1
-        self.sharded |= hello.role == pb.DECODE and hello.join_routers > 0
         same_place = [
             w
             for w in self.workers.values()
@@ -225,9 +229,11 @@ class Fleet:
         """A join stream ended; an older one than the newest says nothing."""
         if self.workers.get(worker.boot) is not worker or worker.lease != lease:
             return []
+        worker.lease = 0
         if not worker.stays and not worker.connected:  # else its last events may be on their way
             return self.lost(worker)
-        self._suspect(worker, now)
+        if not worker.goes_on_alone:
+            self._suspect(worker, now)
         return []
 
     def lost(self, worker: Worker) -> list[Worker]:
@@ -246,6 +252,9 @@ class Fleet:
         self._of = {}
         for worker in self.workers.values():
             self._of.setdefault((worker.role, worker.model), []).append(worker)
+        decodes = [w.hello.join_routers for w in self.workers.values() if w.role == pb.DECODE]
+        if decodes:
+            self.sharded = any(decodes)
 
     def excuse(self, seconds: float, now: float) -> None:
         """Time in which the router stood still itself is nobody's silence: what was said meanwhile
@@ -260,7 +269,8 @@ class Fleet:
         """Let time pass: the workers that died of it."""
         suspects = []
         for worker in self.workers.values():
-            if worker.state is not State.SUSPECT and now - worker.heard >= SILENCE_S:
+            silent = now - worker.heard >= SILENCE_S and not worker.goes_on_alone
+            if worker.state is not State.SUSPECT and silent:
                 self._suspect(worker, now)
             if worker.state is State.SUSPECT:
                 suspects.append(worker)

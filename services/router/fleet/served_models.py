@@ -5,8 +5,8 @@ RETIRED_S = 900.0  # as long as an alert says that nobody serves it
 
 class ServedModels:
     """A name is known from the hello of its first decode worker on. It is forgotten `RETIRED_S`
-    after the last one left with a goodbye; one whose last worker crashed stays, since it is
-    expected back. Pure: time is an argument."""
+    after the last one left for good; one whose last worker is expected back stays. Pure: time is
+    an argument."""
 
     def __init__(self) -> None:
         self._retired: dict[str, float | None] = {}  # since when, by name; None: it is served
@@ -25,9 +25,9 @@ class ServedModels:
         """A decode worker of it said hello."""
         self._retired[name] = None
 
-    def left(self, name: str, said_goodbye: bool, now: float) -> None:
+    def left(self, name: str, expected_back: bool, now: float) -> None:
         """The last decode worker of it is gone."""
-        self._retired[name] = now if said_goodbye else None
+        self._retired[name] = None if expected_back else now
 
     def tick(self, now: float) -> None:
         """Forget those whose time is over."""

@@ -289,10 +289,14 @@ class Placer:
         for request in self.waiting:
             key = request.pool, request.origin
             if key not in stays:
-                stays[key] = any(worker.stays for worker in self._able(request))
+                stays[key] = any(
+                    w.stays and w.connected and not w.frozen for w in self._able(request)
+                )
         alone = [r for r in self.waiting if not stays[r.pool, r.origin]]
         self._alone = {request: self._alone.get(request, now) for request in alone}
-        return [r for r, since in self._alone.items() if now - since >= LEFT_ALONE_S]
+        return [
+            r for r, since in self._alone.items() if r.given_back or now - since >= LEFT_ALONE_S
+        ]
 
     def _is_hopeless(self, request: RoutedRequest, now: float) -> bool:
         """Whether no worker can go on with it, and none will come."""

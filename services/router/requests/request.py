@@ -110,6 +110,11 @@ class RoutedRequest:
         return self.client.key, self.id
 
     @property
+    def given_back(self) -> bool:
+        """Whether another router had no worker for it."""
+        return bool(self.progress.start.given_back)
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Of its tenant's requests that wait, the one with the lowest comes first."""
         return self.progress.start.priority, self.ordinal
@@ -530,6 +535,7 @@ class RoutedRequest:
         assert isinstance(error, ServiceError)
         failed = pb.Failed(request=self.id, epoch=self.state.epoch, failure=error.to_failure())
         failed.attempt, failed.elsewhere = action.attempt, elsewhere
+        failed.crash_count = self.state.crash_count
         event = RequestEvent(failed=failed)
         self._end(event, self._assignments.get(action.attempt), error, now)
 

@@ -56,6 +56,7 @@ async def sharded(anyio_backend, monkeypatch) -> AsyncIterator[Sharded]:
     client = RouterClient(list(routers), ACCESS, b"g" * 16)
     await client.start()
     await eventually(lambda: client.num_connected == len(routers))
+    await client.models()  # as a gateway asks for every request
     yield Sharded(routers, client)
     await client.close()
     for served in routers.values():
@@ -206,6 +207,8 @@ async def test_the_fleet_is_asked_of_all_routers_only_if_it_is_sharded(
         boots = bytes([number]), bytes([number + 1])
         workers = view(*((boot, "live", 0.0) for boot in boots), join_routers=join_routers)
         sharded[address].workers = list(workers.workers)
+        sharded[address].join_routers = join_routers
+    await sharded.client.models()
     whole = await sharded.client.fleet()
     assert len({worker.hello.boot for worker in whole.workers}) == len(whole.workers) == routers + 1
     assert whole.prefill_local == 7 * routers
@@ -226,3 +229,73 @@ async def test_the_fleet_without_a_router_that_does_not_answer(sharded, monkeypa
         sharded[address].hangs = False
         assert sharded[address].num_hanging
     assert sorted(found) == [0, 4, 4, 4, 4], "only the first one that is asked must answer"
+
+
+async def test_a_router_that_never_knew_the_model_ends_no_request_that_another_gave_back(sharded):
+    addresses = list(sharded.routers)
+    for address in addresses:
+        sharded[address].lacks = NOT_SERVED
+    sharded[addresses[2]].lacks = ELSEWHERE
+    asked = asyncio.create_task(sharded.ask())
+    await eventually(lambda: all(len(sharded[a].starts) > 1 for a in addresses))
+    assert not asked.done()
+    assert sharded[addresses[2]].starts[-1].given_back
+    sharded[addresses[4]].lacks = None
+    ids, last = await asked
+    assert last.WhichOneof("event") == "finished"
+    assert ids == list(range(100, 106))
+
+
+async def test_crashes_of_a_request_are_known_to_the_next_router(sharded):
+    for address in sharded.routers:
+        sharded[address].lacks = pb.Failed(crash_count=1)
+        sharded[address].lacks.MergeFrom(ELSEWHERE)
+    asked = asyncio.create_task(sharded.ask())
+    await eventually(lambda: len(sharded.started) == 5)
+    for address in sharded.routers:
+        sharded[address].lacks = None
+    await asked
+    counts = sorted(start.crash_count for a in sharded.routers for start in sharded[a].starts)
+    assert counts[0] == 0
+    assert set(counts[1:]) == {1}
+
+
+async def test_a_request_whose_worker_no_router_knows_begins_anew(sharded):
+    boot = os.urandom(16)
+    for address in sharded.routers:
+        sharded[address].decode_boot = boot
+        sharded[address].hold_after = 3
+    asked = asyncio.create_task(sharded.ask())
+    (first,) = await eventually(lambda: sharded.started)
+    await eventually(lambda: sharded[first].hold_after is None)
+    others = [a for a in rendezvous_order(boot, sharded.routers) if a != first]
+    for address in others:
+        sharded[address].hold_after = None
+        sharded[address].lacks = ELSEWHERE if address in others[:2] else None
+    await sharded.routers[first].stop()
+    ids, last = await asked
+    assert last.WhichOneof("event") == "finished"
+    assert ids == list(range(100, 106))
+    assert all(sharded[a].starts[0].placement.decode_boot == boot for a in others[:2])
+    (anew,) = [a for a in others[2:] if sharded[a].starts]
+    assert not sharded[anew].starts[0].HasField("placement")
+    assert sharded[anew].starts[0].choices[0].generated_ids == [100, 101, 102]
+
+
+async def test_a_router_that_knows_all_workers_hides_no_other_s_models(sharded):
+    """Workers that join all and workers that join some may be there at once."""
+    first, *others = sharded.routers
+    sharded[first].join_routers = 0
+    sharded[others[3]].models = ["rare"]
+    for _ in range(3):
+        assert [card.name for card in await sharded.client.models()] == ["rare", "tiny"]
+
+
+async def test_in_a_full_mesh_one_router_speaks_for_all(sharded):
+    for address in sharded.routers:
+        sharded[address].join_routers = 0
+        sharded[address].lacks = NOT_SERVED
+    await sharded.client.models()
+    _, last = await sharded.ask()
+    assert last.failed.failure.code == pb.MODEL_NOT_FOUND
+    assert len(sharded.started) == 1

@@ -60,9 +60,36 @@ def test_a_worker_that_leaves_this_router_alone_is_live_again_when_it_joins_anew
     fleet.goodbye(worker, leaves=True)
     assert (worker.state, worker.stays, worker.said_goodbye) == (State.LEAVING, False, False)
     assert fleet.stream_ended(worker, worker.lease, 0.1) == []
-    assert worker.state is State.SUSPECT
-    again, dead = fleet.join(hello(1), 0.2)
+    assert fleet.tick(60.0) == []
+    assert worker.state is State.LEAVING, "its session tells of what still runs there"
+    again, dead = fleet.join(hello(1), 60.2)
     assert (again, dead, worker.state, worker.stays) == (worker, [], State.LIVE, True)
+
+
+def test_a_worker_that_has_left_is_dead_when_its_session_ends() -> None:
+    fleet, worker = joined()
+    worker.connected = True
+    fleet.goodbye(worker, leaves=True)
+    fleet.stream_ended(worker, worker.lease, 0.1)
+    worker.connected = False
+    assert fleet.tick(60.0) == []
+    assert fleet.tick(60.0 + SUSPECT_S) == [worker]
+
+
+def test_a_fleet_is_sharded_as_long_as_a_decode_worker_has_joined_some_routers() -> None:
+    fleet = Fleet()
+    assert not fleet.sharded
+    some, all_ = hello(1), hello(2)
+    some.role = all_.role = pb.DECODE
+    some.join_routers = 2
+    first, _ = fleet.join(some, 0.0)
+    second, _ = fleet.join(all_, 0.0)
+    assert fleet.sharded
+    fleet.lost(second)
+    fleet.lost(first)
+    assert fleet.sharded, "as far as is known"
+    fleet.join(all_, 1.0)
+    assert not fleet.sharded
 
 
 def test_a_worker_that_leaves_may_freeze_and_drain() -> None:

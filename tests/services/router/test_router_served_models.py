@@ -48,6 +48,14 @@ def test_a_model_whose_last_worker_crashed_stays(world: World) -> None:
     assert live(world) == {"m": 1, "lost": 0}
 
 
+def test_in_a_sharded_fleet_a_successor_may_join_other_routers(world: World) -> None:
+    world.die(world.join(DECODE, {"join_routers": 2}, name="lost"))
+    world.pass_time(RETIRED_S - 1)
+    assert live(world) == {"m": 1, "lost": 0}
+    world.pass_time(1)
+    assert live(world) == {"m": 1}
+
+
 def test_a_restart_begins_anew(world: World) -> None:
     world.leave(world.join(DECODE, name="again"))
     world.pass_time(RETIRED_S - 1)

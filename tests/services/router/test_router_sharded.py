@@ -8,6 +8,7 @@ from pdserve.engine.kv.identity import NO_MIXING
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
+from pdserve.services.router.dispatcher import YOUNG_S
 from pdserve.services.router.requests.placer import LEFT_ALONE_S
 
 SHARDED = {"join_routers": 2}
@@ -109,3 +110,46 @@ def test_prefill_workers_are_in_use_too_and_make_no_fleet_sharded() -> None:
     world.submit("a")
     assert world.commands("admit")[-1][1].prefill_boot == prefill.boot
     assert world.dispatcher.workers_in_use() == {decode, prefill}
+
+
+def test_requests_of_a_frozen_worker_are_given_back() -> None:
+    """It takes nothing, and other routers may have living ones."""
+    world = sharded()
+    worker = world.join(DECODE, SHARDED)
+    worker.frozen = True
+    worker.set_state()
+    world.submit("a")
+    for _ in range(12):
+        world.pass_time(LEFT_ALONE_S / 10)
+    assert given_back(world) == ["a"]
+
+
+def test_what_was_given_back_before_is_given_back_at_once() -> None:
+    world = sharded()
+    world.die(world.join(DECODE, SHARDED))
+    world.submit("a", given_back=True)
+    world.submit("b")
+    world.pass_time(0.05)
+    assert given_back(world) == ["a"]
+
+
+def test_a_request_whose_worker_others_may_know_is_given_back_at_once() -> None:
+    world = sharded()
+    here = world.join(DECODE, SHARDED)
+    world.pass_time(YOUNG_S)
+    world.submit("a", placement=pb.Placement(attempt=b"a" * 16, decode_boot=b"x" * 16))
+    assert given_back(world) == ["a"]
+    world.submit("b", placement=pb.Placement(attempt=b"b" * 16, decode_boot=here.boot))
+    assert given_back(world) == ["a"]
+
+
+def test_the_next_router_hears_of_the_workers_that_died_of_it() -> None:
+    world = sharded()
+    first = world.join(DECODE, SHARDED)
+    world.submit("a")
+    world.begin("a")
+    world.die(first)
+    for _ in range(12):
+        world.pass_time(LEFT_ALONE_S / 10)
+    assert given_back(world) == ["a"]
+    assert world.events[-1].failed.crash_count == 1
