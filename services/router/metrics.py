@@ -111,7 +111,7 @@ class RouterMetrics:
         )
         yield GaugeMetricFamily(
             "pdserve_router_prefix_sampled_share",
-            "Share of blocks that it keeps, halved each time that --prefix-index-hashes are too few",
+            "Share of blocks that it keeps, halved whenever --prefix-index-hashes are too few",
             value=prefixes.sampled_share,
         )
         yield CounterMetricFamily(
