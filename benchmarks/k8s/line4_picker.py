@@ -4,11 +4,11 @@ an Envoy: 1,000 chats of 50 conversations reach the pod that the routers' policy
 Each pod is a decode worker, whose model computes nothing (front/fast_decode.py), and a gateway, on
 an address of its own in 127.0.0.0/8. Envoy says in its answers who has served, and what the picker
 has told; the gateway's trace says where its router placed the request. Picker and Envoy wait longer
-for a decision than they do by themselves, so that none is late; then the same chats once more with
-the times that ship: what is late goes elsewhere, and nothing fails. Then a proxy that goes down
-a list: a gateway is killed, and no request fails. Then there is no picker, and the proxy fails open
-(EppUnAvailableFailOpen); what a picker costs that has crashed and still has an endpoint is counted.
-Then bodies that the proxy buffers. A word: how many chats there are.
+for a decision than they do by themselves, so that none is late; then come bodies that the proxy
+buffers. The same chats once more with the times that ship: what is late goes elsewhere, few are,
+and nothing fails. Then a proxy that goes down a list: a gateway is killed, and no request fails.
+Then there is no picker, and the proxy fails open (EppUnAvailableFailOpen); what a picker costs that
+has crashed and still has an endpoint is counted, streamed and buffered. A word: how many chats.
 """
 
 import asyncio
