@@ -5,9 +5,9 @@ The last release (releases.json) is built beside this tree. A system of the old 
 process by process under load: the workers first, prefill before decode, or the gateways and routers
 first, and then decode before prefill, so that either release hands to the other. At every stage
 streams of long prompts, which prefill hands to decode, and of short ones go through the gateways
-that are there, by a client that asks nothing twice. A stage holds if its workers are those of the
-releases that it is about and prompts were handed over in it. Then a pool with other weights comes
-beside the first one, which is told to stop.
+that are there, by a client that asks nothing twice. A stage holds if its workers, gateways and
+routers say that they are of the releases that it is about and prompts were handed over in it. Then
+a pool with other weights comes beside the first one, which is told to stop.
 
 A clone without the release's commit skips the first two parts; a release that is there and cannot
 be built fails them.
@@ -20,8 +20,9 @@ import json
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from changed_weights import write_changed
 from eventually import eventually
@@ -29,6 +30,7 @@ from handoff.steady_load import Ask, Load, RawClient, asks
 from releases import BuildFailed, NoRelease, last_release, python_of
 from replaceable import Replaceable, ReplaceableSystem, tail
 
+from pdserve.services.host.metrics.process_metrics import commit
 from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
 
 CLIENTS = 6
@@ -39,6 +41,18 @@ OPTIONS = ("--kv-tokens", "16384", "--chunk-size", "256", "--kv-transport", "tcp
 REMOTE = ("--remote-prefill", "auto", "--remote-prefill-threshold", "256")
 MODEL = "SmolLM2-135M-Instruct"
 STAGE_S = 900.0
+OLD, NEW = "old", "new"
+THIS_BUILD = {"version": metadata.version("pdserve"), "commit": commit()}
+
+
+class Front(NamedTuple):
+    """Of which release the gateways and the routers of a stage are."""
+
+    gateways: str
+    routers: str
+
+
+ALL_OLD, ALL_NEW = Front(OLD, OLD), Front(NEW, NEW)
 
 
 class Clients:
@@ -71,9 +85,9 @@ class Rolled:
         self.stages: list[dict[str, Any]] = []
         self._per_stage = per_stage
 
-    async def stage(self, name: str, *protocols: int) -> None:
-        """So many streams begin and end while the system is as it is now, with workers of these
-        versions."""
+    async def stage(self, name: str, front: Front, *protocols: int) -> None:
+        """So many streams begin and end while the system is as it is now, with these gateways and
+        routers, and workers of these versions."""
         self.load.where = name
         remote = await asyncio.to_thread(self.system.remote_prefills)
         before, begun = self.load.completed, self.load.completed + self.load.running
@@ -85,15 +99,24 @@ class Rolled:
         )
         stage = {
             "stage": name,
+            "gateways": await self._releases(self.system.gateways),
+            "routers": await self._releases(self.system.routers),
             "worker_protocols": await asyncio.to_thread(self.system.protocols),
             "completed": self.load.completed - before,
             "remote_prefills": await asyncio.to_thread(self.system.remote_prefills) - remote,
         }
         stage["ok"] = (
-            stage["worker_protocols"] == sorted(protocols) and stage["remote_prefills"] > 0
+            (stage["gateways"], stage["routers"]) == ([front.gateways], [front.routers])
+            and stage["worker_protocols"] == sorted(protocols)
+            and stage["remote_prefills"] > 0
         )
         self.stages.append(stage)
         print(json.dumps(stage), file=sys.stderr, flush=True)
+
+    async def _releases(self, processes: list[Replaceable]) -> list[str]:
+        """Each once. This tree's build is the new one; any other, or none that is told, is old."""
+        builds = [await asyncio.to_thread(self.system.build, one) for one in processes]
+        return sorted({NEW if build == THIS_BUILD else OLD for build in builds})
 
     async def retire(self, process: Replaceable) -> None:
         await eventually(lambda: self.load.running, "streams under way", STAGE_S)
@@ -109,13 +132,13 @@ class Rolled:
     def _new_worker(self, role: str, python: str, *words: str) -> Replaceable:
         return self.system.worker(role, *words, python=python)
 
-    async def replace_workers(self, python: str, first: str, both: set[int]) -> None:
+    async def replace_workers(self, python: str, first: str, front: Front, both: set[int]) -> None:
         """Those of one role first. There is a stage after each but the last."""
         where = self.load.where
         *others, last = sorted(self.system.workers, key=lambda worker: worker.role != first)
         for number, old in enumerate(others, 1):
             await self.replace_worker(old, python)
-            await self.stage(f"{where}; {number} new workers, {first} first", *both)
+            await self.stage(f"{where}; {number} new workers, {first} first", front, *both)
         await self.replace_worker(last, python)
 
     async def replace_gateway(self, python: str) -> None:
@@ -136,23 +159,27 @@ Order = Callable[[Rolled, str, int], Awaitable[None]]
 
 
 async def workers_first(rolled: Rolled, new: str, old_protocol: int) -> None:
-    await rolled.stage("all old", old_protocol)
-    await rolled.replace_workers(new, "prefill", {old_protocol, PROTOCOL_VERSION})
-    await rolled.stage("old gateway and routers, new workers", PROTOCOL_VERSION)
+    both = {old_protocol, PROTOCOL_VERSION}
+    await rolled.stage("all old", ALL_OLD, old_protocol)
+    await rolled.replace_workers(new, "prefill", ALL_OLD, both)
+    await rolled.stage("old gateway and routers, new workers", ALL_OLD, PROTOCOL_VERSION)
     await rolled.replace_routers(new)
-    await rolled.stage("old gateway, new routers and workers", PROTOCOL_VERSION)
+    front = Front(gateways=OLD, routers=NEW)
+    await rolled.stage("old gateway, new routers and workers", front, PROTOCOL_VERSION)
     await rolled.replace_gateway(new)
-    await rolled.stage("all new", PROTOCOL_VERSION)
+    await rolled.stage("all new", ALL_NEW, PROTOCOL_VERSION)
 
 
 async def front_first(rolled: Rolled, new: str, old_protocol: int) -> None:
-    await rolled.stage("all old", old_protocol)
+    both = {old_protocol, PROTOCOL_VERSION}
+    await rolled.stage("all old", ALL_OLD, old_protocol)
     await rolled.replace_gateway(new)
-    await rolled.stage("new gateway, old routers and workers", old_protocol)
+    front = Front(gateways=NEW, routers=OLD)
+    await rolled.stage("new gateway, old routers and workers", front, old_protocol)
     await rolled.replace_routers(new)
-    await rolled.stage("new gateway and routers, old workers", old_protocol)
-    await rolled.replace_workers(new, "decode", {old_protocol, PROTOCOL_VERSION})
-    await rolled.stage("all new", PROTOCOL_VERSION)
+    await rolled.stage("new gateway and routers, old workers", ALL_NEW, old_protocol)
+    await rolled.replace_workers(new, "decode", ALL_NEW, both)
+    await rolled.stage("all new", ALL_NEW, PROTOCOL_VERSION)
 
 
 async def roll(
@@ -240,18 +267,18 @@ async def two_pools(folder: Path, per_stage: int) -> dict[str, Any]:
         rolled = Rolled(system, load, per_stage)
         running = asyncio.create_task(load.run(CLIENTS))
         try:
-            await rolled.stage("the old pool", PROTOCOL_VERSION)
+            await rolled.stage("the old pool", ALL_NEW, PROTOCOL_VERSION)
             for role in ("prefill", "decode"):
                 await asyncio.to_thread(system.worker, role, *words)
             of_new = load.of_new
-            await rolled.stage("both pools", PROTOCOL_VERSION)
+            await rolled.stage("both pools", ALL_NEW, PROTOCOL_VERSION)
             in_both = load.of_new - of_new
             retiring = [asyncio.create_task(rolled.retire(worker)) for worker in old]
             await asyncio.to_thread(system.wait_draining, old[1])
             load.retired = True
-            await rolled.stage("the old pool drains", PROTOCOL_VERSION)
+            await rolled.stage("the old pool drains", ALL_NEW, PROTOCOL_VERSION)
             await asyncio.gather(*retiring)
-            await rolled.stage("the new pool", PROTOCOL_VERSION)
+            await rolled.stage("the new pool", ALL_NEW, PROTOCOL_VERSION)
         finally:
             load.stop()
             await running

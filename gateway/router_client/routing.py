@@ -18,12 +18,12 @@ HALF_LIFE_S = 10.0  # after it, a request that was sent counts half
 
 
 class Candidate(Protocol):
-    """A router that a request may go to."""
+    """A router, or an endpoint of a picker, that a request may go to."""
 
     address: str
 
     def load(self, now: float) -> float:
-        """Requests that are open there, and those sent lately."""
+        """Requests that are open there; a router's has those sent lately, too."""
         ...
 
 

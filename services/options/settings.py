@@ -112,7 +112,11 @@ class ReportSettings(ClientSettings, CertificateSettings):
     out: str = option(
         "", "file that is written; empty: pdserve-report-TIME.tar.gz, here; -: standard output"
     )
-    routers: tuple[str, ...] = option((), "host:port of routers that are asked for the fleet")
+    routers: tuple[str, ...] = option(
+        (),
+        "host:port of routers that are asked for the fleet, each address of a name; or "
+        "kubernetes:///SERVICE:PORT (docs/discovery.md)",
+    )
     scrape: tuple[str, ...] = option(
         (), "host:port of further metrics ports that are asked: of routers and workers"
     )

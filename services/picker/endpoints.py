@@ -31,8 +31,8 @@ class Endpoint:
         return host_of(self.address)
 
     def load(self, now: float) -> float:
-        """Requests that are open there. Earlier ones do not count: a conversation that comes back
-        finds its endpoint."""
+        """Requests that are open there, whenever it is asked: those sent lately do not count, so
+        that a conversation that comes back finds its endpoint."""
         return self.num_open
 
     def sent(self, now: float) -> None:

@@ -16,6 +16,8 @@ print(json.dumps(skips_said(run_tests("-p", "no:cacheprovider", "-W", "error", s
 RECORDS = "def test_a(record_property): record_property('image MB', 213)\n"
 SKIPS = "import pytest\ndef test_b(): pytest.skip('NO DATABASE')\n"
 FAILS = "def test_c(): assert False\n"
+NO_MODULE = "import pytest\npytest.skip('NO COMPILER', allow_module_level=True)\n"
+ENDS = "def test_d(): pytest.exit('enough', returncode=3)\n"
 
 
 def ran(folder: Path, text: str) -> dict[str, Any]:
@@ -37,9 +39,14 @@ def test_what_tests_record_is_among_the_figures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "ok", "skipped"),
-    [(RECORDS + SKIPS, True, "NO DATABASE"), (RECORDS + SKIPS + FAILS, False, 1)],
+    [
+        (RECORDS + SKIPS, True, "NO DATABASE"),
+        (RECORDS + SKIPS + FAILS, False, 1),
+        (NO_MODULE, True, "collection skipped"),
+        (RECORDS + SKIPS + ENDS, False, 1),
+    ],
 )
-def test_only_a_run_without_failures_is_skipped(
+def test_only_a_whole_run_without_failures_is_skipped(
     tmp_path: Path, text: str, ok: bool, skipped: object
 ) -> None:
     found = ran(tmp_path, text)

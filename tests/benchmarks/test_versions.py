@@ -1,6 +1,7 @@
 """What counts as two releases that work together: a stage of theirs, and a release to try."""
 
 import subprocess
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import line5_versions
 import pytest
 import releases
-from line5_versions import Rolled, figures_of
+from line5_versions import ALL_NEW, NEW, OLD, THIS_BUILD, Front, Rolled, figures_of
 from releases import NoRelease, Release
 
 
@@ -27,10 +28,23 @@ class BusyLoad:
         return next(self._ended)
 
 
-class ScriptedSystem:
-    """Its workers' versions, and how many prompts are handed over in each stage."""
+NAMELESS: dict[str, str] = {}  # the build of a release that says nothing of it
+ANOTHER = THIS_BUILD | {"version": "0.0.9"}
 
-    def __init__(self, protocols: list[int], handed: list[int]) -> None:
+
+class ScriptedSystem:
+    """The builds of its gateways and routers, its workers' versions, and how many prompts are
+    handed over in each stage."""
+
+    def __init__(
+        self,
+        protocols: list[int],
+        handed: list[int],
+        gateways: Sequence[dict[str, str]] = (THIS_BUILD,),
+        routers: Sequence[dict[str, str]] = (THIS_BUILD, THIS_BUILD),
+    ) -> None:
+        self.gateways, self.routers = gateways, routers
+        self.build = lambda build: build
         self.protocols = lambda: protocols
         totals = [sum(handed[: (looks + 1) // 2]) for looks in range(2 * len(handed))]
         self.remote_prefills = iter(totals).__next__
@@ -52,9 +66,32 @@ async def test_each_stage_needs_workers_of_both_and_hand_offs(
     load: Any = BusyLoad()
     rolled = Rolled(system, load, per_stage=1)
     for number in range(len(handed)):
-        await rolled.stage(f"stage {number}", 0, 1)
+        await rolled.stage(f"stage {number}", ALL_NEW, 0, 1)
     assert [stage["remote_prefills"] for stage in rolled.stages] == handed
     assert figures_of(rolled)["ok"] == holds
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("front", [Front(a, b) for a in (OLD, NEW) for b in (OLD, NEW)])
+@pytest.mark.parametrize(
+    ("gateways", "routers", "are"),
+    [
+        ([THIS_BUILD], [THIS_BUILD, THIS_BUILD], Front(NEW, NEW)),
+        ([THIS_BUILD], [NAMELESS, ANOTHER], Front(NEW, OLD)),
+        ([ANOTHER], [THIS_BUILD, THIS_BUILD], Front(OLD, NEW)),
+        ([NAMELESS], [NAMELESS, NAMELESS], Front(OLD, OLD)),
+        ([THIS_BUILD], [THIS_BUILD, NAMELESS], None),  # one router was not replaced
+        ([THIS_BUILD, ANOTHER], [THIS_BUILD], None),
+    ],
+)
+async def test_each_stage_needs_its_gateways_and_routers(
+    gateways: list[dict[str, str]], routers: list[dict[str, str]], are: Front | None, front: Front
+) -> None:
+    system: Any = ScriptedSystem([1], [3], gateways, routers)
+    load: Any = BusyLoad()
+    rolled = Rolled(system, load, per_stage=1)
+    await rolled.stage("a stage", front, 1)
+    assert figures_of(rolled)["ok"] == (front == are)
 
 
 def test_a_missing_commit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

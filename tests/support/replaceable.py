@@ -14,6 +14,7 @@ import httpx
 from chaos.cluster import lasting_port
 from cluster_secret import BEARER, SECRET
 from eventually import wait_until
+from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.protos import router_pb2
 from pdserve.protos.router_pb2_grpc import RouterStub
@@ -30,6 +31,7 @@ class Replaceable:
     address: str  # of its HTTP server, or of its gRPC server
     popen: "subprocess.Popen[bytes]"
     log: Path
+    metrics: str = ""  # URL of its own page, of a gateway and a router
 
     @property
     def url(self) -> str:
@@ -81,7 +83,10 @@ class ReplaceableSystem:
         """Start one, at the address of one that has ended or another; the gateways and workers
         that are started later know it."""
         address = address or f"127.0.0.1:{lasting_port()}"
-        router = self._start("router", address, "--bind", address, *words, python=python)
+        port = str(lasting_port())
+        own = ("--bind", address, "--metrics-port", port)
+        router = self._start("router", address, *own, *words, python=python)
+        router.metrics = f"http://127.0.0.1:{port}/metrics"
         self.routers = [r for r in self.routers if r.address != address] + [router]
         wait_until(lambda: self._view(router) is not None, lambda: tail(router), START_S)
         return router
@@ -92,6 +97,7 @@ class ReplaceableSystem:
         host, port = address.split(":")
         words = ("--host", host, "--port", port, "--grpc-port", "0", *self._routers_words())
         gateway = self._start("gateway", address, *words, python=python)
+        gateway.metrics = f"{gateway.url}/metrics?fleet=false"
         wait_until(lambda: _ready(gateway), lambda: tail(gateway), START_S)
         self.gateways.append(gateway)
         return gateway
@@ -148,6 +154,12 @@ class ReplaceableSystem:
     def protocols(self) -> list[int]:
         """Versions of the workers, each once."""
         return sorted({w.hello.protocol for w in self.view().workers})
+
+    def build(self, process: Replaceable) -> dict[str, str]:
+        """What a gateway or router says of its build; empty: 0.1.0 says nothing."""
+        page = httpx.get(process.metrics, timeout=START_S).raise_for_status().text
+        samples = (s for family in text_string_to_metric_families(page) for s in family.samples)
+        return next((s.labels for s in samples if s.name == "pdserve_build_info"), {})
 
     def _view(self, router: Replaceable) -> router_pb2.FleetView | None:
         if router.popen.poll() is not None:

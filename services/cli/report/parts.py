@@ -6,9 +6,11 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdserve.engine.handoff.recorder.ring import SUFFIX
 from pdserve.services.cli.commands import COMMANDS, known_names
@@ -20,8 +22,12 @@ from pdserve.services.options.settings import ReportSettings
 from pdserve.services.options.show import render
 from pdserve.services.options.sources import resolve
 
+if TYPE_CHECKING:
+    from pdserve.services.host.auth.access import Access
+
 Part = Callable[[], dict[str, bytes]]
 ASK_S = 5.0  # for one answer
+MAX_ASKED = 16  # routers at a time
 MAX_RINGS = 32  # the newest ones
 SERVICES = ("up", "gateway", "router", "prefill", "decode")
 SYSTEM_FILES = (
@@ -52,8 +58,8 @@ def parts(chosen: ReportSettings) -> dict[str, Part]:
     for address in chosen.scrape:
         found[f"metrics of {address}"] = partial(scrape, address)
     if chosen.routers:
-        for address in chosen.routers:
-            found[f"fleet of {address}"] = partial(fleet, chosen, address)
+        for target in chosen.routers:
+            found[f"fleet of {target}"] = partial(fleet, chosen, target)
     else:
         found["fleet of routers"] = partial(missing, "no --routers are named")
     found["rings"] = partial(rings, chosen.trace_dir)
@@ -143,15 +149,11 @@ def scrape(address: str) -> dict[str, bytes]:
     return {f"metrics/{_file_name(address)}.txt": page}
 
 
-def fleet(chosen: ReportSettings, address: str) -> dict[str, bytes]:
-    """What a router knows of its workers, by GetFleet."""
-    import grpc
-    from google.protobuf.json_format import MessageToJson
-
-    from pdserve.protos.router_pb2 import GetFleetRequest
-    from pdserve.protos.router_pb2_grpc import RouterStub
+def fleet(chosen: ReportSettings, target: str) -> dict[str, bytes]:
+    """What each router that the target stands for knows of its workers, by GetFleet; or why it
+    does not say it."""
     from pdserve.services.host.auth.access import make_access
-    from pdserve.services.host.auth.roles import Role
+    from pdserve.services.host.discovery.discovery import Discovery
 
     access = make_access(
         HostSettings(
@@ -162,14 +164,38 @@ def fleet(chosen: ReportSettings, address: str) -> dict[str, bytes]:
             trust_network=chosen.trust_network,
         )
     )
+    discovery = Discovery("--routers", [target], lambda: None, ready_only=False)
+    try:
+        addresses = discovery.look()[target]
+    finally:
+        discovery.close()
+    if not addresses:
+        raise NothingThere("no router was found by this name")
+    with ThreadPoolExecutor(MAX_ASKED) as threads:
+        answers = list(threads.map(partial(_fleet_of, access), addresses))
+    said = list(zip(addresses, answers, strict=True))
+    if all(kind == "txt" for _, (kind, _) in said):
+        raise NothingThere("; ".join(f"{address}: {why.decode()}" for address, (_, why) in said))
+    return {f"fleet/{_file_name(address)}.{kind}": data for address, (kind, data) in said}
+
+
+def _fleet_of(access: "Access", address: str) -> tuple[str, bytes]:
+    """What the router there says, as json, or why it does not, as txt."""
+    import grpc
+    from google.protobuf.json_format import MessageToJson
+
+    from pdserve.protos.router_pb2 import GetFleetRequest
+    from pdserve.protos.router_pb2_grpc import RouterStub
+    from pdserve.services.host.auth.roles import Role
+
     with access.open_blocking_channel(address, Role.ROUTER) as channel:
         try:
             view = RouterStub(channel).GetFleet(
                 GetFleetRequest(), metadata=access.metadata, timeout=ASK_S
             )
         except grpc.RpcError as error:
-            raise NothingThere(f"{error.code().name}: {error.details()}") from None
-    return {f"fleet/{_file_name(address)}.json": MessageToJson(view).encode()}
+            return "txt", f"{error.code().name}: {error.details()}".encode()
+    return "json", MessageToJson(view).encode()
 
 
 def rings(trace_dir: str) -> dict[str, bytes]:

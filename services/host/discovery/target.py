@@ -1,4 +1,4 @@
-"""What an entry of --routers says: host:port, or a Service whose EndpointSlices are watched."""
+"""What an entry of --routers or --endpoints says: host:port, or a Service by its EndpointSlices."""
 
 import re
 from collections.abc import Sequence

@@ -1,22 +1,35 @@
 """`pdserve report`: what is in the file, and what never is."""
 
+import json
 import os
+import socket
 import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from random import Random
+from typing import Any
 
+import grpc
 import pytest
 import yaml
+from cluster_secret import SECRET
+from fake_endpoints import FakeEndpoints
+from fake_kubernetes import FakeKubernetes
 
+from pdserve.protos import router_pb2
+from pdserve.protos.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.cli.main import main
 from pdserve.services.cli.report import command
 from pdserve.services.cli.report.command import Bundle, gathered
 from pdserve.services.cli.report.secrets import Secrets
 from pdserve.services.host.auth.certificates import make_authority
+from pdserve.services.host.discovery import api_server
 from pdserve.services.local.run_folder import CONFIG_FILE, run_dir
 from pdserve.services.options.options import Option
 from pdserve.services.options.sources import Settings
@@ -70,6 +83,83 @@ def test_of_a_system_that_is_gone_it_says_what_is_missing(
     assert b'"pdserve"' in files["versions.json"]
     assert b"MemTotal" in files["system/proc_meminfo.txt"]
     assert yaml.safe_load(files["options/decode.yaml"])["drain_s"] == 30.0
+
+
+class TwoRouters(RouterServicer):
+    """Routers on one port of two addresses; a third address has none there."""
+
+    HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+
+    def __init__(self) -> None:
+        self.port = 0
+        with ExitStack() as stack:
+            for host in self.HOSTS[:2]:
+                threads = stack.enter_context(ThreadPoolExecutor(2))
+                server = grpc.server(threads)
+                add_RouterServicer_to_server(self, server)
+                self.port = server.add_insecure_port(f"{host}:{self.port}")
+                server.start()
+                stack.callback(lambda server=server: server.stop(None).wait())
+            self.stop = stack.pop_all().close
+
+    def GetFleet(self, request: Any, context: grpc.ServicerContext) -> router_pb2.FleetView:
+        assert ("authorization", f"Bearer {SECRET}") in context.invocation_metadata()
+        return router_pb2.FleetView(retries=7)
+
+    def asked_by(self, target: str) -> None:
+        """A report of this has what both say, and why the third says nothing."""
+        files = report("--url", NOBODY, "--routers", target, "--cluster-secret", SECRET)
+        found = {name: data for name, data in files.items() if name.startswith("fleet/")}
+        *there, gone = (f"fleet/{host}_{self.port}" for host in self.HOSTS)
+        assert found.keys() == {*(f"{name}.json" for name in there), f"{gone}.txt"}
+        assert [json.loads(found[f"{name}.json"]) for name in there] == 2 * [{"retries": "7"}]
+        assert found[f"{gone}.txt"].startswith(b"UNAVAILABLE: ")
+
+
+@pytest.fixture
+def two_routers() -> Iterator[TwoRouters]:
+    made = TwoRouters()
+    yield made
+    made.stop()
+
+
+def test_every_address_of_a_name_is_asked(
+    two_routers: TwoRouters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a headless Service."""
+    look_up = socket.getaddrinfo
+
+    def headless(host: str, *rest: Any, **words: Any) -> Any:
+        hosts = two_routers.HOSTS if host == "router-headless" else (host,)
+        return [found for each in hosts for found in look_up(each, *rest, **words)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", headless)
+    two_routers.asked_by(f"router-headless:{two_routers.port}")
+
+
+def test_every_pod_of_a_service_is_asked(
+    two_routers: TwoRouters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are not ready, too."""
+    api = FakeKubernetes(tmp_path)
+    api.start()
+    for name, value in api.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(api_server, "SERVICE_ACCOUNT", str(tmp_path))
+    pods = FakeEndpoints(api, Random(1), port=two_routers.port)
+    for host in two_routers.HOSTS:
+        pods.add(host, ready=host == "127.0.0.1")
+    try:
+        two_routers.asked_by("kubernetes:///router:grpc")
+    finally:
+        api.stop()
+
+
+def test_a_name_that_stands_for_no_router() -> None:
+    words = ("--routers", "nobody.invalid:50050", "--routers", "kubernetes:///router:grpc")
+    summary = report("--url", NOBODY, "--cluster-secret", SECRET, *words)["summary.txt"].decode()
+    assert "fleet of nobody.invalid:50050: MISSING: no router was found by this name" in summary
+    assert "fleet of kubernetes:///router:grpc: MISSING: ValueError: --routers kube" in summary
 
 
 def test_files_of_logs_are_added_without_secrets(tmp_path: Path) -> None:
