@@ -105,3 +105,17 @@ def test_every_gateway_has_the_database(database_first: bool) -> None:
             assert entry["valueFrom"]["secretKeyRef"]["key"] == "url"
             having.add(workload.name)
     assert having == {"pdserve-gateway", "pdserve-decode"}
+
+
+def test_commands_without_a_container_s_name_are_about_the_role(
+    manifests: dict[tuple[str, str], Manifest],
+) -> None:
+    """`kubectl logs` and `kubectl exec` in the runbook, also where a gateway is the first one."""
+    named = {}
+    for workload in workloads([*manifests.values()]):
+        notes = workload.template["metadata"]["annotations"]
+        name = notes["kubectl.kubernetes.io/default-container"]
+        (chosen,) = (c for c in workload.containers if c["name"] == name)
+        assert chosen["args"] == [workload.role]
+        named[workload.role] = [c["name"] for c in workload.containers].index(name)
+    assert named == {"gateway": 0, "router": 0, "prefill": 0, "decode": 1, "picker": 0}
