@@ -1,4 +1,4 @@
-"""Writes the digests of our images as a component, overlays/release/images, for any overlay to name.
+"""Writes the digests of our images as a component, overlays/release/images, for any overlay.
 Its folder job has that of the workers once more, for the ConfigMap that names the model's Job:
 another image is another Job. An overlay names it after model-volume.
 
