@@ -111,7 +111,7 @@ def test_another_release_is_another_job(folder: Path) -> None:
     patch = patch.replace("\n#   ", "\n").replace("COMMIT", COMMIT)
     overlay.write_text(overlay.read_text() + patch)
     third = job(folder)
-    script = folder / "components/model-volume/model_volume.py"
+    script = folder / "components/model-volume/pool/model_volume.py"
     script.write_text(script.read_text() + "# changed\n")
     made = [first, second, third, job(folder)]
     assert len({workload.name for workload in made}) == len({str(w.template) for w in made}) == 4

@@ -137,15 +137,17 @@ def beside(
     overlays = tmp_path_factory.mktemp("pools") / "k8s/overlays"
     shutil.copytree(SOURCES, overlays.parent)
     shutil.copytree(overlays / "cpu", overlays / "mine")
-    change(overlays / "mine", components=[f"../../{name}" for name in request.param])
+    mine = request.param
+    change(overlays / "mine", components=[f"../../{name}" for name in mine])
     change(overlays / "two-pools", without=["../cpu"], resources=["../mine"])
     repeated = REPEATED.findall((ROOT / "docs/upgrades.md").read_text())
     assert repeated
-    names = [f"../../../{name}" for mine, name in repeated if mine in request.param]
-    patches = queue_patches() if "components/autoscaling" in request.param else []
-    change(overlays / "two-pools/pool-b", components=names, patches=patches)
-    mine, found = kustomized(overlays / "mine"), kustomized(overlays / "two-pools")
-    assert [m for m in mine if m not in found] == [], "what runs stays as it is"
+    names = [f"../../../{name}" for component, name in repeated if component in mine]
+    patches = queue_patches() if "components/autoscaling" in mine else []
+    image = ["../../../components/model-image"] if "components/model-volume" in mine else []
+    change(overlays / "two-pools/pool-b", without=image, components=names, patches=patches)
+    runs, found = kustomized(overlays / "mine"), kustomized(overlays / "two-pools")
+    assert [m for m in runs if m not in found] == [], "what runs stays as it is"
     return found
 
 
@@ -199,6 +201,24 @@ def test_pods_of_both_pools_have_the_same_variables(beside: list[Manifest]) -> N
                 found[workload.role, container["name"]] = variables
         of_pools.append(found)
     assert of_pools[0] == of_pools[1]
+
+
+@pytest.mark.parametrize("beside", [TOGETHER[1]], ids=len, indirect=True)
+def test_two_models_on_one_volume(beside: list[Manifest]) -> None:
+    """Each pool waits for that of its own Job; nobody's claim is renamed."""
+    claims = of_kind(beside, "PersistentVolumeClaim")
+    of_model: dict[str, set[str]] = {}
+    for workload in workloads(beside):
+        volumes = {v["name"]: v for v in workload.pod["volumes"]}
+        if "models" in volumes:
+            named = volumes["models"]["persistentVolumeClaim"]["claimName"]
+            assert [named] == list(claims) == ["pdserve-models"]
+            source = workload.environment()["PDSERVE_MODEL"]["valueFrom"]["configMapKeyRef"]
+            of_model.setdefault(source["name"], set()).add(workload.name)
+    for suffix in ("", "-b"):
+        (model,) = (m for m, names in of_model.items() if f"pdserve-decode{suffix}" in names)
+        assert of_model[model] == {model, *(f"{name}{suffix}" for name in WORKERS)}
+    assert len(of_model) == len(POOLS)
 
 
 OF_MODEL = {"PDSERVE_MODEL", "PDSERVE_SERVED_NAME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"}
