@@ -1,5 +1,6 @@
-"""Writes the digests of our images where the overlay `release` takes them from, and that of the
-workers into the ConfigMap that names the model's Job: another image is another Job.
+"""Writes the digests of our images as a component, overlays/release/images, for any overlay.
+Its folder job has that of the workers once more, for the ConfigMap that names the model's Job:
+another image is another Job. An overlay names it after model-volume.
 
 python3 k8s/pin.py REGISTRY/pdserve-control@sha256:... REGISTRY/pdserve-worker@sha256:...
 """
@@ -16,7 +17,6 @@ HEAD = """\
 # Written by k8s/pin.py.
 apiVersion: kustomize.config.k8s.io/v1alpha1
 kind: Component
-images:
 """
 OF_JOB = """\
 configMapGenerator:
@@ -26,8 +26,9 @@ configMapGenerator:
 """
 
 
-def pinned(references: list[str]) -> str:
-    """The component; raises ValueError, which names what is wrong with which reference."""
+def pinned(references: list[str]) -> tuple[str, str]:
+    """The component, and that of the Job; raises ValueError, which names what is wrong with which
+    reference."""
     found: dict[str, str] = {}
     digests: dict[str, str] = {}
     for reference in references:
@@ -41,19 +42,20 @@ def pinned(references: list[str]) -> str:
         digests[name] = digest
     if missing := set(IMAGES) - found.keys():
         raise ValueError(f"no reference of {' and '.join(sorted(missing))}")
-    job = OF_JOB.format(digest=digests["pdserve-worker"])
-    return HEAD + "".join(found[name] for name in IMAGES) + job
+    images = "images:\n" + "".join(found[name] for name in IMAGES)
+    return HEAD + images, HEAD + OF_JOB.format(digest=digests["pdserve-worker"])
 
 
 def main(references: list[str]) -> int:
     try:
-        text = pinned(references)
+        images, job = pinned(references)
     except ValueError as error:
         print(f"pin: {error}", file=sys.stderr)
         return 2
     folder = Path(__file__).parent / "overlays/release/images"
-    folder.mkdir(exist_ok=True)
-    (folder / "kustomization.yaml").write_text(text)
+    for path, text in ((folder, images), (folder / "job", job)):
+        path.mkdir(exist_ok=True)
+        (path / "kustomization.yaml").write_text(text)
     return 0
 
 

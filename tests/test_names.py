@@ -58,6 +58,9 @@ OTHER_FLAGS = {
     "--fail-with-body",
     "--no-color",
     "--prefix",
+    "--all-containers",
+    "--overwrite",
+    "--model-server-metrics-port",
 }
 SCRIPT_FLAGS = {
     flag

@@ -8,7 +8,7 @@ suspended machine), much time has passed in which it saw nothing.
 from dataclasses import dataclass
 
 FROZEN_S = 8.0  # a frozen engine is found within 10 s, with the time that a step may take
-MIN_LOOKS = 16  # 1.6 to 6.4 s of heartbeats; the counter of a living engine moves once a second
+MIN_LOOKS = 16  # 1.6 to 7 s of heartbeats; the counter of a living engine moves once a second
 
 
 @dataclass(slots=True)

@@ -126,7 +126,7 @@ class RouterMetrics:
         )
 
     def _workers(self) -> Iterator[Metric]:
-        """As this router hears them: every router exports all."""
+        """As this router hears them: all workers, or with --join-routers those that joined it."""
         states = GaugeMetricFamily(
             "pdserve_router_workers",
             "Workers that joined this router, by role and state; without --join-routers all join",

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pdserve.protos import fleet_pb2 as pb
 
-HEARTBEAT_S = 0.4  # after the last one, wherever that was, at most
-SLOT_S = 0.05
+HEARTBEAT_S = 0.44  # after the last one, wherever that was, at most
+SLOT_S = HEARTBEAT_S / 4
 ROUNDING = 1e-3  # of a slot
 BEAT_S = 0.1  # between two in loads at least: routers count how often they look at the engine
 LOAD_INTERVAL_S = 0.05  # between two loads at least, if one of LOAD_FIELDS has changed ...

@@ -88,12 +88,10 @@ def test_whoever_must_be_reached_can_be(manifests: dict[tuple[str, str], Manifes
     assert decode["ingress"] == [{"ports": [{"port": "http"}]}]
 
 
-@pytest.mark.parametrize("database_first", [True, False])
-def test_every_gateway_has_the_database(database_first: bool) -> None:
+def test_every_gateway_has_the_database() -> None:
     """Also those in decode pods, which clients reach: else files would be there or not by chance,
     and what they answer would be in nobody's usage."""
-    names = ["components/database", "components/inference-gateway"]
-    found = rendered(*(names if database_first else reversed(names)))
+    found = rendered("components/inference-gateway", "components/database")
     (policy,) = (m["spec"] for m in found if m["metadata"]["name"] == "pdserve-database")
     having = set()
     for workload in workloads(found):
@@ -101,7 +99,27 @@ def test_every_gateway_has_the_database(database_first: bool) -> None:
         assert selects(policy["podSelector"], workload.labels) == bool(gateways), workload.name
         for container in gateways:
             (entry,) = (e for e in container["env"] if e["name"] == "PDSERVE_DATABASE_URL")
-            assert entry["valueFrom"]["secretKeyRef"]["name"] == "pdserve-database"
-            assert entry["valueFrom"]["secretKeyRef"]["key"] == "url"
+            wanted = {"name": "pdserve-database", "key": "url"}
+            assert entry["valueFrom"]["secretKeyRef"] == wanted, "never without it"
             having.add(workload.name)
     assert having == {"pdserve-gateway", "pdserve-decode"}
+
+
+def test_a_secret_alone_is_no_database(manifests: dict[tuple[str, str], Manifest]) -> None:
+    """Without the component no policy lets a gateway reach one."""
+    for workload in workloads([*manifests.values()]):
+        assert "PDSERVE_DATABASE_URL" not in workload.environment()
+
+
+def test_commands_without_a_container_s_name_are_about_the_role(
+    manifests: dict[tuple[str, str], Manifest],
+) -> None:
+    """`kubectl logs` and `kubectl exec` in the runbook, also where a gateway is the first one."""
+    named = {}
+    for workload in workloads([*manifests.values()]):
+        notes = workload.template["metadata"]["annotations"]
+        name = notes["kubectl.kubernetes.io/default-container"]
+        (chosen,) = (c for c in workload.containers if c["name"] == name)
+        assert chosen["args"] == [workload.role]
+        named[workload.role] = [c["name"] for c in workload.containers].index(name)
+    assert named == {"gateway": 0, "router": 0, "prefill": 0, "decode": 1, "picker": 0}

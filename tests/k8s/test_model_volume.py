@@ -9,7 +9,7 @@ import fake_hub
 import pytest
 from manifests import SOURCES
 
-SCRIPT = SOURCES / "components/model-volume/model_volume.py"
+SCRIPT = SOURCES / "components/model-volume/pool/model_volume.py"
 MODEL = f"org/tiny@{fake_hub.COMMIT}"
 OPENS = f"""from pdserve.engine.checkpoints.resolve import resolve
 print(resolve("{MODEL}", print))"""

@@ -69,6 +69,22 @@ def test_a_release_without_digests_is_not_rendered(folder: Path) -> None:
     assert CONTROL in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason=NO_KUBECTL)
+@pytest.mark.parametrize("overlay", ["cpu", "two-pools/pool-b"])
+def test_another_overlay_has_them_too(folder: Path, overlay: str) -> None:
+    """Also one without the model's Job."""
+    pin(folder, CONTROL, WORKER)
+    path = folder / f"overlays/{overlay}/kustomization.yaml"
+    wanted = yaml.safe_load(path.read_text())
+    wanted["components"].append("../" * overlay.count("/") + "../release/images")
+    path.write_text(yaml.safe_dump(wanted))
+    done = subprocess.run(["kubectl", "kustomize", path.parent], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = workloads([*yaml.safe_load_all(done.stdout)])
+    images = {c["image"] for workload in found for c in workload.every_container}
+    assert images == ({CONTROL, WORKER} if overlay == "cpu" else {WORKER})
+
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -95,7 +111,7 @@ def test_another_release_is_another_job(folder: Path) -> None:
     patch = patch.replace("\n#   ", "\n").replace("COMMIT", COMMIT)
     overlay.write_text(overlay.read_text() + patch)
     third = job(folder)
-    script = folder / "components/model-volume/model_volume.py"
+    script = folder / "components/model-volume/pool/model_volume.py"
     script.write_text(script.read_text() + "# changed\n")
     made = [first, second, third, job(folder)]
     assert len({workload.name for workload in made}) == len({str(w.template) for w in made}) == 4

@@ -3,11 +3,24 @@
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from manifests import NO_KUBECTL, ROOT, SOURCES, Manifest, of_kind, rendered, workloads
+from manifest_rules import ALWAYS, Rule
+from manifests import (
+    NO_KUBECTL,
+    ROOT,
+    SOURCES,
+    TOGETHER,
+    Manifest,
+    of_kind,
+    rendered,
+    selects,
+    workloads,
+)
 
 from pdserve.engine.checkpoints.resolve import served_name, shipped_model
 from pdserve.gateway.settings import GatewaySettings
@@ -105,6 +118,112 @@ def test_the_commands_are_about_what_there_is(manifests: list[Manifest]) -> None
     assert retired in {pool_of(d) for d in of_kind(manifests, "Deployment").values()}
 
 
+def kustomized(folder: Path) -> list[Manifest]:
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [*yaml.safe_load_all(done.stdout)]
+
+
+REPEATED = re.compile(r"^\| (components/\S+) \| (\S+) \|", re.MULTILINE)
+
+
+@pytest.fixture(scope="module", params=TOGETHER, ids=len)
+def beside(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[Manifest]:
+    """Pool b beside an overlay of many components; it names what docs/upgrades.md says."""
+    if shutil.which("kubectl") is None:
+        pytest.skip(NO_KUBECTL)
+    overlays = tmp_path_factory.mktemp("pools") / "k8s/overlays"
+    shutil.copytree(SOURCES, overlays.parent)
+    shutil.copytree(overlays / "cpu", overlays / "mine")
+    mine = request.param
+    change(overlays / "mine", components=[f"../../{name}" for name in mine])
+    change(overlays / "two-pools", without=["../cpu"], resources=["../mine"])
+    repeated = REPEATED.findall((ROOT / "docs/upgrades.md").read_text())
+    assert repeated
+    names = [f"../../../{name}" for component, name in repeated if component in mine]
+    patches = queue_patches() if "components/autoscaling" in mine else []
+    image = ["../../../components/model-image"] if "components/model-volume" in mine else []
+    change(overlays / "two-pools/pool-b", without=image, components=names, patches=patches)
+    runs, found = kustomized(overlays / "mine"), kustomized(overlays / "two-pools")
+    assert [m for m in runs if m not in found] == [], "what runs stays as it is"
+    return found
+
+
+def queue_patches() -> list[Manifest]:
+    content = (SOURCES / "components/autoscaling/kustomization.yaml").read_text()
+    return [one for one in yaml.safe_load(content)["patches"] if "PDSERVE_MAX_" in one["patch"]]
+
+
+def change(folder: Path, without: Sequence[str] = (), **more: list[Any]) -> None:
+    """Names further things in a kustomization, after what it has."""
+    path = folder / "kustomization.yaml"
+    content = yaml.safe_load(path.read_text())
+    for field, names in more.items():
+        kept = [name for name in content.get(field, []) if name not in without]
+        content[field] = kept + names
+    path.write_text(yaml.safe_dump(content))
+
+
+def test_requests_reach_both_pools(beside: list[Manifest]) -> None:
+    """Each decode pod is an endpoint and something listens there: else the second pool gets none,
+    or gets those that fail, once the first has gone."""
+    pool = of_kind(beside, "InferencePool")["pdserve"]["spec"]
+    service = of_kind(beside, "Service")["pdserve-decode-http"]["spec"]
+    (target,) = pool["targetPorts"]
+    met = []
+    for workload in workloads(beside):
+        ports = {
+            p["name"]: p["containerPort"] for c in workload.containers for p in c.get("ports", [])
+        }
+        endpoint = selects(pool["selector"], workload.labels)
+        assert selects({"matchLabels": service["selector"]}, workload.labels) == endpoint
+        if endpoint:
+            assert ports[service["ports"][0]["targetPort"]] == target["number"]
+            met.append(pool_of(workload.manifest) or "")
+    assert sorted(met) == sorted(POOLS)
+
+
+@pytest.mark.parametrize("rule", ALWAYS, ids=lambda rule: rule.__name__)
+def test_the_rules_hold_of_a_pool_beside_components(beside: list[Manifest], rule: Rule) -> None:
+    assert list(rule(beside)) == []
+
+
+def test_pods_of_both_pools_have_the_same_variables(beside: list[Manifest]) -> None:
+    """But for their model: what components say of the first is said of the second."""
+    of_pools = []
+    for pool in POOLS:
+        found = {}
+        for workload in workloads(workers(beside, pool)):
+            for container in workload.containers:
+                variables = {e["name"]: e for e in container["env"] if e["name"] not in OF_MODEL}
+                found[workload.role, container["name"]] = variables
+        of_pools.append(found)
+    assert of_pools[0] == of_pools[1]
+
+
+@pytest.mark.parametrize("beside", [TOGETHER[1]], ids=len, indirect=True)
+def test_two_models_on_one_volume(beside: list[Manifest]) -> None:
+    """Each pool waits for that of its own Job; nobody's claim is renamed."""
+    claims = of_kind(beside, "PersistentVolumeClaim")
+    of_model: dict[str, set[str]] = {}
+    for workload in workloads(beside):
+        volumes = {v["name"]: v for v in workload.pod["volumes"]}
+        if "models" in volumes:
+            named = volumes["models"]["persistentVolumeClaim"]["claimName"]
+            assert [named] == list(claims) == ["pdserve-models"]
+            source = workload.environment()["PDSERVE_MODEL"]["valueFrom"]["configMapKeyRef"]
+            of_model.setdefault(source["name"], set()).add(workload.name)
+    for suffix in ("", "-b"):
+        (model,) = (m for m, names in of_model.items() if f"pdserve-decode{suffix}" in names)
+        assert of_model[model] == {model, *(f"{name}{suffix}" for name in WORKERS)}
+    assert len(of_model) == len(POOLS)
+
+
+OF_MODEL = {"PDSERVE_MODEL", "PDSERVE_SERVED_NAME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"}
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason=NO_KUBECTL)
 def test_a_retired_pool_stays_so_and_another_one_comes(tmp_path: Path) -> None:
     """As docs/upgrades.md says: a patch in the overlay, and a folder like pool-b."""
@@ -117,8 +236,7 @@ def test_a_retired_pool_stays_so_and_another_one_comes(tmp_path: Path) -> None:
     (overlay / "pool-c/kustomization.yaml").write_text(changed)
     text = (overlay / "kustomization.yaml").read_text().replace("pool-b]", "pool-b, pool-c]")
     (overlay / "kustomization.yaml").write_text(text + match)
-    done = subprocess.run(["kubectl", "kustomize", overlay], capture_output=True, check=True)
-    found = [w for w in workloads([*yaml.safe_load_all(done.stdout)]) if w.role in ROLES]
+    found = [w for w in workloads(kustomized(overlay)) if w.role in ROLES]
     replicas: dict[str, list[int]] = {}
     for workload in found:
         replicas.setdefault(pool_of(workload.manifest) or "", []).append(

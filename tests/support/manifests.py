@@ -26,8 +26,8 @@ UNDER_COMPONENTS = "overlays/cpu"
 TOGETHER = (
     ("components/inference-gateway", "observability", "components/inference-gateway/monitors"),
     (
-        "components/database",
         "components/inference-gateway",
+        "components/database",
         "components/endpoint-slices",
         "components/autoscaling",
         "components/model-volume",

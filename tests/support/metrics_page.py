@@ -99,7 +99,7 @@ SUMS = (
         "`_frozen`, `pdserve_worker_silent_seconds`) and what scalers read of it "
         "(`pdserve_prefill_backlog_seconds`, `pdserve_decode_kv_used_ratio`)",
         "none: `max`",
-        "the system: each router hears every worker, so a sum counts it once for each router",
+        "the system; with `--join-routers` one router's part ([scale.md](scale.md))",
     ),
     ("every process", "as is asked", "a sample of each process"),
 )

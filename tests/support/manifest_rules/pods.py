@@ -143,7 +143,7 @@ def models(manifests: list[Manifest]) -> Iterator[str]:
         }
         if not waits or not fetched:
             yield f"{workload.name} may start with half a model"
-        elif fetched != {model["valueFrom"]["configMapKeyRef"]["name"]}:
+        elif model["valueFrom"]["configMapKeyRef"]["name"] not in fetched:
             yield f"{workload.name} waits for another model than the one that is fetched"
 
 
