@@ -368,6 +368,10 @@ class Dispatcher:
 
     def tick(self, now: float) -> None:
         """Deadlines, and workers that are asked again."""
+        self._recently_finished.tick(now)
+        self._models.tick(now)
+        if not self._requests:
+            return
         for request in list(self._requests.values()):
             request.tick(now)
         for request in self.placer.overdue(now):
@@ -379,7 +383,5 @@ class Dispatcher:
             request.step(on.RequestRefused(error), now)
         for request in self.placer.left_alone(now) if self.fleet.sharded else ():
             request.step(on.RequestRefused(FailureReason.NO_WORKER_HERE), now)
-        self._recently_finished.tick(now)
-        self._models.tick(now)
         self.migrations.tick(self._requests.values(), now)
         self.placer.pump(now)
