@@ -113,7 +113,7 @@ class RouterCore:
     def _let_go(self) -> None:
         """Forget the workers that leave this router and have nothing of it any more; `report` then
         ends their leases."""
-        leaving = [worker for worker in self.fleet.workers.values() if worker.leaving]
+        leaving = self.fleet.leaving()
         used = self.dispatcher.workers_in_use() if leaving else ()
         for worker in leaving:
             if worker not in used:

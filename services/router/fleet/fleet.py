@@ -169,6 +169,8 @@ class Fleet:
         self.isolated_since: float | None = None  # the router hears too few of its workers
         self.sharded = False  # of the decode workers, or of the last ones: some join some routers
         self._leases = 0
+        self._next_look = 0.0  # before it nobody is silent for too long
+        self._some_leave = False
 
     def get(self, boot: bytes) -> Worker | None:
         return self.workers.get(boot)
@@ -219,7 +221,7 @@ class Fleet:
     def goodbye(self, worker: Worker, leaves: bool = False) -> None:
         """It drains, or leaves this router alone."""
         if leaves:
-            worker.leaving = True
+            worker.leaving = self._some_leave = True
         else:
             worker.said_goodbye = True
         if worker.state in (State.LIVE, State.LEAVING):
@@ -267,6 +269,8 @@ class Fleet:
 
     def tick(self, now: float) -> list[Worker]:
         """Let time pass: the workers that died of it."""
+        if now < self._next_look and self.isolated_since is None:
+            return []
         suspects = []
         for worker in self.workers.values():
             silent = now - worker.heard >= SILENCE_S and not worker.goes_on_alone
@@ -276,6 +280,9 @@ class Fleet:
                 suspects.append(worker)
         if suspects or self.isolated_since is not None:
             self._look_at_itself(suspects, now)
+        else:
+            heard = min((worker.heard for worker in self.workers.values()), default=now)
+            self._next_look = heard + SILENCE_S
         since = self.isolated_since
         if since is not None and now - since < ISOLATED_S:
             return []
@@ -304,8 +311,14 @@ class Fleet:
         """Whether the router itself is probably cut off."""
         return self.isolated_since is not None
 
-    @staticmethod
-    def _suspect(worker: Worker, now: float) -> None:
+    def leaving(self) -> list[Worker]:
+        """Workers that leave this router."""
+        found = [w for w in self.workers.values() if w.leaving] if self._some_leave else []
+        self._some_leave = bool(found)
+        return found
+
+    def _suspect(self, worker: Worker, now: float) -> None:
+        self._next_look = now
         if worker.state is not State.SUSPECT:
             worker.state = State.SUSPECT
             worker.suspect_since = now

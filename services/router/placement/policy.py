@@ -153,8 +153,9 @@ def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> in
 
 def decode_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
     """Of a decode worker; `credit`: its cache counts."""
-    new = missing_tokens(prompt, worker) if credit else prompt.num_tokens
-    return queue_cost(worker) + WORK_RATIO * new
+    new = missing_tokens(prompt, worker) if credit and worker.cached_tokens else prompt.num_tokens
+    # As queue_cost; this runs for each worker and request.
+    return worker.waiting_tokens + ROW_TOKENS * worker.requests + WORK_RATIO * new
 
 
 def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
@@ -223,8 +224,8 @@ def pick_decode(
     prompt: PromptFacts, workers: Sequence[WorkerFacts], rng: Random
 ) -> WorkerFacts | None:
     """The decode worker of least cost, by power of two choices among the best."""
-    within = within_balance(workers)
-    costs = [decode_cost(prompt, w, credit=w.boot in within) for w in workers]
+    most = most_balanced(workers)
+    costs = [decode_cost(prompt, w, w.requests <= most) for w in workers]
     return power_of_two(workers, costs, queue_cost, rng)
 
 
@@ -266,19 +267,19 @@ def pick_prefill(
         fit = [w for w in fit if computed_again(prompt, w, missing) <= bound]
         if not fit:
             return None, "decode goes on", refused
-    within = within_balance(fit)
-    costs = [prefill_cost(prompt, w, credit=w.boot in within) for w in fit]
+    most = most_balanced(fit)
+    costs = [prefill_cost(prompt, w, w.requests <= most) for w in fit]
     return power_of_two(fit, costs, waiting_tokens, rng), "remote prefill", refused
 
 
-def within_balance(workers: Collection[WorkerFacts]) -> set[bytes]:
-    """Boots of the workers that are not much busier than a quarter of them are; of up to four, than
-    the idlest. One that has just joined, or ended much at once, says nothing about the others."""
+def most_balanced(workers: Collection[WorkerFacts]) -> float:
+    """How many requests a worker has at most that is not much busier than a quarter of them are; of
+    up to four, than the idlest. One that has just joined, or ended much at once, says nothing about
+    the others."""
     if not workers:
-        return set()
+        return 0.0
     requests = sorted([w.requests for w in workers])
-    bound = requests[(len(requests) - 1) // 4] * BUSIER_RATIO + BUSIER_REQUESTS
-    return {w.boot for w in workers if w.requests <= bound}
+    return requests[(len(requests) - 1) // 4] * BUSIER_RATIO + BUSIER_REQUESTS
 
 
 def power_of_two(

@@ -207,9 +207,7 @@ class Placer:
         return head is not None or not any(self._is_free(worker, now) for worker in workers)
 
     def _is_free(self, worker: Worker, now: float) -> bool:
-        boot, admitting = worker.boot, self.admitting
-        full = boot in admitting and admitting[boot] >= MAX_ADMITTING
-        return not full and worker.takes_work(now)
+        return worker.takes_work(now) and self.admitting.get(worker.boot, 0) < MAX_ADMITTING
 
     def _facts(
         self, request: RoutedRequest, promised: PromisedChains, now: float

@@ -23,11 +23,11 @@ from pdserve.services.router.placement.policy import (
     decode_cost,
     local_cost,
     mismatch,
+    most_balanced,
     pays,
     power_of_two,
     queue_cost,
     spread,
-    within_balance,
 )
 
 A = KvIdentity(b"a")
@@ -104,8 +104,8 @@ def test_failed_prefill_workers_are_not_asked_again(
 @given(fleets.filter(bool), st.integers(0, 5000), st.integers())
 def test_choice_is_near_the_best(fleet: list[WorkerFacts], tokens: int, seed: int) -> None:
     prompt = PromptFacts(tokens)
-    within = within_balance(fleet)
-    costs = [decode_cost(prompt, w, w.boot in within) for w in fleet]
+    most = most_balanced(fleet)
+    costs = [decode_cost(prompt, w, w.requests <= most) for w in fleet]
     chosen = power_of_two(fleet, costs, queue_cost, Random(seed))
     assert chosen is not None
     least = min(costs)
@@ -160,9 +160,9 @@ def test_a_single_idle_worker_takes_no_credit_from_the_others(others: int, reque
     """One that has just joined would have every other one count as too busy for its own cache."""
     fleet = [WorkerFacts(bytes([n]) * 16, A, requests) for n in range(1, others + 1)]
     newcomer = WorkerFacts(b"n" * 16, A)
-    assert within_balance([newcomer, *fleet]) >= {w.boot for w in fleet}
+    assert most_balanced([newcomer, *fleet]) >= max(w.requests for w in fleet)
     hot = WorkerFacts(b"h" * 16, A, requests=2 * requests + BUSIER_REQUESTS + 1)
-    assert hot.boot not in within_balance([newcomer, hot, *fleet])
+    assert most_balanced([newcomer, hot, *fleet]) < hot.requests
 
 
 def test_two_are_drawn_among_equals() -> None:
