@@ -199,6 +199,7 @@ def main() -> int:
     parser.add_argument("lines", nargs="*", help="line numbers; all when none is given")
     parser.add_argument("--timeout", type=float, default=9000, help="seconds per line")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with its line
     return run_topic(args.topic, args.lines, args.timeout)
 
 

@@ -2,6 +2,9 @@
 
 import ast
 import json
+import os
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -247,6 +250,22 @@ def test_a_late_line_ends_with_its_children(topic: Topic) -> None:
             return True
 
     wait_until(ended, "its child's end")
+
+
+def test_a_line_ends_when_the_run_is_told_to_end(tmp_path: Path) -> None:
+    """Else it goes on measuring beside whatever is measured next."""
+    pid, folder = tmp_path / "pid", tmp_path / "made"
+    folder.mkdir()
+    text = f"import os, time; open({str(pid)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(999)"
+    (folder / "line1_x.py").write_text(text)
+    code = f"import sys, accept; from pathlib import Path; accept.HERE = Path({str(tmp_path)!r}); "
+    code += "sys.argv[1:] = ['made']; sys.exit(accept.main())"
+    environment = os.environ | {"PYTHONPATH": str(Path(accept.__file__).parent)}
+    run = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    wait_until(lambda: pid.exists() and pid.read_text().endswith("."), "the line's begin")
+    run.terminate()
+    assert run.wait(30) == 128 + 15
+    wait_until(lambda: not psutil.pid_exists(int(pid.read_text().rstrip("."))), "the line's end")
 
 
 def test_records_of_before_the_verdicts_are_judged_too(topic: Topic) -> None:
