@@ -7,7 +7,7 @@ deadline; others fail after GRACE_S.
 
 In a sharded fleet a request that a worker has goes to a router which that worker joined, another
 one to a router that knows a worker of its model. One that no router has a worker for is tried again
-every second, for HOMELESS_S from the first router that had none.
+every second, for GIVEN_BACK_S from the first router that had none.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from pdserve.services.host.rpc.token_rows import NumberedChoice, TokenRow
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0  # a request that never ran fails after this without a router
-HOMELESS_S = 30.0  # a request that every router gives back for want of a worker fails after this
+GIVEN_BACK_S = 30.0  # a request that routers give back for want of a worker fails after this
 LATE_S = 2.0  # the router ends a request at its deadline; past it by this, we do
 RESOLVE_S = 1.0  # between two looks at what the targets stand for, if nothing tells of a change
 LAST = ("finished", "failed")  # events
@@ -68,7 +68,7 @@ class _Inbox:
         self.opened = now
         self.session: RouterConnection | None = None  # that has it
         self.refused_by: set[RouterConnection] = set()  # they take no new request
-        self.homeless_since: float | None = None  # a router had no worker for it
+        self.given_back_since: float | None = None  # a router had no worker for it
         self._take_token = take_token
         self._items: deque[Any] = deque()  # events, what `take_token` returned, and its errors
         self._waiter: asyncio.Future[None] | None = None  # of the consumer, while there are none
@@ -209,13 +209,15 @@ class RouterClient:
         return True
 
     def _router_for(self, inbox: _Inbox, now: float) -> RouterConnection | None:
+        """One that the request's worker has joined, else one that knows its model, else any; a
+        request whose worker none of its routers knew goes on without its placement."""
         able = {session.address: session for session in self._able(inbox.refused_by)}
         live = (session.address for session in self._live())
         of_its_worker = inbox.request.routers_of_its_worker(live)
         for address in of_its_worker:
             if address in able:
                 return able[address]
-        if of_its_worker and inbox.homeless_since is not None:
+        if of_its_worker and inbox.given_back_since is not None:
             inbox.request.place_anew()
         knowing = able.keys() & self._model_files.knowing(inbox.request.model, now)
         likely = [able[address] for address in sorted(knowing)]
@@ -230,7 +232,7 @@ class RouterClient:
 
     def _issue(self, inbox: _Inbox, now: float) -> None:
         request = inbox.request
-        start = request.issue(now, given_back=inbox.homeless_since is not None)
+        start = request.issue(now, given_back=inbox.given_back_since is not None)
         if start is None:
             inbox.put(
                 request.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout")
@@ -282,12 +284,12 @@ class RouterClient:
         if kind == "failed" and self._may_go_elsewhere(inbox, failed):
             inbox.refused_by.add(session)
             inbox.request.refused(failed)
-            if failed.elsewhere and inbox.homeless_since is None:
-                inbox.homeless_since = asyncio.get_running_loop().time()
-            if self._assign(inbox) or self._stays_homeless(inbox):
+            if failed.elsewhere and inbox.given_back_since is None:
+                inbox.given_back_since = asyncio.get_running_loop().time()
+            if self._assign(inbox) or self._is_tried_again(inbox):
                 return
         elif kind == "placed":
-            inbox.homeless_since = None
+            inbox.given_back_since = None
         inbox.put(inbox.request.take(event))
 
     def _may_go_elsewhere(self, inbox: _Inbox, failed: Failed) -> bool:
@@ -295,20 +297,21 @@ class RouterClient:
         the model has joined it."""
         if failed.attempt:
             return False
-        sharded = self._model_files.sharded or inbox.homeless_since is not None
+        sharded = self._model_files.sharded or inbox.given_back_since is not None
         code = failed.failure.code
         return code == UNAVAILABLE or (sharded and code == MODEL_NOT_FOUND)
 
     @staticmethod
-    def _stays_homeless(inbox: _Inbox) -> bool:
+    def _is_tried_again(inbox: _Inbox) -> bool:
         """Whether a request that every router has refused is tried again: one of them may get a
         worker for it."""
-        since = inbox.homeless_since
-        return since is not None and asyncio.get_running_loop().time() - since < HOMELESS_S
+        since = inbox.given_back_since
+        return since is not None and asyncio.get_running_loop().time() - since < GIVEN_BACK_S
 
-    def _try_homeless_again(self) -> None:
+    def _try_given_back_again(self) -> None:
+        """Issue the requests that every router has refused, to any of them."""
         for inbox in list(self._inboxes.values()):
-            if inbox.session is None and inbox.homeless_since is not None:
+            if inbox.session is None and inbox.given_back_since is not None:
                 inbox.refused_by.clear()
                 if not inbox.request.ended:
                     self._assign(inbox)
@@ -362,7 +365,7 @@ class RouterClient:
                     del self._sessions[session.address]
                     await session.close()
             self._fail_those_that_waited(asyncio.get_running_loop().time())
-            self._try_homeless_again()
+            self._try_given_back_again()
             with suppress(TimeoutError):
                 async with asyncio.timeout(RESOLVE_S):
                     await self._changed.wait()

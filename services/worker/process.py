@@ -65,9 +65,8 @@ class WorkerProcess:
     ) -> None:
         """`on_loaded` is called when the model is loaded, before anybody is served. Raises
         ValueError for settings that cannot work, OSError for files that cannot be read."""
-        Discovery(
-            "--routers", settings.routers, lambda: None, ready_only=False
-        )  # not only once it is loaded
+        # A target that cannot be is refused before the model is loaded.
+        Discovery("--routers", settings.routers, lambda: None, ready_only=False)
         self.boot = os.urandom(16)
         self.address = ""
         self.runtime: WorkerRuntime | None = None

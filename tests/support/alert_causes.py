@@ -81,17 +81,17 @@ async def no_router(patch: pytest.MonkeyPatch) -> Change:
 
 
 async def decode_is_killed(patch: pytest.MonkeyPatch) -> Change:
-    async with watched_router() as (router, decode, _):
-        before = router_page(router.core)
-        await decode.kill()
-        await eventually(lambda: len(router.core.fleet.workers) == 1)
-        return {"router": before}, {"router": router_page(router.core)}
+    return await _killed(prefill=False)
 
 
 async def prefill_is_killed(patch: pytest.MonkeyPatch) -> Change:
-    async with watched_router() as (router, _, prefill):
+    return await _killed(prefill=True)
+
+
+async def _killed(prefill: bool) -> Change:
+    async with watched_router() as (router, decoder, prefiller):
         before = router_page(router.core)
-        await prefill.kill()
+        await (prefiller if prefill else decoder).kill()
         await eventually(lambda: len(router.core.fleet.workers) == 1)
         return {"router": before}, {"router": router_page(router.core)}
 

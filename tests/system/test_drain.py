@@ -53,7 +53,11 @@ class Run:
         api = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=120)
         model = api.models.list().data[0].id
         self.threads = [threading.Thread(target=s.run, args=(api, model)) for s in self.streams]
-        for thread in self.threads:
+        *others, last = self.threads
+        last.start()
+        if asked is None:  # its prompt is long: the others might have ended before its first token
+            wait_until(lambda: self.streams[-1].num_chunks > 3, "the last stream under way")
+        for thread in others:
             thread.start()
         if asked is not None:
             return

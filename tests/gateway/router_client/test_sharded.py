@@ -63,9 +63,9 @@ async def sharded(anyio_backend, monkeypatch) -> AsyncIterator[Sharded]:
         await served.stop()
 
 
-@pytest.mark.parametrize("attempt", range(3))
-async def test_a_placed_request_goes_to_the_routers_of_its_worker(sharded, attempt):
-    """First to the first of those that live, then, if that takes nothing, to the second."""
+async def held_after_three(sharded):
+    """A request that a router holds after three tokens: the boot of its worker, the task that asks,
+    the router, and the others in the worker's order."""
     boot = os.urandom(16)
     for address in sharded.routers:
         sharded[address].decode_boot = boot
@@ -73,9 +73,16 @@ async def test_a_placed_request_goes_to_the_routers_of_its_worker(sharded, attem
     asked = asyncio.create_task(sharded.ask())
     (first,) = await eventually(lambda: sharded.started)
     await eventually(lambda: sharded[first].hold_after is None)
-    order = [a for a in rendezvous_order(boot, sharded.routers) if a != first]
-    for address in order:
+    others = [a for a in rendezvous_order(boot, sharded.routers) if a != first]
+    for address in others:
         sharded[address].hold_after = None
+    return boot, asked, first, others
+
+
+@pytest.mark.parametrize("attempt", range(3))
+async def test_a_placed_request_goes_to_the_routers_of_its_worker(sharded, attempt):
+    """First to the first of those that live, then, if that takes nothing, to the second."""
+    boot, asked, first, order = await held_after_three(sharded)
     sharded[order[0]].refuses = True
     await sharded.routers[first].stop()
     ids, last = await asked
@@ -163,7 +170,7 @@ async def test_a_request_that_all_give_back_is_tried_again(sharded):
 
 
 async def test_a_request_that_all_give_back_fails_in_the_end(sharded, monkeypatch):
-    monkeypatch.setattr(client_module, "HOMELESS_S", 0.3)
+    monkeypatch.setattr(client_module, "GIVEN_BACK_S", 0.3)
     for address in sharded.routers:
         sharded[address].lacks = ELSEWHERE
     _, last = await sharded.ask()
@@ -261,17 +268,9 @@ async def test_crashes_of_a_request_are_known_to_the_next_router(sharded):
 
 
 async def test_a_request_whose_worker_no_router_knows_begins_anew(sharded):
-    boot = os.urandom(16)
-    for address in sharded.routers:
-        sharded[address].decode_boot = boot
-        sharded[address].hold_after = 3
-    asked = asyncio.create_task(sharded.ask())
-    (first,) = await eventually(lambda: sharded.started)
-    await eventually(lambda: sharded[first].hold_after is None)
-    others = [a for a in rendezvous_order(boot, sharded.routers) if a != first]
-    for address in others:
-        sharded[address].hold_after = None
-        sharded[address].lacks = ELSEWHERE if address in others[:2] else None
+    boot, asked, first, others = await held_after_three(sharded)
+    for address in others[:2]:
+        sharded[address].lacks = ELSEWHERE
     await sharded.routers[first].stop()
     ids, last = await asked
     assert last.WhichOneof("event") == "finished"

@@ -18,6 +18,11 @@ def sharded() -> World:
     return World(NO_MIXING, prefill="never")
 
 
+def pass_time(world: World, of_left_alone: float) -> None:
+    for _ in range(round(of_left_alone * 10)):
+        world.pass_time(LEFT_ALONE_S / 10)
+
+
 def given_back(world: World) -> list[str]:
     failed = [e.failed for e in world.events if e.HasField("failed")]
     assert all(f.elsewhere and not f.attempt for f in failed)
@@ -37,10 +42,9 @@ def test_requests_without_a_worker_are_given_back_if_the_fleet_is_sharded(
     world.die(worker)
     world.submit("b")
     for _ in range(9):
-        world.pass_time(LEFT_ALONE_S / 10)
+        pass_time(world, 0.1)
         assert given_back(world) == []
-    for _ in range(3):
-        world.pass_time(LEFT_ALONE_S / 10)
+    pass_time(world, 0.3)
     assert sorted(given_back(world)) == (["a", "b"] if hello else [])
 
 
@@ -50,12 +54,10 @@ def test_a_worker_that_comes_in_time_takes_them() -> None:
     world.submit("a")
     world.begin("a")
     world.die(worker)
-    for _ in range(9):
-        world.pass_time(LEFT_ALONE_S / 10)
+    pass_time(world, 0.9)
     again = world.join(DECODE, SHARDED)
     assert world.begin("a") is again
-    for _ in range(9):
-        world.pass_time(LEFT_ALONE_S / 5)
+    pass_time(world, 1.8)
     assert given_back(world) == []
 
 
@@ -78,8 +80,7 @@ def test_workers_of_other_numerics_do_not_count() -> None:
     world.begin("a")
     world.join(DECODE, SHARDED, **NUMERICS)
     world.die(worker)
-    for _ in range(12):
-        world.pass_time(LEFT_ALONE_S / 10)
+    pass_time(world, 1.2)
     assert given_back(world) == ["a"]
 
 
@@ -91,8 +92,7 @@ def test_what_runs_with_a_worker_that_leaves_stays_there_and_what_waits_is_given
     assert world.dispatcher.workers_in_use() == {worker}
     world.fleet.goodbye(worker, leaves=True)
     world.submit("b")
-    for _ in range(12):
-        world.pass_time(LEFT_ALONE_S / 10)
+    pass_time(world, 1.2)
     assert given_back(world) == ["b"]
     assert not world.commands("hold"), "it is not moved"
     assert world.dispatcher.workers_in_use() == {worker}
@@ -119,8 +119,7 @@ def test_requests_of_a_frozen_worker_are_given_back() -> None:
     worker.frozen = True
     worker.set_state()
     world.submit("a")
-    for _ in range(12):
-        world.pass_time(LEFT_ALONE_S / 10)
+    pass_time(world, 1.2)
     assert given_back(world) == ["a"]
 
 
@@ -149,7 +148,6 @@ def test_the_next_router_hears_of_the_workers_that_died_of_it() -> None:
     world.submit("a")
     world.begin("a")
     world.die(first)
-    for _ in range(12):
-        world.pass_time(LEFT_ALONE_S / 10)
+    pass_time(world, 1.2)
     assert given_back(world) == ["a"]
     assert world.events[-1].failed.crash_count == 1
