@@ -154,7 +154,7 @@ def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> in
 def decode_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
     """Of a decode worker; `credit`: its cache counts."""
     new = missing_tokens(prompt, worker) if credit and worker.cached_tokens else prompt.num_tokens
-    # As queue_cost; this runs for each worker and request.
+    # queue_cost written out: this runs for each worker and request, and a call is a tenth of it.
     return worker.waiting_tokens + ROW_TOKENS * worker.requests + WORK_RATIO * new
 
 
@@ -224,7 +224,7 @@ def pick_decode(
     prompt: PromptFacts, workers: Sequence[WorkerFacts], rng: Random
 ) -> WorkerFacts | None:
     """The decode worker of least cost, by power of two choices among the best."""
-    most = most_balanced(workers)
+    most = max_balanced_requests(workers)
     costs = [decode_cost(prompt, w, w.requests <= most) for w in workers]
     return power_of_two(workers, costs, queue_cost, rng)
 
@@ -267,15 +267,15 @@ def pick_prefill(
         fit = [w for w in fit if computed_again(prompt, w, missing) <= bound]
         if not fit:
             return None, "decode goes on", refused
-    most = most_balanced(fit)
+    most = max_balanced_requests(fit)
     costs = [prefill_cost(prompt, w, w.requests <= most) for w in fit]
     return power_of_two(fit, costs, waiting_tokens, rng), "remote prefill", refused
 
 
-def most_balanced(workers: Collection[WorkerFacts]) -> float:
-    """How many requests a worker has at most that is not much busier than a quarter of them are; of
-    up to four, than the idlest. One that has just joined, or ended much at once, says nothing about
-    the others."""
+def max_balanced_requests(workers: Collection[WorkerFacts]) -> float:
+    """The most requests of a worker that is not much busier than a quarter of them are; of up to
+    four, than the idlest. One that has just joined, or ended much at once, says nothing about the
+    others."""
     if not workers:
         return 0.0
     requests = sorted([w.requests for w in workers])

@@ -22,8 +22,8 @@ from pdserve.services.router.placement.policy import (
     decide,
     decode_cost,
     local_cost,
+    max_balanced_requests,
     mismatch,
-    most_balanced,
     pays,
     power_of_two,
     queue_cost,
@@ -104,7 +104,7 @@ def test_failed_prefill_workers_are_not_asked_again(
 @given(fleets.filter(bool), st.integers(0, 5000), st.integers())
 def test_choice_is_near_the_best(fleet: list[WorkerFacts], tokens: int, seed: int) -> None:
     prompt = PromptFacts(tokens)
-    most = most_balanced(fleet)
+    most = max_balanced_requests(fleet)
     costs = [decode_cost(prompt, w, w.requests <= most) for w in fleet]
     chosen = power_of_two(fleet, costs, queue_cost, Random(seed))
     assert chosen is not None
@@ -160,9 +160,9 @@ def test_a_single_idle_worker_takes_no_credit_from_the_others(others: int, reque
     """One that has just joined would have every other one count as too busy for its own cache."""
     fleet = [WorkerFacts(bytes([n]) * 16, A, requests) for n in range(1, others + 1)]
     newcomer = WorkerFacts(b"n" * 16, A)
-    assert most_balanced([newcomer, *fleet]) >= max(w.requests for w in fleet)
+    assert max_balanced_requests([newcomer, *fleet]) >= max(w.requests for w in fleet)
     hot = WorkerFacts(b"h" * 16, A, requests=2 * requests + BUSIER_REQUESTS + 1)
-    assert most_balanced([newcomer, hot, *fleet]) < hot.requests
+    assert max_balanced_requests([newcomer, hot, *fleet]) < hot.requests
 
 
 def test_two_are_drawn_among_equals() -> None:
