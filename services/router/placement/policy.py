@@ -154,7 +154,7 @@ def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> in
 def decode_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
     """Of a decode worker; `credit`: its cache counts."""
     new = missing_tokens(prompt, worker) if credit and worker.cached_tokens else prompt.num_tokens
-    # queue_cost written out: this runs for each worker and request, and a call is a tenth of it.
+    # queue_cost written out, since this runs for each worker and request.
     return worker.waiting_tokens + ROW_TOKENS * worker.requests + WORK_RATIO * new
 
 
