@@ -4,8 +4,8 @@ two models, and a gateway's client; all in this process."""
 import asyncio
 import os
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,17 @@ from pdserve.services.worker.process import WorkerProcess
 
 K = 2
 PACE_S = 0.01  # a step
+SLOW_S = 0.1  # a step while a test waits for what must fall into a stream
 NAME = "routers:1"  # what all routers are known by
 
 
 class PacedDecoder(FakeDecoder):
     """Every step takes its time."""
 
+    pace_s = PACE_S  # of all of them
+
     def forward(self, batch: Any, kv: Any) -> Any:
-        time.sleep(PACE_S)
+        time.sleep(self.pace_s)
         return super().forward(batch, kv)
 
 
@@ -49,6 +52,13 @@ class ShardedSystem:
         self.stack = AsyncExitStack()
         self.client = RouterClient([NAME], ACCESS, b"g" * 16)
         self._folder, self._patch = folder, patch
+
+    @contextmanager
+    def slow(self) -> Iterator[None]:
+        """Streams take ten times as long within it."""
+        with self._patch.context() as patch:
+            patch.setattr(PacedDecoder, "pace_s", SLOW_S)
+            yield
 
     @property
     def addresses(self) -> list[str]:
@@ -93,6 +103,11 @@ class ShardedSystem:
         fleet = self.routers[router].core.fleet
         found = {name: fleet.get(worker.boot) for name, worker in self.workers.items()}
         return {n: w.state.value for n, w in found.items() if w is not None and w.connected}
+
+    def uses(self, router: str) -> set[str]:
+        """The names of the workers on which streams of this router run."""
+        used = {w.boot for w in self.routers[router].core.dispatcher.workers_in_use()}
+        return {name for name, worker in self.workers.items() if worker.boot in used}
 
     async def begin(self) -> None:
         """The gateway has a session to every router."""
