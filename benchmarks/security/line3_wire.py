@@ -11,8 +11,9 @@ candidates does: each 32 bytes that passed the workers' ports, with all else of 
 Streams of more than MOST_TRIED bytes, by which a tokenizer goes, have too many candidates; the
 ticket itself is searched for in them, too.
 
-rotation.py changes CA and secret under load; tests/system/test_roles.py calls every method with the
-certificate of every role. Needs root.
+rotation.py changes CA and secret under load; connections.py has many connect at once while a
+certificate is replaced; tests/system/test_roles.py calls every method with the certificate of every
+role. Needs root.
 """
 
 import json
@@ -24,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import connections
 import rotation
 from pytest_line import run_tests
 from roles import SECRET, make_certificates, start, trust
@@ -221,6 +223,7 @@ def main() -> None:
         "wire": wire(),
         "authority": rotation.authority(),
         "secret": rotation.secret(),
+        "connections": connections.storm(),
         "wrong_role": run_tests("tests/system/test_rights.py", "tests/system/test_roles.py"),
     }
     print(json.dumps({"ok": all(part["ok"] for part in parts.values()), **parts}))

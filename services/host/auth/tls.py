@@ -4,6 +4,7 @@ role its process has.
 Files are read again for every connection, so that new ones are taken without a restart.
 """
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from pdserve.services.host.rpc.channel import CHANNEL_OPTIONS
 from pdserve.services.host.rpc.handlers import Context, Guard, guarded
 
 PEM = "-----BEGIN"
+REPLACING_S = 0.05  # before gRPC replaces what connections that have just arrived may still take
 
 
 class TlsFiles:
@@ -46,14 +48,37 @@ class TlsFiles:
         return read_pem(self._authority) if self._authority else None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of a server that, with an authority, wants a certificate from its clients too."""
+        """Of a server that, with an authority, wants a certificate from its clients too. Raises
+        OSError.
 
-        def configuration() -> grpc.ServerCertificateConfiguration:
-            return grpc.ssl_server_certificate_configuration([self.pair()], self.authority())
+        gRPC asks for new files at each connection, one at a time, and frees what it had if there
+        are some. A connection that asked just before, on another thread, may be about to take the
+        old, and the process would crash (https://github.com/grpc/grpc/issues/36693). So gRPC gets
+        new files only if they differ, and later than that connection can need the old.
+        """
+        known = self.pair(), self.authority()
+
+        def new_files() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal known
+            found = self.pair(), self.authority()
+            if found == known:
+                return None
+            time.sleep(REPLACING_S)
+            known = found
+            return configuration(*known)
 
         return grpc.dynamic_ssl_server_credentials(
-            configuration(), configuration, require_client_authentication=bool(self._authority)
+            configuration(*known),
+            new_files,  # type: ignore[arg-type]  # gRPC takes None, too
+            require_client_authentication=bool(self._authority),
         )
+
+
+def configuration(
+    pair: tuple[bytes, bytes], authority: bytes | None
+) -> grpc.ServerCertificateConfiguration:
+    """What a server shows, and who signs its clients' certificates."""
+    return grpc.ssl_server_certificate_configuration([pair], authority)
 
 
 def read_pem(source: str) -> bytes:

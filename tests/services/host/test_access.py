@@ -1,6 +1,7 @@
 """What processes of a cluster show each other: certificates with roles, or a secret."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from pdserve.services.host.auth.certificates import (
 )
 from pdserve.services.host.auth.roles import RIGHTS, Role
 from pdserve.services.host.auth.secret import SecretAccess
-from pdserve.services.host.auth.tls import TlsAccess
+from pdserve.services.host.auth.tls import REPLACING_S, TlsAccess, TlsFiles
 from pdserve.services.host.options import HostSettings
 from pdserve.services.host.server import HEALTH_CHECK, GrpcHost
 
@@ -271,6 +272,40 @@ async def test_files_are_read_again(tmp_path: Path, anyio_backend: str) -> None:
     assert await works(gateway)
     assert not await works(issued_by_old)
     await host.stop(0)
+
+
+def test_a_server_takes_new_files_only_if_they_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC frees what it had for them, and a connection on another thread may be about to use it:
+    new files for each connection ended a router that 100 workers joined at once. The storm of
+    connections itself is benchmarks/security/connections.py."""
+    authority = make_authority()
+    write(tmp_path, "router", issue(authority, Role.ROUTER))
+    (tmp_path / "ca.pem").write_bytes(authority.certificate)
+    made: list[Any] = []
+    paused: list[float] = []
+    monkeypatch.setattr(
+        grpc, "dynamic_ssl_server_credentials", lambda *args, **_: made.append(args)
+    )
+    monkeypatch.setattr(time, "sleep", paused.append)
+    own = (str(tmp_path / "router.pem"), str(tmp_path / "router-key.pem"))
+    TlsFiles(*own, str(tmp_path / "ca.pem")).server_credentials()
+    ((first, new_files),) = made
+    assert isinstance(first, grpc.ServerCertificateConfiguration)
+    assert [new_files(), new_files()] == [None, None]
+    for change in ("router", "ca.pem"):
+        if change == "router":
+            write(tmp_path, "router", issue(authority, Role.ROUTER))
+        else:
+            (tmp_path / "ca.pem").write_bytes(make_authority().certificate)
+        paused.clear()
+        assert isinstance(new_files(), grpc.ServerCertificateConfiguration)
+        assert paused == [REPLACING_S], "connections that asked before have taken the old files"
+        assert new_files() is None
+    Path(own[0]).unlink()
+    with pytest.raises(OSError):  # gRPC keeps what it has
+        new_files()
 
 
 async def test_clients_from_outside_see_another_certificate(
