@@ -34,7 +34,7 @@ def decode_kv_used_ratio(decodes: Iterable[Worker]) -> float | None:
     taken = total = 0
     for worker in decodes:
         if worker.state is State.LIVE:
-            load, size = worker.load, worker.layout.block_size
+            load, size = worker.load, worker.kind.layout.block_size
             taken += (load.blocks_used + load.blocks_reserved) * size + load.promised_tokens
             total += load.blocks_total * size
     return taken / total if total else None

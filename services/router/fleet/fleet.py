@@ -29,10 +29,10 @@ from typing import TypeVar
 
 from pdserve.engine.kv.codec import decode_spec
 from pdserve.engine.kv.identity import KvIdentity
-from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.services.host.stall_detector import StallDetector
 from pdserve.services.router.fleet.prefix_index import CAPACITY, PrefixIndex, WorkerPrefixes
+from pdserve.services.router.fleet.worker_kind import WorkerKind
 
 SILENCE_S = 1.0
 SUSPECT_S = 0.5
@@ -80,24 +80,27 @@ class Worker:
     # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
     unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict)
     free_tokens: int = 0  # room for KV that its last load tells of, less what it has promised
-    # Of the hello. What all workers of a kind have is one object: it is compared for every request.
+    # Of the hello.
     role: pb.Role = field(init=False)
     boot: bytes = field(init=False)
     model: str = field(init=False)
     identity: KvIdentity = field(init=False)
-    layout: KvSpec = field(init=False)
-    transports: tuple[str, ...] = field(init=False)
-    wire_version: int = field(init=False)
-    encrypts: bool = field(init=False)
+    kind: WorkerKind = field(init=False)
     _reported: tuple[int, int] = (0, 0)  # requests and waiting prompt tokens of the load
 
     def __post_init__(self) -> None:
         hello = self.hello
         self.role, self.boot, self.model = hello.role, hello.boot, hello.card.name
-        self.identity = _shared(KvIdentity.of(hello.card.kv_identity))
-        self.layout = _shared(decode_spec(hello.card.kv_spec))
-        self.transports = _shared(tuple(hello.transports))
-        self.wire_version, self.encrypts = hello.wire_version, hello.encrypt_kv
+        self.kind = _shared(
+            WorkerKind(
+                _shared(KvIdentity.of(hello.card.kv_identity)),
+                hello.wire_version,
+                _shared(tuple(hello.transports)),
+                _shared(decode_spec(hello.card.kv_spec)),
+                hello.encrypt_kv,
+            )
+        )
+        self.identity = self.kind.identity
 
     @property
     def host(self) -> str:
@@ -137,7 +140,7 @@ class Worker:
         self.load = load
         self._reported = load.running + load.waiting, load.waiting_tokens
         blocks = load.blocks_free + load.blocks_cached
-        self.free_tokens = blocks * self.layout.block_size - load.promised_tokens
+        self.free_tokens = blocks * self.kind.layout.block_size - load.promised_tokens
         self.busy_until = 0.0
         if load.last_command in self.unreported:
             for attempt in list(self.unreported):

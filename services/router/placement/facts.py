@@ -8,7 +8,8 @@ from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.engine.kv.identity import Mixing
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.fleet.prefix_index import PrefixIndex
-from pdserve.services.router.placement.policy import PromptFacts, WorkerFacts, mismatch, pick_decode
+from pdserve.services.router.fleet.worker_kind import WorkerKind, mismatch
+from pdserve.services.router.placement.policy import PromptFacts, WorkerFacts, pick_decode
 from pdserve.services.router.placement.promised_chains import PromisedChains
 
 
@@ -38,41 +39,48 @@ class FactsOfWorkers:
         self._index = index
         self._promised = promised
         self._now = now
-        self._known: dict[tuple[bytes, int], _KnownBlocks] = {}
+        self._known: dict[WorkerKind, _KnownBlocks] = {}
 
     def of(self, worker: Worker) -> WorkerFacts:
         """What the policy knows of this worker about this prompt."""
-        boot, size = worker.boot, worker.layout.block_size
-        known = self._known.get((worker.identity.digest, size)) or self._look_up(worker)
-        requests, waiting_tokens = worker.expected(self._now)
-        cached_tokens = known.num_cached.get(worker.prefixes.bit, 0) * size
-        if self._verified:
-            cached_tokens = max(cached_tokens, self._verified.get(boot, 0))
-        # By position: names take twice as long, and this runs for each worker and request.
-        return WorkerFacts(
-            boot,
-            worker.identity,
-            requests,
-            waiting_tokens,
-            cached_tokens,
-            known.num_promised.get(boot, 0) * size,
-            worker.wire_version,
-            worker.transports,
-            worker.layout,
-            worker.encrypts,
-            worker.free_tokens,
-        )
+        (facts,) = self.of_all([worker])
+        return facts
+
+    def of_all(self, workers: Iterable[Worker]) -> list[WorkerFacts]:
+        """The same of each. It is the longest part of a placement, so what workers of a kind share
+        is looked up once for all that follow each other, and nothing that knows of no worker."""
+        found, now, verified = [], self._now, self._verified
+        kind: WorkerKind | None = None
+        for worker in workers:
+            if worker.kind is not kind:
+                kind = worker.kind
+                size, known = kind.layout.block_size, self._of_kind(kind)
+                num_cached, num_promised = known.num_cached, known.num_promised
+            boot = worker.boot
+            requests, waiting_tokens = worker.expected(now)
+            cached = num_cached.get(worker.prefixes.bit, 0) * size if num_cached else 0
+            if verified:
+                cached = max(cached, verified.get(boot, 0))
+            promised = num_promised.get(boot, 0) * size if num_promised else 0
+            # By position: names take twice as long.
+            found.append(
+                WorkerFacts(
+                    boot, kind, requests, waiting_tokens, cached, promised, worker.free_tokens
+                )
+            )
+        return found
 
     def chain(self, worker: Worker) -> list[bytes]:
         """Chain hashes of the prompt's full blocks, as that worker makes them."""
-        kind = worker.identity.digest, worker.layout.block_size
-        return (self._known.get(kind) or self._look_up(worker)).chain
+        return self._of_kind(worker.kind).chain
 
-    def _look_up(self, worker: Worker) -> _KnownBlocks:
-        digest, size = worker.identity.digest, worker.layout.block_size
-        chain = chain_hashes(self._ids, size, cache_seed(digest, self._salt)) if size else []
-        cached, promised = self._index.num_cached(chain), self._promised.num_promised(chain)
-        known = self._known[digest, size] = _KnownBlocks(chain, cached, promised)
+    def _of_kind(self, kind: WorkerKind) -> _KnownBlocks:
+        known = self._known.get(kind)
+        if known is None:
+            size, seed = kind.layout.block_size, cache_seed(kind.identity.digest, self._salt)
+            chain = chain_hashes(self._ids, size, seed) if size else []
+            cached, promised = self._index.num_cached(chain), self._promised.num_promised(chain)
+            known = self._known[kind] = _KnownBlocks(chain, cached, promised)
         return known
 
 
@@ -90,7 +98,7 @@ def destination(
         for other in workers
         if other.boot != here.boot
         and other.free_tokens >= len(ids)
-        and mismatch(here, other, mixing) is None
+        and mismatch(here.kind, other.kind, mixing) is None
     ]
     found = pick_decode(PromptFacts(len(ids) - 1), fit, rng)
     return None if found is None else found.boot

@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from pdserve.engine.kv.identity import NO_MIXING, Difference, KvIdentity, Mixing, refusal
-from pdserve.engine.kv.spec import KvSpec, spec_difference
+from pdserve.engine.kv.identity import NO_MIXING, Difference, Mixing
+from pdserve.services.router.fleet.worker_kind import WorkerKind, mismatch
 
 # A running row delays a new request about as much as this many prompt tokens.
 ROW_TOKENS = 64
@@ -44,7 +44,6 @@ AGAIN_RATIO = 0.25
 HANDOFF_TOKENS = 32
 # A prefill worker ends the chunk that it is in before it looks at a shorter prompt.
 CHUNK_TOKENS = 128
-NO_LAYOUT = KvSpec(0, ())
 SAME_WEIGHTS = Mixing(numerics=True)
 
 
@@ -54,15 +53,11 @@ class WorkerFacts:
     since that takes five times as long to make, for each worker and request."""
 
     boot: bytes
-    kv_identity: KvIdentity
+    kind: WorkerKind
     requests: int = 0  # running, waiting, and sent by this router but not yet reported
     waiting_tokens: int = 0  # prompt tokens not computed yet, with those sent but not reported
     cached_tokens: int = 0  # of this prompt
     promised_tokens: int = 0  # of this prompt: those, and what is on its way there for others
-    wire_version: int = 1
-    transports: tuple[str, ...] = ()
-    layout: KvSpec = NO_LAYOUT
-    encrypts: bool = False
     free_tokens: int = 0  # decode: whose KV has room without anybody being preempted
 
 
@@ -146,14 +141,16 @@ def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> in
     """Tokens of the prompt that nobody has to compute for it there: cached ones, and those on their
     way if they are worth waiting for, as decode decides (services/decode/single_flight)."""
     shared = min(worker.promised_tokens, prompt.num_tokens) - worker.cached_tokens
-    enough = shared >= max(rules.min_shared_tokens, worker.layout.block_size)
+    enough = shared >= max(rules.min_shared_tokens, worker.kind.layout.block_size)
     waits = enough and prompt.may_go_remote and 2 * shared >= missing_tokens(prompt, worker)
     return worker.cached_tokens + (shared if waits else 0)
 
 
 def decode_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
     """Of a decode worker; `credit`: its cache counts."""
-    new = missing_tokens(prompt, worker) if credit and worker.cached_tokens else prompt.num_tokens
+    new, cached = prompt.num_tokens, worker.cached_tokens
+    if credit and cached:
+        new = max(0, new - cached)
     # queue_cost written out, since this runs for each worker and request.
     return worker.waiting_tokens + ROW_TOKENS * worker.requests + WORK_RATIO * new
 
@@ -201,25 +198,6 @@ def pays(
     return remote_cost(prompt, prefill, decode) < local_cost(missing, decode)
 
 
-def mismatch(prefill: WorkerFacts, decode: WorkerFacts, mixing: Mixing) -> Difference | None:
-    """Why KV of the one cannot become KV of the other, as decode would say it."""
-    if prefill.wire_version != decode.wire_version:
-        text = f"wire version {decode.wire_version} here, {prefill.wire_version} there"
-        return Difference("wire version", text)
-    ours, theirs = decode.transports, prefill.transports
-    if not ours or (theirs is not ours and set(theirs).isdisjoint(ours)):
-        here, there = (" ".join(transports) or "none" for transports in (ours, theirs))
-        return Difference("transport", f"transports {here} here, {there} there")
-    if prefill.encrypts != decode.encrypts:
-        here, there = ("encrypted" if w.encrypts else "not" for w in (decode, prefill))
-        return Difference("encryption", f"KV encryption: {here} here, {there} there")
-    other = refusal(decode.kv_identity, prefill.kv_identity, mixing)
-    same_layout = decode.layout is prefill.layout or decode.layout == prefill.layout
-    if other is None and not same_layout:
-        return Difference("layout", spec_difference(decode.layout, prefill.layout))
-    return other
-
-
 def pick_decode(
     prompt: PromptFacts, workers: Sequence[WorkerFacts], rng: Random
 ) -> WorkerFacts | None:
@@ -253,7 +231,7 @@ def pick_prefill(
     fit: list[WorkerFacts] = []
     differ: list[Refused] = []
     for worker in worth:
-        reason = mismatch(worker, decode, rules.mixing)
+        reason = mismatch(worker.kind, decode.kind, rules.mixing)
         if reason is not None:
             differ.append((worker.boot, reason))
         elif worker.boot not in prompt.failed_prefills:
@@ -292,7 +270,8 @@ def power_of_two(
     the part of a cost that stands before the request."""
     if not workers:
         return None
-    least, best = min(zip(costs, workers, strict=True), key=lambda pair: pair[0])
+    least = min(costs)
+    best = workers[costs.index(least)]
     bound = least + spread(before(best))
     near = [
         (w, c)

@@ -114,7 +114,7 @@ class Placer:
         if self.draining and state.orphan_since is not None:
             return  # its gateway has taken it to another router
         for worker in self._able(request) if state.may_ask_more else ():
-            if worker.boot not in state.refused and self._is_free(worker, now):
+            if self._is_free(worker, now) and worker.boot not in state.refused:
                 yield worker
 
     def _able(self, request: RoutedRequest) -> Sequence[Worker]:
@@ -124,20 +124,25 @@ class Placer:
     def is_unread(self, request: RoutedRequest) -> bool:
         """Whether its prompt is of a tokenizer whose workers have all left or leave, while others
         serve its model."""
-        stay = [w for w in self._fleet.of(DECODE, request.model) if w.stays]
-        return bool(stay) and not readers(stay, request.pool[1])
+        found = False
+        for worker in self._fleet.of(DECODE, request.model):
+            if worker.stays:
+                if reads(worker, request.pool[1]):
+                    return False
+                found = True
+        return found
 
     def _begin(self, request: RoutedRequest, now: float) -> bool:
         """Ask the policy; False: it knows no worker."""
         told = self._told(request, now)
         facts = self._facts(request, self.promised, now)
-        decodes = list(map(facts.of, self._candidates(request, now)))
+        decodes = facts.of_all(self._candidates(request, now))
         if self.picks:
             decodes = [self.picks.counted(one, now) for one in decodes]
         if told is not None:
             decodes = [one for one in decodes if one.boot == told] or decodes
         prefills = self._fleet.of(PREFILL, request.model)
-        senders = [facts.of(w) for w in prefills if w.takes_work(now)]
+        senders = facts.of_all(w for w in prefills if w.takes_work(now))
         decision = decide(request.facts(), decodes, senders, self._rules, self._rng)
         if decision is None:
             return False
@@ -177,8 +182,9 @@ class Placer:
         facts = FactsOfWorkers(
             asked.ids, asked.cache_salt, {}, self._fleet.prefixes, self.promised, now
         )
-        workers = [self.picks.counted(facts.of(w), now) for w in free or there]
-        senders = [facts.of(w) for w in self._fleet.of(PREFILL, asked.model) if w.takes_work(now)]
+        workers = [self.picks.counted(one, now) for one in facts.of_all(free or there)]
+        prefills = self._fleet.of(PREFILL, asked.model)
+        senders = facts.of_all(w for w in prefills if w.takes_work(now))
         prompt = PromptFacts(len(asked.ids) - 1)
         decision = decide(prompt, workers, senders, self._rules, self._rng)
         if decision is None:
@@ -221,7 +227,7 @@ class Placer:
             return None
         facts = self._facts(request, PromisedChains(), now)
         here = facts.of(request.assignment.decode)
-        others = map(facts.of, self._candidates(request, now))
+        others = facts.of_all(self._candidates(request, now))
         ids = request.progress.prefix_ids()
         boot = destination(ids, here, others, self._rules.mixing, self._rng)
         return None if boot is None else self._fleet.workers[boot]
@@ -340,10 +346,12 @@ class Placer:
             request.inexact = True
 
 
+def reads(worker: Worker, tokenizer: str) -> bool:
+    """Whether a worker's model has the tokenizer that made a prompt's ids; an unknown one goes with
+    every other."""
+    return not tokenizer or worker.identity.tokenizer in ("", tokenizer)
+
+
 def readers(workers: Sequence[Worker], tokenizer: str) -> Sequence[Worker]:
-    """Those whose models have the tokenizer that made a prompt's ids; an unknown one goes with
-    every other. `workers`: of one model, which mostly have one tokenizer."""
-    known = ("", tokenizer)
-    if not tokenizer or all(w.identity.tokenizer in known for w in workers):
-        return workers
-    return [w for w in workers if w.identity.tokenizer in known]
+    """Those that read it."""
+    return [w for w in workers if reads(w, tokenizer)] if tokenizer else workers

@@ -7,6 +7,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.kv.identity import KvIdentity
+from pdserve.services.router.fleet.worker_kind import WorkerKind, mismatch
 from pdserve.services.router.placement.policy import (
     AGAIN_RATIO,
     BUSIER_RATIO,
@@ -23,24 +24,26 @@ from pdserve.services.router.placement.policy import (
     decode_cost,
     local_cost,
     max_balanced_requests,
-    mismatch,
     pays,
     power_of_two,
     queue_cost,
     spread,
 )
 
-A = KvIdentity(b"a")
+A = WorkerKind(KvIdentity(b"a"), transports=("tcp",))
 boots = st.binary(min_size=16, max_size=16)
 workers = st.builds(
     WorkerFacts,
     boot=boots,
-    kv_identity=st.sampled_from([KvIdentity(b"a"), KvIdentity(b"b")]),
+    kind=st.builds(
+        WorkerKind,
+        identity=st.sampled_from([KvIdentity(b"a"), KvIdentity(b"b")]),
+        wire_version=st.sampled_from([1, 2]),
+        transports=st.sampled_from([("tcp",), ("shm", "tcp"), ("shm",), ()]),
+    ),
     requests=st.integers(0, 100),
     waiting_tokens=st.integers(0, 100_000),
     cached_tokens=st.integers(0, 5_000),
-    wire_version=st.sampled_from([1, 2]),
-    transports=st.sampled_from([("tcp",), ("shm", "tcp"), ("shm",), ()]),
 )
 fleets = st.lists(workers, max_size=6, unique_by=lambda w: w.boot)
 prompts = st.builds(
@@ -75,7 +78,8 @@ def test_decision_is_possible_and_follows_the_rules(
     fit = [
         p
         for p in prefills
-        if mismatch(p, decode, rules.mixing) is None and pays(prompt, missing, p, decode, rules)
+        if mismatch(p.kind, decode.kind, rules.mixing) is None
+        and pays(prompt, missing, p, decode, rules)
     ]
     if prompt.prefill_failures:
         fit = [p for p in fit if computed_again(prompt, p, missing) <= prompt.num_tokens / 4]
@@ -95,7 +99,7 @@ def test_failed_prefill_workers_are_not_asked_again(
     prompt: PromptFacts, prefills: list[WorkerFacts], seed: int
 ) -> None:
     failed = replace(prompt, failed_prefills=frozenset(p.boot for p in prefills[1:]))
-    decode = WorkerFacts(b"d" * 16, A, transports=("tcp", "shm"))
+    decode = WorkerFacts(b"d" * 16, replace(A, transports=("tcp", "shm")))
     decision = decide(failed, [decode], prefills, Rules("always"), Random(seed))
     assert decision is not None
     assert decision.prefill not in failed.failed_prefills
@@ -202,16 +206,16 @@ def test_one_hot_prefix_makes_no_hot_spot(
 
 
 def test_nothing_left_to_prefill_is_local_whatever_the_flag() -> None:
-    decode = WorkerFacts(b"d" * 16, A, cached_tokens=640, transports=("tcp",))
-    prefill = WorkerFacts(b"p" * 16, A, transports=("tcp",))
+    decode = WorkerFacts(b"d" * 16, A, cached_tokens=640)
+    prefill = WorkerFacts(b"p" * 16, A)
     for tokens in (0, 600, 640):
         decision = decide(PromptFacts(tokens), [decode], [prefill], Rules("always"), Random(0))
         assert decision is not None
         assert (decision.prefill, decision.reason) == (None, "nothing to prefill")
 
 
-DECODE = WorkerFacts(b"d" * 16, A, transports=("tcp",))
-PREFILL = WorkerFacts(b"p" * 16, A, transports=("tcp",))
+DECODE = WorkerFacts(b"d" * 16, A)
+PREFILL = WorkerFacts(b"p" * 16, A)
 
 
 def where(missing: int, streams: int, prefill: WorkerFacts = PREFILL) -> str:

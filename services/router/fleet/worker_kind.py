@@ -1,0 +1,39 @@
+"""What workers of one build, model and configuration have alike; whether two kinds can hand over KV.
+Pure."""
+
+from dataclasses import dataclass
+
+from pdserve.engine.kv.identity import Difference, KvIdentity, Mixing, refusal
+from pdserve.engine.kv.spec import KvSpec, spec_difference
+
+NO_LAYOUT = KvSpec(0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """Of a hello. Workers of a kind share one object, which is compared for every request."""
+
+    identity: KvIdentity
+    wire_version: int = 1
+    transports: tuple[str, ...] = ()
+    layout: KvSpec = NO_LAYOUT
+    encrypts: bool = False
+
+
+def mismatch(prefill: WorkerKind, decode: WorkerKind, mixing: Mixing) -> Difference | None:
+    """Why KV of the one cannot become KV of the other, as decode would say it."""
+    if prefill.wire_version != decode.wire_version:
+        text = f"wire version {decode.wire_version} here, {prefill.wire_version} there"
+        return Difference("wire version", text)
+    ours, theirs = decode.transports, prefill.transports
+    if not ours or (theirs is not ours and set(theirs).isdisjoint(ours)):
+        here, there = (" ".join(transports) or "none" for transports in (ours, theirs))
+        return Difference("transport", f"transports {here} here, {there} there")
+    if prefill.encrypts != decode.encrypts:
+        here, there = ("encrypted" if kind.encrypts else "not" for kind in (decode, prefill))
+        return Difference("encryption", f"KV encryption: {here} here, {there} there")
+    other = refusal(decode.identity, prefill.identity, mixing)
+    same_layout = decode.layout is prefill.layout or decode.layout == prefill.layout
+    if other is None and not same_layout:
+        return Difference("layout", spec_difference(decode.layout, prefill.layout))
+    return other
