@@ -23,7 +23,7 @@ from pdserve.services.router.core import RouterCore
 from pdserve.services.router.fleet import fleet
 from pdserve.services.router.requests.effects import Client
 
-LOOK_S = 0.0373  # between two looks at how late the loop is; each costs the router, too
+LOOK_S = 0.0973  # between two looks at how late the loop is; each costs the router, too
 
 begin, submit, report = RouterCore.__init__, RouterCore.submit, RouterCore.report
 placed: list[tuple[str, float, float, float]] = []

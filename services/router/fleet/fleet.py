@@ -21,7 +21,7 @@ When more than half of four or more workers are suspect at once, it is more like
 is cut off: until it hears enough of them, or ISOLATED_S later, none dies of silence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -79,6 +79,7 @@ class Worker:
     load: pb.Load = field(default_factory=pb.Load)
     # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
     unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict)
+    reported: tuple[int, int] = (0, 0)  # requests and waiting prompt tokens of the load
     free_tokens: int = 0  # room for KV that its last load tells of, less what it has promised
     # Of the hello.
     role: pb.Role = field(init=False)
@@ -86,7 +87,7 @@ class Worker:
     model: str = field(init=False)
     identity: KvIdentity = field(init=False)
     kind: WorkerKind = field(init=False)
-    _reported: tuple[int, int] = (0, 0)  # requests and waiting prompt tokens of the load
+    _unreported_tokens: int = 0
 
     def __post_init__(self) -> None:
         hello = self.hello
@@ -127,38 +128,44 @@ class Worker:
         else:
             self.state = State.LEAVING if self.leaving else State.LIVE
 
-    def takes_work(self, now: float) -> bool:
-        """Whether a new command may go there."""
-        return self.state is State.LIVE and self.connected and now >= self.busy_until
-
     def commanded(self, attempt: bytes, tokens: int, now: float) -> None:
         """Count a command until a load includes it."""
+        self.forget_command(attempt)
         self.unreported[attempt] = (tokens, now)
+        self._unreported_tokens += tokens
+
+    def forget_command(self, attempt: bytes) -> None:
+        """Its attempt is over, or a load includes it; no effect if it is not counted."""
+        self._unreported_tokens -= self.unreported.pop(attempt, (0, 0.0))[0]
 
     def report(self, load: pb.Load) -> None:
         """Take a new load, and forget the commands that it includes."""
         self.load = load
-        self._reported = load.running + load.waiting, load.waiting_tokens
+        self.reported = load.running + load.waiting, load.waiting_tokens
         blocks = load.blocks_free + load.blocks_cached
         self.free_tokens = blocks * self.kind.layout.block_size - load.promised_tokens
         self.busy_until = 0.0
         if load.last_command in self.unreported:
             for attempt in list(self.unreported):
-                del self.unreported[attempt]
+                self.forget_command(attempt)
                 if attempt == load.last_command:
                     break
 
     def expected(self, now: float) -> tuple[int, int]:
         """(requests, waiting prompt tokens) with what was sent and not reported yet."""
-        if not self.unreported:
-            return self._reported
-        for attempt, (_, sent) in list(self.unreported.items()):
+        while self.unreported:
+            attempt, (_, sent) = next(iter(self.unreported.items()))
             if now - sent < UNREPORTED_S:
                 break
-            del self.unreported[attempt]
-        tokens = sum(tokens for tokens, _ in self.unreported.values())
-        requests, waiting_tokens = self._reported
-        return requests + len(self.unreported), waiting_tokens + tokens
+            self.forget_command(attempt)
+        requests, waiting_tokens = self.reported
+        return requests + len(self.unreported), waiting_tokens + self._unreported_tokens
+
+
+def taking_work(workers: Iterable[Worker], now: float) -> list[Worker]:
+    """Those where a new command may go."""
+    live = State.LIVE
+    return [w for w in workers if w.state is live and w.connected and now >= w.busy_until]
 
 
 class Fleet:

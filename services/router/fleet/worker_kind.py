@@ -1,5 +1,5 @@
-"""What workers of one build, model and configuration have alike; whether two kinds can hand over KV.
-Pure."""
+"""What workers of one build, model and configuration have alike, and whether KV of one kind can
+become KV of another; pure."""
 
 from dataclasses import dataclass
 

@@ -57,17 +57,13 @@ class FactsOfWorkers:
                 size, known = kind.layout.block_size, self._of_kind(kind)
                 num_cached, num_promised = known.num_cached, known.num_promised
             boot = worker.boot
-            requests, waiting_tokens = worker.expected(now)
+            has = worker.expected(now) if worker.unreported else worker.reported
             cached = num_cached.get(worker.prefixes.bit, 0) * size if num_cached else 0
             if verified:
                 cached = max(cached, verified.get(boot, 0))
             promised = num_promised.get(boot, 0) * size if num_promised else 0
-            # By position: names take twice as long.
-            found.append(
-                WorkerFacts(
-                    boot, kind, requests, waiting_tokens, cached, promised, worker.free_tokens
-                )
-            )
+            # By position, which takes half as long: requests, and their waiting tokens.
+            found.append(WorkerFacts(boot, kind, *has, cached, promised, worker.free_tokens))
         return found
 
     def chain(self, worker: Worker) -> list[bytes]:

@@ -146,17 +146,20 @@ def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> in
     return worker.cached_tokens + (shared if waits else 0)
 
 
-def decode_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
-    """Of a decode worker; `credit`: its cache counts."""
-    new, cached = prompt.num_tokens, worker.cached_tokens
-    if credit and cached:
-        new = max(0, new - cached)
-    # queue_cost written out, since this runs for each worker and request.
-    return worker.waiting_tokens + ROW_TOKENS * worker.requests + WORK_RATIO * new
+def decode_costs(prompt: PromptFacts, workers: Sequence[WorkerFacts], most: float) -> list[int]:
+    """Of decode workers; the cache of one with more than `most` requests does not count."""
+    num_tokens = prompt.num_tokens
+    # queue_cost and missing_tokens written out, since this runs for each worker and request.
+    return [
+        w.waiting_tokens
+        + ROW_TOKENS * w.requests
+        + WORK_RATIO * (max(0, num_tokens - w.cached_tokens) if w.requests <= most else num_tokens)
+        for w in workers
+    ]
 
 
 def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
-    """Of a prefill worker: its queue and the rest of this prompt."""
+    """Of a prefill worker: its queue and the rest of this prompt; `credit`: its cache counts."""
     new = missing_tokens(prompt, worker) if credit else prompt.num_tokens
     return waiting_tokens(worker) + WORK_RATIO * new
 
@@ -202,8 +205,7 @@ def pick_decode(
     prompt: PromptFacts, workers: Sequence[WorkerFacts], rng: Random
 ) -> WorkerFacts | None:
     """The decode worker of least cost, by power of two choices among the best."""
-    most = max_balanced_requests(workers)
-    costs = [decode_cost(prompt, w, w.requests <= most) for w in workers]
+    costs = decode_costs(prompt, workers, max_balanced_requests(workers))
     return power_of_two(workers, costs, queue_cost, rng)
 
 

@@ -14,6 +14,7 @@ class PromisedChains:
 
     def __init__(self) -> None:
         self._counts: dict[bytes, Counter[bytes]] = {}  # by boot of the worker
+        self._boots: dict[bytes, set[bytes]] = {}  # of the workers to which a first link comes
         self._attempts: dict[bytes, tuple[bytes, Sequence[bytes]]] = {}
 
     def __iter__(self) -> Iterator[bytes]:
@@ -23,6 +24,8 @@ class PromisedChains:
         """An attempt began there; `chain`: of its prompt's full blocks."""
         self._attempts[attempt] = boot, chain
         self._counts.setdefault(boot, Counter()).update(chain)
+        if chain:
+            self._boots.setdefault(chain[0], set()).add(boot)
 
     def drop(self, attempt: bytes) -> None:
         """It is over; no effect if it never began."""
@@ -34,16 +37,19 @@ class PromisedChains:
             counts[link] -= 1
             if not counts[link]:
                 del counts[link]
+        if chain and chain[0] not in counts:
+            self._boots[chain[0]].discard(boot)
+            if not self._boots[chain[0]]:
+                del self._boots[chain[0]]
         if not counts:
             del self._counts[boot]
 
     def num_promised(self, chain: Sequence[bytes]) -> dict[bytes, int]:
         """How many leading blocks of a chain are promised, by the boot of each worker where any
         is."""
-        first = chain[0] if chain else b""
-        # A link is promised with all those before it: those that are come first.
-        return {
-            boot: bisect_left(chain, True, key=lambda link: link not in counts)
-            for boot, counts in self._counts.items()
-            if first in counts
-        }
+        found = {}
+        for boot in self._boots.get(chain[0], ()) if chain else ():
+            counts = self._counts[boot]
+            # A link is promised with all those before it: those that are come first.
+            found[boot] = bisect_left(chain, True, key=lambda link: link not in counts)
+        return found

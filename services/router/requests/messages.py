@@ -17,9 +17,10 @@ def admit(
     parts, tail = send_ids(start.request, prompt_ids)
     for part in parts:
         yield wire.DecodeCommand(ids_part=part)
-    start.prompt_ids.extend(tail)
-    admit.start.CopyFrom(start)
-    yield wire.DecodeCommand(admit=admit)
+    command = wire.DecodeCommand(admit=admit)
+    command.admit.start.CopyFrom(start)
+    command.admit.start.prompt_ids.extend(tail)  # last, since they would be copied, too
+    yield command
 
 
 def resume(attempt: bytes, epoch: int, choices: Sequence[pb.ChoiceState]) -> wire.DecodeCommand:

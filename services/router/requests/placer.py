@@ -6,18 +6,19 @@ compatible with waits aside for at most STRANDED_S, so that those behind it go o
 """
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from random import Random
 from typing import NamedTuple
 
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL
 from pdserve.services.router.fleet.compatibility import STRANDED_S, KvCompatibility
-from pdserve.services.router.fleet.fleet import Fleet, State, Worker
+from pdserve.services.router.fleet.fleet import Fleet, State, Worker, taking_work
 from pdserve.services.router.placement.facts import FactsOfWorkers, destination
 from pdserve.services.router.placement.picks import PickedPrompts, prompt_key
-from pdserve.services.router.placement.policy import PromptFacts, Rules, decide, decode_cost
+from pdserve.services.router.placement.policy import PromptFacts, Rules, decide, decode_costs
 from pdserve.services.router.placement.promised_chains import PromisedChains
 from pdserve.services.router.placement.recompute_budget import RecomputeBudget
 from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
@@ -72,7 +73,9 @@ class Placer:
         """Begin an attempt now, or have the request wait."""
         if request.state.begun:
             self._compute_again(request, now)
-        elif not self.can_begin(request, now) or not self._begin(request, now):
+            return
+        workers = self._in_time(request, now) if self._is_first(request) else []
+        if not workers or not self._begin(request, workers, now):
             self._wait(request, WaitReason.TURN, now)
 
     def _wait(self, request: RoutedRequest, reason: WaitReason, now: float) -> None:
@@ -81,15 +84,15 @@ class Placer:
 
     def _compute_again(self, request: RoutedRequest, now: float) -> None:
         """Begin to compute a running request again, or have it wait for the budget."""
-        free = self.budget.room and any(self._candidates(request, now))
-        if free and self._begin(request, now):
+        workers = self._candidates(request, now) if self.budget.room else []
+        if workers and self._begin(request, workers, now):
             self.budget.recompute_begun(request)
         else:
             self._wait(request, WaitReason.BUDGET, now)
 
     def can_begin(self, request: RoutedRequest, now: float) -> bool:
         """Whether it is its turn and a worker may take it."""
-        return self._is_first(request) and self._has_worker(request, now)
+        return self._is_first(request) and bool(self._in_time(request, now))
 
     def _is_first(self, request: RoutedRequest) -> bool:
         """Whether nobody who waits for a turn at workers that may take it comes before it."""
@@ -103,19 +106,18 @@ class Placer:
                 return False
         return True
 
-    def _has_worker(self, request: RoutedRequest, now: float) -> bool:
-        """Whether a worker may take it; past its deadline only its end comes."""
+    def _in_time(self, request: RoutedRequest, now: float) -> Sequence[Worker]:
+        """The workers that may take it; past its deadline only its end comes."""
         deadline = request.state.deadline
         late = deadline is not None and now >= deadline
-        return not late and any(self._candidates(request, now))
+        return [] if late else self._candidates(request, now)
 
-    def _candidates(self, request: RoutedRequest, now: float) -> Iterator[Worker]:
+    def _candidates(self, request: RoutedRequest, now: float) -> Sequence[Worker]:
         state = request.state
         if self.draining and state.orphan_since is not None:
-            return  # its gateway has taken it to another router
-        for worker in self._able(request) if state.may_ask_more else ():
-            if self._is_free(worker, now) and worker.boot not in state.refused:
-                yield worker
+            return []  # its gateway has taken it to another router
+        workers = self._free(self._able(request), now) if state.may_ask_more else []
+        return [w for w in workers if w.boot not in state.refused] if state.refused else workers
 
     def _able(self, request: RoutedRequest) -> Sequence[Worker]:
         workers = self._fleet.of(DECODE, request.model)
@@ -132,17 +134,16 @@ class Placer:
                 found = True
         return found
 
-    def _begin(self, request: RoutedRequest, now: float) -> bool:
-        """Ask the policy; False: it knows no worker."""
+    def _begin(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
+        """Ask the policy for one of the workers; False: it knows none."""
         told = self._told(request, now)
         facts = self._facts(request, self.promised, now)
-        decodes = facts.of_all(self._candidates(request, now))
+        decodes = facts.of_all(workers)
         if self.picks:
             decodes = [self.picks.counted(one, now) for one in decodes]
         if told is not None:
             decodes = [one for one in decodes if one.boot == told] or decodes
-        prefills = self._fleet.of(PREFILL, request.model)
-        senders = facts.of_all(w for w in prefills if w.takes_work(now))
+        senders = facts.of_all(taking_work(self._fleet.of(PREFILL, request.model), now))
         decision = decide(request.facts(), decodes, senders, self._rules, self._rng)
         if decision is None:
             return False
@@ -177,22 +178,20 @@ class Placer:
             for worker in readers(self._fleet.of(DECODE, asked.model), asked.tokenizer)
             if worker.state is State.LIVE and worker.connected and worker.host in asked.hosts
         ]
-        free = [worker for worker in there if self._is_free(worker, now)]
         self.picks.forget_old(now)  # whose promises count below
         facts = FactsOfWorkers(
             asked.ids, asked.cache_salt, {}, self._fleet.prefixes, self.promised, now
         )
-        workers = [self.picks.counted(one, now) for one in facts.of_all(free or there)]
-        prefills = self._fleet.of(PREFILL, asked.model)
-        senders = facts.of_all(w for w in prefills if w.takes_work(now))
+        free = self._free(there, now) or there
+        workers = [self.picks.counted(one, now) for one in facts.of_all(free)]
+        senders = facts.of_all(taking_work(self._fleet.of(PREFILL, asked.model), now))
         prompt = PromptFacts(len(asked.ids) - 1)
         decision = decide(prompt, workers, senders, self._rules, self._rng)
         if decision is None:
             return []
-        others = sorted(
-            (w for w in workers if w.boot != decision.decode),
-            key=lambda w: decode_cost(prompt, w, credit=True),
-        )
+        costs = decode_costs(prompt, workers, math.inf)
+        by_cost = sorted(zip(costs, workers, strict=True), key=lambda pair: pair[0])
+        others = [w for _, w in by_cost if w.boot != decision.decode]
         best = self._fleet.workers[decision.decode]
         cached = {w.boot: min(w.cached_tokens, prompt.num_tokens) for w in workers}
         order = [best, *(self._fleet.workers[w.boot] for w in others)]
@@ -210,10 +209,13 @@ class Placer:
             return False
         head = self.waiting.head(pool)
         workers = readers(self._fleet.of(DECODE, pool[0]), pool[1])
-        return head is not None or not any(self._is_free(worker, now) for worker in workers)
+        return head is not None or not self._free(workers, now)
 
-    def _is_free(self, worker: Worker, now: float) -> bool:
-        return worker.takes_work(now) and self.admitting.get(worker.boot, 0) < MAX_ADMITTING
+    def _free(self, workers: Iterable[Worker], now: float) -> Sequence[Worker]:
+        """The decode workers that take one more request now."""
+        taking = taking_work(workers, now)
+        full = {boot for boot, num in self.admitting.items() if num >= MAX_ADMITTING}
+        return [w for w in taking if w.boot not in full] if full else taking
 
     def _facts(
         self, request: RoutedRequest, promised: PromisedChains, now: float
@@ -252,14 +254,15 @@ class Placer:
         for pool in self.waiting.pools:
             workers = self._fleet.of(DECODE, pool[0])
             while (head := self.waiting.head(pool)) is not None:
-                stranded = self._strand(head, workers, now)
-                if not stranded and not self._has_worker(head, now):
+                if self._strand(head, workers, now):
+                    continue
+                free = self._in_time(head, now)
+                if not free:
                     break
-                if not stranded:
-                    self.waiting.remove(head)
-                    if not self._begin(head, now):
-                        self.waiting.add(head, WaitReason.TURN, now)
-                        break
+                self.waiting.remove(head)
+                if not self._begin(head, free, now):
+                    self.waiting.add(head, WaitReason.TURN, now)
+                    break
 
     def _strand(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
         """Whether none of its model's workers may go on with it: then it waits for another one."""
@@ -335,9 +338,9 @@ class Placer:
         """It is over for the router."""
         self.promised.drop(attempt.id)
         self.budget.recompute_over(request)
-        attempt.decode.unreported.pop(attempt.id, None)
+        attempt.decode.forget_command(attempt.id)
         if attempt.prefill is not None:
-            attempt.prefill.unreported.pop(attempt.id, None)
+            attempt.prefill.forget_command(attempt.id)
 
     def taken(self, request: RoutedRequest, attempt: Assignment) -> None:
         """A decode worker has taken it: the request may go on inexactly from there."""

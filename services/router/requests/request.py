@@ -377,7 +377,7 @@ class RoutedRequest:
             case do.SparePrefill():
                 assignment = self._assignments[action.attempt]
                 if assignment.prefill is not None:
-                    assignment.prefill.unreported.pop(assignment.id, None)
+                    assignment.prefill.forget_command(assignment.id)
                 assignment.prefill = None
             case do.CountPrefill():
                 assignment = self._assignments[action.attempt]

@@ -7,6 +7,7 @@ from hypothesis import settings
 from recorder import HITS
 
 from pdserve.protos import fleet_pb2
+from pdserve.services.router.fleet.fleet import taking_work
 
 
 def test_nothing_is_begun_past_its_deadline() -> None:
@@ -23,7 +24,7 @@ def test_nothing_is_begun_past_its_deadline() -> None:
     machine.now += 1.0
     for worker in machine.fleet.of(fleet_pb2.DECODE, "m"):
         machine.dispatcher.connected(worker, machine.now)
-    assert first.worker.takes_work(machine.now)
+    assert taking_work([first.worker], machine.now)
     assert not machine.at_decode
     machine.dispatcher.tick(machine.now)
     assert machine.client.terminal == {("retried", 1): 1, ("waiting", 1): 1}

@@ -17,6 +17,7 @@ from pdserve.services.router.fleet.fleet import (
     Fleet,
     State,
     Worker,
+    taking_work,
 )
 
 
@@ -147,14 +148,14 @@ def test_a_frozen_engine_gets_no_work_until_it_moves() -> None:
         fleet.heard(worker, now)
         assert fleet.tick(now) == []
     assert FROZEN_S <= now <= 10.0
-    assert (worker.state, worker.takes_work(now)) == (State.FROZEN, False)
+    assert (worker.state, taking_work([worker], now)) == (State.FROZEN, [])
     fleet.stream_ended(worker, worker.lease, now)
     assert worker.state is State.SUSPECT
     fleet.join(hello(1), now + 0.2)
     assert worker.state is State.FROZEN, "heard again, and nothing else has changed"
     assert not fleet.beat(worker, pb.Heartbeat(step=7, busy=True), now + 0.3)
     assert fleet.beat(worker, pb.Heartbeat(step=8, busy=True), now + 0.4)
-    assert (worker.state, worker.takes_work(now)) == (State.LIVE, True)
+    assert (worker.state, taking_work([worker], now)) == (State.LIVE, [worker])
 
 
 def test_a_frozen_worker_that_drains_goes_on_draining() -> None:
@@ -241,7 +242,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(worker=lives, leaves=st.booleans())
     def say_goodbye(self, worker: Worker, leaves: bool) -> None:
         self.fleet.goodbye(worker, leaves)
-        assert not worker.takes_work(self.now)
+        assert not taking_work([worker], self.now)
         assert not worker.stays
 
     @rule(worker=lives)

@@ -21,7 +21,7 @@ from pdserve.services.router.placement.policy import (
     WorkerFacts,
     computed_again,
     decide,
-    decode_cost,
+    decode_costs,
     local_cost,
     max_balanced_requests,
     pays,
@@ -108,8 +108,7 @@ def test_failed_prefill_workers_are_not_asked_again(
 @given(fleets.filter(bool), st.integers(0, 5000), st.integers())
 def test_choice_is_near_the_best(fleet: list[WorkerFacts], tokens: int, seed: int) -> None:
     prompt = PromptFacts(tokens)
-    most = max_balanced_requests(fleet)
-    costs = [decode_cost(prompt, w, w.requests <= most) for w in fleet]
+    costs = decode_costs(prompt, fleet, max_balanced_requests(fleet))
     chosen = power_of_two(fleet, costs, queue_cost, Random(seed))
     assert chosen is not None
     least = min(costs)
@@ -126,7 +125,7 @@ def test_a_worker_without_the_prefix_is_no_match_for_one_that_has_it() -> None:
     warm = WorkerFacts(b"w" * 16, A, requests=20, cached_tokens=50)
     cold = WorkerFacts(b"c" * 16, A, requests=19)
     prompt = PromptFacts(500)
-    costs = [decode_cost(prompt, w, credit=True) for w in (warm, cold)]
+    costs = decode_costs(prompt, [warm, cold], most=20)
     assert costs[0] < costs[1] < costs[0] + spread(queue_cost(warm))
     assert all(power_of_two([warm, cold], costs, queue_cost, Random(s)) is warm for s in range(20))
 
