@@ -18,6 +18,7 @@ from scale.processes import END_S, HERE, Processes, cpu_s, free_address, memory_
 from scale.shape import Shape
 
 from pdserve.services.host.auth.roles import Role
+from pdserve.services.host.process import GRPC_POLLER
 
 SETTLE_S = 2.0  # after the last join or first token
 START_S = 60.0
@@ -68,7 +69,9 @@ class _OneRouter:
         words = ["--bind", address, *processes.words(Role.ROUTER)]
         script, placed = str(HERE / "timed_router.py"), str(self._files["placed"])
         slow = str(shape.slow)
-        self._router = processes.start(sys.executable, script, slow, placed, *words)
+        command = [sys.executable, script, slow, placed, *words]
+        # The script imports gRPC before `pdserve router` can say so.
+        self._router = processes.start(*command, GRPC_EXPERIMENTS=GRPC_POLLER)
         wait_until(lambda: processes.fleet(address), "the router", START_S)
         self._empty_mib = memory_mib(self._router.pid)
         words = [shape.to_json(), str(self._files["admitted"]), address]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pdserve.services.host.auth.roles import Role
 from pdserve.services.host.logs import logs_json, quiet_grpc_core
 from pdserve.services.host.options import HostSettings
-from pdserve.services.host.process import raise_open_files
+from pdserve.services.host.process import raise_open_files, use_grpc_poller
 from pdserve.services.local.child import take
 from pdserve.services.local.cores import Share, machine_cores
 from pdserve.services.options.options import OptionError
@@ -34,6 +34,7 @@ def gateway(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 def router(settings: Settings, positionals: Mapping[str, str]) -> int:
     quiet_grpc_core(settings.values["log_format"].value)
+    use_grpc_poller()
     from pdserve.services.router.main import run
     from pdserve.services.router.settings import RouterSettings
 

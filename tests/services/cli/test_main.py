@@ -1,6 +1,7 @@
 """The command table: every command's help, lazy imports, and errors that name what is wrong."""
 
 import ast
+import os
 import resource
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from pdserve.services.cli.commands import COMMANDS, UP_OWNS, known_names
 from pdserve.services.cli.main import main
 from pdserve.services.cli.roles import guarded
+from pdserve.services.host.process import GRPC_POLLER
 from pdserve.services.options.options import options_of
 
 ROOT = Path(__file__).parents[3]
@@ -35,6 +37,27 @@ def run(*words: str, block: tuple[str, ...] = (), timeout_s: float = 100) -> tup
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def test_a_router_tells_grpc_how_to_poll_before_it_is_imported() -> None:
+    code = (
+        "import os, sys\n"
+        "class Look:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'grpc':\n"
+        "            os.write(1, os.environ.get('GRPC_EXPERIMENTS', 'nothing').encode())\n"
+        "            os._exit(0)\n"
+        "sys.meta_path.insert(0, Look())\n"
+        "from pdserve.services.cli.main import main\n"
+        "main(['router', '--cluster-secret', 's' * 32])\n"
+    )
+    for given, expected in ((None, GRPC_POLLER), ("-x", "-x")):
+        env = {key: value for key, value in os.environ.items() if key != "GRPC_EXPERIMENTS"}
+        env |= {"GRPC_EXPERIMENTS": given} if given else {}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env
+        )
+        assert done.stdout == expected, done.stderr
 
 
 def test_overview_and_version_import_nothing_heavy() -> None:
