@@ -13,7 +13,7 @@ from pathlib import Path
 
 import uvloop
 from scale.card import model
-from scale.fake_worker import Exchange, FakeDecode, FakePrefill, slow_down
+from scale.fake_worker import Exchange, FakeDecode, FakePrefill
 from scale.processes import files_of
 from scale.shape import Shape
 
@@ -43,7 +43,6 @@ async def run(certificates: Path, shape: Shape, routers: list[str]) -> dict[str,
 def main() -> None:
     certificates, text, file, *routers = sys.argv[1:]
     shape = Shape.from_json(text)
-    slow_down(shape.slow)
     admitted = uvloop.run(run(Path(certificates), shape, routers))
     Path(file).write_text(json.dumps(admitted))
     os._exit(0)  # hundreds of threads, of which none has anything to save

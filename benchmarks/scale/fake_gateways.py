@@ -142,7 +142,7 @@ async def answer(commands: asyncio.StreamReader, streams: Streams, shape: Shape)
     async for line in commands:
         command = line.strip()
         if command == b"steady":
-            limit_s = STEADY_S + RAMP_S * shape.slow * shape.streams
+            limit_s = STEADY_S + RAMP_S * shape.streams
             with suppress(TimeoutError):
                 await eventually(streams.nearly_all_run, "streams", limit_s)
         elif command == b"finish":
@@ -168,7 +168,7 @@ async def run(certificates: Path, shape: Shape, router: str) -> dict[str, float]
     answering = asyncio.create_task(answer(commands, streams, shape))
     for number in range(shape.streams):
         streams.first(gateways[number % len(gateways)])
-        await asyncio.sleep(RAMP_S * shape.slow)
+        await asyncio.sleep(RAMP_S)
     await answering
     for gateway in gateways:
         await gateway.close()

@@ -34,7 +34,6 @@ from pdserve.services.host.rpc.fragments import IdsCollector
 from pdserve.services.host.rpc.outbox import Outbox, TokensOutbox
 from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.host.server import GrpcHost
-from pdserve.services.worker import membership, reports
 from pdserve.services.worker.membership import Membership
 from pdserve.services.worker.process import IDLE_LOAD_S, LOAD_S
 
@@ -94,7 +93,7 @@ class FakeWorker:
         self._commands = 0.0  # of other routers, until the next turn
         self._waited = 0.0
         self._turns = 0
-        self._turn_s = LOAD_S * shape.slow
+        self._turn_s = LOAD_S
         self._said = fleet_pb2.Load()
 
     @property
@@ -242,7 +241,7 @@ class FakeDecode(FakeWorker, DecodeServicer):
         now = time.monotonic()
         if now < self._next_step or not self._streams:
             return
-        self._next_step = max(now, self._next_step + self.shape.slow / self.shape.tokens_s)
+        self._next_step = max(now, self._next_step + 1 / self.shape.tokens_s)
         for attempt, stream in list(self._streams.items()):
             if stream.position + 1 < stream.num_tokens:
                 _put_token(stream)
@@ -322,9 +321,7 @@ class FakePrefill(FakeWorker, PrefillServicer):
                 self.of_another_router()
                 accepted = wire.PrefillAccepted(attempt=start.attempt)
                 outbox.put(wire.PrefillEvent(accepted=accepted))
-                loop.call_later(
-                    PREFILL_S * self.shape.slow, self._done, outbox, start.attempt, start.ticket.id
-                )
+                loop.call_later(PREFILL_S, self._done, outbox, start.attempt, start.ticket.id)
 
     def _done(self, outbox: Outbox[wire.PrefillEvent], attempt: bytes, ticket: bytes) -> None:
         self._exchange.deliver(ticket)
@@ -341,13 +338,6 @@ class FakePrefill(FakeWorker, PrefillServicer):
         num, self._new_blocks = self._new_blocks, 0
         self.cache(num)
         self.load.waiting = num * BLOCK // self.shape.prompt_len
-
-
-def slow_down(factor: float) -> None:
-    """All that the product's Membership says at intervals comes as much later."""
-    for name in ("HEARTBEAT_S", "BEAT_S", "LOAD_INTERVAL_S", "STEADY_INTERVAL_S"):
-        setattr(reports, name, getattr(reports, name) * factor)
-    membership.SILENT_S *= factor
 
 
 def new_hashes(count: int) -> list[bytes]:

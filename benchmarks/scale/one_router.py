@@ -1,7 +1,6 @@
 """One router at its share: a real process between fake workers and the sessions of fake gateways.
 
-What it costs is the processor time of its process, whatever else the machine does meanwhile; of one
-in slow motion, what it would cost at full speed. Times
+What it costs is the processor time of its process, whatever else the machine does meanwhile. Times
 between processes are by the machine's one monotonic clock; they hold the fakes' own delays too.
 """
 
@@ -18,7 +17,6 @@ from scale.processes import END_S, HERE, Processes, cpu_s, free_address, memory_
 from scale.shape import Shape
 
 from pdserve.services.host.auth.roles import Role
-from pdserve.services.host.process import GRPC_POLLER
 
 SETTLE_S = 2.0  # after the last join or first token
 START_S = 60.0
@@ -68,10 +66,7 @@ class _OneRouter:
         address = free_address()
         words = ["--bind", address, *processes.words(Role.ROUTER)]
         script, placed = str(HERE / "timed_router.py"), str(self._files["placed"])
-        slow = str(shape.slow)
-        command = [sys.executable, script, slow, placed, *words]
-        # The script imports gRPC before `pdserve router` can say so.
-        self._router = processes.start(*command, GRPC_EXPERIMENTS=GRPC_POLLER)
+        self._router = processes.start(sys.executable, script, placed, *words)
         wait_until(lambda: processes.fleet(address), "the router", START_S)
         self._empty_mib = memory_mib(self._router.pid)
         words = [shape.to_json(), str(self._files["admitted"]), address]
@@ -86,15 +81,15 @@ class _OneRouter:
             words = [shape.to_json(), str(self._files["sent"]), address]
             self._gateways = processes.fake("fake_gateways.py", *words)
             self._ask("steady", STEADY_S)
-            time.sleep(SETTLE_S * shape.slow)
+            time.sleep(SETTLE_S)
 
     def measure(self, window_s: float, finish: bool) -> dict[str, Any]:
         pids = [p.pid for p in (self._router, self._fleet, self._gateways) if p is not None]
         before, began, used = self._ask("count"), time.monotonic(), list(map(cpu_s, pids))
         time.sleep(window_s)
         after, ended = self._ask("count"), time.monotonic()
-        slow, seconds = self._shape.slow, ended - began
-        cores = [slow * (cpu_s(pid) - u) / seconds for pid, u in zip(pids, used, strict=True)]
+        seconds = ended - began
+        cores = [(cpu_s(pid) - u) / seconds for pid, u in zip(pids, used, strict=True)]
         found = {
             "shape": json.loads(self._shape.to_json()),
             "core": round(cores[0], 4),
@@ -103,12 +98,12 @@ class _OneRouter:
             "joined_mib": round(self._joined_mib - self._empty_mib, 1),
         }
         if self._gateways is not None:
-            demanded = self._shape.streams * self._shape.tokens_s * seconds / slow
+            demanded = self._shape.streams * self._shape.tokens_s * seconds
             found["carried"] = round((after["tokens"] - before["tokens"]) / demanded, 4)
             found |= self._streams(finish)
         noted = self._noted()
         looks = [one for one in noted["looks"] if began <= one[0] <= ended]
-        found["reports_s"] = round(slow * (looks[-1][2] - looks[0][2]) / seconds)
+        found["reports_s"] = round((looks[-1][2] - looks[0][2]) / seconds)
         found["wait_for_loop_ms"] = spread_ms([late for _, late, _ in looks])
         found["isolations"] = noted["num_isolations"]
         found["exact"] = found.get("exact", True) and not found["isolations"]
@@ -118,7 +113,7 @@ class _OneRouter:
 
     def _streams(self, finish: bool) -> dict[str, Any]:
         """What has come of them, of the whole run."""
-        last_s = self._shape.answer_len * self._shape.slow / self._shape.tokens_s
+        last_s = self._shape.answer_len / self._shape.tokens_s
         counts = self._ask("finish", FINISH_S + last_s) if finish else self._ask("end")
         return {
             "counts": {name: counts[name] for name in COUNTS},

@@ -49,14 +49,14 @@ class Processes:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def start(self, *command: str, **env: str) -> subprocess.Popen[bytes]:
-        """A process that is spoken to by its pipes; `env` is added to its environment."""
+    def start(self, *command: str) -> subprocess.Popen[bytes]:
+        """A process that is spoken to by its pipes."""
         self._count += 1
         places = os.pathsep.join([str(HERE.parent), str(ROOT / "tests/support")])
         with (self.folder / f"{self._count}.log").open("wb") as log:
             process = subprocess.Popen(
                 command,
-                env=os.environ | {"PYTHONPATH": places, "PDSERVE_DRAIN_S": "0"} | env,
+                env=os.environ | {"PYTHONPATH": places, "PDSERVE_DRAIN_S": "0"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

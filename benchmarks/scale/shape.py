@@ -2,9 +2,6 @@
 
 A router of ten has a tenth of the streams, and all workers join it. What a worker reports is of all
 its streams, those of the nine other routers too, so its reports are as many and as large as there.
-
-In slow motion everything takes `slow` times as long: steps, reports, the router's own ticks. Then
-a machine with too few cores carries it, and `slow` times the measured share of a core is the cost.
 """
 
 import json
@@ -28,7 +25,6 @@ class Shape:
     answer_len: int = 256
     prompt_len: int = 512
     shared_len: int = 256  # of a prompt: its beginning, which some workers have cached
-    slow: float = 1.0
 
     @property
     def prefills(self) -> int:

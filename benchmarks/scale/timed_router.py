@@ -1,7 +1,6 @@
 """The router's own process, which notes what it takes to place each request.
 
-`timed_router.py SLOW FILE WORDS...`: it ticks, echoes heartbeats and loses patience with silent
-workers SLOW times more slowly; WORDS are those of `pdserve router`. At its end FILE has a JSON
+`timed_router.py FILE WORDS...`: WORDS are those of `pdserve router`. At its end FILE has a JSON
 object: `placed`, an array a request with its id, when placing began (time.monotonic), seconds by
 the clock and seconds of the thread's processor time, both until the Admit is in the worker's
 outbox; `looks`, arrays of a time, of how late the loop came to it (so long does a message wait) and
@@ -16,14 +15,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pdserve.services.cli.main import main as pdserve
-from pdserve.services.host.rpc.request_progress import RequestProgress
-from pdserve.services.router import core, join_service
-from pdserve.services.router.core import RouterCore
-from pdserve.services.router.fleet import fleet
-from pdserve.services.router.requests.effects import Client
+from pdserve.services.host.process import use_grpc_poller
 
-LOOK_S = 0.0973  # between two looks at how late the loop is; each costs the router, too
+use_grpc_poller()  # as `pdserve router` does, before gRPC is imported
+
+from pdserve.services.cli.main import main as pdserve  # noqa: E402
+from pdserve.services.host.rpc.request_progress import RequestProgress  # noqa: E402
+from pdserve.services.router.core import RouterCore  # noqa: E402
+from pdserve.services.router.requests.effects import Client  # noqa: E402
+
+LOOK_S = 0.0373  # between two looks at how late the loop is; each costs the router, too
 
 begin, submit, report = RouterCore.__init__, RouterCore.submit, RouterCore.report
 placed: list[tuple[str, float, float, float]] = []
@@ -59,19 +60,13 @@ def watched_core(router: RouterCore, *args: Any, **kwargs: Any) -> None:
 
 
 def main() -> int:
-    slow = float(sys.argv[1])
-    core.TICK_S *= slow
-    core.STOOD_S *= slow
-    join_service.HEARTBEAT_ECHO_S *= slow
-    for name in ("SILENCE_S", "SUSPECT_S", "ISOLATED_S", "UNREPORTED_S"):
-        setattr(fleet, name, getattr(fleet, name) * slow)
     RouterCore.__init__ = watched_core  # type: ignore[method-assign]
     RouterCore.report = counted_report  # type: ignore[method-assign]
     RouterCore.submit = timed_submit  # type: ignore[method-assign]
-    code = pdserve(["router", *sys.argv[3:]])
+    code = pdserve(["router", *sys.argv[2:]])
     (router,) = routers
     noted = {"placed": placed, "looks": looks, "num_isolations": router.num_isolations}
-    Path(sys.argv[2]).write_text(json.dumps(noted))
+    Path(sys.argv[1]).write_text(json.dumps(noted))
     return code
 
 

@@ -223,7 +223,7 @@ def main() -> None:
         "wire": wire(),
         "authority": rotation.authority(),
         "secret": rotation.secret(),
-        "connections": connections.storm(),
+        "connections": connections.storms(),
         "wrong_role": run_tests("tests/system/test_rights.py", "tests/system/test_roles.py"),
     }
     print(json.dumps({"ok": all(part["ok"] for part in parts.values()), **parts}))

@@ -39,9 +39,9 @@ def freeze_heap() -> None:
 
 
 def use_grpc_poller() -> None:
-    """To be called before gRPC is imported, by a process that reads many small messages. gRPC's
-    event engine wakes four threads for a message where its older poller wakes one: 100 idle workers
-    cost a router a third less by that (docs/scale.md). A gRPC without it says so, and goes on."""
+    """To be called before gRPC is imported, by a router of its own: it reads thousands of small
+    messages a second. gRPC's event engine wakes four threads for one, its older poller a single
+    thread (docs/scale.md). A gRPC that has no such poller any more logs that, and goes on."""
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_POLLER)
 
 

@@ -33,15 +33,6 @@ def test_one_router_at_a_small_share_loses_and_repeats_no_token() -> None:
     assert found["sent_to_admit_ms"]["p50"] >= found["sent_to_placing_ms"]["p50"]
 
 
-def test_in_slow_motion_nobody_loses_patience() -> None:
-    """Heartbeats are further apart than the router waits for one at full speed."""
-    shape = replace(SMALL, workers=5, streams=4, answer_len=4, slow=3.0)
-    found = measure(shape, window_s=2.0, finish=True)
-    assert found["exact"], found
-    assert found["isolations"] == 0
-    assert found["counts"]["ended"] >= shape.streams
-
-
 def test_idle_workers_say_little() -> None:
     found = measure(replace(SMALL, workers=5, streams=0), window_s=2.0)
     assert found["exact"], found

@@ -45,7 +45,11 @@ class World:
     reads_rows = False
 
     def __init__(
-        self, mixing: Mixing, prefill: str = "always", resuming: Mixing | None = None
+        self,
+        mixing: Mixing,
+        prefill: str = "always",
+        resuming: Mixing | None = None,
+        seed: int = 1,
     ) -> None:
         self.now = 100.0
         self.fleet = Fleet()
@@ -53,7 +57,7 @@ class World:
         self.sent: list[tuple[Worker, Any]] = []
         self.num_joined = 0
         rules = Rules(prefill, 10, mixing=mixing, resuming=resuming or mixing)
-        self.dispatcher = Dispatcher(self.fleet, rules, self._send, Random(1), 5, 0.0)
+        self.dispatcher = Dispatcher(self.fleet, rules, self._send, Random(seed), 5, 0.0)
 
     @property
     def core(self) -> Any:

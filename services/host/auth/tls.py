@@ -4,6 +4,7 @@ role its process has.
 Files are read again for every connection, so that new ones are taken without a restart.
 """
 
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
@@ -20,8 +21,10 @@ from pdserve.services.host.errors import ServiceError, abort
 from pdserve.services.host.rpc.channel import CHANNEL_OPTIONS
 from pdserve.services.host.rpc.handlers import Context, Guard, guarded
 
+log = logging.getLogger(__name__)
+
 PEM = "-----BEGIN"
-REPLACING_S = 0.05  # before gRPC replaces what connections that have just arrived may still take
+REPLACING_S = 0.05  # before gRPC frees what a connection may be about to take
 
 
 class TlsFiles:
@@ -48,22 +51,30 @@ class TlsFiles:
         return read_pem(self._authority) if self._authority else None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of a server that, with an authority, wants a certificate from its clients too. Raises
-        OSError.
+        """Of one port of a server that, with an authority, wants a certificate from its clients
+        too. Raises OSError.
 
         gRPC asks for new files at each connection, one at a time, and frees what it had if there
         are some. A connection that asked just before, on another thread, may be about to take the
-        old, and the process would crash (https://github.com/grpc/grpc/issues/36693). So gRPC gets
-        new files only if they differ, and later than that connection can need the old.
+        old, and the process crashes (https://github.com/grpc/grpc/issues/36693). So gRPC gets new
+        files only if they differ, and after a pause in which that connection takes the old; other
+        new connections wait meanwhile. A key of another certificate is not taken: the other file
+        of the two is on its way.
         """
-        known = self.pair(), self.authority()
+        known = refused = self.pair(), self.authority()
 
         def new_files() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal known
-            found = self.pair(), self.authority()
-            if found == known:
+            nonlocal known, refused
+            if (self.pair(), self.authority()) in (known, refused):
                 return None
             time.sleep(REPLACING_S)
+            found = self.pair(), self.authority()
+            try:
+                check_pair(Identity(found[0][1], found[0][0]))
+            except ValueError as error:
+                log.warning("%s: %s; the one before is shown", self._certificate, error)
+                refused = found
+                return None
             known = found
             return configuration(*known)
 

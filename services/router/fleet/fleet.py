@@ -79,7 +79,6 @@ class Worker:
     load: pb.Load = field(default_factory=pb.Load)
     # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
     unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict)
-    reported: tuple[int, int] = (0, 0)  # requests and waiting prompt tokens of the load
     free_tokens: int = 0  # room for KV that its last load tells of, less what it has promised
     # Of the hello.
     role: pb.Role = field(init=False)
@@ -87,7 +86,9 @@ class Worker:
     model: str = field(init=False)
     identity: KvIdentity = field(init=False)
     kind: WorkerKind = field(init=False)
-    _unreported_tokens: int = 0
+    # Requests and waiting prompt tokens of the load.
+    _reported: tuple[int, int] = field(default=(0, 0), init=False)
+    _unreported_tokens: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         hello = self.hello
@@ -130,7 +131,9 @@ class Worker:
 
     def commanded(self, attempt: bytes, tokens: int, now: float) -> None:
         """Count a command until a load includes it."""
-        self.forget_command(attempt)
+        self.forget_command(
+            attempt
+        )  # so that the last one said stands last: age and loads go by it
         self.unreported[attempt] = (tokens, now)
         self._unreported_tokens += tokens
 
@@ -141,7 +144,7 @@ class Worker:
     def report(self, load: pb.Load) -> None:
         """Take a new load, and forget the commands that it includes."""
         self.load = load
-        self.reported = load.running + load.waiting, load.waiting_tokens
+        self._reported = load.running + load.waiting, load.waiting_tokens
         blocks = load.blocks_free + load.blocks_cached
         self.free_tokens = blocks * self.kind.layout.block_size - load.promised_tokens
         self.busy_until = 0.0
@@ -153,12 +156,14 @@ class Worker:
 
     def expected(self, now: float) -> tuple[int, int]:
         """(requests, waiting prompt tokens) with what was sent and not reported yet."""
+        if not self.unreported:
+            return self._reported
         while self.unreported:
             attempt, (_, sent) = next(iter(self.unreported.items()))
             if now - sent < UNREPORTED_S:
                 break
             self.forget_command(attempt)
-        requests, waiting_tokens = self.reported
+        requests, waiting_tokens = self._reported
         return requests + len(self.unreported), waiting_tokens + self._unreported_tokens
 
 

@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from pdserve.engine.kv.identity import Difference, KvIdentity, Mixing, refusal
 from pdserve.engine.kv.spec import KvSpec, spec_difference
 
-NO_LAYOUT = KvSpec(0, ())
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """Of a hello. Workers of a kind share one object, which is compared for every request."""
+    """What the hellos of such workers have in common. They share one object, since each placement
+    compares it."""
 
     identity: KvIdentity
-    wire_version: int = 1
-    transports: tuple[str, ...] = ()
-    layout: KvSpec = NO_LAYOUT
-    encrypts: bool = False
+    wire_version: int
+    transports: tuple[str, ...]
+    layout: KvSpec
+    encrypts: bool
 
 
 def mismatch(prefill: WorkerKind, decode: WorkerKind, mixing: Mixing) -> Difference | None:

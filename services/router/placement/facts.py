@@ -39,7 +39,7 @@ class FactsOfWorkers:
         self._index = index
         self._promised = promised
         self._now = now
-        self._known: dict[WorkerKind, _KnownBlocks] = {}
+        self._known: dict[tuple[bytes, int], _KnownBlocks] = {}  # by what chains depend on
 
     def of(self, worker: Worker) -> WorkerFacts:
         """What the policy knows of this worker about this prompt."""
@@ -47,8 +47,8 @@ class FactsOfWorkers:
         return facts
 
     def of_all(self, workers: Iterable[Worker]) -> list[WorkerFacts]:
-        """The same of each. It is the longest part of a placement, so what workers of a kind share
-        is looked up once for all that follow each other, and nothing that knows of no worker."""
+        """The same of each, in their order. It is the longest part of a placement: what a kind has
+        is looked up where another kind follows, and tables that are empty are not asked."""
         found, now, verified = [], self._now, self._verified
         kind: WorkerKind | None = None
         for worker in workers:
@@ -57,13 +57,17 @@ class FactsOfWorkers:
                 size, known = kind.layout.block_size, self._of_kind(kind)
                 num_cached, num_promised = known.num_cached, known.num_promised
             boot = worker.boot
-            has = worker.expected(now) if worker.unreported else worker.reported
+            requests, waiting_tokens = worker.expected(now)
             cached = num_cached.get(worker.prefixes.bit, 0) * size if num_cached else 0
             if verified:
                 cached = max(cached, verified.get(boot, 0))
             promised = num_promised.get(boot, 0) * size if num_promised else 0
-            # By position, which takes half as long: requests, and their waiting tokens.
-            found.append(WorkerFacts(boot, kind, *has, cached, promised, worker.free_tokens))
+            # By position: names take twice as long.
+            found.append(
+                WorkerFacts(
+                    boot, kind, requests, waiting_tokens, cached, promised, worker.free_tokens
+                )
+            )
         return found
 
     def chain(self, worker: Worker) -> list[bytes]:
@@ -71,12 +75,12 @@ class FactsOfWorkers:
         return self._of_kind(worker.kind).chain
 
     def _of_kind(self, kind: WorkerKind) -> _KnownBlocks:
-        known = self._known.get(kind)
+        digest, size = kind.identity.digest, kind.layout.block_size
+        known = self._known.get((digest, size))
         if known is None:
-            size, seed = kind.layout.block_size, cache_seed(kind.identity.digest, self._salt)
-            chain = chain_hashes(self._ids, size, seed) if size else []
+            chain = chain_hashes(self._ids, size, cache_seed(digest, self._salt)) if size else []
             cached, promised = self._index.num_cached(chain), self._promised.num_promised(chain)
-            known = self._known[kind] = _KnownBlocks(chain, cached, promised)
+            known = self._known[digest, size] = _KnownBlocks(chain, cached, promised)
         return known
 
 

@@ -147,7 +147,8 @@ def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> in
 
 
 def decode_costs(prompt: PromptFacts, workers: Sequence[WorkerFacts], most: float) -> list[int]:
-    """Of decode workers; the cache of one with more than `most` requests does not count."""
+    """What a prompt costs at each decode worker; the cache of one with more than `most` requests
+    does not count."""
     num_tokens = prompt.num_tokens
     # queue_cost and missing_tokens written out, since this runs for each worker and request.
     return [

@@ -14,7 +14,7 @@ class PromisedChains:
 
     def __init__(self) -> None:
         self._counts: dict[bytes, Counter[bytes]] = {}  # by boot of the worker
-        self._boots: dict[bytes, set[bytes]] = {}  # of the workers to which a first link comes
+        self._boots: dict[bytes, set[bytes]] = {}  # by the first link of what comes there
         self._attempts: dict[bytes, tuple[bytes, Sequence[bytes]]] = {}
 
     def __iter__(self) -> Iterator[bytes]:

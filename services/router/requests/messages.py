@@ -34,8 +34,9 @@ def start_prefill(start: wire.PrefillStart, ids: Sequence[int]) -> Iterator[wire
     parts, tail = send_ids(start.attempt.hex(), ids)
     for part in parts:
         yield wire.PrefillCommand(ids_part=part)
-    start.ids.extend(tail)
-    yield wire.PrefillCommand(start=start)
+    command = wire.PrefillCommand(start=start)
+    command.start.ids.extend(tail)
+    yield command
 
 
 def hold(attempt: bytes) -> wire.DecodeCommand:

@@ -356,5 +356,5 @@ def reads(worker: Worker, tokenizer: str) -> bool:
 
 
 def readers(workers: Sequence[Worker], tokenizer: str) -> Sequence[Worker]:
-    """Those that read it."""
+    """Those of the workers that have the prompt's tokenizer."""
     return [w for w in workers if reads(w, tokenizer)] if tokenizer else workers

@@ -23,9 +23,11 @@ def test_nothing_is_begun_past_its_deadline() -> None:
     machine.at_decode.clear()
     machine.now += 1.0
     for worker in machine.fleet.of(fleet_pb2.DECODE, "m"):
-        machine.dispatcher.connected(worker, machine.now)
+        worker.connected = True
+        machine.dispatcher.on_load(worker, machine.now)  # before the tick that ends them
     assert taking_work([first.worker], machine.now)
     assert not machine.at_decode
+    assert machine.client.terminal == {}
     machine.dispatcher.tick(machine.now)
     assert machine.client.terminal == {("retried", 1): 1, ("waiting", 1): 1}
 

@@ -193,6 +193,20 @@ def test_own_commands_count_until_a_load_includes_them() -> None:
     assert worker.expected(UNREPORTED_S) == (4, 130)
 
 
+def test_a_command_that_is_said_again_counts_once_from_then_on() -> None:
+    """As the prompt's, when the prefill worker is asked after all."""
+    _, worker = joined()
+    for name, tokens, at in ((b"a", 10, 0.0), (b"b", 20, 0.1), (b"a", 5, 0.2)):
+        worker.commanded(name, tokens, at)
+    assert worker.expected(0.3) == (2, 25)
+    worker.report(pb.Load(last_command=b"b"))
+    assert worker.expected(0.3) == (1, 5), "a was sent after it"
+    assert worker.expected(0.1 + UNREPORTED_S) == (1, 5)
+    assert worker.expected(0.2 + UNREPORTED_S) == (0, 0)
+    worker.forget_command(b"a")
+    assert worker.expected(0.3) == (0, 0)
+
+
 class FleetMachine(RuleBasedStateMachine):
     """Any order of events; a model of a few lines says who must be there."""
 

@@ -5,9 +5,9 @@ from random import Random
 
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from worker_kinds import kind
 
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.services.router.fleet.worker_kind import WorkerKind, mismatch
+from pdserve.services.router.fleet.worker_kind import mismatch
 from pdserve.services.router.placement.policy import (
     AGAIN_RATIO,
     BUSIER_RATIO,
@@ -30,14 +30,14 @@ from pdserve.services.router.placement.policy import (
     spread,
 )
 
-A = WorkerKind(KvIdentity(b"a"), transports=("tcp",))
+A = kind()
 boots = st.binary(min_size=16, max_size=16)
 workers = st.builds(
     WorkerFacts,
     boot=boots,
     kind=st.builds(
-        WorkerKind,
-        identity=st.sampled_from([KvIdentity(b"a"), KvIdentity(b"b")]),
+        kind,
+        digest=st.sampled_from([b"a", b"b"]),
         wire_version=st.sampled_from([1, 2]),
         transports=st.sampled_from([("tcp",), ("shm", "tcp"), ("shm",), ()]),
     ),

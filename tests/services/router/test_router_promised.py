@@ -5,9 +5,8 @@ from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
+from worker_kinds import kind
 
-from pdserve.engine.kv.identity import KvIdentity
-from pdserve.services.router.fleet.worker_kind import WorkerKind
 from pdserve.services.router.placement.policy import (
     PromptFacts,
     Rules,
@@ -22,7 +21,7 @@ PROMPT = PromptFacts(3999)
 
 
 def worker(boot: bytes, **facts: int) -> WorkerFacts:
-    return WorkerFacts(boot, WorkerKind(KvIdentity(b"a"), transports=("tcp",)), **facts)
+    return WorkerFacts(boot, kind(), **facts)
 
 
 def test_what_is_promised_is_counted_by_attempt() -> None:

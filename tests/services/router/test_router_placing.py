@@ -1,0 +1,97 @@
+"""Which workers a placement may choose among, and what it knows of each."""
+
+from dispatcher_world import BLOCKS, NUMERICS, World
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.engine.kv.identity import Mixing
+from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.fleet_pb2 import DECODE, Load, PrefixEvents
+from pdserve.services.router.fleet.fleet import Worker
+from pdserve.services.router.placement.facts import FactsOfWorkers
+from pdserve.services.router.requests.machine import ANSWER_S
+from pdserve.services.router.requests.placer import MAX_ADMITTING, AskedPrompt
+
+IDS = list(range(200))
+
+
+def asked(world: World) -> list[tuple[Worker, str]]:
+    """Workers and requests of all Admits."""
+    return [(worker, admit.start.request) for worker, admit in world.commands("admit")]
+
+
+def answer(world: World, at: int) -> None:
+    """Decode has taken that Admit."""
+    worker, admit = world.commands("admit")[at]
+    admitted = wire.DecodeEvent(admitted=wire.Admitted(attempt=admit.attempt))
+    world.dispatcher.on_decode(worker, admitted, world.now)
+
+
+def test_a_worker_with_enough_unanswered_admits_gets_no_more() -> None:
+    world = World(Mixing(), "never")
+    only = world.join(DECODE)
+    names = [f"r{number}" for number in range(MAX_ADMITTING + 2)]
+    for name in names:
+        world.submit(name)
+    assert asked(world) == [(only, name) for name in names[:MAX_ADMITTING]]
+    assert world.dispatcher.num_queued == 2
+    answer(world, 0)
+    world.pass_time(0.05)
+    assert asked(world) == [(only, name) for name in names[: MAX_ADMITTING + 1]]
+
+
+def test_a_worker_that_does_not_answer_is_not_asked_again_at_once() -> None:
+    for seed in range(8):  # the choice between equals is drawn
+        world = World(Mixing(), "never", seed=seed)
+        both = {world.join(DECODE), world.join(DECODE)}
+        world.submit("r")
+        world.pass_time(ANSWER_S + 0.1)
+        assert {worker for worker, _ in asked(world)} == both
+
+
+def test_a_picker_is_told_the_others_by_their_cost() -> None:
+    world = World(Mixing(), "never")
+    workers = [world.join(DECODE) for _ in range(4)]
+    for worker, waiting in zip(workers, (90_000, 0, 270_000, 180_000), strict=True):
+        worker.report(Load(waiting_tokens=waiting))
+    hosts = {worker.host for worker in workers}
+    picked = world.dispatcher.placer.pick(AskedPrompt("m", IDS, b"", "", hosts), world.now)
+    order = [workers[number].host for number in (1, 0, 3, 2)]
+    assert [one.host for one in picked] == order
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([{}, BLOCKS, NUMERICS]), st.booleans(), st.integers(0, 12)),
+        max_size=8,
+    )
+)
+def test_facts_of_many_are_those_of_each(fleet: list[tuple[dict[str, bytes], bool, int]]) -> None:
+    """Whatever kinds follow each other; a kind has its own hashes and sizes of blocks."""
+    world = World(Mixing(), "never")
+    placer = world.dispatcher.placer
+    workers = []
+    for number, (card, has_command, num_blocks) in enumerate(fleet):
+        worker = world.join(DECODE, {"transports": ["tcp", "shm"][: 1 + number % 2]}, **card)
+        worker.report(Load(running=number, waiting_tokens=7 * number, blocks_free=100))
+        if has_command:
+            worker.commanded(b"attempt", 30, world.now)
+        chain = facts_of(world).chain(worker)[:num_blocks]
+        worker.prefixes.apply(PrefixEvents(added=chain))
+        placer.promised.add(b"%d" % number, worker.boot, chain[: num_blocks // 2])
+        workers.append(worker)
+    found = facts_of(world).of_all(workers)
+    assert found == [facts_of(world).of(worker) for worker in workers]
+    for facts, worker, (_, has_command, num_blocks) in zip(found, workers, fleet, strict=True):
+        size = worker.kind.layout.block_size
+        number = workers.index(worker)
+        assert facts.kind is worker.kind
+        assert facts.cached_tokens == size * min(num_blocks, (len(IDS) - 1) // size)
+        assert facts.promised_tokens == size * min(num_blocks // 2, (len(IDS) - 1) // size)
+        assert facts.waiting_tokens == 7 * number + 30 * has_command
+        assert facts.requests == number + has_command
+
+
+def facts_of(world: World) -> FactsOfWorkers:
+    placer = world.dispatcher.placer
+    return FactsOfWorkers(IDS, b"", {}, world.fleet.prefixes, placer.promised, world.now)
