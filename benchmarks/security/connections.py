@@ -2,7 +2,9 @@
 
 `python benchmarks/security/connections.py` does it for half a minute with each of gRPC's pollers,
 and prints one JSON object. gRPC takes new files on the thread of whichever connection finds them;
-connections on its other threads must not notice.
+connections on its other threads must not notice. Where each connection brought new ones, a router
+died within 500 to 3,000 connections. A pause too short (auth/tls.py) is not found by this: without
+any, 52 certificates were replaced in 13,696 connections, and nothing happened.
 """
 
 import json
