@@ -94,6 +94,25 @@ def test_a_part_that_came_to_nothing_fails_and_the_next_goes_on(
     line7_share.measured.clear()
 
 
+def test_what_else_the_machine_did_in_one_try_bends_no_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: set[Shape] = set()
+
+    def canned(shape: Shape, window_s: float) -> dict[str, Any]:
+        disturbed = shape.streams == 500 and shape not in seen
+        seen.add(shape)
+        return GOOD | PLACED | {"core": 0.0001 * shape.streams + 0.3 * disturbed}
+
+    monkeypatch.setattr(one_router, "measure", canned)
+    line7_share.measured.clear()
+    found = line7_share.streams()
+    line7_share.measured.clear()
+    assert found["ok"], found
+    assert [point["core"] for point in found["points"]] == [0.05, 0.1, 0.15, 0.2]
+    assert max(found["points"][0]["tries"]) == pytest.approx(0.35)
+
+
 def test_workers_hold_beginnings_of_prompts() -> None:
     """So that the router's prefix index finds what it is asked for."""
     shape = Shape()
