@@ -1,12 +1,12 @@
 """What a system of any size asks of each router: connections, messages, bytes, cores, memory.
 
-`python benchmarks/scale/arithmetic.py` prints the tables of docs/scale.md. A router costs
+`python benchmarks/scale/arithmetic.py` prints the tables of docs/scale.md, from the costs that line
+7 measured last (benchmarks/results/scale.json). A router costs
 `fixed + per_worker * workers that join it + per_stream * its streams`; what joins it is all workers
 in a full mesh, and `keep / routers` of them if each worker joins only the `keep` routers that come
 first for it by rendezvous hash (Thaler and Ravishankar, 1998).
 """
 
-import argparse
 import json
 import math
 from collections import Counter
@@ -16,6 +16,7 @@ from typing import Any
 
 from pdserve.services.host.discovery.rendezvous import rendezvous_order
 
+REPORT = Path(__file__).parents[1] / "results/scale.json"
 MOST_CORE = 0.70  # of a router
 MESH_CORE = 0.35  # of it, for workers that it only listens to: beyond half of it, they are too many
 TOKENS_S = 10.0  # of a stream
@@ -37,10 +38,6 @@ class Costs:
     hash_bytes: float
     stream_mib: float
     reports_s: float  # of a busy worker to each router that it joined
-
-
-# Before anything was made cheaper: scale-before.jsonl (see docs/scale.md).
-MEASURED = Costs(0.02, 0.0045, 0.00034, 65.0, 0.237, 176.0, 0.028, 41.0)
 
 
 @dataclass(frozen=True)
@@ -222,10 +219,7 @@ def costs_of(report: dict[str, Any]) -> Costs:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--report", type=Path, help="scale.json, instead of MEASURED")
-    args = parser.parse_args()
-    costs = costs_of(json.loads(args.report.read_text())) if args.report else MEASURED
+    costs = costs_of(json.loads(REPORT.read_text()))
     print(costs, f"full mesh up to {mesh_limit(costs)} workers", "", sep="\n")
     print(*table(costs), "", *sharding(), sep="\n")
 

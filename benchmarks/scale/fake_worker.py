@@ -93,7 +93,6 @@ class FakeWorker:
         self._commands = 0.0  # of other routers, until the next turn
         self._waited = 0.0
         self._turns = 0
-        self._turn_s = LOAD_S
         self._said = fleet_pb2.Load()
 
     @property
@@ -120,7 +119,7 @@ class FakeWorker:
         )
         self._report()
         self._membership.start()
-        asyncio.get_running_loop().call_later(self.rng.uniform(0, 2 * self._turn_s), self._turn)
+        asyncio.get_running_loop().call_later(self.rng.uniform(0, 2 * LOAD_S), self._turn)
 
     def commanded(self, attempt: bytes) -> None:
         self.load.last_command = attempt
@@ -134,7 +133,7 @@ class FakeWorker:
         self._removed += [self._hashes.popleft() for _ in fresh]
 
     def _turn(self) -> None:
-        asyncio.get_running_loop().call_later(self._turn_s, self._turn)
+        asyncio.get_running_loop().call_later(LOAD_S, self._turn)
         self._turns += 1
         self._commands += LOAD_S * self.others
         while self._commands >= 1:

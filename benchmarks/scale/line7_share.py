@@ -13,6 +13,7 @@ all parts were run. Wants benchmarks and tests/support in PYTHONPATH.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -70,9 +71,12 @@ def share() -> dict[str, Any]:
 
 
 def idle() -> dict[str, Any]:
-    """100 workers that have nothing to do."""
-    found = point(IDLE)
-    return found | {"ok": found["exact"] and found["core"] <= MOST_IDLE_CORE}
+    """100 workers that have nothing to do; the lower cost of all tries, each of them exact."""
+    tries = [point(IDLE, number) for number in range(TRIES)]
+    found = min(tries, key=lambda one: one.get("core", math.inf))
+    exact = all(one["exact"] for one in tries)
+    told = {"tries": [one.get("core") for one in tries]}
+    return found | told | {"ok": exact and found["core"] <= MOST_IDLE_CORE}
 
 
 def index() -> dict[str, Any]:
@@ -91,13 +95,13 @@ def index() -> dict[str, Any]:
 
 
 def along(shapes: list[Shape], sizes: tuple[int, ...]) -> dict[str, Any]:
-    """The cost at each size, and the line through those that were carried and exact. The lowest of
-    all tries counts, since what else the machine does only adds to it; every try of every size is
-    carried and exact."""
+    """The cost at each size, and the line through those that were carried and exact: of all tries
+    the lowest, since what else the machine does can only raise it. Every try must be carried and
+    exact."""
     tries = [[point(shape, number) for shape in shapes] for number in range(TRIES)]  # far apart
     points = []
     for size, *found in zip(sizes, *tries, strict=True):
-        lowest = min(found, key=lambda one: one.get("core", 0.0))
+        lowest = min(found, key=lambda one: one.get("core", math.inf))
         points.append(
             {
                 "x": size,

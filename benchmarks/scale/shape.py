@@ -36,7 +36,7 @@ class Shape:
 
     @property
     def starts_s(self) -> float:
-        """Requests that begin in a second at this router, at full speed."""
+        """Requests that begin in a second at this router."""
         return self.streams * self.tokens_s / self.answer_len
 
     def to_json(self) -> str:

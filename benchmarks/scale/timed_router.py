@@ -4,8 +4,8 @@
 object: `placed`, an array a request with its id, when placing began (time.monotonic), seconds by
 the clock and seconds of the thread's processor time, both until the Admit is in the worker's
 outbox; `looks`, arrays of a time, of how late the loop came to it (so long does a message wait) and
-of how many reports of workers it had read by then; `isolations`, when a look found that it heard
-too few of its workers, once for each time.
+of how many reports of workers it had read by then, and whether it heard too few of its workers;
+`num_isolations`, how often it did.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from pdserve.services.host.rpc.request_progress import RequestProgress  # noqa: 
 from pdserve.services.router.core import RouterCore  # noqa: E402
 from pdserve.services.router.requests.effects import Client  # noqa: E402
 
-LOOK_S = 0.0373  # between two looks at how late the loop is; each costs the router, too
+LOOK_S = 0.0973  # between two looks at how late the loop is; more would cost an idle router
 
 begin, submit, report = RouterCore.__init__, RouterCore.submit, RouterCore.report
 placed: list[tuple[str, float, float, float]] = []
-looks: list[tuple[float, float, int]] = []
-isolations: list[float] = []
+looks: list[tuple[float, float, int, bool]] = []
 num_reports = 0
+routers: list[RouterCore] = []
 
 
 def timed_submit(router: RouterCore, progress: RequestProgress, client: Client) -> None:
@@ -48,12 +48,12 @@ def counted_report(router: RouterCore, worker: Any, said: Any, lease: int) -> bo
 
 def watched_core(router: RouterCore, *args: Any, **kwargs: Any) -> None:
     begin(router, *args, **kwargs)
+    routers.append(router)
     loop = asyncio.get_running_loop()
 
     def look(due: float) -> None:
         now = loop.time()
-        looks.append((time.monotonic(), now - due, num_reports))
-        isolations.extend([looks[-1][0]] * (router.num_isolations - len(isolations)))
+        looks.append((time.monotonic(), now - due, num_reports, router.fleet.isolated))
         loop.call_at(now + LOOK_S, look, now + LOOK_S)
 
     look(loop.time())
@@ -64,7 +64,7 @@ def main() -> int:
     RouterCore.report = counted_report  # type: ignore[method-assign]
     RouterCore.submit = timed_submit  # type: ignore[method-assign]
     code = pdserve(["router", *sys.argv[2:]])
-    noted = {"placed": placed, "looks": looks, "isolations": isolations}
+    noted = {"placed": placed, "looks": looks, "num_isolations": routers[0].num_isolations}
     Path(sys.argv[1]).write_text(json.dumps(noted))
     return code
 

@@ -2,9 +2,9 @@
 
 `python benchmarks/security/connections.py` does it for half a minute with each of gRPC's pollers,
 and prints one JSON object. gRPC takes new files on the thread of whichever connection finds them;
-connections on its other threads must not notice. Where each connection brought new ones, a router
-died within 500 to 3,000 connections. A pause too short (auth/tls.py) is not found by this: without
-any, 52 certificates were replaced in 13,696 connections, and nothing happened.
+connections on its other threads must not notice. A router to which each connection brought new
+files died of it after 485 and 1,870 connections, and one that took 1,051 new certificates without
+a pause (auth/tls.py) at the last of them.
 """
 
 import json
@@ -32,7 +32,7 @@ from pdserve.services.host.process import GRPC_POLLER
 
 SECONDS = 30.0
 AT_ONCE = 64
-MOST_BETWEEN_S = 2.0  # two certificates
+MOST_BETWEEN_S = 0.1  # two certificates
 HOST, PORT = "127.0.0.1", 18457
 ADDRESS = f"{HOST}:{PORT}"
 BEGUN_S, CONNECTED_S = 30.0, 20.0
@@ -49,24 +49,26 @@ def connects(access: Access, limit_s: float = CONNECTED_S) -> bool:
     return True
 
 
-def shown(folder: Path) -> int:
-    """The serial number of the router's certificate."""
+def shown(folder: Path) -> int | None:
+    """The serial number of the router's certificate; None if it does not answer."""
     authority, certificate, key = files(Role.GATEWAY, folder)
     context = ssl.create_default_context(cafile=authority)
     context.check_hostname = False  # its name is its role's
     context.load_cert_chain(certificate, key)
     context.set_alpn_protocols(["h2"])
-    with (
-        socket.create_connection((HOST, PORT), CONNECTED_S) as plain,
-        context.wrap_socket(plain) as sealed,
-    ):
-        told = sealed.getpeercert(binary_form=True)
-    assert told is not None
-    return x509.load_der_x509_certificate(told).serial_number
+    try:
+        with (
+            socket.create_connection((HOST, PORT), CONNECTED_S) as plain,
+            context.wrap_socket(plain) as sealed,
+        ):
+            told = sealed.getpeercert(binary_form=True)
+    except OSError:  # SSLError is one
+        return None
+    return x509.load_der_x509_certificate(told).serial_number if told else None
 
 
 class Replacing:
-    """A thread that replaces the router's certificate at times that nobody else knows."""
+    """A thread that replaces the router's certificate at random times."""
 
     def __init__(self, folder: Path) -> None:
         self.serials: list[int] = []
@@ -108,10 +110,9 @@ def storm(experiments: str, seconds: float = SECONDS) -> dict[str, Any]:
             while time.monotonic() < ends and router.poll() is None:
                 connected = sum(pool.map(connects, [access] * AT_ONCE))
                 made, failed = made + connected, failed + AT_ONCE - connected
-        lives = router.poll() is None
-        newest = lives and shown(folder) == replacing.serials[-1]
+        newest = [shown(folder)] == replacing.serials[-1:]
         return {
-            "ok": newest and not failed and len(replacing.serials) > 1,
+            "ok": newest and not failed and router.poll() is None,
             "connections": made,
             "failed": failed,
             "certificates": len(replacing.serials),

@@ -1,5 +1,6 @@
 """Scale's harness: one real router between fakes, its lines and plot, and the arithmetic."""
 
+import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from scale import arithmetic, line7_share, one_router, whole
-from scale.arithmetic import MEASURED, Costs, System, busiest, least_routers, mesh_limit
+from scale.arithmetic import REPORT, Costs, System, busiest, least_routers, mesh_limit
 from scale.curves import svg
 from scale.one_router import measure
 from scale.shape import BLOCK, Shape
@@ -182,7 +183,8 @@ def test_the_fullest_router_has_little_more_than_its_share() -> None:
 def test_the_document_has_the_tables() -> None:
     """`python benchmarks/scale/arithmetic.py` prints them."""
     lines = set(DOC.read_text().splitlines())
-    assert set(arithmetic.table(MEASURED)) | set(arithmetic.sharding()) <= lines
+    measured = arithmetic.costs_of(json.loads(REPORT.read_text()))
+    assert set(arithmetic.table(measured)) | set(arithmetic.sharding()) <= lines
     found = re.search(r"up to (\d+) workers", DOC.read_text())
     assert found is not None
-    assert int(found[1]) == mesh_limit(MEASURED)
+    assert int(found[1]) == mesh_limit(measured)

@@ -38,9 +38,12 @@ class TlsFiles:
         try:
             check_pair(Identity(certificate_pem, key_pem))
         except ValueError as error:
-            where = "" if certificate.startswith(PEM) else f"{certificate}: "
-            raise ValueError(f"{where}{error}") from None
+            raise ValueError(self._named(error)) from None
         self.authority()
+
+    def _named(self, error: ValueError) -> str:
+        """With the certificate's file, if it is one."""
+        return f"{error}" if self._certificate.startswith(PEM) else f"{self._certificate}: {error}"
 
     def pair(self) -> tuple[bytes, bytes]:
         """(key, certificate), as gRPC takes them. Raises OSError."""
@@ -57,9 +60,9 @@ class TlsFiles:
         gRPC asks for new files at each connection, one at a time, and frees what it had if there
         are some. A connection that asked just before, on another thread, may be about to take the
         old, and the process crashes (https://github.com/grpc/grpc/issues/36693). So gRPC gets new
-        files only if they differ, and after a pause in which that connection takes the old; other
-        new connections wait meanwhile. A key of another certificate is not taken: the other file
-        of the two is on its way.
+        files only if they differ, and after a pause in which that connection takes the old; what
+        the same thread serves waits meanwhile. A key of another certificate is not taken: the other
+        file of the two is on its way.
         """
         known = refused = self.pair(), self.authority()
 
@@ -68,14 +71,16 @@ class TlsFiles:
             if (self.pair(), self.authority()) in (known, refused):
                 return None
             time.sleep(REPLACING_S)
-            found = self.pair(), self.authority()
+            pair, authority = self.pair(), self.authority()
             try:
-                check_pair(Identity(found[0][1], found[0][0]))
+                check_pair(Identity(pair[1], pair[0]))
             except ValueError as error:
-                log.warning("%s: %s; the one before is shown", self._certificate, error)
-                refused = found
-                return None
-            known = found
+                log.warning("%s; the certificate before is shown", self._named(error))
+                refused = pair, authority
+                if authority == known[1]:
+                    return None
+                pair = known[0]
+            known = pair, authority
             return configuration(*known)
 
         return grpc.dynamic_ssl_server_credentials(

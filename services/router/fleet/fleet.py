@@ -131,9 +131,8 @@ class Worker:
 
     def commanded(self, attempt: bytes, tokens: int, now: float) -> None:
         """Count a command until a load includes it."""
-        self.forget_command(
-            attempt
-        )  # so that the last one said stands last: age and loads go by it
+        # It goes to the end: loads and age forget in the order of sending.
+        self.forget_command(attempt)
         self.unreported[attempt] = (tokens, now)
         self._unreported_tokens += tokens
 

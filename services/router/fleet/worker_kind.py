@@ -9,8 +9,8 @@ from pdserve.engine.kv.spec import KvSpec, spec_difference
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """What the hellos of such workers have in common. They share one object, since each placement
-    compares it."""
+    """What the hellos of workers of one kind have in common. They share one object, since each
+    placement compares it."""
 
     identity: KvIdentity
     wire_version: int

@@ -356,5 +356,5 @@ def reads(worker: Worker, tokenizer: str) -> bool:
 
 
 def readers(workers: Sequence[Worker], tokenizer: str) -> Sequence[Worker]:
-    """Those of the workers that have the prompt's tokenizer."""
+    """Those of the workers that can read a prompt of this tokenizer."""
     return [w for w in workers if reads(w, tokenizer)] if tokenizer else workers

@@ -1,10 +1,10 @@
 """What processes of a cluster show each other: certificates with roles, or a secret."""
 
 import asyncio
-import ssl
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -35,6 +35,7 @@ from pdserve.protos.worker_pb2_grpc import (
     add_DecodeServicer_to_server,
     add_PrefillServicer_to_server,
 )
+from pdserve.services.host.auth import tls
 from pdserve.services.host.auth.access import make_access, make_tls
 from pdserve.services.host.auth.certificates import (
     Identity,
@@ -307,33 +308,41 @@ def test_a_server_takes_new_files_only_if_they_differ(
         new_files()
 
 
-async def test_a_key_without_its_certificate_waits_for_it(
-    tmp_path: Path, anyio_backend: str, caplog: pytest.LogCaptureFixture
+def test_a_key_without_its_certificate_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The old ones are shown meanwhile, also where one of them cannot be read for a while."""
+    """They are replaced one after the other; a new authority is taken with the old ones."""
     authority = make_authority()
-    first, second = issue(authority, Role.ROUTER), issue(authority, Role.ROUTER)
+    first, second, third = (issue(authority, Role.ROUTER) for _ in range(3))
     write(tmp_path, "router", first)
-    own = [str(tmp_path / name) for name in ("router.pem", "router-key.pem")]
-    host = GrpcHost(access_of(Role.ROUTER))
-    port = host.listen_for_clients("127.0.0.1:0", make_tls(*own))
-    await host.start()
+    (tmp_path / "ca.pem").write_bytes(authority.certificate)
+    certificate, key, trusted = (
+        tmp_path / name for name in ("router.pem", "router-key.pem", "ca.pem")
+    )
+    asked: list[Any] = []
+    make = "dynamic_ssl_server_credentials"
+    monkeypatch.setattr(grpc, make, lambda *args, **_: asked.append(args[1]))
+    monkeypatch.setattr(tls, "configuration", lambda pair, authority: (pair, authority))
+    TlsFiles(str(certificate), str(key), str(trusted)).server_credentials()
+    (new_files,) = asked
 
-    async def shows(expected: Identity) -> bool:
-        found = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
-        return found.encode() == expected.certificate
+    key.write_bytes(second.key)
+    assert [new_files(), new_files()] == [None, None]
+    said = [record.message for record in caplog.records]
+    assert said == [
+        f"{certificate}: the key is not the certificate's; the certificate before is shown"
+    ]
+    both = authority.certificate + make_authority().certificate
+    trusted.write_bytes(both)
+    assert new_files() == ((first.key, first.certificate), both)
+    assert new_files() is None
+    certificate.write_bytes(second.certificate)
+    assert new_files() == ((second.key, second.certificate), both)
 
-    assert await shows(first)
-    (tmp_path / "router-key.pem").write_bytes(second.key)
-    assert await shows(first)
-    assert await shows(first)
-    said = [record.message for record in caplog.records if record.name.endswith("auth.tls")]
-    assert said == [f"{own[0]}: the key is not the certificate's; the one before is shown"]
-    (tmp_path / "router.pem").unlink()
-    assert await shows(first)
-    (tmp_path / "router.pem").write_bytes(second.certificate)
-    assert await shows(second)
-    await host.stop(0)
+    key.write_bytes(third.key)
+    arrives = SimpleNamespace(sleep=lambda _: certificate.write_bytes(third.certificate))
+    monkeypatch.setattr(tls, "time", arrives)
+    assert new_files() == ((third.key, third.certificate), both), "it came during the pause"
 
 
 async def test_clients_from_outside_see_another_certificate(
