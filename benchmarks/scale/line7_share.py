@@ -29,8 +29,8 @@ from scale.shape import Shape
 from scale.straight import fit
 
 RESULTS = Path(__file__).parents[1] / "results"
-WINDOW_S = 20.0
-IDLE_WINDOW_S = 30.0
+WINDOW_S = 12.0
+IDLE_WINDOW_S = 20.0
 CARRIED = 0.97  # of the tokens that the streams demand
 MOST_CORE, MOST_MIB, MOST_P99_MS = 0.70, 1024.0, 2.0
 MOST_INDEX_BYTES, MOST_PLACING_MS, MOST_IDLE_CORE = 40.0, 0.5, 0.03
@@ -40,7 +40,7 @@ IDLE_WORKERS, WORKERS = (25, 50, 100, 200), (25, 50, 75, 100)
 STREAMS, GATEWAYS = (500, 1_000, 1_500, 2_000), (1, 5, 10, 20)
 FEW = replace(SHARE, streams=1_000)  # of the points along workers and gateways
 
-TRIES = 2  # of a point of a line
+TRIES = 2  # of the share, of idle workers, and of a point of a line
 
 measured: dict[tuple[Shape, int], dict[str, Any]] = {}  # by shape and try
 
@@ -60,23 +60,32 @@ def point(shape: Shape, number: int = 0) -> dict[str, Any]:
 
 
 def share() -> dict[str, Any]:
-    """Bounds of the one router at its whole share."""
-    found = point(SHARE)
-    if found["carried"] < CARRIED:
+    """Bounds of the one router at its whole share: of its processor time in the lower of all tries,
+    of all else in each of them."""
+    tries = [point(SHARE, number) for number in range(TRIES)]
+    found = lowest(tries)
+    if not all(one["exact"] and one["carried"] >= CARRIED for one in tries):
         return found | {"ok": False}
-    ok = found["exact"]
-    ok = ok and found["core"] < MOST_CORE and found["rss_mib"] < MOST_MIB
-    ok = ok and found["placing_ms"]["p99"] < MOST_P99_MS
-    return found | {"ok": ok and found["placing_cpu_ms"]["mean"] <= MOST_PLACING_MS}
+    ok = found["core"] < MOST_CORE and found["placing_cpu_ms"]["mean"] <= MOST_PLACING_MS
+    for one in tries:
+        ok = ok and one["rss_mib"] < MOST_MIB and one["placing_ms"]["p99"] < MOST_P99_MS
+    placing = [one["placing_cpu_ms"]["mean"] for one in tries]
+    return found | {"placing_cpu_tries_ms": placing, "ok": ok}
+
+
+def lowest(tries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The try of the least processor time, since what else the machine does can only raise it, with
+    that of all."""
+    least = min(tries, key=lambda one: one.get("core", math.inf))
+    return least | {"tries": [one.get("core") for one in tries]}
 
 
 def idle() -> dict[str, Any]:
-    """100 workers that have nothing to do; the lower cost of all tries, each of them exact."""
+    """100 workers that have nothing to do; each try must be exact."""
     tries = [point(IDLE, number) for number in range(TRIES)]
-    found = min(tries, key=lambda one: one.get("core", math.inf))
+    found = lowest(tries)
     exact = all(one["exact"] for one in tries)
-    told = {"tries": [one.get("core") for one in tries]}
-    return found | told | {"ok": exact and found["core"] <= MOST_IDLE_CORE}
+    return found | {"ok": exact and found["core"] <= MOST_IDLE_CORE}
 
 
 def index() -> dict[str, Any]:
@@ -95,20 +104,19 @@ def index() -> dict[str, Any]:
 
 
 def along(shapes: list[Shape], sizes: tuple[int, ...]) -> dict[str, Any]:
-    """The cost at each size, and the line through those that were carried and exact: of all tries
-    the lowest, since what else the machine does can only raise it. Every try must be carried and
+    """The cost at each size, and the line through those of which every try was carried and
     exact."""
     tries = [[point(shape, number) for shape in shapes] for number in range(TRIES)]  # far apart
     points = []
     for size, *found in zip(sizes, *tries, strict=True):
-        lowest = min(found, key=lambda one: one.get("core", math.inf))
+        least = lowest(found)
         points.append(
             {
                 "x": size,
-                "core": lowest.get("core", 0.0),
-                "tries": [one.get("core") for one in found],
+                "core": least.get("core", 0.0),
+                "tries": least["tries"],
                 "carried": all(f["exact"] and f.get("carried", 1.0) >= CARRIED for f in found),
-                "placing_cpu_ms": lowest.get("placing_cpu_ms", {}).get("mean"),
+                "placing_cpu_ms": least.get("placing_cpu_ms", {}).get("mean"),
             }
         )
     kept = [(p["x"], p["core"]) for p in points if p["carried"]]

@@ -105,10 +105,10 @@ class _OneRouter:
         looks = [one for one in noted["looks"] if began <= one[0] <= ended]
         found["reports_s"] = round((looks[-1][2] - looks[0][2]) / seconds)
         found["wait_for_loop_ms"] = spread_ms([late for _, late, _, _ in looks])
-        isolated = [at for at, _, _, isolated in noted["looks"] if isolated]
-        found["isolations"] = noted["num_isolations"]
+        # Until the window's end: a router that ends hears nobody.
+        isolated = [at for at, _, _, isolated in noted["looks"] if isolated and at <= ended]
         found["isolated_s_after_settling"] = [round(at - self._settled, 1) for at in isolated]
-        found["exact"] = found.get("exact", True) and not noted["num_isolations"]
+        found["exact"] = found.get("exact", True) and not isolated
         if self._gateways is not None:
             found |= self._placing([one for one in noted["placed"] if began <= one[1] <= ended])
         return found

@@ -4,8 +4,7 @@
 object: `placed`, an array a request with its id, when placing began (time.monotonic), seconds by
 the clock and seconds of the thread's processor time, both until the Admit is in the worker's
 outbox; `looks`, arrays of a time, of how late the loop came to it (so long does a message wait) and
-of how many reports of workers it had read by then, and whether it heard too few of its workers;
-`num_isolations`, how often it did.
+of how many reports of workers it had read by then, and whether it heard too few of its workers.
 """
 
 import asyncio
@@ -30,7 +29,6 @@ begin, submit, report = RouterCore.__init__, RouterCore.submit, RouterCore.repor
 placed: list[tuple[str, float, float, float]] = []
 looks: list[tuple[float, float, int, bool]] = []
 num_reports = 0
-routers: list[RouterCore] = []
 
 
 def timed_submit(router: RouterCore, progress: RequestProgress, client: Client) -> None:
@@ -48,7 +46,6 @@ def counted_report(router: RouterCore, worker: Any, said: Any, lease: int) -> bo
 
 def watched_core(router: RouterCore, *args: Any, **kwargs: Any) -> None:
     begin(router, *args, **kwargs)
-    routers.append(router)
     loop = asyncio.get_running_loop()
 
     def look(due: float) -> None:
@@ -64,7 +61,7 @@ def main() -> int:
     RouterCore.report = counted_report  # type: ignore[method-assign]
     RouterCore.submit = timed_submit  # type: ignore[method-assign]
     code = pdserve(["router", *sys.argv[2:]])
-    noted = {"placed": placed, "looks": looks, "num_isolations": routers[0].num_isolations}
+    noted = {"placed": placed, "looks": looks}
     Path(sys.argv[1]).write_text(json.dumps(noted))
     return code
 
