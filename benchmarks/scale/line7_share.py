@@ -3,10 +3,11 @@ a second, and how that grows with workers, streams and gateways.
 
 Two cores do not carry the whole system, so one router is real and what surrounds it are fakes that
 speak the whole protocol: all 100 workers, which report of the streams of all ten routers, and a
-tenth of the streams, from ten gateways. Its cost is the processor time of its process. The lines
-along workers and streams end at the share, beyond which two cores do not carry the fakes. A point
-whose streams do not come up to their tokens does not hold. `whole` is a smaller system with real
-gateways, over HTTP.
+tenth of the streams, from ten gateways. Its cost is the processor time of its process. The line
+along workers ends at the share, and the one along streams goes to twice as many, with a quarter of
+the workers: two cores do not carry the fakes beyond that. A point whose streams do not come up to
+their tokens, twice in a row, does not hold. `whole` is a smaller system with real gateways, over
+HTTP.
 Words: names of parts, all without any. Writes scale.json and scale.svg beside the other results if
 all parts were run. Wants benchmarks and tests/support in PYTHONPATH.
 """
@@ -37,26 +38,36 @@ MOST_INDEX_BYTES, MOST_PLACING_MS, MOST_IDLE_CORE = 40.0, 0.5, 0.03
 SHARE = Shape()
 IDLE = replace(SHARE, streams=0)
 IDLE_WORKERS, WORKERS = (25, 50, 100, 200), (25, 50, 75, 100)
-STREAMS, GATEWAYS = (500, 1_000, 1_500, 2_000), (1, 5, 10, 20)
+STREAMS, GATEWAYS = (500, 1_500, 2_500, 4_000), (1, 5, 10, 20)
 FEW = replace(SHARE, streams=1_000)  # of the points along workers and gateways
+FEW_WORKERS = replace(SHARE, workers=25)  # of those along streams
 
 TRIES = 2  # of the share, of idle workers, and of a point of a line
 
 measured: dict[tuple[Shape, int], dict[str, Any]] = {}  # by shape and try
+not_carried: list[dict[str, Any]] = []  # what was measured anew for it
 
 
 def point(shape: Shape, number: int = 0) -> dict[str, Any]:
-    """Figures of one router; each try is measured once. Without `core` and all else if it came to
-    nothing."""
+    """Figures of one router; each try is measured once, or twice if the machine did not carry its
+    streams. Without `core` and all else if it came to nothing."""
     if (shape, number) not in measured:
-        window_s = WINDOW_S if shape.streams else IDLE_WINDOW_S
-        try:
-            found = one_router.measure(shape, window_s)
-        except (one_router.Late, TimeoutError) as late:
-            found = {"shape": asdict(shape), "carried": 0.0, "exact": False, "late": str(late)}
-        print(json.dumps(found), file=sys.stderr, flush=True)
+        found = _measure(shape)
+        if "late" in found or (found["exact"] and found.get("carried", 1.0) < CARRIED):
+            not_carried.append({"shape": found.get("shape"), "carried": found["carried"]})
+            found = _measure(shape)
         measured[shape, number] = found
     return measured[shape, number]
+
+
+def _measure(shape: Shape) -> dict[str, Any]:
+    window_s = WINDOW_S if shape.streams else IDLE_WINDOW_S
+    try:
+        found = one_router.measure(shape, window_s)
+    except (one_router.Late, TimeoutError) as late:
+        found = {"shape": asdict(shape), "carried": 0.0, "exact": False, "late": str(late)}
+    print(json.dumps(found), file=sys.stderr, flush=True)
+    return found
 
 
 def share() -> dict[str, Any]:
@@ -137,7 +148,8 @@ def workers() -> dict[str, Any]:
 
 
 def streams() -> dict[str, Any]:
-    return along([replace(SHARE, streams=n) for n in STREAMS], STREAMS)
+    found = along([replace(FEW_WORKERS, streams=n) for n in STREAMS], STREAMS)
+    return found | {"workers": FEW_WORKERS.workers}
 
 
 def gateways() -> dict[str, Any]:
@@ -151,7 +163,7 @@ def small_system() -> dict[str, Any]:
 SERIES = {
     "idle workers": idle_workers,
     f"workers, {FEW.streams:,} streams": workers,
-    f"streams, {SHARE.workers} workers": streams,
+    f"streams, {FEW_WORKERS.workers} workers": streams,
     f"gateways, {FEW.streams:,} streams": gateways,
 }
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -178,6 +190,7 @@ def main() -> None:
         "ok": complete and all(part["ok"] for part in found.values()),
         "machine": f"{machine.name()}, {len(cores)} cores",
         "load_by_others": round(load, 3),
+        "measured_anew": not_carried,
         **found,
     }
     if complete:

@@ -110,8 +110,26 @@ def test_what_else_the_machine_did_in_one_try_bends_no_line(
     found = line7_share.streams()
     line7_share.measured.clear()
     assert found["ok"], found
-    assert [point["core"] for point in found["points"]] == [0.05, 0.1, 0.15, 0.2]
+    assert [point["core"] for point in found["points"]] == [0.05, 0.15, 0.25, 0.4]
     assert max(found["points"][0]["tries"]) == pytest.approx(0.35)
+
+
+def test_what_the_machine_did_not_carry_is_measured_anew_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = [0.9, 0.99, 0.9, 0.9]
+
+    def canned(shape: Shape, window_s: float) -> dict[str, Any]:
+        return GOOD | PLACED | {"shape": {"workers": shape.workers}, "carried": given.pop(0)}
+
+    monkeypatch.setattr(one_router, "measure", canned)
+    line7_share.measured.clear()
+    line7_share.not_carried.clear()
+    assert line7_share.point(Shape())["carried"] == 0.99
+    assert line7_share.point(Shape(), 1)["carried"] == 0.9
+    assert line7_share.not_carried == [{"shape": {"workers": 100}, "carried": 0.9}] * 2
+    line7_share.measured.clear()
+    line7_share.not_carried.clear()
 
 
 def test_workers_hold_beginnings_of_prompts() -> None:

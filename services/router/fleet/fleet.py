@@ -32,6 +32,7 @@ from pdserve.engine.kv.identity import KvIdentity
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.services.host.stall_detector import StallDetector
 from pdserve.services.router.fleet.prefix_index import CAPACITY, PrefixIndex, WorkerPrefixes
+from pdserve.services.router.fleet.worker_facts import WorkerFacts
 from pdserve.services.router.fleet.worker_kind import WorkerKind
 
 SILENCE_S = 1.0
@@ -79,15 +80,15 @@ class Worker:
     load: pb.Load = field(default_factory=pb.Load)
     # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
     unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict)
-    free_tokens: int = 0  # room for KV that its last load tells of, less what it has promised
     # Of the hello.
     role: pb.Role = field(init=False)
     boot: bytes = field(init=False)
     model: str = field(init=False)
     identity: KvIdentity = field(init=False)
     kind: WorkerKind = field(init=False)
-    # Requests and waiting prompt tokens of the load.
-    _reported: tuple[int, int] = field(default=(0, 0), init=False)
+    # Of the load and of `unreported`: made anew as soon as one of them changes, since every
+    # placement reads it.
+    facts: WorkerFacts = field(init=False)
     _unreported_tokens: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -103,6 +104,7 @@ class Worker:
             )
         )
         self.identity = self.kind.identity
+        self.facts = WorkerFacts(self.boot, self.kind)
 
     @property
     def host(self) -> str:
@@ -132,38 +134,49 @@ class Worker:
     def commanded(self, attempt: bytes, tokens: int, now: float) -> None:
         """Count a command until a load includes it."""
         # It goes to the end: loads and age forget in the order of sending.
-        self.forget_command(attempt)
+        if attempt in self.unreported:
+            self._forget(attempt)
         self.unreported[attempt] = (tokens, now)
         self._unreported_tokens += tokens
+        self._update_facts()
 
     def forget_command(self, attempt: bytes) -> None:
-        """Its attempt is over, or a load includes it; no effect if it is not counted."""
-        self._unreported_tokens -= self.unreported.pop(attempt, (0, 0.0))[0]
+        """Its attempt is over; no effect if it is not counted."""
+        if attempt in self.unreported:
+            self._forget(attempt)
+            self._update_facts()
+
+    def forget_old_commands(self, now: float) -> None:
+        """Those that no load has named in time."""
+        old = [a for a, (_, sent) in self.unreported.items() if now - sent >= UNREPORTED_S]
+        for attempt in old:
+            self.forget_command(attempt)
 
     def report(self, load: pb.Load) -> None:
         """Take a new load, and forget the commands that it includes."""
         self.load = load
-        self._reported = load.running + load.waiting, load.waiting_tokens
-        blocks = load.blocks_free + load.blocks_cached
-        self.free_tokens = blocks * self.kind.layout.block_size - load.promised_tokens
         self.busy_until = 0.0
         if load.last_command in self.unreported:
             for attempt in list(self.unreported):
-                self.forget_command(attempt)
+                self._forget(attempt)
                 if attempt == load.last_command:
                     break
+        self._update_facts()
 
-    def expected(self, now: float) -> tuple[int, int]:
-        """(requests, waiting prompt tokens) with what was sent and not reported yet."""
-        if not self.unreported:
-            return self._reported
-        while self.unreported:
-            attempt, (_, sent) = next(iter(self.unreported.items()))
-            if now - sent < UNREPORTED_S:
-                break
-            self.forget_command(attempt)
-        requests, waiting_tokens = self._reported
-        return requests + len(self.unreported), waiting_tokens + self._unreported_tokens
+    def _forget(self, attempt: bytes) -> None:
+        self._unreported_tokens -= self.unreported.pop(attempt)[0]
+
+    def _update_facts(self) -> None:
+        load = self.load
+        blocks = load.blocks_free + load.blocks_cached
+        # By position: names take twice as long.
+        self.facts = WorkerFacts(
+            self.boot,
+            self.kind,
+            load.running + load.waiting + len(self.unreported),
+            load.waiting_tokens + self._unreported_tokens,
+            blocks * self.kind.layout.block_size - load.promised_tokens,
+        )
 
 
 def taking_work(workers: Iterable[Worker], now: float) -> list[Worker]:
@@ -205,7 +218,7 @@ class Fleet:
             self._forget(worker)
         known = self.workers.get(hello.boot)
         if known is None:
-            known = Worker(hello, self._leases, now, now, self.prefixes.open())
+            known = Worker(hello, self._leases, now, now, self.prefixes.open(hello.boot))
             self.workers[hello.boot] = known
             self._sort()
         else:
@@ -283,6 +296,9 @@ class Fleet:
 
     def tick(self, now: float) -> list[Worker]:
         """Let time pass: the workers that died of it."""
+        for worker in self.workers.values():
+            if worker.unreported:
+                worker.forget_old_commands(now)
         if now < self._next_look and self.isolated_since is None:
             return []
         suspects = []

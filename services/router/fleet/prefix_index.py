@@ -11,7 +11,7 @@ last of these. There are at most MAX_SETS different sets of workers that share a
 with yet another set not every worker is known.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from struct import Struct
 
 from pdserve.protos.fleet_pb2 import PrefixEvents
@@ -39,7 +39,8 @@ class PrefixIndex:
         self._capacity = capacity
         self._buckets = [b""] * (capacity // ENTRIES + 1)
         self._sets = _WorkerSets()
-        self._taken = 0  # bits of the workers that are here
+        self._boots: dict[int, bytes] = {}  # of the workers that are here, by their bits
+        self._taken = 0  # all these bits
         self._num_entries = 0
         self._num_dead = 0  # entries whose workers have all been forgotten
         self._sample_mask = 0  # bits that are zero in the last byte of every hash that is looked up
@@ -62,16 +63,18 @@ class PrefixIndex:
         """The share of all blocks that it keeps: 1 if there is room for all."""
         return 1 / (self._sample_mask + 1)
 
-    def open(self) -> "WorkerPrefixes":
+    def open(self, boot: bytes) -> "WorkerPrefixes":
         """The part of a worker that has just joined; `close` it when the worker is gone."""
         bit = ~self._taken & (self._taken + 1)
         self._taken |= bit
+        self._boots[bit] = boot
         return WorkerPrefixes(self, bit)
 
     def close(self, bit: int) -> None:
         """Forget a worker."""
         self.forget(bit)
         self._taken &= ~bit
+        del self._boots[bit]
 
     def add(self, bit: int, hashes: Iterable[bytes]) -> int:
         """A worker has these blocks too. Returns how many are new of it."""
@@ -122,22 +125,29 @@ class PrefixIndex:
         if not len(self):
             self._sample_mask = self._num_to_thin = 0
 
-    def num_cached(self, hashes: Sequence[bytes]) -> dict[int, int]:
-        """How many leading blocks of a prompt are cached, by the bit of each worker with any."""
-        found: dict[int, int] = {}
+    def num_cached(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
+        """How many leading blocks of a prompt are cached, by the boot of each worker with any."""
+        found: dict[bytes, int] = {}
         having, num_known = self._taken, 0
         for num, chain in enumerate(hashes, 1):
             if chain[-1] & self._sample_mask:
                 continue
             still = having & self._holders(chain)
             if num_known and still != having:
-                found.update((bit, num_known) for bit in _bits(having & ~still))
+                self._note(having & ~still, num_known, found)
             having, num_known = still, num
             if not having:
                 break
         if num_known:
-            found.update((bit, num_known) for bit in _bits(having))
+            self._note(having, num_known, found)
         return found
+
+    def _note(self, workers: int, num_blocks: int, found: dict[bytes, int]) -> None:
+        """Enter so many blocks for each of the workers."""
+        while workers:
+            bit = workers & -workers
+            found[self._boots[bit]] = num_blocks
+            workers ^= bit
 
     def _holders(self, chain: bytes) -> int:
         number, at, _ = self._find(chain)
@@ -313,10 +323,3 @@ class _WorkerSets:
 
 def _hashes(said: Iterable[bytes]) -> list[bytes]:
     return [chain for chain in said if len(chain) == HASH_BYTES]
-
-
-def _bits(workers: int) -> Iterator[int]:
-    while workers:
-        bit = workers & -workers
-        yield bit
-        workers ^= bit

@@ -8,8 +8,9 @@ from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.engine.kv.identity import Mixing
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.fleet.prefix_index import PrefixIndex
+from pdserve.services.router.fleet.worker_facts import WorkerFacts, with_blocks
 from pdserve.services.router.fleet.worker_kind import WorkerKind, mismatch
-from pdserve.services.router.placement.policy import PromptFacts, WorkerFacts, pick_decode
+from pdserve.services.router.placement.policy import PromptFacts, pick_decode
 from pdserve.services.router.placement.promised_chains import PromisedChains
 
 
@@ -17,8 +18,7 @@ class _KnownBlocks(NamedTuple):
     """Where the prompt's blocks are, for workers that hash them alike."""
 
     chain: list[bytes]
-    num_cached: dict[int, int]  # leading blocks, by the bit of the worker
-    num_promised: dict[bytes, int]  # likewise, by its boot
+    tokens: dict[bytes, tuple[int, int]]  # cached and promised, by the boot of each that has any
 
 
 class FactsOfWorkers:
@@ -31,14 +31,12 @@ class FactsOfWorkers:
         verified: Mapping[bytes, int],
         index: PrefixIndex,
         promised: PromisedChains,
-        now: float,
     ) -> None:
         self._ids = ids[:-1]  # the last one always runs as a decode row, so it is never a hit
         self._salt = cache_salt
         self._verified = verified  # by boot: tokens whose prefix events may be on their way
         self._index = index
         self._promised = promised
-        self._now = now
         self._known: dict[tuple[bytes, int], _KnownBlocks] = {}  # by what chains depend on
 
     def of(self, worker: Worker) -> WorkerFacts:
@@ -47,27 +45,18 @@ class FactsOfWorkers:
         return facts
 
     def of_all(self, workers: Iterable[Worker]) -> list[WorkerFacts]:
-        """The same of each, in their order. It is the longest part of a placement: what a kind has
-        is looked up where another kind follows, and tables that are empty are not asked."""
-        found, now, verified = [], self._now, self._verified
+        """The same of each, in their order. Most have nothing of a prompt: theirs are not made
+        anew."""
+        found = []
         kind: WorkerKind | None = None
         for worker in workers:
             if worker.kind is not kind:
                 kind = worker.kind
-                size, known = kind.layout.block_size, self._of_kind(kind)
-                num_cached, num_promised = known.num_cached, known.num_promised
-            boot = worker.boot
-            requests, waiting_tokens = worker.expected(now)
-            cached = num_cached.get(worker.prefixes.bit, 0) * size if num_cached else 0
-            if verified:
-                cached = max(cached, verified.get(boot, 0))
-            promised = num_promised.get(boot, 0) * size if num_promised else 0
-            # By position: names take twice as long.
-            found.append(
-                WorkerFacts(
-                    boot, kind, requests, waiting_tokens, cached, promised, worker.free_tokens
-                )
-            )
+                tokens = self._of_kind(kind).tokens
+            facts = worker.facts
+            if worker.boot in tokens:
+                facts = with_blocks(facts, *tokens[worker.boot])
+            found.append(facts)
         return found
 
     def chain(self, worker: Worker) -> list[bytes]:
@@ -79,9 +68,19 @@ class FactsOfWorkers:
         known = self._known.get((digest, size))
         if known is None:
             chain = chain_hashes(self._ids, size, cache_seed(digest, self._salt)) if size else []
-            cached, promised = self._index.num_cached(chain), self._promised.num_promised(chain)
-            known = self._known[digest, size] = _KnownBlocks(chain, cached, promised)
+            known = self._known[digest, size] = _KnownBlocks(chain, self._tokens(chain, size))
         return known
+
+    def _tokens(self, chain: list[bytes], size: int) -> dict[bytes, tuple[int, int]]:
+        """Tokens of these blocks that are cached and promised."""
+        cached, promised = self._index.num_cached(chain), self._promised.num_promised(chain)
+        found = {boot: (num * size, promised.get(boot, 0) * size) for boot, num in cached.items()}
+        for boot, num in promised.items():
+            found.setdefault(boot, (0, num * size))
+        for boot, tokens in self._verified.items():
+            known = found.get(boot, (0, 0))
+            found[boot] = max(known[0], tokens), known[1]
+        return found
 
 
 def destination(
@@ -100,5 +99,5 @@ def destination(
         and other.free_tokens >= len(ids)
         and mismatch(here.kind, other.kind, mixing) is None
     ]
-    found = pick_decode(PromptFacts(len(ids) - 1), fit, rng)
-    return None if found is None else found.boot
+    at = pick_decode(PromptFacts(len(ids) - 1), fit, rng)
+    return None if at is None else fit[at].boot

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pdserve.services.router.placement.policy import WorkerFacts
+from pdserve.services.router.fleet.worker_facts import WorkerFacts
 from pdserve.services.router.placement.promised_chains import PromisedChains
 
 PICKED_S = 1.0

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from pdserve.engine.kv.identity import NO_MIXING, Difference, Mixing
-from pdserve.services.router.fleet.worker_kind import WorkerKind, mismatch
+from pdserve.services.router.fleet.worker_facts import WorkerFacts
+from pdserve.services.router.fleet.worker_kind import mismatch
 
 # A running row delays a new request about as much as this many prompt tokens.
 ROW_TOKENS = 64
@@ -45,20 +46,6 @@ HANDOFF_TOKENS = 32
 # A prefill worker ends the chunk that it is in before it looks at a shorter prompt.
 CHUNK_TOKENS = 128
 SAME_WEIGHTS = Mixing(numerics=True)
-
-
-@dataclass(slots=True)
-class WorkerFacts:
-    """One worker that can take work now, as the policy sees it. Never changed, and not frozen only
-    since that takes five times as long to make, for each worker and request."""
-
-    boot: bytes
-    kind: WorkerKind
-    requests: int = 0  # running, waiting, and sent by this router but not yet reported
-    waiting_tokens: int = 0  # prompt tokens not computed yet, with those sent but not reported
-    cached_tokens: int = 0  # of this prompt
-    promised_tokens: int = 0  # of this prompt: those, and what is on its way there for others
-    free_tokens: int = 0  # decode: whose KV has room without anybody being preempted
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +101,10 @@ def decide(
         w if w.promised_tokens <= w.cached_tokens else with_awaited(prompt, w, rules)
         for w in decodes
     ]
-    picked = pick_decode(prompt, sharing, rng)
-    if picked is None:
+    at = pick_decode(prompt, sharing, rng)
+    if at is None:
         return None
-    (decode,) = (w for w in decodes if w.boot == picked.boot)
+    decode, picked = decodes[at], sharing[at]
     missing = missing_tokens(prompt, decode)
     # A request that shares another's KV gets a prefill worker too, for when there is none to share.
     prefill, reason, refused = pick_prefill(prompt, decode, missing, prefills, rules, rng)
@@ -149,14 +136,13 @@ def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> in
 def decode_costs(prompt: PromptFacts, workers: Sequence[WorkerFacts], most: float) -> list[int]:
     """What a prompt costs at each decode worker; the cache of one with more than `most` requests
     does not count."""
-    num_tokens = prompt.num_tokens
     # queue_cost and missing_tokens written out, since this runs for each worker and request.
-    return [
-        w.waiting_tokens
-        + ROW_TOKENS * w.requests
-        + WORK_RATIO * (max(0, num_tokens - w.cached_tokens) if w.requests <= most else num_tokens)
-        for w in workers
-    ]
+    whole = WORK_RATIO * prompt.num_tokens
+    costs = [w.waiting_tokens + ROW_TOKENS * w.requests + whole for w in workers]
+    for at, w in enumerate(workers):
+        if w.cached_tokens and w.requests <= most:
+            costs[at] -= WORK_RATIO * min(w.cached_tokens, prompt.num_tokens)
+    return costs
 
 
 def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
@@ -202,10 +188,9 @@ def pays(
     return remote_cost(prompt, prefill, decode) < local_cost(missing, decode)
 
 
-def pick_decode(
-    prompt: PromptFacts, workers: Sequence[WorkerFacts], rng: Random
-) -> WorkerFacts | None:
-    """The decode worker of least cost, by power of two choices among the best."""
+def pick_decode(prompt: PromptFacts, workers: Sequence[WorkerFacts], rng: Random) -> int | None:
+    """Position of the decode worker of least cost, by power of two choices among the best; None:
+    none is given."""
     costs = decode_costs(prompt, workers, max_balanced_requests(workers))
     return power_of_two(workers, costs, queue_cost, rng)
 
@@ -250,7 +235,8 @@ def pick_prefill(
             return None, "decode goes on", refused
     most = max_balanced_requests(fit)
     costs = [prefill_cost(prompt, w, w.requests <= most) for w in fit]
-    return power_of_two(fit, costs, waiting_tokens, rng), "remote prefill", refused
+    at = power_of_two(fit, costs, waiting_tokens, rng)
+    return None if at is None else fit[at], "remote prefill", refused
 
 
 def max_balanced_requests(workers: Collection[WorkerFacts]) -> float:
@@ -268,21 +254,21 @@ def power_of_two(
     costs: Sequence[int],
     before: Callable[[WorkerFacts], int],
     rng: Random,
-) -> WorkerFacts | None:
-    """Of two drawn among those as good as the best, the less loaded (Mitzenmacher, 2001). `before`:
-    the part of a cost that stands before the request."""
+) -> int | None:
+    """Position of the less loaded of two drawn among those as good as the best (Mitzenmacher,
+    2001); None: no worker is given. `before`: the part of a cost that stands before the request."""
     if not workers:
         return None
     least = min(costs)
     best = workers[costs.index(least)]
     bound = least + spread(before(best))
     near = [
-        (w, c)
-        for w, c in zip(workers, costs, strict=True)
-        if c <= bound and (w.cached_tokens >= best.cached_tokens or c == least)
+        at
+        for at, cost in enumerate(costs)
+        if cost <= bound and (cost == least or workers[at].cached_tokens >= best.cached_tokens)
     ]
     drawn = rng.sample(near, min(2, len(near)))
-    return min(drawn, key=lambda pair: (pair[0].requests, pair[1]))[0]
+    return min(drawn, key=lambda at: (workers[at].requests, costs[at]))
 
 
 def spread(before: int) -> float:

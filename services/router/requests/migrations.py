@@ -54,7 +54,7 @@ class Migrations:
             target = self._placer.target_for(found[one], now)
             if target is None or not self._placer.budget.room:
                 return
-            roomy = target.free_tokens >= one.num_tokens + (one.left or one.num_tokens)
+            roomy = target.facts.free_tokens >= one.num_tokens + (one.left or one.num_tokens)
             if roomy and self._pressure.calm(target.boot):
                 found[one].migrate(target, now)
                 return

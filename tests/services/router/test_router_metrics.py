@@ -22,7 +22,7 @@ BLOCK = 16
 
 def worker(role: Role, number: int = 0, state: State = State.LIVE, **load: Any) -> Worker:
     hello = WorkerHello(role=role, boot=bytes([number]), address=f"w:{number}", card=card())
-    made = Worker(hello, 1, 0.0, 0.0, PrefixIndex(10).open(), state)
+    made = Worker(hello, 1, 0.0, 0.0, PrefixIndex(10).open(hello.boot), state)
     made.report(Load(**load))
     return made
 

@@ -94,4 +94,4 @@ def test_facts_of_many_are_those_of_each(fleet: list[tuple[dict[str, bytes], boo
 
 def facts_of(world: World) -> FactsOfWorkers:
     placer = world.dispatcher.placer
-    return FactsOfWorkers(IDS, b"", {}, world.fleet.prefixes, placer.promised, world.now)
+    return FactsOfWorkers(IDS, b"", {}, world.fleet.prefixes, placer.promised)

@@ -16,8 +16,8 @@ hashes = st.sampled_from(HASHES)
 changes = st.lists(st.tuples(st.lists(hashes, max_size=4), st.lists(hashes, max_size=4)))
 
 
-def num_cached(index: PrefixIndex, worker: WorkerPrefixes, prompt: list[bytes]) -> int:
-    return index.num_cached(prompt).get(worker.bit, 0)
+def num_cached(index: PrefixIndex, boot: bytes, prompt: list[bytes]) -> int:
+    return index.num_cached(prompt).get(boot, 0)
 
 
 @given(changes, st.sets(st.integers(0, 30)), st.lists(hashes, max_size=6))
@@ -25,7 +25,7 @@ def test_it_never_knows_what_is_not_there(
     changes: list[tuple[list[bytes], list[bytes]]], dropped: set[int], prompt: list[bytes]
 ) -> None:
     index, truth, sequence = PrefixIndex(), set[bytes](), 0
-    worker = index.open()
+    worker = index.open(b"a")
     exact = True
     for number, (added, removed) in enumerate(changes):
         truth = (truth | set(added)) - set(removed)
@@ -34,14 +34,14 @@ def test_it_never_knows_what_is_not_there(
         elif added or removed:
             exact = False
         sequence += len(added) + len(removed)
-    hit = num_cached(index, worker, prompt)
+    hit = num_cached(index, b"a", prompt)
     if exact:
         assert index.num_gaps == 0
         assert len(worker) == len(index) == len(truth)
         assert hit == next((i for i, h in enumerate(prompt) if h not in truth), len(prompt))
     # A gap at the very end is not known before the next message.
     worker.apply(pb.PrefixEvents(sequence=sequence))
-    assert set(prompt[: num_cached(index, worker, prompt)]) <= truth
+    assert set(prompt[: num_cached(index, b"a", prompt)]) <= truth
 
 
 workers = st.integers(0, 3)
@@ -63,7 +63,7 @@ def test_several_workers_beside_a_set_of_each(
     sequences: dict[int, int] = {}
     for what, name, said in happenings:
         if name not in joined:
-            joined[name], truth[name], sequences[name] = index.open(), set(), 0
+            joined[name], truth[name], sequences[name] = index.open(bytes([name])), set(), 0
         worker = joined[name]
         if what == "add":
             worker.apply(pb.PrefixEvents(sequence=sequences[name], added=said))
@@ -87,13 +87,13 @@ def test_several_workers_beside_a_set_of_each(
         for name, known in truth.items():
             num = next((i for i, h in enumerate(prompt) if h not in known), len(prompt))
             if num:
-                expected[joined[name].bit] = num
+                expected[bytes([name])] = num
         assert index.num_cached(prompt) == expected
 
 
 def test_a_full_table_keeps_a_sample_of_all_blocks() -> None:
     index = PrefixIndex(capacity=10)
-    one, other = index.open(), index.open()
+    one, other = index.open(b"one"), index.open(b"other")
     many = [bytes([number]) * 16 for number in range(50)]
     one.apply(pb.PrefixEvents(sequence=0, added=many[:10]))
     assert (len(index), index.sampled_share) == (10, 1)
@@ -102,10 +102,10 @@ def test_a_full_table_keeps_a_sample_of_all_blocks() -> None:
     assert (len(index), index.sampled_share) == (len(sample), 1 / 8)
     other.apply(pb.PrefixEvents(sequence=0, added=many[:20]))
     assert len(index) == len(sample), "what two have takes the room of one"
-    assert index.num_cached(many) == {one.bit: 49, other.bit: 17}
+    assert index.num_cached(many) == {b"one": 49, b"other": 17}
     assert index.num_cached(many[1:8]) == {}, "none of them is in the sample"
     one.apply(pb.PrefixEvents(sequence=50, removed=many[24:26]))
-    assert index.num_cached(many) == {one.bit: 17, other.bit: 17}
+    assert index.num_cached(many) == {b"one": 17, b"other": 17}
     one.close()
     other.close()
     assert index.sampled_share == 1
@@ -117,7 +117,7 @@ def test_a_sample_never_knows_what_is_not_there_and_much_of_what_is(
 ) -> None:
     rng, index = Random(seed), PrefixIndex(capacity)
     prompts = [[rng.randbytes(16) for _ in range(rng.randrange(1, 60))] for _ in range(20)]
-    workers = [index.open() for _ in range(3)]
+    workers = [index.open(bytes([n])) for n in range(3)]
     sequence = 0
     for prompt in prompts:
         for worker in workers:
@@ -141,27 +141,27 @@ def test_a_sample_never_knows_what_is_not_there_and_much_of_what_is(
 def test_a_full_table_is_filled_again_when_a_worker_starts_anew() -> None:
     """What the worker had before makes room, however little of it the new blocks come across."""
     rng, index = Random(5), PrefixIndex(capacity=10_000)
-    workers = [index.open() for _ in range(10)]
+    workers = [index.open(bytes([n])) for n in range(10)]
     for worker in workers:
         worker.apply(pb.PrefixEvents(reset=True, added=[rng.randbytes(16) for _ in range(1000)]))
     assert (len(index), index.sampled_share) == (10_000, 1)
     workers[0].close()
-    again = index.open()
+    again = index.open(b"again")
     own = [rng.randbytes(16) for _ in range(1000)]
     again.apply(pb.PrefixEvents(reset=True, added=own))
     assert (len(again), index.sampled_share) == (1000, 1)
-    assert num_cached(index, again, own) == 1000
+    assert num_cached(index, b"again", own) == 1000
 
 
 def test_the_room_of_a_worker_that_is_gone_is_used_again() -> None:
     index = PrefixIndex(capacity=1000)
     rng = Random(1)
     for _ in range(20):
-        worker = index.open()
+        worker = index.open(b"a")
         own = [rng.randbytes(16) for _ in range(900)]
         worker.apply(pb.PrefixEvents(reset=True, added=own))
         assert len(worker) == len(index) == 900
-        assert num_cached(index, worker, own) == 900
+        assert num_cached(index, b"a", own) == 900
         assert worker.bit == 1
         worker.close()
     assert len(index) == 0
@@ -169,18 +169,18 @@ def test_the_room_of_a_worker_that_is_gone_is_used_again() -> None:
 
 def test_a_reset_is_no_gap() -> None:
     index = PrefixIndex()
-    worker = index.open()
+    worker = index.open(b"a")
     worker.apply(pb.PrefixEvents(sequence=3, added=HASHES[:3]))
     worker.apply(pb.PrefixEvents(sequence=7, reset=True, added=HASHES[4:5]))
     assert (len(worker), index.num_gaps) == (1, 0)
     worker.apply(pb.PrefixEvents(sequence=9, added=HASHES[5:6]))
     assert (len(worker), index.num_gaps) == (1, 1)
-    assert num_cached(index, worker, [HASHES[4]]) == 0
+    assert num_cached(index, b"a", [HASHES[4]]) == 0
 
 
 def test_what_is_no_hash_is_not_taken() -> None:
     index = PrefixIndex()
-    worker = index.open()
+    worker = index.open(b"a")
     worker.apply(pb.PrefixEvents(added=[b"short", b"", bytes(17), HASHES[0]]))
     worker.apply(pb.PrefixEvents(sequence=4, removed=[b"short", b""]))
     assert (len(worker), index.num_gaps) == (1, 0)
@@ -192,9 +192,9 @@ def test_a_hash_takes_at_most_forty_bytes() -> None:
     index = PrefixIndex(capacity=100_000)
     tracemalloc.start()
     try:
-        for own in told:
+        for number, own in enumerate(told):
             added = told[0][:1000] + own[1000:]
-            index.open().apply(pb.PrefixEvents(reset=True, added=added))
+            index.open(bytes([number])).apply(pb.PrefixEvents(reset=True, added=added))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -212,8 +212,8 @@ def test_blocks_in_many_mixtures_of_workers_take_little_more(
     index = PrefixIndex(capacity=20_000)
     tracemalloc.start()
     try:
-        for added in told:
-            index.open().apply(pb.PrefixEvents(reset=True, added=added))
+        for number, added in enumerate(told):
+            index.open(bytes([number])).apply(pb.PrefixEvents(reset=True, added=added))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -232,8 +232,8 @@ def test_a_prompt_is_looked_up_once_for_all_workers() -> None:
             return super()._find(chain)
 
     index = Counting()
-    for _ in range(100):
-        index.open().apply(pb.PrefixEvents(reset=True, added=HASHES))
+    for number in range(100):
+        index.open(bytes([number])).apply(pb.PrefixEvents(reset=True, added=HASHES))
     looks = 0
     assert len(index.num_cached(HASHES)) == 100
     assert looks == len(HASHES)
@@ -245,13 +245,13 @@ def test_sets_of_workers_have_a_bound_however_often_workers_start_anew(
     monkeypatch.setattr(prefix_index, "MAX_SETS", 500)
     rng, index = Random(6), PrefixIndex(capacity=4000)
     chains = [rng.randbytes(16) for _ in range(3000)]
-    workers = [index.open() for _ in range(20)]
+    workers = [index.open(bytes([n])) for n in range(20)]
     truth = [set[bytes]() for _ in workers]
     for start in range(100):
         number = start % 20
         if start % 3:
             workers[number].close()
-            workers[number] = index.open()
+            workers[number] = index.open(bytes([number]))
         added = rng.sample(chains, 800)
         workers[number].apply(pb.PrefixEvents(reset=True, added=added))
         truth[number] = set(added)
@@ -259,7 +259,7 @@ def test_sets_of_workers_have_a_bound_however_often_workers_start_anew(
     assert index.num_left_out > 1000
     for chain in chains:
         known = index.num_cached([chain])
-        assert all(chain in truth[n] for n, w in enumerate(workers) if w.bit in known)
+        assert all(chain in truth[n] for n in range(len(workers)) if bytes([n]) in known)
 
 
 def test_a_worker_that_joins_when_the_sets_are_at_their_bound_is_known(
@@ -268,13 +268,14 @@ def test_a_worker_that_joins_when_the_sets_are_at_their_bound_is_known(
     monkeypatch.setattr(prefix_index, "MAX_SETS", 20)
     rng, index = Random(7), PrefixIndex()
     chains = [rng.randbytes(16) for _ in range(500)]
-    for _ in range(10):
-        index.open().apply(pb.PrefixEvents(reset=True, added=rng.sample(chains, 200)))
+    for number in range(10):
+        added = rng.sample(chains, 200)
+        index.open(bytes([number])).apply(pb.PrefixEvents(reset=True, added=added))
     assert index.num_left_out > 0
     own = [rng.randbytes(16) for _ in range(100)]
-    late = index.open()
+    late = index.open(b"late")
     late.apply(pb.PrefixEvents(reset=True, added=own))
-    assert (len(late), num_cached(index, late, own)) == (100, 100)
+    assert (len(late), num_cached(index, b"late", own)) == (100, 100)
 
 
 def test_so_many_sets_of_workers_are_kept_apart_and_no_more(
@@ -284,7 +285,7 @@ def test_so_many_sets_of_workers_are_kept_apart_and_no_more(
     monkeypatch.setattr(prefix_index, "MAX_SETS", 20)
     rng, index = Random(3), PrefixIndex()
     chains = [rng.randbytes(16) for _ in range(200)]
-    workers = [index.open() for _ in range(10)]
+    workers = [index.open(bytes([n])) for n in range(10)]
     truth: list[set[bytes]] = [set() for _ in workers]
     sequences = [0] * len(workers)
     for _ in range(300):
@@ -297,7 +298,7 @@ def test_so_many_sets_of_workers_are_kept_apart_and_no_more(
         truth[number] = (truth[number] | set(added)) - set(removed)
         for chain in rng.sample(chains, 5):
             known = index.num_cached([chain])
-            assert all(chain in truth[n] for n, w in enumerate(workers) if w.bit in known)
+            assert all(chain in truth[n] for n in range(len(workers)) if bytes([n]) in known)
     assert index.num_left_out > 1000
     found = sum(len(index.num_cached([chain])) for chain in chains)
     assert found > 0

@@ -7,13 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker_kinds import kind
 
-from pdserve.services.router.placement.policy import (
-    PromptFacts,
-    Rules,
-    WorkerFacts,
-    awaited_tokens,
-    decide,
-)
+from pdserve.services.router.fleet.worker_facts import WorkerFacts
+from pdserve.services.router.placement.policy import PromptFacts, Rules, awaited_tokens, decide
 from pdserve.services.router.placement.promised_chains import PromisedChains
 
 RULES = Rules(threshold=512)
