@@ -42,7 +42,7 @@ STREAMS, GATEWAYS = (500, 1_500, 2_500, 4_000), (1, 5, 10, 20)
 FEW = replace(SHARE, streams=1_000)  # of the points along workers and gateways
 FEW_WORKERS = replace(SHARE, workers=25)  # of those along streams
 
-TRIES = 2  # of the share, of idle workers, and of a point of a line
+TRIES = 3  # of the share, of idle workers, and of a point of a line
 
 measured: dict[tuple[Shape, int], dict[str, Any]] = {}  # by shape and try
 not_carried: list[dict[str, Any]] = []  # what was measured anew for it

@@ -147,10 +147,13 @@ class ModelFiles:
         return data
 
     async def fleet(self, routers: Sequence[LiveRouter]) -> FleetView:
-        first, *others = _some(routers)
-        view: FleetView = await _answer(
-            RouterStub(first.channel).GetFleet, GetFleetRequest(), CALL_S
-        )
+        """Of the first router that answers within LIST_S each; in a sharded fleet of all that
+        do."""
+        others, view = list(_some(routers)), None
+        while view is None:
+            if not others:
+                raise _no_answer()
+            view = await _fleet_of(others.pop(0).channel)
         sharded = self.sharded or any(worker.hello.join_routers for worker in view.workers)
         if view.workers and not sharded:
             return view

@@ -53,6 +53,22 @@ async def test_a_router_that_hangs_holds_up_no_list_of_models(served, another, m
         monkeypatch.setattr("pdserve.gateway.router_client.model_files.MODELS_AGE_S", 1.0)
 
 
+async def test_a_router_that_hangs_hides_no_fleet(served, another, monkeypatch):
+    monkeypatch.setattr("pdserve.gateway.router_client.model_files.LIST_S", 0.2)
+    client = RouterClient([f"127.0.0.1:{one.port}" for one in (served, another)], ACCESS, b"g" * 16)
+    await client.start()
+    await eventually(lambda: client.num_connected == 2)
+    for hanging in (served, another):
+        hanging.router.hangs = True
+        assert (await client.fleet()).prefill_local == 7
+        hanging.router.hangs = False
+    assert served.router.num_hanging + another.router.num_hanging, "one of them came first"
+    served.router.hangs = another.router.hangs = True
+    with pytest.raises(ServiceError, match="does not answer"):
+        await client.fleet()
+    await client.close()
+
+
 async def test_a_blob_comes_from_any_router(served, another):
     addresses = [f"127.0.0.1:{one.port}" for one in (served, another)]
     digest = hashlib.sha256(BLOB).hexdigest()

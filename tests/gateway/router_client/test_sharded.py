@@ -17,7 +17,6 @@ from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos.router_pb2 import FleetView, WorkerView
 from pdserve.services.host.discovery.rendezvous import rendezvous_order
-from pdserve.services.host.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
 ELSEWHERE = pb.Failed(failure=pb.Failure(code=pb.UNAVAILABLE, message="no worker"), elsewhere=True)
@@ -223,19 +222,13 @@ async def test_the_fleet_is_asked_of_all_routers_only_if_it_is_sharded(
 
 async def test_the_fleet_without_a_router_that_does_not_answer(sharded, monkeypatch):
     monkeypatch.setattr(model_files, "LIST_S", 0.2)
-    monkeypatch.setattr(model_files, "CALL_S", 0.2)
     for number, address in enumerate(sharded.routers):
         sharded[address].workers = list(view((bytes([number]), "live", 0.0)).workers)
-    found = []
     for address in sharded.routers:
         sharded[address].hangs = True
-        try:
-            found.append(len((await sharded.client.fleet()).workers))
-        except ServiceError:
-            found.append(0)
+        assert len((await sharded.client.fleet()).workers) == 4
         sharded[address].hangs = False
         assert sharded[address].num_hanging
-    assert sorted(found) == [0, 4, 4, 4, 4], "only the first one that is asked must answer"
 
 
 async def test_a_router_that_never_knew_the_model_ends_no_request_that_another_gave_back(sharded):
