@@ -338,13 +338,30 @@ def test_the_ha_overlay_has_two_of_every_process(
     assert engines == {2 * len(WORKERS)}
 
 
+def test_the_proxy_finds_its_configuration(twice: dict[str, Any]) -> None:
+    """Mounted: compose writes none into a container whose root is read-only."""
+    proxy = twice["services"]["proxy"]
+    (mounted,) = proxy["volumes"]
+    source, target, mode = mounted.split(":")
+    assert (ROOT / source).samefile(ROOT / "docker/haproxy.cfg")
+    assert (target, mode) == (proxy["command"][-1], "ro")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_is_written_into_a_container(name: str) -> None:
+    """Compose cannot, where the root is read-only, and says so only when the container starts."""
+    found = Overlay((ROOT / name).read_text()).get_single_data()
+    assert "configs" not in found
+    assert "secrets" not in found
+
+
 def test_only_the_proxy_of_the_ha_overlay_is_published(
     services: dict[str, Any], twice: dict[str, Any]
 ) -> None:
     assert twice["services"]["gateway"]["ports"] == []
     proxy = twice["services"]["proxy"]
     assert proxy["ports"] == services["gateway"]["ports"]
-    config = twice["configs"]["haproxy"]["content"]
+    config = (ROOT / "docker/haproxy.cfg").read_text()
     ports = [port.rpartition(":")[2] for port in proxy["ports"]]
     assert re.findall(r"bind :(\d+)", config) == ports
     assert sorted(set(re.findall(r"server.* gateway:(\d+)", config))) == sorted(ports)
@@ -353,7 +370,7 @@ def test_only_the_proxy_of_the_ha_overlay_is_published(
 def test_the_proxy_learns_of_an_end_before_requests_are_refused(
     services: dict[str, Any], twice: dict[str, Any]
 ) -> None:
-    config = twice["configs"]["haproxy"]["content"]
+    config = (ROOT / "docker/haproxy.cfg").read_text()
     assert "uri /ready" in config
     found = re.search(r"check inter (\d+)ms fall (\d+)", config)
     assert found
