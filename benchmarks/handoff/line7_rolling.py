@@ -45,17 +45,21 @@ def engine_with_images(folder: Path | None) -> Iterator[DockerEngine]:
         yield engine
 
 
+def get(project: Project, path: str) -> httpx.Response:
+    auth = {"authorization": f"Bearer {KEY}"}
+    answer = httpx.get(f"{project.url}{path}", headers=auth, timeout=60)
+    return answer.raise_for_status()
+
+
 def prefills(project: Project, where: str) -> float:
-    text = httpx.get(f"{project.url}/metrics", timeout=30).text
     name = "pdserve_prefill_requests_total"
+    text = get(project, "/metrics").text
     found = re.findall(rf'^{name}{{.*where="{where}".*}} (\S+)', text, re.MULTILINE)
     return sum(float(value) for value in found)
 
 
 def model_name(project: Project) -> str:
-    auth = {"authorization": f"Bearer {KEY}"}
-    models = httpx.get(f"{project.url}/v1/models", headers=auth, timeout=60).json()
-    return str(models["data"][0]["id"])
+    return str(get(project, "/v1/models").json()["data"][0]["id"])
 
 
 async def restart(project: Project, load: Load, role: str, container: str) -> dict[str, Any]:

@@ -207,7 +207,7 @@ def costs_of(report: dict[str, Any]) -> Costs:
     idle, share, index = report["idle"], report["share"], report["index"]
     per_worker = along_workers["slope"]
     return Costs(
-        fixed=max(0.0, along_streams["fixed"] - per_worker * report["streams"]["workers"]),
+        fixed=max(0.0, along_streams["fixed"] - per_worker * share["shape"]["workers"]),
         per_worker=per_worker,
         per_stream=along_streams["slope"],
         base_mib=idle["rss_mib"] - idle["joined_mib"],

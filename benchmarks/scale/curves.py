@@ -49,7 +49,7 @@ def _panel(left: int, name: str, series: Mapping[str, Any]) -> list[str]:
             place(x, line["fixed"] + line["slope"] * x) for x in (points[0]["x"], most_x)
         )
         parts.append(f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="#36c"/>')
-        text = f"R² {line['r2']:.3f}, bend {line['bend']:.2f}"
+        text = f"R² {line['r2']:.3f}"
         parts.append(f'<text x="{left + 8}" y="{TOP + 8}" fill="#36c">{text}</text>')
     for point in points:
         x, y = place(point["x"], point["core"])

@@ -3,45 +3,53 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 Point = tuple[float, float]
-MOST_BEND = 1.3
-MOST_OFF = 0.06
-FLAT = 0.1  # a smaller rise is none
+MOST = 0.1  # of the largest y
+FEWEST = 4  # points: each from the third on is compared with those before it
 
 
 @dataclass(frozen=True)
 class Line:
-    """y = fixed + slope * x, and the parabola through the same points: noise moves a slope between
-    two neighbours by more than there is to see."""
+    """y = fixed + slope * x by least squares, and how far single points are off, as shares of the
+    largest y."""
 
     fixed: float
     slope: float
     r2: float
-    bend: float  # the parabola's slope at the last point to that at the first
-    rise: float  # from the lowest point to the highest, as a share of the largest y
-    off: float  # how far the farthest point is from the parabola, likewise
+    above: float  # the most that a point lies above the line through all points before it
+    below: float  # the most that a point lies below any point before it
 
     @property
     def straight(self) -> bool:
-        """Whether more of x costs no more than in proportion, and without a step; a discount is no
-        fault."""
-        return self.rise <= FLAT or (self.bend <= MOST_BEND and self.off <= MOST_OFF)
+        """Whether more of x costs no more than in proportion, without a step; a discount is no
+        fault, but a fall is."""
+        return self.above <= MOST and self.below <= MOST
 
 
 def fit(points: Sequence[Point]) -> Line:
-    """Least squares; `points` in order of x. Raises ValueError for fewer than three."""
-    if len(points) < 3:
+    """`points` in order of x. Raises ValueError for fewer than FEWEST."""
+    if len(points) < FEWEST:
         raise ValueError(f"a line through {len(points)} points says nothing")
-    x, y = (np.array(one, dtype=float) for one in zip(*points, strict=True))
-    line, parabola = np.polyfit(x, y, 1), np.polyfit(x, y, 2)
-    slope, fixed = line
-    total = ((y - y.mean()) ** 2).sum()
-    r2 = 1 - ((y - np.polyval(line, x)) ** 2).sum() / total if total else 1.0
-    first, last = np.polyval(np.polyder(parabola), x[[0, -1]])
-    bend = last / first if first > 0 else 0.0 if last <= 0 else float("inf")
-    largest = abs(y).max() or 1.0
-    off = abs(y - np.polyval(parabola, x)).max() / largest
-    rise = (y.max() - y.min()) / largest
-    return Line(*(float(one) for one in (fixed, slope, r2, bend, rise, off)))
+    fixed, slope = least_squares(points)
+    ys = [y for _, y in points]
+    largest, mean = max(map(abs, ys)) or 1.0, sum(ys) / len(ys)
+    left = sum((y - fixed - slope * x) ** 2 for x, y in points)
+    total = sum((y - mean) ** 2 for y in ys)
+    above = below = 0.0
+    for at in range(2, len(points)):
+        x, y = points[at]
+        start, rise = least_squares(points[:at])
+        above = max(above, y - start - rise * x)
+    for at in range(1, len(points)):
+        below = max(below, max(ys[:at]) - ys[at])
+    r2 = 1 - left / total if total else 1.0
+    return Line(fixed, slope, r2, above / largest, below / largest)
+
+
+def least_squares(points: Sequence[Point]) -> tuple[float, float]:
+    """Where the line begins, at x = 0, and its slope."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    return mean_y - slope * mean_x, slope

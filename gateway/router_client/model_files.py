@@ -29,7 +29,7 @@ from pdserve.services.host.rpc.blobs import BLOB_CACHE_BYTES, BlobCache, read_bl
 from pdserve.services.host.rpc.channel import may_be_closed
 
 CALL_S = 10.0  # for a unary call
-LIST_S = 2.0  # for the models of one router
+LIST_S = 2.0  # for the models of one router, or its view of the fleet
 REST_S = 0.3  # for those of the others, once one has said that the fleet is sharded
 OLD_S = 10.0  # what a router said before is not taken for true any more
 OLDEST_S = 0.05  # for those of the oldest alone: one that has just come may not know all
@@ -147,18 +147,23 @@ class ModelFiles:
         return data
 
     async def fleet(self, routers: Sequence[LiveRouter]) -> FleetView:
-        """Of the first router that answers within LIST_S each; in a sharded fleet of all that
-        do."""
-        others, view = list(_some(routers)), None
-        while view is None:
-            if not others:
-                raise _no_answer()
-            view = await _fleet_of(others.pop(0).channel)
-        sharded = self.sharded or any(worker.hello.join_routers for worker in view.workers)
-        if view.workers and not sharded:
+        """The first router's view of the fleet. If it does not answer or knows no worker, another
+        one's; in a sharded fleet what all of them see. Raises ServiceError UNAVAILABLE if none
+        answers."""
+        first, *others = _some(routers)
+        view = await _fleet_of(first.channel)
+        if view is not None and view.workers and not self._is_sharded(view):
             return view
-        found = await asyncio.gather(*(_fleet_of(router.channel) for router in others))
-        return merged([view, *(one for one in found if one is not None)])
+        found = [view, *await asyncio.gather(*(_fleet_of(router.channel) for router in others))]
+        views = [one for one in found if one is not None]
+        if not views:
+            raise _no_answer()
+        if any(self._is_sharded(one) for one in views):
+            return merged(views)
+        return next((one for one in views if one.workers), views[0])
+
+    def _is_sharded(self, view: FleetView) -> bool:
+        return self.sharded or any(worker.hello.join_routers for worker in view.workers)
 
     async def pick(self, routers: Sequence[LiveRouter], asked: PickRequest) -> PickReply:
         """The first router's answer, or in a sharded fleet that of the first one that has joined a

@@ -365,6 +365,10 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert placer.admitting == Counter(a.decode for a in live if not a.answered)
         for worker in self.fleet.workers.values():
             assert set(worker.unreported) <= current
+            tokens = sum(tokens for tokens, _ in worker.unreported.values())
+            requests_there = worker.load.running + worker.load.waiting + len(worker.unreported)
+            assert worker.facts.requests == requests_there
+            assert worker.facts.waiting_tokens == worker.load.waiting_tokens + tokens
         queued = set(placer.waiting)
         idle = {r for r in requests if r.state.attempt is None}
         seeking = {r for r in idle if r.state.stage is Stage.SEEKING}

@@ -77,9 +77,9 @@ class Worker:
     connected: bool = False  # the router's session to it is up
     was_connected: bool = False  # it has been, so there is a worker behind the hello
     busy_until: float = 0.0  # it answered Busy; a new load clears it
-    load: pb.Load = field(default_factory=pb.Load)
+    load: pb.Load = field(default_factory=pb.Load, init=False)
     # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
-    unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict)
+    unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict, init=False)
     # Of the hello.
     role: pb.Role = field(init=False)
     boot: bytes = field(init=False)
@@ -147,10 +147,15 @@ class Worker:
             self._update_facts()
 
     def forget_old_commands(self, now: float) -> None:
-        """Those that no load has named in time."""
-        old = [a for a, (_, sent) in self.unreported.items() if now - sent >= UNREPORTED_S]
-        for attempt in old:
-            self.forget_command(attempt)
+        """Forget those that no load has named in time; the oldest come first."""
+        before = len(self.unreported)
+        while self.unreported:
+            attempt, (_, sent) = next(iter(self.unreported.items()))
+            if now - sent < UNREPORTED_S:
+                break
+            self._forget(attempt)
+        if len(self.unreported) < before:
+            self._update_facts()
 
     def report(self, load: pb.Load) -> None:
         """Take a new load, and forget the commands that it includes."""
@@ -296,9 +301,6 @@ class Fleet:
 
     def tick(self, now: float) -> list[Worker]:
         """Let time pass: the workers that died of it."""
-        for worker in self.workers.values():
-            if worker.unreported:
-                worker.forget_old_commands(now)
         if now < self._next_look and self.isolated_since is None:
             return []
         suspects = []

@@ -1,4 +1,4 @@
-"""What placement knows of a worker; a value."""
+"""What the placement policy sees of one worker."""
 
 from dataclasses import dataclass
 
@@ -7,28 +7,27 @@ from pdserve.services.router.fleet.worker_kind import WorkerKind
 
 @dataclass(slots=True)
 class WorkerFacts:
-    """One worker that can take work now, as the policy sees it. Never changed, and not frozen only
-    since that takes five times as long to make, for each load report."""
+    """A value: it is never changed, and not frozen only since that takes five times as long to
+    make, for each load report."""
 
     boot: bytes
     kind: WorkerKind
     requests: int = 0  # running, waiting, and sent by this router but not yet reported
     waiting_tokens: int = 0  # prompt tokens not computed yet, with those sent but not reported
-    free_tokens: int = 0  # decode: whose KV has room without anybody being preempted
-    # Of one prompt; a Worker's own facts are of none.
+    free_tokens: int = 0  # decode: room for KV, less what hand-offs were promised of it
+    # Tokens of one prompt; 0 in the facts that a Worker keeps, which belong to no prompt.
     cached_tokens: int = 0
-    promised_tokens: int = 0  # those, and what is on its way there for others
+    promised_tokens: int = 0  # from its start on, cached or on their way there for other requests
 
-
-def with_blocks(facts: WorkerFacts, cached_tokens: int, promised_tokens: int) -> WorkerFacts:
-    """The worker's facts of a prompt of which it has that much."""
-    # As `replace` would, which takes eight times as long.
-    return WorkerFacts(
-        facts.boot,
-        facts.kind,
-        facts.requests,
-        facts.waiting_tokens,
-        facts.free_tokens,
-        cached_tokens,
-        promised_tokens,
-    )
+    def of_prompt(self, cached_tokens: int, promised_tokens: int) -> "WorkerFacts":
+        """The same worker, of a prompt of which it has so much."""
+        # By position, since names take twice as long, and `replace` six times.
+        return WorkerFacts(
+            self.boot,
+            self.kind,
+            self.requests,
+            self.waiting_tokens,
+            self.free_tokens,
+            cached_tokens,
+            promised_tokens,
+        )

@@ -8,7 +8,7 @@ from pdserve.engine.kv.block_hash import cache_seed, chain_hashes
 from pdserve.engine.kv.identity import Mixing
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.fleet.prefix_index import PrefixIndex
-from pdserve.services.router.fleet.worker_facts import WorkerFacts, with_blocks
+from pdserve.services.router.fleet.worker_facts import WorkerFacts
 from pdserve.services.router.fleet.worker_kind import WorkerKind, mismatch
 from pdserve.services.router.placement.policy import PromptFacts, pick_decode
 from pdserve.services.router.placement.promised_chains import PromisedChains
@@ -18,7 +18,8 @@ class _KnownBlocks(NamedTuple):
     """Where the prompt's blocks are, for workers that hash them alike."""
 
     chain: list[bytes]
-    tokens: dict[bytes, tuple[int, int]]  # cached and promised, by the boot of each that has any
+    # Cached and promised tokens, by the boot of each worker that has any.
+    tokens: dict[bytes, tuple[int, int]]
 
 
 class FactsOfWorkers:
@@ -31,12 +32,14 @@ class FactsOfWorkers:
         verified: Mapping[bytes, int],
         index: PrefixIndex,
         promised: PromisedChains,
+        now: float,
     ) -> None:
         self._ids = ids[:-1]  # the last one always runs as a decode row, so it is never a hit
         self._salt = cache_salt
         self._verified = verified  # by boot: tokens whose prefix events may be on their way
         self._index = index
         self._promised = promised
+        self._now = now
         self._known: dict[tuple[bytes, int], _KnownBlocks] = {}  # by what chains depend on
 
     def of(self, worker: Worker) -> WorkerFacts:
@@ -45,17 +48,19 @@ class FactsOfWorkers:
         return facts
 
     def of_all(self, workers: Iterable[Worker]) -> list[WorkerFacts]:
-        """The same of each, in their order. Most have nothing of a prompt: theirs are not made
-        anew."""
+        """The same of each, in their order. Of a worker that has nothing of the prompt these are
+        the facts that it keeps."""
         found = []
         kind: WorkerKind | None = None
         for worker in workers:
             if worker.kind is not kind:
                 kind = worker.kind
                 tokens = self._of_kind(kind).tokens
+            if worker.unreported:
+                worker.forget_old_commands(self._now)
             facts = worker.facts
             if worker.boot in tokens:
-                facts = with_blocks(facts, *tokens[worker.boot])
+                facts = facts.of_prompt(*tokens[worker.boot])
             found.append(facts)
         return found
 
@@ -72,7 +77,8 @@ class FactsOfWorkers:
         return known
 
     def _tokens(self, chain: list[bytes], size: int) -> dict[bytes, tuple[int, int]]:
-        """Tokens of these blocks that are cached and promised."""
+        """Tokens that are cached and promised, by the boot of each worker that has any of these
+        blocks, or verified some of them."""
         cached, promised = self._index.num_cached(chain), self._promised.num_promised(chain)
         found = {boot: (num * size, promised.get(boot, 0) * size) for boot, num in cached.items()}
         for boot, num in promised.items():

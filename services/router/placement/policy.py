@@ -17,7 +17,7 @@ prefill worker would have to compute a long beginning anew.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 from pdserve.engine.kv.identity import NO_MIXING, Difference, Mixing
@@ -121,7 +121,7 @@ def missing_tokens(prompt: PromptFacts, worker: WorkerFacts) -> int:
 
 def with_awaited(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> WorkerFacts:
     """A worker as if what nobody has to compute there were cached."""
-    return replace(worker, cached_tokens=awaited_tokens(prompt, worker, rules))
+    return worker.of_prompt(awaited_tokens(prompt, worker, rules), worker.promised_tokens)
 
 
 def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> int:
@@ -236,7 +236,8 @@ def pick_prefill(
     most = max_balanced_requests(fit)
     costs = [prefill_cost(prompt, w, w.requests <= most) for w in fit]
     at = power_of_two(fit, costs, waiting_tokens, rng)
-    return None if at is None else fit[at], "remote prefill", refused
+    assert at is not None  # `fit` is not empty
+    return fit[at], "remote prefill", refused
 
 
 def max_balanced_requests(workers: Collection[WorkerFacts]) -> float:

@@ -137,7 +137,7 @@ class Placer:
     def _begin(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
         """Ask the policy for one of the workers; False: it knows none."""
         told = self._told(request, now)
-        facts = self._facts(request, self.promised)
+        facts = self._facts(request, self.promised, now)
         decodes = facts.of_all(workers)
         if self.picks:
             decodes = [self.picks.counted(one, now) for one in decodes]
@@ -179,7 +179,9 @@ class Placer:
             if worker.state is State.LIVE and worker.connected and worker.host in asked.hosts
         ]
         self.picks.forget_old(now)  # whose promises count below
-        facts = FactsOfWorkers(asked.ids, asked.cache_salt, {}, self._fleet.prefixes, self.promised)
+        facts = FactsOfWorkers(
+            asked.ids, asked.cache_salt, {}, self._fleet.prefixes, self.promised, now
+        )
         free = self._free(there, now) or there
         workers = [self.picks.counted(one, now) for one in facts.of_all(free)]
         senders = facts.of_all(taking_work(self._fleet.of(PREFILL, asked.model), now))
@@ -215,15 +217,17 @@ class Placer:
         full = {boot for boot, num in self.admitting.items() if num >= MAX_ADMITTING}
         return [w for w in taking if w.boot not in full] if full else taking
 
-    def _facts(self, request: RoutedRequest, promised: PromisedChains) -> FactsOfWorkers:
+    def _facts(
+        self, request: RoutedRequest, promised: PromisedChains, now: float
+    ) -> FactsOfWorkers:
         ids, salt = request.progress.prefix_ids(), request.progress.start.cache_salt
-        return FactsOfWorkers(ids, salt, request.verified, self._fleet.prefixes, promised)
+        return FactsOfWorkers(ids, salt, request.verified, self._fleet.prefixes, promised, now)
 
     def target_for(self, request: RoutedRequest, now: float) -> Worker | None:
         """Another decode worker that can take a running request with its KV."""
         if request.assignment is None:
             return None
-        facts = self._facts(request, PromisedChains())
+        facts = self._facts(request, PromisedChains(), now)
         here = facts.of(request.assignment.decode)
         others = facts.of_all(self._candidates(request, now))
         ids = request.progress.prefix_ids()

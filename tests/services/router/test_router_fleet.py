@@ -185,7 +185,7 @@ def expected(worker: Worker) -> tuple[int, int]:
 
 
 def test_own_commands_count_until_a_load_includes_them() -> None:
-    fleet, worker = joined()
+    _, worker = joined()
     worker.report(pb.Load(running=2, waiting_tokens=100))
     for name, tokens in ((b"a", 10), (b"b", 20), (b"c", 30)):
         worker.commanded(name, tokens, 0.0)
@@ -193,23 +193,23 @@ def test_own_commands_count_until_a_load_includes_them() -> None:
     worker.report(pb.Load(running=4, waiting_tokens=130, last_command=b"b"))
     assert expected(worker) == (5, 160)
     worker.report(pb.Load(running=4, waiting_tokens=130, last_command=b"of another router"))
-    fleet.tick(UNREPORTED_S - 0.1)
+    worker.forget_old_commands(UNREPORTED_S - 0.1)
     assert expected(worker) == (5, 160)
-    fleet.tick(UNREPORTED_S)
+    worker.forget_old_commands(UNREPORTED_S)
     assert expected(worker) == (4, 130)
 
 
 def test_a_command_that_is_said_again_counts_once_from_then_on() -> None:
     """As the prompt's, when the prefill worker is asked after all."""
-    fleet, worker = joined()
+    _, worker = joined()
     for name, tokens, at in ((b"a", 10, 0.0), (b"b", 20, 0.1), (b"a", 5, 0.2)):
         worker.commanded(name, tokens, at)
     assert expected(worker) == (2, 25)
     worker.report(pb.Load(last_command=b"b"))
     assert expected(worker) == (1, 5), "a was sent after it"
-    fleet.tick(0.1 + UNREPORTED_S)
+    worker.forget_old_commands(0.1 + UNREPORTED_S)
     assert expected(worker) == (1, 5)
-    fleet.tick(0.2 + UNREPORTED_S)
+    worker.forget_old_commands(0.2 + UNREPORTED_S)
     assert expected(worker) == (0, 0)
     worker.forget_command(b"a")
     assert expected(worker) == (0, 0)

@@ -57,8 +57,8 @@ def test_the_backlog_is_tokens_by_the_rate_of_the_live() -> None:
 
 
 def test_the_ratio_counts_what_is_held_and_what_is_promised() -> None:
-    half = worker(DECODE, 1, blocks_total=10, blocks_used=2, blocks_reserved=1, blocks_cached=4)
-    half.load.promised_tokens = 2 * BLOCK
+    blocks = {"blocks_total": 10, "blocks_used": 2, "blocks_reserved": 1, "blocks_cached": 4}
+    half = worker(DECODE, 1, promised_tokens=2 * BLOCK, **blocks)
     empty = worker(DECODE, 2, blocks_total=10, blocks_free=10)
     assert decode_kv_used_ratio([half]) == 0.5
     assert decode_kv_used_ratio([half, empty]) == 0.25

@@ -44,7 +44,7 @@ def pick(
 
 def cache(worker: Worker, ids: list[int], salt: bytes = b"") -> None:
     """Has the prompt's full blocks there."""
-    facts = FactsOfWorkers([*ids, 0], salt, {}, PrefixIndex(1024), PromisedChains())
+    facts = FactsOfWorkers([*ids, 0], salt, {}, PrefixIndex(1024), PromisedChains(), 0.0)
     chain = facts.chain(worker)
     worker.prefixes.apply(PrefixEvents(added=chain))
 

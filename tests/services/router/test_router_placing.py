@@ -62,36 +62,50 @@ def test_a_picker_is_told_the_others_by_their_cost() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from([{}, BLOCKS, NUMERICS]), st.booleans(), st.integers(0, 12)),
+        st.tuples(
+            st.sampled_from([{}, BLOCKS, NUMERICS]),
+            st.booleans(),
+            st.integers(0, 12),
+            st.integers(0, 199),
+        ),
         max_size=8,
     )
 )
-def test_facts_of_many_are_those_of_each(fleet: list[tuple[dict[str, bytes], bool, int]]) -> None:
+def test_facts_of_many_are_those_of_each(
+    fleet: list[tuple[dict[str, bytes], bool, int, int]],
+) -> None:
     """Whatever kinds follow each other; a kind has its own hashes and sizes of blocks."""
     world = World(Mixing(), "never")
     placer = world.dispatcher.placer
-    workers = []
-    for number, (card, has_command, num_blocks) in enumerate(fleet):
+    workers, verified = [], {}
+    for number, (card, has_command, num_blocks, num_verified) in enumerate(fleet):
         worker = world.join(DECODE, {"transports": ["tcp", "shm"][: 1 + number % 2]}, **card)
-        worker.report(Load(running=number, waiting_tokens=7 * number, blocks_free=100))
+        load = {"running": number, "waiting_tokens": 7 * number, "promised_tokens": number}
+        worker.report(Load(blocks_free=100, blocks_cached=20, **load))
         if has_command:
             worker.commanded(b"attempt", 30, world.now)
         chain = facts_of(world).chain(worker)[:num_blocks]
         worker.prefixes.apply(PrefixEvents(added=chain))
         placer.promised.add(b"%d" % number, worker.boot, chain[: num_blocks // 2])
+        if num_verified:
+            verified[worker.boot] = num_verified
         workers.append(worker)
-    found = facts_of(world).of_all(workers)
-    assert found == [facts_of(world).of(worker) for worker in workers]
-    for facts, worker, (_, has_command, num_blocks) in zip(found, workers, fleet, strict=True):
+    found = facts_of(world, verified).of_all(workers)
+    assert found == [facts_of(world, verified).of(worker) for worker in workers]
+    for facts, worker, (_, has_command, num_blocks, num_verified) in zip(
+        found, workers, fleet, strict=True
+    ):
         size = worker.kind.layout.block_size
         number = workers.index(worker)
         assert facts.kind is worker.kind
-        assert facts.cached_tokens == size * min(num_blocks, (len(IDS) - 1) // size)
+        cached = size * min(num_blocks, (len(IDS) - 1) // size)
+        assert facts.cached_tokens == max(cached, num_verified)
         assert facts.promised_tokens == size * min(num_blocks // 2, (len(IDS) - 1) // size)
         assert facts.waiting_tokens == 7 * number + 30 * has_command
         assert facts.requests == number + has_command
+        assert facts.free_tokens == 120 * size - number
 
 
-def facts_of(world: World) -> FactsOfWorkers:
-    placer = world.dispatcher.placer
-    return FactsOfWorkers(IDS, b"", {}, world.fleet.prefixes, placer.promised)
+def facts_of(world: World, verified: dict[bytes, int] | None = None) -> FactsOfWorkers:
+    fleet, promised = world.fleet, world.dispatcher.placer.promised
+    return FactsOfWorkers(IDS, b"", verified or {}, fleet.prefixes, promised, world.now)

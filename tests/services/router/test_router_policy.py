@@ -130,6 +130,12 @@ def test_a_worker_without_the_prefix_is_no_match_for_one_that_has_it() -> None:
     assert all(power_of_two([warm, cold], costs, queue_cost, Random(s)) == 0 for s in range(20))
 
 
+def test_no_more_than_the_prompt_counts_as_cached() -> None:
+    """A worker that has verified more of a longer prefix is no better for it."""
+    full, more = (WorkerFacts(bytes([n]) * 16, A, cached_tokens=n) for n in (100, 200))
+    assert decode_costs(PromptFacts(100), [full, more], most=9) == [0, 0]
+
+
 def test_the_length_of_a_cold_prompt_hides_no_queue() -> None:
     """What all have to compute alike says nothing about which of them is idle."""
     idle = WorkerFacts(b"i" * 16, A)
