@@ -1,6 +1,5 @@
 """Sender and Receiver over every transport: tokens as if prefilled locally, nothing left behind."""
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 from engine_kit import ask
 from eventually import LIMIT_S
 from handoff_pair import MakePair, Pair, claims_of, fresh, local, promise_anything, request
+from open_files import open_files
 
 from pdserve.engine.api.request import ChoiceState, PrefillComputed, Request, Step
 from pdserve.engine.handoff.protocol.machine import Action
@@ -260,7 +260,7 @@ def test_mixed_requests_leave_nothing(make_pair: MakePair) -> None:
     pair = make_pair("shm")
     pair.hand_off(request(9))
     pair.assert_clean()
-    threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, files = threading.active_count(), open_files()
     for batch in range(15):
         asked = [request(5 + (batch * 37 + i * 11) % 120, seed=i, max_tokens=4) for i in range(4)]
         if batch % 3 == 0:  # the victim is long, and cancelled when its first chunk is computed
@@ -275,4 +275,4 @@ def test_mixed_requests_leave_nothing(make_pair: MakePair) -> None:
     assert list(pair.lost.values()) == ["cancel"] * 5
     pair.assert_clean()
     assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert open_files() - files == set()

@@ -21,6 +21,7 @@ from link_ends import (
     record_of,
     slots_returned,
 )
+from open_files import open_files
 
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import MARK_BYTES, PREFIX_BYTES, Prefix
@@ -41,10 +42,6 @@ def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ends]:
     made = Ends(request.param, tmp_path)
     yield made
     made.close()
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_bytes_and_order(ends: Ends) -> None:
@@ -247,7 +244,7 @@ def test_nobody_listens(ends: Ends) -> None:
 
 @pytest.mark.parametrize("name", list(transports()))
 def test_nothing_is_left_after_close(name: str, tmp_path: Path) -> None:
-    fds, threads = open_fds(), threading.active_count()
+    files, threads = open_files(), threading.active_count()
     ends = Ends(name, tmp_path)
     for i in range(5):
         link = ends.dial(Recorder())
@@ -256,7 +253,7 @@ def test_nothing_is_left_after_close(name: str, tmp_path: Path) -> None:
     assert threading.active_count() > threads
     ends.close()
     assert threading.active_count() == threads
-    assert open_fds() == fds
+    assert open_files() - files == set()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -264,7 +261,7 @@ def test_shm_works_in_a_folder_with_a_long_path(tmp_path: Path) -> None:
     """A socket's name holds 107 bytes; the folder's may be longer."""
     folder = tmp_path / ("x" * 60) / ("y" * 60)
     folder.mkdir(parents=True)
-    fds = open_fds()
+    files = open_files()
     ends = Ends("shm", folder)
     assert len(os.fsencode(ends.listener.address)) > 107
     ends.dial(Recorder()).push(frame_job(b"far away", 7))
@@ -272,7 +269,7 @@ def test_shm_works_in_a_folder_with_a_long_path(tmp_path: Path) -> None:
     assert ends.decode.payloads == [(7, b"far away")]
     ends.close()
     assert not list(folder.iterdir())
-    assert open_fds() == fds
+    assert open_files() - files == set()
     with pytest.raises(TransportRefused):
         ends.transport.dial(ends.target, 1.0)
 

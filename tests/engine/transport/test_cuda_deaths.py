@@ -14,6 +14,7 @@ from cuda_child import SIZE, frame, payload
 from eventually import wait_until
 from fake_device import FakeSignal, pages_of
 from link_ends import COPY_KEY, Ends, Recorder
+from open_files import open_files
 
 from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol.frames import FrameHeader
@@ -179,7 +180,7 @@ def test_decode_killed_at_any_moment(tmp_path: Path, start: Any) -> None:
     """Prefill's copies end, its window is closed, and it goes on with the next decode."""
     ends = Ends("cuda_ipc", tmp_path)
     ends.listener.close()  # only its way to dial is used
-    fds = len(os.listdir("/proc/self/fd"))
+    files = open_files()
     for round in range(KILLS):
         child = start("serve")
         assert child.stdout.readline() == "listening\n"
@@ -200,4 +201,4 @@ def test_decode_killed_at_any_moment(tmp_path: Path, start: Any) -> None:
         for path in tmp_path.glob("*.sock"):
             path.unlink()  # as `pdserve up` sweeps what a killed process leaves
     ends.transport.close()
-    assert len(os.listdir("/proc/self/fd")) <= fds
+    assert open_files() - files == set()

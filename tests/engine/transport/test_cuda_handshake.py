@@ -1,6 +1,5 @@
 """Every reason for which cuda_ipc refuses, by its name, on both ends; a name asked for is kept."""
 
-import os
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ import pytest
 from eventually import LIMIT_S, wait_until
 from fake_device import UUID, FakeDevice, FakeSignal, array_at
 from link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
+from open_files import open_files
 
 from pdserve.engine.handoff.connection.dial import Dialer, usable
 from pdserve.engine.transport.base import (
@@ -327,7 +327,7 @@ class FewSignals(FakeDevice):
 def test_what_was_made_before_a_signal_failed_is_given_back(
     make: Callable[[FakeDevice], object],
 ) -> None:
-    open_before = os.listdir("/proc/self/fd")
+    open_before = open_files()
     with pytest.raises(DeviceError, match="MemoryAllocation"):
         make(FewSignals())
-    assert os.listdir("/proc/self/fd") == open_before
+    assert open_files() - open_before == set()
