@@ -46,7 +46,7 @@ help:
 	@echo "make accept-front the acceptance lines of the front: costs, pages, terminal, Python API"
 	@echo "make accept-gpu   the GPU part on a machine with a card; ARGS=prepare: wheels for one without network, ARGS=--fake: a CPU"
 	@echo "make accept-kernels  the acceptance lines of the GPU part that need no GPU; an hour"
-	@echo "make accept-scale  one router at its share of 100 workers and 20,000 streams; prefix routing; 25 minutes"
+	@echo "make accept-scale  one router at its share of 100 workers and 20,000 streams; prefix routing; half an hour"
 	@echo "make bench-interference  a prefill and a decode worker against two mixed ones; 75 min"
 	@echo "make bench-transfer  transfers beside bare sockets and memcpy; ARGS=\"quick copies\""
 	@echo "make fuzz         a million hostile inputs of each kind, resumable; ARGS='TARGET --cases N'"

@@ -20,7 +20,7 @@ class WorkerFacts:
     promised_tokens: int = 0  # from its start on, cached or on their way there for other requests
 
     def of_prompt(self, cached_tokens: int, promised_tokens: int) -> "WorkerFacts":
-        """The same worker, of a prompt of which it has so much."""
+        """The same worker's facts for a prompt of which it has so many tokens."""
         # By position, since names take twice as long, and `replace` six times.
         return WorkerFacts(
             self.boot,

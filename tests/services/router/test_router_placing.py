@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pdserve.engine.kv.identity import Mixing
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.fleet_pb2 import DECODE, Load, PrefixEvents
-from pdserve.services.router.fleet.fleet import Worker
+from pdserve.services.router.fleet.fleet import UNREPORTED_S, Worker
 from pdserve.services.router.placement.facts import FactsOfWorkers
 from pdserve.services.router.requests.machine import ANSWER_S
 from pdserve.services.router.requests.placer import MAX_ADMITTING, AskedPrompt
@@ -104,6 +104,17 @@ def test_facts_of_many_are_those_of_each(
         assert facts.waiting_tokens == 7 * number + 30 * has_command
         assert facts.requests == number + has_command
         assert facts.free_tokens == 120 * size - number
+
+
+def test_a_command_that_no_load_names_counts_no_longer_when_a_placement_asks() -> None:
+    """Whether or not the router has ticked meanwhile."""
+    world = World(Mixing(), "never")
+    worker = world.join(DECODE)
+    worker.commanded(b"attempt", 30, world.now)
+    assert facts_of(world).of(worker).requests == 1
+    world.now += UNREPORTED_S
+    facts = facts_of(world).of(worker)
+    assert (facts.requests, facts.waiting_tokens) == (0, 0)
 
 
 def facts_of(world: World, verified: dict[bytes, int] | None = None) -> FactsOfWorkers:
