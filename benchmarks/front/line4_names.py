@@ -7,4 +7,4 @@ from pytest_line import run_tests
 
 READS_PROSE = True
 
-print(json.dumps(run_tests("tests/test_names.py")))
+print(json.dumps(run_tests("tests/test_docs.py")))

@@ -7,7 +7,7 @@ import os
 
 from pytest_line import run_tests
 
-os.environ |= {"ATTENTION_CASES": "500", "LINEAR_CASES": "500", "CUDA_VARIANTS": "all"}
+os.environ |= {"ATTENTION_CASES": "500", "LINEAR_CASES": "500"}
 kernels = run_tests("tests/kernels/cuda", "-k", "random_rows or random_batches")
 models = run_tests("tests/engine/models/test_cuda_decoder.py", "-k", "same_whatever")
 ok = kernels["ok"] and models["ok"] and kernels["tests"] == 1000

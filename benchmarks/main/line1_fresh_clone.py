@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from pytest_line import ROOT, RUNS, results
+from pytest_line import ROOT, results
 
 
 def make(clone: Path, *words: str, timeout_s: float) -> tuple[str, float]:
@@ -70,7 +70,7 @@ def main() -> None:
     counts = results(tests)
     figures = {
         "ok": "Paris" in first["answer"] and len(asked) == 4 and tests_s < 1200
-        and len(counts) == RUNS and "failed" not in "".join(counts),
+        and len(counts) == 1 and "failed" not in "".join(counts),
         "make run": first,
         "make demo": {"seconds": demo_s, "questions": asked},
         "make test": {"seconds": tests_s, "results": counts},

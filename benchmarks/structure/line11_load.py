@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from pytest_line import ROOT, RUNS, results
+from pytest_line import ROOT, results
 
 LOOPS = 2
 
@@ -23,7 +23,7 @@ def main() -> int:
     sys.stderr.write(done.stdout[-6000:])
     lines = done.stdout.strip().splitlines()
     figures = {
-        "ok": done.returncode == 0 and beside == LOOPS and len(results(done.stdout)) == RUNS,
+        "ok": done.returncode == 0 and beside == LOOPS and len(results(done.stdout)) == 1,
         "busy_loops": beside,
         "results": results(done.stdout),
         "failed": [line for line in lines if line.startswith(("FAILED", "ERROR"))],

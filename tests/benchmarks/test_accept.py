@@ -1,16 +1,13 @@
 """Acceptance lines: what was skipped is not held, and an earlier run is printed as one."""
 
-import ast
 import json
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import accept
-import gone_tests
 import psutil
 import pytest
 import pytest_line
@@ -149,91 +146,6 @@ def test_a_line_that_reads_the_docs_is_run_again_after_their_change(topic: Topic
     assert topic.verdicts(found) == {"line1": "held earlier", "line2": "held"}
 
 
-def test_lines_that_test_the_docs_say_so() -> None:
-    folder = Path(accept.__file__).parent
-    testing = {p for p in folder.glob("*/line*.py") if '"tests/test_docs.py"' in p.read_text()}
-    assert len(testing) >= 2
-    assert [p for p in testing if not accept.READS_PROSE.search(p.read_text())] == []
-
-
-@cache
-def _functions(module: Path) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
-    nodes = ast.walk(ast.parse(module.read_text()))
-    return {n.name: n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
-
-
-@cache
-def _every_function() -> dict[str, tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    modules = sorted(Path(accept.__file__).parent.rglob("*.py"))
-    return {name: (path, one) for path in modules for name, one in _functions(path).items()}
-
-
-def _has_ok(value: ast.expr, scope: ast.AST, module: Path) -> bool:
-    """Whether figures in a line's source have "ok" among their own keys. `scope`: where their
-    names are assigned."""
-    match value:
-        case ast.Dict(keys=keys):
-            return any(isinstance(key, ast.Constant) and key.value == "ok" for key in keys)
-        case ast.BinOp(left=left, right=right):
-            return _has_ok(left, scope, module) or _has_ok(right, scope, module)
-        case ast.Name(id=name):
-            return any(_shows_ok(node, name, scope, module) for node in ast.walk(scope))
-        case ast.Call(func=ast.Name(id=name), args=args):
-            own = _functions(module).get(name)
-            path, made = (module, own) if own else _every_function().get(name, (module, None))
-            returned = [] if made is None else [
-                n.value for n in ast.walk(made) if isinstance(n, ast.Return) and n.value
-            ]  # fmt: skip
-            return any(_has_ok(one, made or scope, path) for one in returned) or any(
-                _has_ok(one, scope, module) for one in args
-            )
-        case ast.Call(args=args):  # asyncio.run, json.loads
-            return any(_has_ok(one, scope, module) for one in args)
-    return False
-
-
-def _shows_ok(node: ast.AST, name: str, scope: ast.AST, module: Path) -> bool:
-    """Whether `node` writes or reads name["ok"], or makes `name` of what has it."""
-    match node:
-        case ast.Subscript(value=ast.Name(id=of), slice=ast.Constant(value="ok")):
-            return of == name
-        case (
-            ast.Assign(targets=[ast.Name(id=into)], value=ast.expr() as given)
-            | ast.AnnAssign(target=ast.Name(id=into), value=ast.expr() as given)
-        ):
-            return into == name and _has_ok(given, scope, module)
-    return False
-
-
-def _printed(module: Path) -> list[tuple[ast.expr, bool]]:
-    """What a line writes as JSON to its standard output, and whether that has "ok"."""
-    tree = ast.parse(module.read_text())
-    scopes = [*_functions(module).values(), tree]  # the innermost first
-    found: dict[ast.Call, tuple[ast.expr, bool]] = {}
-    for scope in scopes:
-        for node in ast.walk(scope):
-            match node:
-                case ast.Call(
-                    func=ast.Name(id="print"),
-                    args=[ast.Call(func=ast.Attribute(attr="dumps"), args=[said])],
-                    keywords=[],
-                ) if node not in found:
-                    found[node] = said, _has_ok(said, scope, module)
-    return list(found.values())
-
-
-LINES = sorted(Path(accept.__file__).parent.glob("*/line*_*.py"))
-
-
-@pytest.mark.parametrize("module", LINES, ids=lambda m: f"{m.parent.name}/{m.stem}")
-def test_each_line_prints_whether_it_is_ok(module: Path) -> None:
-    """accept.py reads the verdict there; a line that writes another word never holds."""
-    printed = _printed(module)
-    if not printed:  # it is another line's short form
-        assert "line3_chaos.py" in module.read_text()
-    assert [ast.unparse(said) for said, ok in printed if not ok] == []
-
-
 def test_a_late_line_ends_with_its_children(topic: Topic) -> None:
     pid, module = topic.folder / "pid", topic.folder / "made/line1_x.py"
     child = f"import os, time; open({str(pid)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(999)"
@@ -306,17 +218,6 @@ def test_a_promise_stands_on_this_tree_alone() -> None:
     assert "no namespaces" in stands(part, "tree")["skipped"]
     assert not stands(held | {"verdict": "failed"}, "tree")["ok"]
     assert not stands(None, "tree")["ok"]
-
-
-def test_a_test_that_is_gone_needs_a_successor() -> None:
-    successors = [one for found in gone_tests.GONE.values() for one in found]
-    before = ["test_kept", "test_twice", "test_twice", *gone_tests.GONE]
-    assert gone_tests.missing(before, [*successors, "test_kept", "test_twice"]).keys() == {
-        "test_twice"
-    }
-    lost = gone_tests.missing([], successors[1:])
-    assert list(lost) == [next(iter(gone_tests.GONE))]
-    assert successors[0] in lost[next(iter(gone_tests.GONE))]
 
 
 def test_a_line_does_not_inherit_the_arguments_of_make(

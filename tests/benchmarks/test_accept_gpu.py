@@ -21,7 +21,7 @@ def run(out: Path, *words: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, result
 
 
-@pytest.mark.slow
+@pytest.mark.kernels
 @pytest.mark.timeout(400)
 def test_all_parts_run_on_the_fake_device(tmp_path: Path) -> None:
     code, result = run(tmp_path / "result.json")

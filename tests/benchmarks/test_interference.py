@@ -247,6 +247,7 @@ def test_requests_that_share_a_worker() -> None:
     assert together == pytest.approx((1 + 2 * (2 / 3) * 4 + (1 / 3) * 3) / 10)
 
 
+@pytest.mark.extended
 @settings(deadline=None)
 @given(st.floats(0.0, 5.0), st.floats(0.05, 1.0), st.floats(1.0, 20.0))
 def test_the_rate_keeps_as_many_in_flight_in_that_very_run(

@@ -142,6 +142,7 @@ def test_an_engine_takes_the_time_of_its_steps() -> None:
     assert worker.work.seconds == pytest.approx(3 + 9 * 0.01)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "shape", [FleetShape(6, 0, FEW), FleetShape(2, 4, FEW)], ids=["mixed", "separate"]
 )

@@ -23,6 +23,7 @@ SMALL = Shape(workers=10, streams=50, gateways=2, hashes=1_000, answer_len=20)
 DOC = Path(__file__).parents[2] / "docs/scale.md"
 
 
+@pytest.mark.extended
 def test_one_router_at_a_small_share_loses_and_repeats_no_token() -> None:
     found = measure(SMALL, window_s=1.0, finish=True)
     counts = found["counts"]
@@ -34,12 +35,14 @@ def test_one_router_at_a_small_share_loses_and_repeats_no_token() -> None:
     assert found["sent_to_admit_ms"]["p50"] >= found["sent_to_placing_ms"]["p50"]
 
 
+@pytest.mark.extended
 def test_idle_workers_say_little() -> None:
     found = measure(replace(SMALL, workers=5, streams=0), window_s=2.0)
     assert found["exact"], found
     assert 1 * 5 <= found["reports_s"] <= 3 * 5, "heartbeats, and nothing else"
 
 
+@pytest.mark.extended
 def test_a_small_system_over_http_is_exact() -> None:
     found = whole.measure(whole.Whole(workers=4, streams=12, num_tokens=20))
     assert found["ok"], found

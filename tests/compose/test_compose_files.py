@@ -4,6 +4,7 @@ import re
 import runpy
 import subprocess
 import tomllib
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -161,31 +162,39 @@ def in_force(file: str, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_containers_have_no_rights_and_bounds(file: str, services: dict[str, Any]) -> None:
+def test_containers_have_no_rights_and_bounds(
+    subtests: pytest.Subtests, services: dict[str, Any]
+) -> None:
     """Ours and foreign ones alike."""
-    for name, service in in_force(file, services).items():
-        assert service["read_only"] is True, name
-        assert service["cap_drop"] == ["ALL"], name
-        assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert "privileged" not in service, name
-        assert service["pids_limit"] > 0, name
-        assert re.fullmatch(r"\d+[mg]", default(service["mem_limit"])), name
-        ours = service["image"].startswith("pdserve-")
-        if ours:
-            assert service["tmpfs"] == ["/tmp"], name
-        else:
-            assert re.fullmatch(IMAGE, service["image"]), "a version"
+    for file in FILES:
+        with subtests.test(file):
+            for name, service in in_force(file, services).items():
+                assert service["read_only"] is True, name
+                assert service["cap_drop"] == ["ALL"], name
+                assert service["security_opt"] == ["no-new-privileges:true"], name
+                assert "privileged" not in service, name
+                assert service["pids_limit"] > 0, name
+                assert re.fullmatch(r"\d+[mg]", default(service["mem_limit"])), name
+                ours = service["image"].startswith("pdserve-")
+                if ours:
+                    assert service["tmpfs"] == ["/tmp"], name
+                else:
+                    assert re.fullmatch(IMAGE, service["image"]), "a version"
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_every_volume_is_declared_or_a_file_here(file: str, services: dict[str, Any]) -> None:
-    made = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["volumes"]
-    made |= Overlay((ROOT / file).read_text()).get_single_data().get("volumes", {})
-    for name, service in in_force(file, services).items():
-        for volume in service.get("volumes", ()):
-            source = default(volume).partition(":")[0]
-            assert source in made or (source.startswith("./") and (ROOT / source).exists()), name
+def test_every_volume_is_declared_or_a_file_here(
+    subtests: pytest.Subtests, services: dict[str, Any]
+) -> None:
+    for file in FILES:
+        with subtests.test(file):
+            made = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["volumes"]
+            made |= Overlay((ROOT / file).read_text()).get_single_data().get("volumes", {})
+            for name, service in in_force(file, services).items():
+                for volume in service.get("volumes", ()):
+                    source = default(volume).partition(":")[0]
+                    assert source in made or (
+                        source.startswith("./") and (ROOT / source).exists()
+                    ), name
 
 
 def test_nothing_reaches_the_internet_without_the_hub_overlay(services: dict[str, Any]) -> None:
@@ -313,15 +322,16 @@ def test_the_second_pool_is_the_first_with_another_model(services: dict[str, Any
         assert service["environment"]["PDSERVE_HOST_ENGINES"] == 2 * engines
 
 
-@pytest.mark.parametrize("pool", ["", "-b"])
-@pytest.mark.parametrize("role", WORKERS)
-def test_each_pool_has_time_for_its_longest_stream(role: str, pool: str) -> None:
+def test_each_pool_has_time_for_its_longest_stream(subtests: pytest.Subtests) -> None:
     """It cannot move to the other pool's weights."""
-    service = yaml.safe_load((ROOT / "compose.pools.yml").read_text())["services"][role + pool]
+    services = yaml.safe_load((ROOT / "compose.pools.yml").read_text())["services"]
     gateway = {o.name: o for s in COMMANDS["gateway"].sections() for o in s.options}
-    drain_s = float(default(service["environment"]["PDSERVE_DRAIN_S"]))
-    assert drain_s >= gateway["request_timeout_s"].default
-    assert grace_s(service) > drain_s + STOPPED_S
+    for pool, role in product(("", "-b"), WORKERS):
+        with subtests.test(role + pool):
+            service = services[role + pool]
+            drain_s = float(default(service["environment"]["PDSERVE_DRAIN_S"]))
+            assert drain_s >= gateway["request_timeout_s"].default
+            assert grace_s(service) > drain_s + STOPPED_S
 
 
 def test_the_ha_overlay_has_two_of_every_process(
@@ -347,12 +357,13 @@ def test_the_proxy_finds_its_configuration(twice: dict[str, Any]) -> None:
     assert (target, mode) == (proxy["command"][-1], "ro")
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_file_is_written_into_a_container(name: str) -> None:
+def test_no_file_is_written_into_a_container(subtests: pytest.Subtests) -> None:
     """Compose cannot, where the root is read-only, and says so only when the container starts."""
-    found = Overlay((ROOT / name).read_text()).get_single_data()
-    assert "configs" not in found
-    assert "secrets" not in found
+    for name in FILES:
+        with subtests.test(name):
+            found = Overlay((ROOT / name).read_text()).get_single_data()
+            assert "configs" not in found
+            assert "secrets" not in found
 
 
 def test_only_the_proxy_of_the_ha_overlay_is_published(
@@ -415,19 +426,18 @@ def locked(name: str) -> dict[str, str]:
     return {entry.partition("==")[0]: entry for entry in re.split(r"\n(?=[a-z])", text)[1:]}
 
 
-@pytest.mark.parametrize(
-    "name", ["control", "worker", "redis", "postgres", "trace", "tools", "model", "build"]
-)
-def test_lock_files_have_the_versions_of_constraints_and_hashes(name: str) -> None:
+def test_lock_files_have_the_versions_of_constraints_and_hashes(subtests: pytest.Subtests) -> None:
     constraints = (ROOT / "constraints.txt").read_text().lower().replace("_", "-")
     pins = dict(line.split("==") for line in constraints.splitlines() if "==" in line)
-    found = locked(name)
-    assert found
-    for package, entry in found.items():
-        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), package
-        version = re.split(r"[ ;\\]", entry.partition("==")[2])[0].strip()
-        if (name, package) != ("build", "protobuf"):  # that of the older grpcio-tools
-            assert version == pins.get(package, version), f"{package}: make lock"
+    for name in ("control", "worker", "redis", "postgres", "trace", "tools", "model", "build"):
+        with subtests.test(name):
+            found = locked(name)
+            assert found
+            for package, entry in found.items():
+                assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), package
+                version = re.split(r"[ ;\\]", entry.partition("==")[2])[0].strip()
+                if (name, package) != ("build", "protobuf"):  # that of the older grpcio-tools
+                    assert version == pins.get(package, version), f"{package}: make lock"
 
 
 def test_lock_files_have_what_the_project_names() -> None:

@@ -2,7 +2,6 @@
 
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.backends import choose
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
+def test_auto(subtests: pytest.Subtests) -> None:
+    for options, name in (
         ({}, "native"),
         ({"device": "cuda"}, "cuda"),
         ({"weights": "float32"}, "reference"),
@@ -21,15 +19,13 @@ from pdserve.engine.backends import choose
         ({"device": "cuda", "weights": "bf16"}, "cuda"),
         ({"device": "cuda", "block_size": 24}, "reference"),
         ({"device": "cuda", "kernels": "reference"}, "reference"),
-    ],
-)
-def test_auto(options: dict[str, Any], name: str) -> None:
-    assert choose(EngineConfig(**options)).name == name
+    ):
+        with subtests.test(name, **options):
+            assert choose(EngineConfig(**options)).name == name
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_contradictions(subtests: pytest.Subtests) -> None:
+    for options, text in (
         ({"kernels": "cuda"}, "--kernels cuda contradicts --device cpu"),
         ({"kernels": "native", "device": "cuda"}, "--kernels native contradicts --device cuda"),
         (
@@ -44,12 +40,11 @@ def test_auto(options: dict[str, Any], name: str) -> None:
             {"kernels": "cuda", "device": "cuda", "block_size": 24},
             "--kernels cuda contradicts --block-size 24, which is no multiple of 16",
         ),
-    ],
-)
-def test_contradictions(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError) as raised:
-        choose(EngineConfig(**options))
-    assert str(raised.value) == text
+    ):
+        with subtests.test(text):
+            with pytest.raises(ValueError) as raised:
+                choose(EngineConfig(**options))
+            assert str(raised.value) == text
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

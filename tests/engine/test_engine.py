@@ -1,5 +1,7 @@
 """The engine through its public methods, over a decoder that reads every key by block table."""
 
+from itertools import product
+
 import pytest
 import torch
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens, until
@@ -15,54 +17,58 @@ from pdserve.engine.api.request import (
     Scheduled,
 )
 
-WINDOWS = pytest.mark.parametrize("window", [0, 6], ids=["full", "full+window"])
+WINDOWS = (0, 6)  # layers that see everything, and layers that see a window beside them
 
 
 def expected(prompt: list[int], count: int = 8, window: int = 0) -> list[int]:
     return reference(prompt, fake_spec(4, window), count)
 
 
-@WINDOWS
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 32, 50])
-def test_any_prompt_length(length: int, window: int) -> None:
-    engine = fake_engine(window=window)
-    prompt = [(7 * i) % 60 for i in range(length)]
-    events = run(engine, ask("a", prompt))
-    assert tokens(events) == {("a", 0): expected(prompt, window=window)}
-    (last,) = of(events, Finished)
-    assert events[-1] is last
-    assert of(events, NewTokens)[-1].finish is FinishReason.LENGTH
-    assert_at_rest(engine)
+def test_any_prompt_length(subtests: pytest.Subtests) -> None:
+    for window, length in product(WINDOWS, (1, 3, 4, 5, 15, 16, 17, 32, 50)):
+        with subtests.test(window=window, length=length):
+            engine = fake_engine(window=window)
+            prompt = [(7 * i) % 60 for i in range(length)]
+            events = run(engine, ask("a", prompt))
+            assert tokens(events) == {("a", 0): expected(prompt, window=window)}
+            (last,) = of(events, Finished)
+            assert events[-1] is last
+            assert of(events, NewTokens)[-1].finish is FinishReason.LENGTH
+            assert_at_rest(engine)
 
 
-@WINDOWS
-def test_many_at_once_are_the_same_as_alone(window: int) -> None:
-    engine = fake_engine(num_blocks=200, window=window)
-    prompts = {f"r{i}": [(i + 3 * j) % 60 for j in range(1 + 7 * i)] for i in range(8)}
-    events = run(engine, *(ask(key, prompt, max_tokens=24) for key, prompt in prompts.items()))
-    assert engine.model.widest == 8
-    assert tokens(events) == {
-        (key, 0): expected(prompt, 24, window) for key, prompt in prompts.items()
-    }
-    assert_at_rest(engine)
+def test_many_at_once_are_the_same_as_alone(subtests: pytest.Subtests) -> None:
+    for window in WINDOWS:
+        with subtests.test(window=window):
+            engine = fake_engine(num_blocks=200, window=window)
+            prompts = {f"r{i}": [(i + 3 * j) % 60 for j in range(1 + 7 * i)] for i in range(8)}
+            events = run(
+                engine, *(ask(key, prompt, max_tokens=24) for key, prompt in prompts.items())
+            )
+            assert engine.model.widest == 8
+            assert tokens(events) == {
+                (key, 0): expected(prompt, 24, window) for key, prompt in prompts.items()
+            }
+            assert_at_rest(engine)
 
 
-@WINDOWS
-@pytest.mark.parametrize("length", [16, 17, 19, 33])
-def test_a_warm_cache_changes_nothing(length: int, window: int) -> None:
-    engine = fake_engine(window=window)
-    prompt = [(5 * i) % 60 for i in range(length)]
-    cold = run(engine, ask("cold", prompt))
-    warm = run(engine, ask("warm", prompt))
-    assert of(warm, Finished)[0].cached_tokens == min((length // 4) * 4, length - 1)
-    assert of(cold, Finished)[0].cached_tokens == 0
-    assert tokens(warm)["warm", 0] == tokens(cold)["cold", 0] == expected(prompt, window=window)
-    # Generated tokens' blocks are cached as well.
-    longer = [*prompt, *tokens(warm)["warm", 0]]
-    more = run(engine, ask("more", longer))
-    assert of(more, Finished)[0].cached_tokens >= length
-    assert tokens(more)["more", 0] == expected(longer, window=window)
-    assert_at_rest(engine)
+def test_a_warm_cache_changes_nothing(subtests: pytest.Subtests) -> None:
+    for window, length in product(WINDOWS, (16, 17, 19, 33)):
+        with subtests.test(window=window, length=length):
+            engine = fake_engine(window=window)
+            prompt = [(5 * i) % 60 for i in range(length)]
+            cold = run(engine, ask("cold", prompt))
+            warm = run(engine, ask("warm", prompt))
+            assert of(warm, Finished)[0].cached_tokens == min((length // 4) * 4, length - 1)
+            assert of(cold, Finished)[0].cached_tokens == 0
+            wanted = expected(prompt, window=window)
+            assert tokens(warm)["warm", 0] == tokens(cold)["cold", 0] == wanted
+            # Generated tokens' blocks are cached as well.
+            longer = [*prompt, *tokens(warm)["warm", 0]]
+            more = run(engine, ask("more", longer))
+            assert of(more, Finished)[0].cached_tokens >= length
+            assert tokens(more)["more", 0] == expected(longer, window=window)
+            assert_at_rest(engine)
 
 
 def test_a_full_hit_in_a_pool_without_room_for_the_copy() -> None:
@@ -90,15 +96,16 @@ def test_without_a_cache_nothing_is_kept() -> None:
     assert engine.stats().blocks.cached == 0
 
 
-@WINDOWS
-def test_preemption_changes_no_token(window: int) -> None:
-    engine = fake_engine(num_blocks=14, window=window, prefix_cache=False)
-    prompts = {f"r{i}": [(i + j) % 60 for j in range(9)] for i in range(4)}
-    events = run(engine, *(ask(k, p, max_tokens=16) for k, p in prompts.items()))
-    assert engine.stats().preemptions > 0
-    assert tokens(events) == {(k, 0): expected(p, 16, window) for k, p in prompts.items()}
-    assert len(of(events, Scheduled)) == len(of(events, Finished)) == 4
-    assert_at_rest(engine)
+def test_preemption_changes_no_token(subtests: pytest.Subtests) -> None:
+    for window in WINDOWS:
+        with subtests.test(window=window):
+            engine = fake_engine(num_blocks=14, window=window, prefix_cache=False)
+            prompts = {f"r{i}": [(i + j) % 60 for j in range(9)] for i in range(4)}
+            events = run(engine, *(ask(k, p, max_tokens=16) for k, p in prompts.items()))
+            assert engine.stats().preemptions > 0
+            assert tokens(events) == {(k, 0): expected(p, 16, window) for k, p in prompts.items()}
+            assert len(of(events, Scheduled)) == len(of(events, Finished)) == 4
+            assert_at_rest(engine)
 
 
 def test_the_youngest_is_preempted() -> None:
@@ -108,15 +115,15 @@ def test_the_youngest_is_preempted() -> None:
     assert [e.key for e in of(events, Finished)] == ["old", "new"]
 
 
-@WINDOWS
-@pytest.mark.parametrize("chunk_size", [4, 7, 16, 64])
-def test_chunk_borders_are_multiples_of_the_chunk(chunk_size: int, window: int) -> None:
-    engine = fake_engine(window=window, chunk_size=chunk_size)
-    prompt = [(3 * i) % 60 for i in range(41)]
-    events = run(engine, ask("a", prompt))
-    borders = [e.num_tokens for e in of(events, PrefillComputed)]
-    assert borders == [*range(chunk_size, 41, chunk_size), 41]
-    assert tokens(events)["a", 0] == expected(prompt, window=window)
+def test_chunk_borders_are_multiples_of_the_chunk(subtests: pytest.Subtests) -> None:
+    for window, chunk_size in product(WINDOWS, (4, 7, 16, 64)):
+        with subtests.test(window=window, chunk_size=chunk_size):
+            engine = fake_engine(window=window, chunk_size=chunk_size)
+            prompt = [(3 * i) % 60 for i in range(41)]
+            events = run(engine, ask("a", prompt))
+            borders = [e.num_tokens for e in of(events, PrefillComputed)]
+            assert borders == [*range(chunk_size, 41, chunk_size), 41]
+            assert tokens(events)["a", 0] == expected(prompt, window=window)
 
 
 def test_chunk_borders_after_a_hit_count_from_token_0() -> None:
@@ -126,22 +133,23 @@ def test_chunk_borders_after_a_hit_count_from_token_0() -> None:
     assert [e.num_tokens for e in of(events, PrefillComputed)] == [32, 48, 50]
 
 
-@WINDOWS
-@pytest.mark.parametrize("length", [7, 8, 16, 21])
-def test_choices_share_the_prompt(length: int, window: int) -> None:
-    engine = fake_engine(window=window)
-    prompt = list(range(length))
-    request = ask("a", prompt, n=3, seed=5, temperature=1.0)
-    together = tokens(run(engine, request))
-    assert len({tuple(ids) for ids in together.values()}) > 1
-    # Each choice is a function of (prompt, choice): resuming it with the others done agrees.
-    for choice in range(3):
-        states = tuple(
-            ChoiceState() if c == choice else ChoiceState((1,), FinishReason.STOP) for c in range(3)
-        )
-        alone = run(engine, ask("x", prompt, n=3, seed=5, temperature=1.0, choices=states))
-        assert tokens(alone)["x", choice] == together["a", choice]
-    assert_at_rest(engine)
+def test_choices_share_the_prompt(subtests: pytest.Subtests) -> None:
+    for window, length in product(WINDOWS, (7, 8, 16, 21)):
+        with subtests.test(window=window, length=length):
+            engine = fake_engine(window=window)
+            prompt = list(range(length))
+            request = ask("a", prompt, n=3, seed=5, temperature=1.0)
+            together = tokens(run(engine, request))
+            assert len({tuple(ids) for ids in together.values()}) > 1
+            # Each is a function of (prompt, choice): resuming it with the others done agrees.
+            for choice in range(3):
+                states = tuple(
+                    ChoiceState() if c == choice else ChoiceState((1,), FinishReason.STOP)
+                    for c in range(3)
+                )
+                alone = run(engine, ask("x", prompt, n=3, seed=5, temperature=1.0, choices=states))
+                assert tokens(alone)["x", choice] == together["a", choice]
+            assert_at_rest(engine)
 
 
 def test_choices_take_no_more_blocks_than_they_write() -> None:
@@ -156,35 +164,34 @@ def test_choices_take_no_more_blocks_than_they_write() -> None:
     assert_at_rest(engine)
 
 
-@WINDOWS
-@pytest.mark.parametrize("cut", range(9))
-def test_a_resume_at_any_token_goes_on_the_same(cut: int, window: int) -> None:
-    whole = tokens(run(fake_engine(window=window), ask("a", range(13), seed=2, temperature=0.9)))
-    ids = whole["a", 0]
-    engine = fake_engine(window=window)
-    rest = run(
-        engine,
-        ask("a", range(13), seed=2, temperature=0.9, choices=(ChoiceState(tuple(ids[:cut])),)),
-    )
-    assert tokens(rest).get(("a", 0), []) == ids[cut:]
-    assert of(rest, NewTokens)[-1].finish is FinishReason.LENGTH
-    assert len(of(rest, Finished)) == 1
-    assert_at_rest(engine)
+def test_a_resume_at_any_token_goes_on_the_same(subtests: pytest.Subtests) -> None:
+    for window, cut in product(WINDOWS, range(9)):
+        with subtests.test(window=window, cut=cut):
+            request = {"seed": 2, "temperature": 0.9}
+            whole = tokens(run(fake_engine(window=window), ask("a", range(13), **request)))
+            ids = whole["a", 0]
+            engine = fake_engine(window=window)
+            begun = (ChoiceState(tuple(ids[:cut])),)
+            rest = run(engine, ask("a", range(13), choices=begun, **request))
+            assert tokens(rest).get(("a", 0), []) == ids[cut:]
+            assert of(rest, NewTokens)[-1].finish is FinishReason.LENGTH
+            assert len(of(rest, Finished)) == 1
+            assert_at_rest(engine)
 
 
-@WINDOWS
-@pytest.mark.parametrize("cuts", [(0, 3, 5), (2, 2, 2), (7, 0, 0), (1, 8, 4)])
-def test_a_resume_of_several_choices(cuts: tuple[int, ...], window: int) -> None:
-    request = {"n": 3, "seed": 4, "temperature": 1.1}
-    whole = tokens(run(fake_engine(window=window), ask("a", range(17), **request)))
-    states = tuple(ChoiceState(tuple(whole["a", c][:cut])) for c, cut in enumerate(cuts))
-    engine = fake_engine(window=window)
-    rest = run(engine, ask("a", range(17), choices=states, **request))
-    for c, cut in enumerate(cuts):
-        assert tokens(rest).get(("a", c), []) == whole["a", c][cut:]
-    # The prompt is computed once: what else is computed are the choices' own tokens.
-    assert engine.stats().prompt_tokens == 17
-    assert_at_rest(engine)
+def test_a_resume_of_several_choices(subtests: pytest.Subtests) -> None:
+    for window, cuts in product(WINDOWS, ((0, 3, 5), (2, 2, 2), (7, 0, 0), (1, 8, 4))):
+        with subtests.test(window=window, cuts=cuts):
+            request = {"n": 3, "seed": 4, "temperature": 1.1}
+            whole = tokens(run(fake_engine(window=window), ask("a", range(17), **request)))
+            states = tuple(ChoiceState(tuple(whole["a", c][:cut])) for c, cut in enumerate(cuts))
+            engine = fake_engine(window=window)
+            rest = run(engine, ask("a", range(17), choices=states, **request))
+            for c, cut in enumerate(cuts):
+                assert tokens(rest).get(("a", c), []) == whole["a", c][cut:]
+            # The prompt is computed once: what else is computed are the choices' own tokens.
+            assert engine.stats().prompt_tokens == 17
+            assert_at_rest(engine)
 
 
 def test_choices_are_preempted_together_and_go_on() -> None:
@@ -280,21 +287,22 @@ def test_prefill_only_holds_its_blocks() -> None:
         engine.held_blocks("p")
 
 
-@WINDOWS
-def test_prefill_only_from_the_cache_computes_nothing(window: int) -> None:
-    engine = fake_engine(window=window)
-    run(engine, ask("p", range(16), prefill_only=True))
-    engine.release_held("p")
-    steps = engine.model.steps
-    events = run(engine, ask("q", range(16), prefill_only=True))
-    assert engine.model.steps == steps
-    assert events == [Scheduled("q", 16), PrefillComputed("q", 16, True)]
-    for group, blocks in enumerate(engine.held_blocks("q")):
-        first = max(0, 16 - window + 1) // 4 if engine.kv.spec.groups[group].window else 0
-        assert all(blocks[first:])
-        assert not any(blocks[:first])
-    engine.release_held("q")
-    assert_at_rest(engine)
+def test_prefill_only_from_the_cache_computes_nothing(subtests: pytest.Subtests) -> None:
+    for window in WINDOWS:
+        with subtests.test(window=window):
+            engine = fake_engine(window=window)
+            run(engine, ask("p", range(16), prefill_only=True))
+            engine.release_held("p")
+            steps = engine.model.steps
+            events = run(engine, ask("q", range(16), prefill_only=True))
+            assert engine.model.steps == steps
+            assert events == [Scheduled("q", 16), PrefillComputed("q", 16, True)]
+            for group, blocks in enumerate(engine.held_blocks("q")):
+                first = max(0, 16 - window + 1) // 4 if engine.kv.spec.groups[group].window else 0
+                assert all(blocks[first:])
+                assert not any(blocks[:first])
+            engine.release_held("q")
+            assert_at_rest(engine)
 
 
 def test_a_prefill_only_request_is_never_preempted() -> None:

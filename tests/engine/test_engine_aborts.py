@@ -16,7 +16,7 @@ from pdserve.engine.api.request import (
 from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.kv.cache import KvCache
 
-WINDOWS = pytest.mark.parametrize("window", [0, 6], ids=["full", "full+window"])
+WINDOWS = (0, 6)  # layers that see everything, and layers that see a window beside them
 
 
 def expected(prompt: list[int], count: int = 8, window: int = 0) -> list[int]:
@@ -114,35 +114,37 @@ class Poisoned(FakeDecoder):
         return logits
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"top_k": 3, "temperature": 1.0}])
-def test_nan_fails_that_request_only(options: dict[str, float]) -> None:
-    engine = fake_engine(model=Poisoned(fake_spec()))
-    events = run(engine, ask("bad", [13, 1], **options), ask("good", [12, 1], max_tokens=4))
-    (failed,) = of(events, RequestFailed)
-    assert failed.key == "bad"
-    assert "finite" in failed.message
-    assert not of(events, NewTokens, "bad")
-    assert tokens(events)["good", 0] == expected([12, 1], 4)
-    assert_at_rest(engine)
+def test_nan_fails_that_request_only(subtests: pytest.Subtests) -> None:
+    for options in ({}, {"temperature": 1.0}, {"top_k": 3, "temperature": 1.0}):
+        with subtests.test(options=options):
+            engine = fake_engine(model=Poisoned(fake_spec()))
+            events = run(engine, ask("bad", [13, 1], **options), ask("good", [12, 1], max_tokens=4))
+            (failed,) = of(events, RequestFailed)
+            assert failed.key == "bad"
+            assert "finite" in failed.message
+            assert not of(events, NewTokens, "bad")
+            assert tokens(events)["good", 0] == expected([12, 1], 4)
+            assert_at_rest(engine)
 
 
-@WINDOWS
-def test_kv_that_led_to_nan_is_not_found_again(window: int) -> None:
-    model = Poisoned(fake_spec(window=window))
-    engine = fake_engine(model=model, window=window)
-    prompt = [13, *range(20)]
-    assert of(run(engine, ask("bad", prompt)), RequestFailed)
-    assert engine.take_prefix_events() == ([], [])
-    model.poison = 15
-    after = run(engine, ask("good", prompt))
-    assert of(after, Finished)[0].cached_tokens == 0
-    assert tokens(after)["good", 0] == expected(prompt, window=window)
-    model.poison = 13
-    assert of(run(engine, ask("bad", prompt)), RequestFailed)
-    added, removed = engine.take_prefix_events()
-    assert not removed
-    assert len(added) == 2  # behind the prompt, of "good"
-    assert_at_rest(engine)
+def test_kv_that_led_to_nan_is_not_found_again(subtests: pytest.Subtests) -> None:
+    for window in WINDOWS:
+        with subtests.test(window=window):
+            model = Poisoned(fake_spec(window=window))
+            engine = fake_engine(model=model, window=window)
+            prompt = [13, *range(20)]
+            assert of(run(engine, ask("bad", prompt)), RequestFailed)
+            assert engine.take_prefix_events() == ([], [])
+            model.poison = 15
+            after = run(engine, ask("good", prompt))
+            assert of(after, Finished)[0].cached_tokens == 0
+            assert tokens(after)["good", 0] == expected(prompt, window=window)
+            model.poison = 13
+            assert of(run(engine, ask("bad", prompt)), RequestFailed)
+            added, removed = engine.take_prefix_events()
+            assert not removed
+            assert len(added) == 2  # behind the prompt, of "good"
+            assert_at_rest(engine)
 
 
 def test_a_model_that_raises_fails_the_step_and_the_rest_goes_on(

@@ -11,6 +11,8 @@ from tiny_models import write_tiny
 
 from pdserve.engine.api.request import Finished
 
+pytestmark = pytest.mark.kernels
+
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "max_tokens": 5},
     {"temperature": 0.8, "max_tokens": 7},

@@ -1,5 +1,7 @@
 """Held requests: no steps, blocks that nobody takes; then on where they were, or gone."""
 
+from itertools import product
+
 import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 
@@ -7,32 +9,33 @@ from pdserve.engine.api.request import ChoiceState, Event, Finished, FinishReaso
 from pdserve.engine.engine import Held
 
 
-@pytest.mark.parametrize("window", [0, 10])
-@pytest.mark.parametrize("before", [2, 5, 9])
-def test_a_held_request_goes_on_where_it_was(before: int, window: int) -> None:
-    asked = ask("r", range(20), temperature=1.0, max_tokens=12, logprobs=2, seed=3)
-    whole = run(fake_engine(window=window), asked)
-    engine = fake_engine(window=window)
-    engine.submit(asked)
-    events: list[Event] = []
-    for _ in range(before):
-        step = engine.step()
-        assert step is not None
-        events += step.events
-    said = len(tokens(events)["r", 0])
-    assert engine.hold("r") == Held(20 + said - 1, 0)
-    assert engine.hold("r") is not None, "it is held already"
-    assert not engine.has_work
-    assert (engine.stats().held, engine.stats().running) == (1, 0)
-    assert sum(block != 0 for block in engine.held_blocks("r")[0]) == -(-(20 + said - 1) // 4)
-    events += run(engine, ask("other", range(30, 40)))
-    assert engine.unhold("r")
-    assert not engine.unhold("r")
-    events += run(engine)
-    assert tokens(events)["r", 0] == tokens(whole)["r", 0]
-    assert len(of(events, Finished, "r")) == 1
-    assert engine.stats().recomputed_tokens == 0
-    assert_at_rest(engine)
+def test_a_held_request_goes_on_where_it_was(subtests: pytest.Subtests) -> None:
+    for window, before in product((0, 10), (2, 5, 9)):
+        with subtests.test(window=window, before=before):
+            asked = ask("r", range(20), temperature=1.0, max_tokens=12, logprobs=2, seed=3)
+            whole = run(fake_engine(window=window), asked)
+            engine = fake_engine(window=window)
+            engine.submit(asked)
+            events: list[Event] = []
+            for _ in range(before):
+                step = engine.step()
+                assert step is not None
+                events += step.events
+            said = len(tokens(events)["r", 0])
+            computed = 20 + said - 1
+            assert engine.hold("r") == Held(computed, 0)
+            assert engine.hold("r") is not None, "it is held already"
+            assert not engine.has_work
+            assert (engine.stats().held, engine.stats().running) == (1, 0)
+            assert sum(block != 0 for block in engine.held_blocks("r")[0]) == -(-computed // 4)
+            events += run(engine, ask("other", range(30, 40)))
+            assert engine.unhold("r")
+            assert not engine.unhold("r")
+            events += run(engine)
+            assert tokens(events)["r", 0] == tokens(whole)["r", 0]
+            assert len(of(events, Finished, "r")) == 1
+            assert engine.stats().recomputed_tokens == 0
+            assert_at_rest(engine)
 
 
 def test_nobody_takes_a_held_request_s_blocks() -> None:

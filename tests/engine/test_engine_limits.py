@@ -12,8 +12,6 @@ from pdserve.engine.api.request import (
     NewTokens,
 )
 
-WINDOWS = pytest.mark.parametrize("window", [0, 6], ids=["full", "full+window"])
-
 
 def expected(prompt: list[int], count: int = 8, window: int = 0) -> list[int]:
     return reference(prompt, fake_spec(4, window), count)
@@ -69,44 +67,46 @@ def test_choices_without_max_tokens_share_a_pool_as_large_as_the_context() -> No
     assert_at_rest(engine)
 
 
-@pytest.mark.parametrize(
-    ("param", "fields"),
-    [
-        ("temperature", {"temperature": float("nan")}),
-        ("temperature", {"temperature": -1.0}),
-        ("top_p", {"top_p": 0.0}),
-        ("top_k", {"top_k": -1}),
-        ("min_p", {"min_p": 1.5}),
-        ("repetition_penalty", {"repetition_penalty": 0.0}),
-        ("presence_penalty", {"presence_penalty": float("inf")}),
-        ("frequency_penalty", {"frequency_penalty": float("nan")}),
-        ("logit_bias", {"logit_bias": {64: 1.0}}),
-        ("logit_bias", {"logit_bias": {1: float("nan")}}),
-        ("stop_token_ids", {"stop_token_ids": (-1,)}),
-        ("max_tokens", {"max_tokens": 0}),
-        ("min_tokens", {"min_tokens": 9}),
-        ("logprobs", {"logprobs": 21}),
-        ("prompt_logprobs", {"prompt_logprobs": 21}),
-        ("prompt_logprobs", {"prompt_logprobs": -1}),
-        ("n", {"n": 0}),
-        ("n", {"n": 9}),
-        ("n", {"n": 2, "choices": (ChoiceState(),)}),
-        ("seed", {"seed": 1 << 64}),
-    ],
+WRONG_PARAMETERS = (
+    ("temperature", {"temperature": float("nan")}),
+    ("temperature", {"temperature": -1.0}),
+    ("top_p", {"top_p": 0.0}),
+    ("top_k", {"top_k": -1}),
+    ("min_p", {"min_p": 1.5}),
+    ("repetition_penalty", {"repetition_penalty": 0.0}),
+    ("presence_penalty", {"presence_penalty": float("inf")}),
+    ("frequency_penalty", {"frequency_penalty": float("nan")}),
+    ("logit_bias", {"logit_bias": {64: 1.0}}),
+    ("logit_bias", {"logit_bias": {1: float("nan")}}),
+    ("stop_token_ids", {"stop_token_ids": (-1,)}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("min_tokens", {"min_tokens": 9}),
+    ("logprobs", {"logprobs": 21}),
+    ("prompt_logprobs", {"prompt_logprobs": 21}),
+    ("prompt_logprobs", {"prompt_logprobs": -1}),
+    ("n", {"n": 0}),
+    ("n", {"n": 9}),
+    ("n", {"n": 2, "choices": (ChoiceState(),)}),
+    ("seed", {"seed": 1 << 64}),
 )
-def test_bad_parameters_are_named(param: str, fields: dict[str, object]) -> None:
-    engine = fake_engine()
-    with pytest.raises(InvalidRequest) as refused:
-        engine.submit(ask("a", range(5), **fields))  # type: ignore[arg-type]
-    assert refused.value.param == param
-    assert not engine.has_work
 
 
-@pytest.mark.parametrize("prompt", [[], [64], [-1]])
-def test_bad_prompts_are_refused(prompt: list[int]) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        fake_engine().submit(ask("a", prompt))
-    assert refused.value.param == "prompt"
+def test_bad_parameters_are_named(subtests: pytest.Subtests) -> None:
+    for param, fields in WRONG_PARAMETERS:
+        with subtests.test(param, **fields):
+            engine = fake_engine()
+            with pytest.raises(InvalidRequest) as refused:
+                engine.submit(ask("a", range(5), **fields))  # type: ignore[arg-type]
+            assert refused.value.param == param
+            assert not engine.has_work
+
+
+def test_bad_prompts_are_refused(subtests: pytest.Subtests) -> None:
+    for prompt in ([], [64], [-1]):
+        with subtests.test(prompt=prompt):
+            with pytest.raises(InvalidRequest) as refused:
+                fake_engine().submit(ask("a", prompt))
+            assert refused.value.param == "prompt"
 
 
 def test_the_queue_is_bounded_and_keys_are_unique() -> None:

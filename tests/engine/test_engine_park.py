@@ -1,5 +1,7 @@
 """Parked requests: no steps, blocks kept until others lack them, then on where they were."""
 
+from itertools import product
+
 import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 
@@ -28,36 +30,37 @@ def used(engine: Engine) -> int:
     return engine.stats().blocks.used
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("before", [1, 2, 5])
-def test_a_parked_request_goes_on_where_it_was(n: int, before: int) -> None:
+def test_a_parked_request_goes_on_where_it_was(subtests: pytest.Subtests) -> None:
     """One step: within the prompt of two chunks; two: its first token; five: decoding."""
-    asked = ask("r", range(20), n=n, temperature=1.0, max_tokens=12, logprobs=2, seed=3)
-    whole = run(fake_engine(), asked)
-    engine = fake_engine()
-    engine.submit(asked)
-    events = steps(engine, before)
-    blocks, computed = used(engine), engine.stats().prompt_tokens
-    assert engine.park("r")
-    assert not engine.park("r")
-    assert not engine.has_work
-    assert engine.step() is None
-    stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.parked, stats.blocks.used) == (0, 0, 1, blocks)
-    assert stats.parked_blocks >= blocks > 0
+    for n, before in product((1, 3), (1, 2, 5)):
+        with subtests.test(n=n, before=before):
+            asked = ask("r", range(20), n=n, temperature=1.0, max_tokens=12, logprobs=2, seed=3)
+            whole = run(fake_engine(), asked)
+            engine = fake_engine()
+            engine.submit(asked)
+            events = steps(engine, before)
+            blocks, computed = used(engine), engine.stats().prompt_tokens
+            assert engine.park("r")
+            assert not engine.park("r")
+            assert not engine.has_work
+            assert engine.step() is None
+            stats = engine.stats()
+            assert (stats.running, stats.waiting, stats.parked) == (0, 0, 1)
+            assert stats.blocks.used == blocks
+            assert stats.parked_blocks >= blocks > 0
 
-    events += run(engine, ask("other", range(30, 40)))  # takes the slots that the other had
-    assert engine.unpark("r")
-    assert not engine.unpark("r")
-    events += steps(engine)
-    found = tokens(events)
-    assert all(found["r", c] == ids for (_, c), ids in tokens(whole).items())
-    scores = [e.logprobs for e in of(events, NewTokens, "r")]
-    assert sorted(map(str, scores)) == sorted(str(e.logprobs) for e in of(whole, NewTokens))
-    assert len(of(events, Finished, "r")) == 1
-    assert engine.stats().prompt_tokens - 10 == 20 >= computed, "no prompt token twice"
-    assert engine.stats().preemptions == 0
-    assert_at_rest(engine)
+            events += run(engine, ask("other", range(30, 40)))  # takes the slots that the other had
+            assert engine.unpark("r")
+            assert not engine.unpark("r")
+            events += steps(engine)
+            found = tokens(events)
+            assert all(found["r", c] == ids for (_, c), ids in tokens(whole).items())
+            scores = [e.logprobs for e in of(events, NewTokens, "r")]
+            assert sorted(map(str, scores)) == sorted(str(e.logprobs) for e in of(whole, NewTokens))
+            assert len(of(events, Finished, "r")) == 1
+            assert engine.stats().prompt_tokens - 10 == 20 >= computed, "no prompt token twice"
+            assert engine.stats().preemptions == 0
+            assert_at_rest(engine)
 
 
 def test_a_queued_request_waits_without_blocks() -> None:
@@ -152,24 +155,25 @@ def test_cancel_while_parked_frees_at_once_and_ends_once() -> None:
     assert_at_rest(engine)
 
 
-@pytest.mark.parametrize("before", [1, 4])
-def test_single_choices_are_cancelled_while_parked(before: int) -> None:
-    asked = ask("r", range(20), n=3, temperature=1.0, seed=3)
-    whole = tokens(run(fake_engine(), asked))
-    engine = fake_engine()
-    engine.submit(asked)
-    events = steps(engine, before)
-    engine.park("r")
-    assert engine.abort("r", [1])
-    events += steps(engine)
-    assert engine.unpark("r")
-    events += steps(engine)
-    found = tokens(events)
-    assert found["r", 0] == whole["r", 0]
-    assert found["r", 2] == whole["r", 2]
-    assert len(found["r", 1]) < len(whole["r", 1])
-    assert len(of(events, Finished)) == 1
-    assert_at_rest(engine)
+def test_single_choices_are_cancelled_while_parked(subtests: pytest.Subtests) -> None:
+    for before in (1, 4):
+        with subtests.test(before=before):
+            asked = ask("r", range(20), n=3, temperature=1.0, seed=3)
+            whole = tokens(run(fake_engine(), asked))
+            engine = fake_engine()
+            engine.submit(asked)
+            events = steps(engine, before)
+            engine.park("r")
+            assert engine.abort("r", [1])
+            events += steps(engine)
+            assert engine.unpark("r")
+            events += steps(engine)
+            found = tokens(events)
+            assert found["r", 0] == whole["r", 0]
+            assert found["r", 2] == whole["r", 2]
+            assert len(found["r", 1]) < len(whole["r", 1])
+            assert len(of(events, Finished)) == 1
+            assert_at_rest(engine)
 
 
 def test_failing_all_leaves_the_parked_alone() -> None:

@@ -197,21 +197,19 @@ def test_what_a_prompt_alone_cannot_have(changes: dict[str, Any]) -> None:
         fake_engine(pooling="last").submit(replace(pool("a", [1, 2, 3]), **changes))
 
 
-@pytest.mark.parametrize(
-    ("param", "params"),
-    [
+def test_what_an_embedding_cannot_have(subtests: pytest.Subtests) -> None:
+    for param, params in (
         ("n", {"n": 2}),
         ("allowed_token_ids", {"allowed_token_ids": (1,)}),
         ("bad_words", {"bad_words": ((1,),)}),
         ("grammar", {"grammar": Grammar("{}")}),
         ("thinking", {"thinking": ThinkingBudget(3, (1,))}),
-    ],
-)
-def test_what_an_embedding_cannot_have(param: str, params: dict[str, Any]) -> None:
-    engine = fake_engine(pooling="last")
-    with pytest.raises(InvalidRequest, match=f"an embedding has no {param}") as refused:
-        engine.submit(replace(ask("a", [1, 2, 3], **params), pool=True))
-    assert refused.value.param == param
+    ):
+        with subtests.test(param):
+            engine = fake_engine(pooling="last")
+            with pytest.raises(InvalidRequest, match=f"an embedding has no {param}") as refused:
+                engine.submit(replace(ask("a", [1, 2, 3], **params), pool=True))
+            assert refused.value.param == param
 
 
 def test_a_mean_publishes_no_prefix_that_nobody_could_use() -> None:

@@ -37,17 +37,14 @@ def long_prompt(start: int) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("window", [1, 7, 8, 9, 48])
-@pytest.mark.parametrize("chunk", [1, 4, 10, 16])
-@pytest.mark.parametrize("block", [1, 4, 16])
-def test_the_blocks_of_a_window_hold_a_chunk_and_what_it_sees(
-    window: int, chunk: int, block: int
-) -> None:
-    most = 0
-    for start in range(2 * window + 2 * block):
-        first = max(0, start - window + 1) // block
-        most = max(most, (start + chunk - 1) // block - first + 1)
-    assert most <= window_blocks(window, chunk, block) <= most + 1
+def test_the_blocks_of_a_window_hold_a_chunk_and_what_it_sees(subtests: pytest.Subtests) -> None:
+    for window, chunk, block in itertools.product((1, 7, 8, 9, 48), (1, 4, 10, 16), (1, 4, 16)):
+        with subtests.test(window=window, chunk=chunk, block=block):
+            most = 0
+            for start in range(2 * window + 2 * block):
+                first = max(0, start - window + 1) // block
+                most = max(most, (start + chunk - 1) // block - first + 1)
+            assert most <= window_blocks(window, chunk, block) <= most + 1
 
 
 def test_long_prompts_in_a_small_pool_give_the_same_tokens() -> None:
@@ -138,19 +135,20 @@ def test_the_memory_that_windows_save() -> None:
         assert saved == pytest.approx(times, abs=0.01)
 
 
-@pytest.mark.parametrize("max_running", [1, 2])
-def test_a_hit_at_a_blocks_border_fits(max_running: int) -> None:
+def test_a_hit_at_a_blocks_border_fits(subtests: pytest.Subtests) -> None:
     """Its window and what a chunk needs are more than what runs has at any other time."""
-    engine = windowed(max_running, context_len=400)
-    common = ids_from(1, 96)
-    run(engine, ask("first", common, max_tokens=1))
-    longer = [*common, *ids_from(3, 100)]
-    events = run(engine, ask("b", longer), ask("c", ids_from(4, 10)))
-    spec = fake_spec(BLOCK, WINDOW)
-    assert tokens(events)["b", 0] == reference(longer, spec, 8)
-    assert tokens(events)["c", 0] == reference(ids_from(4, 10), spec, 8)
-    assert engine.stats().prefix_hits == 96
-    assert_at_rest(engine)
+    for max_running in (1, 2):
+        with subtests.test(max_running=max_running):
+            engine = windowed(max_running, context_len=400)
+            common = ids_from(1, 96)
+            run(engine, ask("first", common, max_tokens=1))
+            longer = [*common, *ids_from(3, 100)]
+            events = run(engine, ask("b", longer), ask("c", ids_from(4, 10)))
+            spec = fake_spec(BLOCK, WINDOW)
+            assert tokens(events)["b", 0] == reference(longer, spec, 8)
+            assert tokens(events)["c", 0] == reference(ids_from(4, 10), spec, 8)
+            assert engine.stats().prefix_hits == 96
+            assert_at_rest(engine)
 
 
 def test_a_resumed_request_of_a_whole_batch_fits_beside_its_hit() -> None:

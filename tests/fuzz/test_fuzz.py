@@ -4,7 +4,7 @@ import pytest
 
 from fuzz.run import TARGETS, run
 
-CASES = 300
+CASES = 100
 
 
 @pytest.mark.timeout(600)

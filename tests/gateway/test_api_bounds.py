@@ -1,5 +1,6 @@
 """REST and gRPC take what is at the bounds of sampling, and refuse what is just outside them."""
 
+from itertools import product
 from typing import Any
 
 import grpc
@@ -41,44 +42,47 @@ def bodies(name: str, value: Any) -> list[tuple[str, str, dict[str, Any]]]:
     return [plain, ("/v1/chat/completions", name, {**CHAT, name: given})]
 
 
-@pytest.mark.parametrize(("name", "value"), AT)
-async def test_rest_takes_what_is_at_the_bounds(make_http, name, value):
+async def test_rest_takes_what_is_at_the_bounds(make_http, subtests):
     client = make_http(router())
-    for path, _, body in bodies(name, value):
-        reply = await client.post(path, json=body)
-        assert reply.status_code == 200, reply.text
+    for name, value in AT:
+        with subtests.test(name=name, value=value):
+            for path, _, body in bodies(name, value):
+                reply = await client.post(path, json=body)
+                assert reply.status_code == 200, reply.text
 
 
-@pytest.mark.parametrize(("name", "value"), BEYOND)
-async def test_rest_refuses_what_is_just_outside(make_http, name, value):
+async def test_rest_refuses_what_is_just_outside(make_http, subtests):
     asked = router()
     client = make_http(asked)
-    for path, field, body in bodies(name, value):
-        reply = await client.post(path, json=body)
-        assert reply.status_code == 400, reply.text
-        assert reply.json()["error"]["param"] == field
-    assert asked.starts == []
+    for name, value in BEYOND:
+        with subtests.test(name=name, value=value):
+            asked.starts.clear()
+            for path, field, body in bodies(name, value):
+                reply = await client.post(path, json=body)
+                assert reply.status_code == 400, reply.text
+                assert reply.json()["error"]["param"] == field
+            assert asked.starts == []
 
 
-@pytest.mark.parametrize("extra", [0, 1])
-@pytest.mark.parametrize("name", MAX_ENTRIES)
-async def test_lists_have_a_length(make_http, name, extra):
-    count = MAX_ENTRIES[name] + extra
-    value = {
-        "stop": ["x" * MAX_STOP_CHARS] * count,
-        "stop_token_ids": [0] * count,
-        "logit_bias": {str(token): 0 for token in range(count)},
-        "allowed_token_ids": [0] * count,
-        "bad_words": ["hello" * (MAX_BAD_WORD_CHARS // 5)] * count,
-        "logprob_token_ids": [0] * count,
-    }[name]
+async def test_lists_have_a_length(make_http, subtests):
     card, blobs = served()
     card.vocab_size = 2000
     client = make_http(FakeRouter(saying("hello"), [card], blobs))
-    reply = await client.post("/v1/completions", json={**PLAIN, "logprobs": 0, name: value})
-    assert reply.status_code == (400 if extra else 200)
-    if extra:
-        assert reply.json()["error"]["param"] == name
+    for name, extra in product(MAX_ENTRIES, (0, 1)):
+        with subtests.test(name=name, extra=extra):
+            count = MAX_ENTRIES[name] + extra
+            value = {
+                "stop": ["x" * MAX_STOP_CHARS] * count,
+                "stop_token_ids": [0] * count,
+                "logit_bias": {str(token): 0 for token in range(count)},
+                "allowed_token_ids": [0] * count,
+                "bad_words": ["hello" * (MAX_BAD_WORD_CHARS // 5)] * count,
+                "logprob_token_ids": [0] * count,
+            }[name]
+            reply = await client.post("/v1/completions", json={**PLAIN, "logprobs": 0, name: value})
+            assert reply.status_code == (400 if extra else 200)
+            if extra:
+                assert reply.json()["error"]["param"] == name
 
 
 def on_the_wire(name: str, value: Any) -> TextOptions | None:

@@ -5,7 +5,7 @@ import json
 import socket
 import struct
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -48,23 +48,41 @@ class ScriptedHost:
         self.stream.close()
 
 
-@pytest.fixture
-async def host(anyio_backend: str) -> AsyncIterator[ScriptedHost]:
+@asynccontextmanager
+async def scripted_host() -> AsyncIterator[ScriptedHost]:
     ours, theirs = socket.socketpair()
     host = ScriptedHost(await MessageStream.over(ours), theirs)
-    yield host
-    for sock in (theirs, *host.children):
-        sock.close()
+    try:
+        yield host
+    finally:
+        for sock in (theirs, *host.children):
+            sock.close()
+
+
+@asynccontextmanager
+async def text_processes(host: ScriptedHost) -> AsyncIterator[TextProcesses]:
+    made = TextProcesses(host, 1, LIMIT_S, LIMIT_S, lambda owner, seconds: None)  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_news_of_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.gateway.text_processes.host.ENDED_S", 0.01)
 
 
 @pytest.fixture
-async def processes(
-    host: ScriptedHost, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[TextProcesses]:
-    monkeypatch.setattr("pdserve.gateway.text_processes.host.ENDED_S", 0.01)  # no news will come
-    made = TextProcesses(host, 1, LIMIT_S, LIMIT_S, lambda owner, seconds: None)  # type: ignore[arg-type]
-    yield made
-    await made.close()
+async def host(anyio_backend: str) -> AsyncIterator[ScriptedHost]:
+    async with scripted_host() as host:
+        yield host
+
+
+@pytest.fixture
+async def processes(host: ScriptedHost) -> AsyncIterator[TextProcesses]:
+    async with text_processes(host) as processes:
+        yield processes
 
 
 def raw(head: Any, behind: bytes = b"") -> bytes:
@@ -86,44 +104,44 @@ async def prompt(processes: TextProcesses, host: ScriptedHost, answer: bytes) ->
     return await asking
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        pack(TextMessage({})),
-        pack(TextMessage({"lengths": [1]}, [b"12345"])),
-        pack(TextMessage({"lengths": [3]}, [IDS, IDS])),
-        pack(TextMessage({"lengths": [MAX_LEN + 1]}, [bytes(4 * MAX_LEN + 4)])),
-        pack(TextMessage({}, [IDS])),
-        pack(TextMessage({"lengths": [1, 2]}, [IDS])),
-        pack(TextMessage({"lengths": [2]}, [IDS])),
-        pack(TextMessage({"lengths": []}, [b""])),
-        pack(TextMessage({"lengths": [3.0]}, [IDS])),
-        pack(TextMessage({"lengths": 3}, [IDS])),
-        pack(TextMessage({"error": 5})),
-        pack(TextMessage({"error": "x", "param": []})),
-        raw([]),
-        raw({}),
-        raw(b"not JSON"),
-        raw(b"\xff\xfe"),
-        raw(b"[" * 100_000),
-        raw({"sizes": {}}),
-        raw({"sizes": [-1]}),
-        raw({"sizes": [1_000_000, -1_000_000] * 8}),
-        raw({"sizes": [True]}),
-        raw({"sizes": [0] * 17}),
-        raw({"sizes": [MAX_BYTES + 1]}),
-        struct.pack("<I", MAX_HEAD_BYTES + 1),
-    ],
-)
-async def test_an_answer_that_is_none(
-    processes: TextProcesses, host: ScriptedHost, answer: bytes
-) -> None:
+NO_ANSWERS = [
+    pack(TextMessage({})),
+    pack(TextMessage({"lengths": [1]}, [b"12345"])),
+    pack(TextMessage({"lengths": [3]}, [IDS, IDS])),
+    pack(TextMessage({"lengths": [MAX_LEN + 1]}, [bytes(4 * MAX_LEN + 4)])),
+    pack(TextMessage({}, [IDS])),
+    pack(TextMessage({"lengths": [1, 2]}, [IDS])),
+    pack(TextMessage({"lengths": [2]}, [IDS])),
+    pack(TextMessage({"lengths": []}, [b""])),
+    pack(TextMessage({"lengths": [3.0]}, [IDS])),
+    pack(TextMessage({"lengths": 3}, [IDS])),
+    pack(TextMessage({"error": 5})),
+    pack(TextMessage({"error": "x", "param": []})),
+    raw([]),
+    raw({}),
+    raw(b"not JSON"),
+    raw(b"\xff\xfe"),
+    raw(b"[" * 100_000),
+    raw({"sizes": {}}),
+    raw({"sizes": [-1]}),
+    raw({"sizes": [1_000_000, -1_000_000] * 8}),
+    raw({"sizes": [True]}),
+    raw({"sizes": [0] * 17}),
+    raw({"sizes": [MAX_BYTES + 1]}),
+    struct.pack("<I", MAX_HEAD_BYTES + 1),
+]
+
+
+async def test_an_answer_that_is_none(subtests: pytest.Subtests) -> None:
     """It costs one prompt an error, and the child its life."""
-    with pytest.raises((ServiceError, TextError)) as caught:
-        await prompt(processes, host, answer)
-    assert len(str(caught.value)) < 500
-    assert processes.alive
-    assert await prompt(processes, host, pack(ANSWER)) == [5, 6, 7]
+    for answer in NO_ANSWERS:
+        with subtests.test(answer=answer):
+            async with scripted_host() as host, text_processes(host) as processes:
+                with pytest.raises((ServiceError, TextError)) as caught:
+                    await prompt(processes, host, answer)
+                assert len(str(caught.value)) < 500
+                assert processes.alive
+                assert await prompt(processes, host, pack(ANSWER)) == [5, 6, 7]
 
 
 async def test_a_long_error_is_cut(processes: TextProcesses, host: ScriptedHost) -> None:
@@ -142,29 +160,29 @@ async def test_an_idle_child_that_has_gone_is_not_asked(
     assert await prompt(processes, host, pack(ANSWER)) == [5, 6, 7]
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        pack(TextMessage({})),
-        pack(TextMessage({"forked": 7})),
-        pack(TextMessage({"ended": 7, "code": 0})),
-        pack(TextMessage({"ended": [], "code": 0})),
-        raw({"sizes": [-1]}),
-        b"",
-    ],
-)
-async def test_a_host_that_says_nonsense_is_ended(
-    processes: TextProcesses, host: ScriptedHost, said: bytes
-) -> None:
+NONSENSE = [
+    pack(TextMessage({})),
+    pack(TextMessage({"forked": 7})),
+    pack(TextMessage({"ended": 7, "code": 0})),
+    pack(TextMessage({"ended": [], "code": 0})),
+    raw({"sizes": [-1]}),
+    b"",
+]
+
+
+async def test_a_host_that_says_nonsense_is_ended(subtests: pytest.Subtests) -> None:
     """Prompts fail at once then, and the model's text is loaded anew by the next (catalog)."""
-    if said:
-        host.control.sendall(said)
-    else:
-        host.control.close()
-    await eventually(lambda: not processes.alive)
-    with pytest.raises(ServiceError, match="have ended"):
-        await processes.text_ids(b"", "x", add_special_tokens=False, max_len=MAX_LEN)
-    assert host.killed
+    for said in NONSENSE:
+        with subtests.test(said=said):
+            async with scripted_host() as host, text_processes(host) as processes:
+                if said:
+                    host.control.sendall(said)
+                else:
+                    host.control.close()
+                await eventually(lambda: not processes.alive)
+                with pytest.raises(ServiceError, match="have ended"):
+                    await processes.text_ids(b"", "x", add_special_tokens=False, max_len=MAX_LEN)
+                assert host.killed
 
 
 async def test_what_nobody_asked_for_is_no_answer(

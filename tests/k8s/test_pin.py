@@ -41,22 +41,20 @@ def test_it_writes_where_the_release_looks(folder: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("references", "said"),
-    [
+def test_what_is_no_digest_is_named(subtests: pytest.Subtests, folder: Path) -> None:
+    for references, said in (
         ([CONTROL], "no reference of pdserve-worker"),
         ([CONTROL, CONTROL], "one each of"),
         ([CONTROL, "localhost:5000/team/pdserve-worker:1.2"], "is not REPOSITORY@sha256:DIGEST"),
         ([CONTROL, WORKER.replace("worker", "worker:1.2")], "is not REPOSITORY@sha256:DIGEST"),
         ([CONTROL, WORKER[:-1]], "is not REPOSITORY@sha256:DIGEST"),
         ([CONTROL, WORKER.replace("worker", "other")], "one each of"),
-    ],
-)
-def test_what_is_no_digest_is_named(folder: Path, references: list[str], said: str) -> None:
-    done = pin(folder, *references)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert not (folder / "overlays/release/images").exists()
+    ):
+        with subtests.test(said):
+            done = pin(folder, *references)
+            assert done.returncode == 2
+            assert said in done.stderr
+            assert not (folder / "overlays/release/images").exists()
 
 
 def test_a_release_without_digests_is_not_rendered(folder: Path) -> None:

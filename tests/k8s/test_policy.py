@@ -17,17 +17,22 @@ def test_all_are_found() -> None:
     assert {f"components/{component}" for component in components} <= names
 
 
-@pytest.mark.parametrize("rule", ALWAYS, ids=lambda rule: rule.__name__)
 @pytest.mark.parametrize("names", TOGETHER, ids=len)
-def test_the_rules_hold_of_components_together(names: tuple[str, ...], rule: Rule) -> None:
-    assert list(rule(rendered(*names))) == []
+def test_the_rules_hold_of_components_together(
+    subtests: pytest.Subtests, names: tuple[str, ...]
+) -> None:
+    manifests = rendered(*names)
+    for rule in ALWAYS:
+        with subtests.test(rule.__name__):
+            assert list(rule(manifests)) == []
 
 
-@pytest.mark.parametrize("rule", RELEASED, ids=lambda rule: rule.__name__)
 @pytest.mark.parametrize("name", kustomizations())
-def test_the_rules_hold(name: str, rule: Rule) -> None:
-    if rule in ALWAYS or name in PINNED:
-        assert list(rule(rendered(name))) == []
+def test_the_rules_hold(subtests: pytest.Subtests, name: str) -> None:
+    manifests = rendered(name)
+    for rule in RELEASED if name in PINNED else ALWAYS:
+        with subtests.test(rule.__name__):
+            assert list(rule(manifests)) == []
 
 
 def remove(path: str) -> Callable[[Any], None]:
@@ -252,36 +257,36 @@ BREACHES: list[tuple[Rule, str, Callable[[Any], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("rule", "what", "change", "said"), BREACHES, ids=[f"{b[0].__name__}: {b[3]}" for b in BREACHES]
-)
-def test_a_breach_is_found(rule: Rule, what: str, change: Callable[[Any], None], said: str) -> None:
-    overlay, _, rest = what.rpartition(": ")
-    kind, _, name = rest.partition(" ")
-    manifests = rendered(f"overlays/{overlay}" if overlay else RELEASE)
-    before = set(rule(manifests))
-    of_that_kind, full = of_kind(manifests, kind), f"pdserve-{name}" if name else "pdserve"
-    if full not in of_that_kind:  # a hash is part of its name
-        (full,) = (n for n in of_that_kind if n.startswith(f"{full}-"))
-    change(of_that_kind[full])
-    found = set(rule(manifests)) - before
-    assert any(said in sentence for sentence in found), found
+def test_a_breach_is_found(subtests: pytest.Subtests) -> None:
+    for rule, what, change, said in BREACHES:
+        with subtests.test(f"{rule.__name__}: {said}"):
+            overlay, _, rest = what.rpartition(": ")
+            kind, _, name = rest.partition(" ")
+            manifests = rendered(f"overlays/{overlay}" if overlay else RELEASE)
+            before = set(rule(manifests))
+            of_that_kind, full = of_kind(manifests, kind), f"pdserve-{name}" if name else "pdserve"
+            if full not in of_that_kind:  # a hash is part of its name
+                (full,) = (n for n in of_that_kind if n.startswith(f"{full}-"))
+            change(of_that_kind[full])
+            found = set(rule(manifests)) - before
+            assert any(said in sentence for sentence in found), found
 
 
 def test_every_rule_has_a_breach() -> None:
     assert {b[0] for b in BREACHES} == set(RELEASED)
 
 
-@pytest.mark.parametrize("host", ["llm.example.com", "*.example.com", "*.com", None])
-def test_two_kinds_of_routes_of_one_host_are_found(host: str | None) -> None:
-    manifests = rendered(RELEASE)
-    spec = of_kind(manifests, "GRPCRoute")["pdserve"]["spec"]
-    if host is None:
-        del spec["hostnames"]
-    else:
-        spec["hostnames"] = [host]
-    spec["parentRefs"][0]["sectionName"] = "https"
-    assert [said for said in traffic.entrance(manifests) if "takes one of" in said]
+def test_two_kinds_of_routes_of_one_host_are_found(subtests: pytest.Subtests) -> None:
+    for host in ("llm.example.com", "*.example.com", "*.com", None):
+        with subtests.test(host=host):
+            manifests = rendered(RELEASE)
+            spec = of_kind(manifests, "GRPCRoute")["pdserve"]["spec"]
+            if host is None:
+                del spec["hostnames"]
+            else:
+                spec["hostnames"] = [host]
+            spec["parentRefs"][0]["sectionName"] = "https"
+            assert [said for said in traffic.entrance(manifests) if "takes one of" in said]
 
 
 def variable(manifests: list[Manifest], deployment: str, name: str) -> Manifest:
@@ -315,12 +320,13 @@ def test_a_worker_that_asks_the_hub_is_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("model", ["org/name", "org/name@main", "org/name@abc", "org/name:x.gguf"])
-def test_a_model_without_its_commit_is_found(model: str) -> None:
-    manifests = rendered(RELEASE)
-    (config,) = of_kind(manifests, "ConfigMap").values()
-    config["data"]["model"] = model
-    assert [said for said in pods.models(manifests) if "without its commit" in said]
+def test_a_model_without_its_commit_is_found(subtests: pytest.Subtests) -> None:
+    for model in ("org/name", "org/name@main", "org/name@abc", "org/name:x.gguf"):
+        with subtests.test(model):
+            manifests = rendered(RELEASE)
+            (config,) = of_kind(manifests, "ConfigMap").values()
+            config["data"]["model"] = model
+            assert [said for said in pods.models(manifests) if "without its commit" in said]
 
 
 def test_rows_scale_before_batches_are_full() -> None:

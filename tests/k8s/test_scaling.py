@@ -15,7 +15,7 @@ from scripted_pods import Machine
 BRIEF = {"prefill": (Machine(), 150.0), "decode": (Machine(kv_tokens=8192), line.LOADED_S)}
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=pytest.mark.extended)])
 def test_four_times_the_capacity(role: str) -> None:
     machine, loaded_s = BRIEF[role]
     found = line.run(line.LOADS[role], machine, 1, loaded_s)
@@ -128,9 +128,8 @@ def synced(
     return made.sync(found.__getitem__, pods["replicas"], pods.get("ready", pods["replicas"]), now)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "sum_", "replicas", "ready", "wanted"),
-    [
+def test_proposals(subtests: pytest.Subtests) -> None:
+    for ratio, sum_, replicas, ready, wanted in (
         (25, 0, 4, 4, 10),  # 2.5 times as many as there are
         (25, 0, 4, 2, 5),  # as there are ready
         (0, 45, 4, 4, 5),  # 10 for each of 5
@@ -141,12 +140,9 @@ def synced(
         (2000, 0, 4, 4, 100),
         (None, 0, 4, 4, 4),  # what is not known forbids to go down
         (None, 45, 4, 4, 5),  # and nothing else
-    ],
-)
-def test_proposals(
-    ratio: float | None, sum_: float, replicas: int, ready: int, wanted: int
-) -> None:
-    assert synced(scaler(), ratio, sum_, 0.0, replicas=replicas, ready=ready) == wanted
+    ):
+        with subtests.test(ratio=ratio, sum_=sum_, replicas=replicas, ready=ready, wanted=wanted):
+            assert synced(scaler(), ratio, sum_, 0.0, replicas=replicas, ready=ready) == wanted
 
 
 def test_windows_and_policies() -> None:
@@ -194,14 +190,12 @@ def test_queries() -> None:
         scraped.ask("rate(rows[1m])", now)
 
 
-@pytest.mark.parametrize(
-    ("counts", "turns"),
-    [
+def test_reversals(subtests: pytest.Subtests) -> None:
+    for counts, turns in (
         ([2, 4, 8, 4, 1], 1),
         ([2, 4, 2, 4, 2], 3),
         ([2, 4, 8], 0),
-    ],
-)
-def test_reversals(counts: list[int], turns: int) -> None:
-    history = [(60.0 * n, "x", count) for n, count in enumerate(counts)]
-    assert line.most_reversals(history) == turns
+    ):
+        with subtests.test(counts=counts, turns=turns):
+            history = [(60.0 * n, "x", count) for n, count in enumerate(counts)]
+            assert line.most_reversals(history) == turns

@@ -49,34 +49,35 @@ def misspell(name: str) -> Callable[[Any], None]:
     return change
 
 
-@pytest.mark.parametrize(
-    ("where", "kind", "field"),
-    [
-        ("overlays/cpu", "Deployment", "minReadySeconds"),
-        ("overlays/cpu", "Deployment", "sizeLimit"),
-        ("overlays/cpu", "HorizontalPodAutoscaler", "averageUtilization"),
-        ("overlays/cpu", "NetworkPolicy", "policyTypes"),
-        ("overlays/cpu", "PodDisruptionBudget", "maxUnavailable"),
-        ("overlays/cpu", "Certificate", "rotationPolicy"),
-        ("overlays/cpu", "Issuer", "secretName"),
-        ("overlays/release", "ScaledObject", "pollingInterval"),
-        ("overlays/release", "ScaledObject", "stabilizationWindowSeconds"),
-        ("overlays/release", "Gateway", "allowedRoutes"),
-        ("overlays/release", "HTTPRoute", "backendRequest"),
-        ("overlays/release", "GRPCRoute", "service"),
-        ("overlays/release", "Job", "backoffLimit"),
-        ("overlays/release", "PersistentVolumeClaim", "accessModes"),
-        ("overlays/racks", "LeaderWorkerSet", "restartPolicy"),
-        ("overlays/racks", "LeaderWorkerSet", "terminationGracePeriodSeconds"),
-    ],
+MISSPELT = (
+    ("overlays/cpu", "Deployment", "minReadySeconds"),
+    ("overlays/cpu", "Deployment", "sizeLimit"),
+    ("overlays/cpu", "HorizontalPodAutoscaler", "averageUtilization"),
+    ("overlays/cpu", "NetworkPolicy", "policyTypes"),
+    ("overlays/cpu", "PodDisruptionBudget", "maxUnavailable"),
+    ("overlays/cpu", "Certificate", "rotationPolicy"),
+    ("overlays/cpu", "Issuer", "secretName"),
+    ("overlays/release", "ScaledObject", "pollingInterval"),
+    ("overlays/release", "ScaledObject", "stabilizationWindowSeconds"),
+    ("overlays/release", "Gateway", "allowedRoutes"),
+    ("overlays/release", "HTTPRoute", "backendRequest"),
+    ("overlays/release", "GRPCRoute", "service"),
+    ("overlays/release", "Job", "backoffLimit"),
+    ("overlays/release", "PersistentVolumeClaim", "accessModes"),
+    ("overlays/racks", "LeaderWorkerSet", "restartPolicy"),
+    ("overlays/racks", "LeaderWorkerSet", "terminationGracePeriodSeconds"),
 )
-def test_a_misspelt_field_is_found(where: str, kind: str, field: str) -> None:
-    manifests = [m for m in rendered(where) if m["kind"] == kind]
-    needs(manifests)
-    assert manifests
-    for manifest in manifests:
-        misspell(field)(manifest)
-    assert any(manifest_schemas.errors(m) for m in manifests)
+
+
+def test_a_misspelt_field_is_found(subtests: pytest.Subtests) -> None:
+    for where, kind, field in MISSPELT:
+        with subtests.test(where=where, kind=kind, field=field):
+            manifests = [m for m in rendered(where) if m["kind"] == kind]
+            needs(manifests)
+            assert manifests
+            for manifest in manifests:
+                misspell(field)(manifest)
+            assert any(manifest_schemas.errors(m) for m in manifests)
 
 
 POOL = {
@@ -100,14 +101,17 @@ MONITOR = {
 }
 
 
-@pytest.mark.parametrize(
-    ("manifest", "field"),
-    [(POOL, "failureMode"), (POOL, "number"), (MONITOR, "interval"), (MONITOR, "matchLabels")],
-)
-def test_kinds_of_other_operators(manifest: Manifest, field: str) -> None:
-    assert manifest_schemas.errors(manifest) == []
-    again = {**manifest, "spec": {**manifest["spec"], f"{field}s": 1}}
-    assert manifest_schemas.errors(again)
+def test_kinds_of_other_operators(subtests: pytest.Subtests) -> None:
+    for manifest, field in (
+        (POOL, "failureMode"),
+        (POOL, "number"),
+        (MONITOR, "interval"),
+        (MONITOR, "matchLabels"),
+    ):
+        with subtests.test(field):
+            assert manifest_schemas.errors(manifest) == []
+            again = {**manifest, "spec": {**manifest["spec"], f"{field}s": 1}}
+            assert manifest_schemas.errors(again)
 
 
 def test_wrong_values_are_found() -> None:

@@ -44,9 +44,8 @@ def copy(
     )
 
 
-@pytest.mark.parametrize(
-    ("block_bytes", "layers", "blocks"),
-    [
+def test_copies_blocks_in_order_and_its_tag_is_the_polynomial(subtests: pytest.Subtests) -> None:
+    for block_bytes, layers, blocks in (
         (16, range(1), [0]),
         (16, range(1, 3), [4, 1, 3]),  # many blocks to one step of a thread
         (48, range(7), list(range(5))),
@@ -54,23 +53,20 @@ def copy(
         (24_576, range(1, 4), [5, 0, 2]),
         (TILE_BYTES, range(2), [3, 4, 5]),
         (TILE_BYTES + 16, range(2), [0, 2]),
-    ],
-)
-def test_copies_blocks_in_order_and_its_tag_is_the_polynomial(
-    block_bytes: int, layers: range, blocks: list[int]
-) -> None:
-    rng = np.random.default_rng(block_bytes)
-    pool = rng.integers(0, 256, (8, 6, block_bytes), dtype=np.uint8)
-    expected = pool[layers.start : layers.stop][:, blocks].reshape(-1)
-    slot = np.zeros(expected.size, np.uint8)
-    tag = copy(pool, layers, blocks, slot)
-    assert (slot == expected).all()
-    assert tag == tag_of(expected.tobytes(), KEY)
-    back = np.zeros_like(pool)
-    assert copy(back, layers, blocks, slot, to_slot=False) == tag
-    assert (back[layers.start : layers.stop][:, blocks].reshape(-1) == expected).all()
-    back[layers.start : layers.stop, blocks] = 0
-    assert not back.any(), "no other block was written"
+    ):
+        with subtests.test(block_bytes=block_bytes, layers=layers, blocks=blocks):
+            rng = np.random.default_rng(block_bytes)
+            pool = rng.integers(0, 256, (8, 6, block_bytes), dtype=np.uint8)
+            expected = pool[layers.start : layers.stop][:, blocks].reshape(-1)
+            slot = np.zeros(expected.size, np.uint8)
+            tag = copy(pool, layers, blocks, slot)
+            assert (slot == expected).all()
+            assert tag == tag_of(expected.tobytes(), KEY)
+            back = np.zeros_like(pool)
+            assert copy(back, layers, blocks, slot, to_slot=False) == tag
+            assert (back[layers.start : layers.stop][:, blocks].reshape(-1) == expected).all()
+            back[layers.start : layers.stop, blocks] = 0
+            assert not back.any(), "no other block was written"
 
 
 def test_extreme_words_and_keys() -> None:

@@ -4,6 +4,7 @@ Over 400 lines: one formula, and every way to cut its work, which share sizes an
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -217,76 +218,85 @@ def test_chunks_and_company_change_nothing(sizes: Sizes) -> None:
         assert same_bits(cache.attend(mixed, batch, context)[1:101], alone[412:512])
 
 
-@pytest.mark.parametrize("sizes", VARIANTS, ids=str)
-def test_batch_of_32_equals_each_alone(sizes: Sizes) -> None:
-    lens = [1 + 37 * i % 300 for i in range(32)]
-    cache = Cache(sizes, lens)
-    q = cache.queries(32)
-    together = cache.attend(q, [(i, n, 1) for i, n in enumerate(lens)])
-    for i, n in enumerate(lens):
-        for context in ALL:  # alone on two threads, a row is cut by keys
-            assert same_bits(cache.attend(q[i : i + 1], [(i, n, 1)], context), together[i : i + 1])
+def test_batch_of_32_equals_each_alone(subtests: pytest.Subtests) -> None:
+    for sizes in VARIANTS:
+        with subtests.test(sizes=sizes):
+            lens = [1 + 37 * i % 300 for i in range(32)]
+            cache = Cache(sizes, lens)
+            q = cache.queries(32)
+            together = cache.attend(q, [(i, n, 1) for i, n in enumerate(lens)])
+            for i, n in enumerate(lens):
+                for context in ALL:  # alone on two threads, a row is cut by keys
+                    assert same_bits(
+                        cache.attend(q[i : i + 1], [(i, n, 1)], context), together[i : i + 1]
+                    )
 
 
-@pytest.mark.parametrize("type", TYPES)
-def test_a_long_row_cut_by_keys(type: str) -> None:
-    cache = Cache(Sizes(type=type, sinks=type == "float32"), [5000, 20])
-    for tokens in (1, 3):
-        q = cache.queries(tokens)
-        whole = cache.attend(q, [(0, 5000, tokens)])
-        expected = cache.formula(q, 0, 5000)
-        torch.testing.assert_close(whole.double(), expected, atol=3e-6, rtol=3e-6)
-        for threads in (2, 3, 7):
-            context = native.Context(threads)
-            for _ in range(3):
-                assert same_bits(cache.attend(q, [(0, 5000, tokens)], context), whole)
-            both = cache.attend(
-                torch.cat((cache.queries(1, 3), q)), [(1, 20, 1), (0, 5000, tokens)], context
-            )
-            assert same_bits(both[1:], whole)
+def test_a_long_row_cut_by_keys(subtests: pytest.Subtests) -> None:
+    for type in TYPES:
+        with subtests.test(type):
+            cache = Cache(Sizes(type=type, sinks=type == "float32"), [5000, 20])
+            for tokens in (1, 3):
+                q = cache.queries(tokens)
+                whole = cache.attend(q, [(0, 5000, tokens)])
+                expected = cache.formula(q, 0, 5000)
+                torch.testing.assert_close(whole.double(), expected, atol=3e-6, rtol=3e-6)
+                for threads in (2, 3, 7):
+                    context = native.Context(threads)
+                    for _ in range(3):
+                        assert same_bits(cache.attend(q, [(0, 5000, tokens)], context), whole)
+                    both = cache.attend(
+                        torch.cat((cache.queries(1, 3), q)),
+                        [(1, 20, 1), (0, 5000, tokens)],
+                        context,
+                    )
+                    assert same_bits(both[1:], whole)
 
 
-@pytest.mark.parametrize("sizes", VARIANTS, ids=str)
-def test_block_size_changes_nothing(sizes: Sizes) -> None:
-    results = []
-    for block_size in (16, 32, 64, 208):
-        cache = Cache(replace(sizes, block_size=block_size), [333])
-        q = cache.queries(101)
-        results.append(cache.attend(torch.cat((q, q[:1])), [(0, 333, 101), (0, 200, 1)]))
-    assert all(same_bits(result, results[0]) for result in results[1:])
+def test_block_size_changes_nothing(subtests: pytest.Subtests) -> None:
+    for sizes in VARIANTS:
+        with subtests.test(sizes=sizes):
+            results = []
+            for block_size in (16, 32, 64, 208):
+                cache = Cache(replace(sizes, block_size=block_size), [333])
+                q = cache.queries(101)
+                results.append(cache.attend(torch.cat((q, q[:1])), [(0, 333, 101), (0, 200, 1)]))
+            assert all(same_bits(result, results[0]) for result in results[1:])
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("type", ["float32", "bfloat16", "float16", "int8"])
-def test_a_bad_key_or_value_reaches_only_those_who_see_it(type: str, bad: float) -> None:
-    sizes = Sizes(type=type, window=70, kv_heads=2, group=2)
-    clean = Cache(sizes, [300, 40])
-    q = torch.cat((clean.queries(300), clean.queries(1, 9)))
-    batch = [(0, 300, 300), (1, 40, 1)]
-    before = clean.attend(q, batch)
-    for where in ("keys", "values"):
-        cache = Cache(sizes, [300, 40])
-        getattr(cache, where)[0][150, 1, 5] = bad  # of kv head 1: query heads 2 and 3
-        cache.write(0)
-        after = cache.attend(q, batch)
-        hit = torch.zeros(301, 4, dtype=torch.bool)
-        hit[150:220, 2:] = True
-        assert same_bits(after[~hit], before[~hit])
-        finite = after[hit].isfinite()
-        if bad == bad or where == "values":
-            # An infinite score is a weight of 0 or NaN by its sign, as in any softmax.
-            assert not (where == "values" and finite[:, 5].any())
-        else:
-            assert not finite.any()
-        if type == "int8":
-            assert not finite.any() or (where == "keys" and bad == bad)
-        if bad != bad:
-            whole_row = where == "keys" or type == "int8"
-            assert not (finite.any() if whole_row else finite[:, 5].any())
-        for context in ALL:
-            again = cache.attend(q, batch, context)
-            assert same_bits(again[~hit], before[~hit])
-            assert torch.equal(again.isfinite(), after.isfinite())
+def test_a_bad_key_or_value_reaches_only_those_who_see_it(subtests: pytest.Subtests) -> None:
+    for bad, type in product(
+        (float("nan"), float("inf"), -float("inf")), ("float32", "bfloat16", "float16", "int8")
+    ):
+        with subtests.test(bad=bad, type=type):
+            sizes = Sizes(type=type, window=70, kv_heads=2, group=2)
+            clean = Cache(sizes, [300, 40])
+            q = torch.cat((clean.queries(300), clean.queries(1, 9)))
+            batch = [(0, 300, 300), (1, 40, 1)]
+            before = clean.attend(q, batch)
+            for where in ("keys", "values"):
+                cache = Cache(sizes, [300, 40])
+                getattr(cache, where)[0][150, 1, 5] = bad  # of kv head 1: query heads 2 and 3
+                cache.write(0)
+                after = cache.attend(q, batch)
+                hit = torch.zeros(301, 4, dtype=torch.bool)
+                hit[150:220, 2:] = True
+                assert same_bits(after[~hit], before[~hit])
+                finite = after[hit].isfinite()
+                if bad == bad or where == "values":
+                    # An infinite score is a weight of 0 or NaN by its sign, as in any softmax.
+                    assert not (where == "values" and finite[:, 5].any())
+                else:
+                    assert not finite.any()
+                if type == "int8":
+                    assert not finite.any() or (where == "keys" and bad == bad)
+                if bad != bad:
+                    whole_row = where == "keys" or type == "int8"
+                    assert not (finite.any() if whole_row else finite[:, 5].any())
+                for context in ALL:
+                    again = cache.attend(q, batch, context)
+                    assert same_bits(again[~hit], before[~hit])
+                    assert torch.equal(again.isfinite(), after.isfinite())
 
 
 def test_a_sink_far_above_and_far_below_all_scores() -> None:
@@ -311,51 +321,53 @@ def test_scores_far_apart() -> None:
     )
 
 
-@pytest.mark.parametrize("type", TYPES)
-def test_what_is_written(type: str) -> None:
+def test_what_is_written(subtests: pytest.Subtests) -> None:
     """The pool's layout, byte by byte; other slots stay as they were."""
-    s = Sizes(type=type, kv_heads=2, head_dim=24, block_size=16)
-    for context in ALL:
-        kv = torch.full((3, s.block_bytes), 7, dtype=torch.uint8)
-        before = kv.clone()
-        k, v = torch.randn(2, 2, 24), torch.randn(2, 2, 24)
-        k[0, 0, :4] = torch.tensor([1e-30, -1e30, 0.5, -0.0]) if type != "float16" else 0.25
-        native.write_kv(context, kv, type, 16, k, v, torch.tensor([2 * 16 + 5, 15]))
-        assert torch.equal(kv[1], before[1])
-        dtype = DTYPES.get(type, torch.int8)
-        size = torch.empty(0, dtype=dtype).element_size()
-        flat = kv[:, : 2 * 2 * 16 * 24 * size].contiguous().view(dtype).view(3, 2, 2, 16 * 24)
-        for token, (block, offset) in enumerate(((2, 5), (0, 15))):
-            keys = flat[block, 0].view(2, 24, 16)[:, :, offset].float()
-            values = flat[block, 1].view(2, 16, 24)[:, offset].float()
-            if type == "int8":
-                scales = kv[block, 2 * 2 * 16 * 24 :].contiguous().view(torch.float32)
-                keys = keys * scales.view(2, 2, 16, 1)[0, :, offset]
-                values = values * scales.view(2, 2, 16, 1)[1, :, offset]
-            torch.testing.assert_close(
-                keys.double(), stored(k[token], type), rtol=1e-6 if type == "int8" else 0, atol=0
-            )
-            torch.testing.assert_close(
-                values.double(), stored(v[token], type), rtol=1e-6 if type == "int8" else 0, atol=0
-            )
-        assert int((kv != before).any(0).sum()) <= 2 * 2 * 2 * (24 * size + 4)
+    for type in TYPES:
+        with subtests.test(type):
+            s = Sizes(type=type, kv_heads=2, head_dim=24, block_size=16)
+            rtol = 1e-6 if type == "int8" else 0
+            for context in ALL:
+                kv = torch.full((3, s.block_bytes), 7, dtype=torch.uint8)
+                before = kv.clone()
+                k, v = torch.randn(2, 2, 24), torch.randn(2, 2, 24)
+                k[0, 0, :4] = torch.tensor([1e-30, -1e30, 0.5, -0.0]) if type != "float16" else 0.25
+                native.write_kv(context, kv, type, 16, k, v, torch.tensor([2 * 16 + 5, 15]))
+                assert torch.equal(kv[1], before[1])
+                dtype = DTYPES.get(type, torch.int8)
+                size = torch.empty(0, dtype=dtype).element_size()
+                flat = (
+                    kv[:, : 2 * 2 * 16 * 24 * size].contiguous().view(dtype).view(3, 2, 2, 16 * 24)
+                )
+                for token, (block, offset) in enumerate(((2, 5), (0, 15))):
+                    keys = flat[block, 0].view(2, 24, 16)[:, :, offset].float()
+                    values = flat[block, 1].view(2, 16, 24)[:, offset].float()
+                    if type == "int8":
+                        scales = kv[block, 2 * 2 * 16 * 24 :].contiguous().view(torch.float32)
+                        keys = keys * scales.view(2, 2, 16, 1)[0, :, offset]
+                        values = values * scales.view(2, 2, 16, 1)[1, :, offset]
+                    for found, x in ((keys, k), (values, v)):
+                        wanted = stored(x[token], type)
+                        torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=0)
+                assert int((kv != before).any(0).sum()) <= 2 * 2 * 2 * (24 * size + 4)
 
 
-@pytest.mark.parametrize("type", TYPES)
-def test_a_latent_cache_is_one_that_holds_its_values_too(type: str) -> None:
+def test_a_latent_cache_is_one_that_holds_its_values_too(subtests: pytest.Subtests) -> None:
     """The same bits as with the ends of keys stored as values; int8 has other scales there."""
-    plain = Sizes(type=type, kv_heads=1, group=14, head_dim=64, block_size=32)
-    latent = Sizes(type=type, kv_heads=1, group=14, head_dim=64, block_size=32, latent=48)
-    caches = [Cache(s, [150, 70]) for s in (plain, latent)]
-    for row, keys in enumerate(caches[0].keys):
-        caches[0].values[row] = keys.roll(48, -1)  # its ends come first
-        caches[0].write(row)
-    q = caches[0].queries(60 + 1)
-    batch = [(0, 150, 60), (1, 70, 1)]
-    expected = caches[0].attend(q, batch)[:, :, :48].contiguous()
-    for context in ALL:
-        assert same_bits(caches[1].attend(q, batch, context), expected)
-    assert latent.block_bytes * 2 == plain.block_bytes
+    for type in TYPES:
+        with subtests.test(type):
+            plain = Sizes(type=type, kv_heads=1, group=14, head_dim=64, block_size=32)
+            latent = Sizes(type=type, kv_heads=1, group=14, head_dim=64, block_size=32, latent=48)
+            caches = [Cache(s, [150, 70]) for s in (plain, latent)]
+            for row, keys in enumerate(caches[0].keys):
+                caches[0].values[row] = keys.roll(48, -1)  # its ends come first
+                caches[0].write(row)
+            q = caches[0].queries(60 + 1)
+            batch = [(0, 150, 60), (1, 70, 1)]
+            expected = caches[0].attend(q, batch)[:, :, :48].contiguous()
+            for context in ALL:
+                assert same_bits(caches[1].attend(q, batch, context), expected)
+            assert latent.block_bytes * 2 == plain.block_bytes
 
 
 def test_a_latent_cache_takes_no_values() -> None:

@@ -62,14 +62,15 @@ def test_rms_norm(rows: int, cols: int, seed: int) -> None:
     torch.testing.assert_close(on_all(normed).double(), formula, rtol=2e-6, atol=0)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gated(activation: str) -> None:
-    for rows, cols in ((1, 1), (3, 16), (7, 37), (40, 1536)):
-        gate, up = normal(rows, rows, cols) * 4, normal(cols, rows, cols) * 4
-        ours = on_all(partial(gated, gate=gate, up=up, activation=activation))
-        assert rows < 40 or ((gate > 7).any() and (up > 7).any() and (up < -7).any())
-        formula = reference.gated(gate.double(), up.double(), activation)  # type: ignore[arg-type]
-        torch.testing.assert_close(ours.double(), formula, rtol=5e-6, atol=1e-6)
+def test_gated(subtests: pytest.Subtests) -> None:
+    for activation in ACTIVATIONS:
+        with subtests.test(activation):
+            for rows, cols in ((1, 1), (3, 16), (7, 37), (40, 1536)):
+                gate, up = normal(rows, rows, cols) * 4, normal(cols, rows, cols) * 4
+                ours = on_all(partial(gated, gate=gate, up=up, activation=activation))
+                assert rows < 40 or ((gate > 7).any() and (up > 7).any() and (up < -7).any())
+                formula = reference.gated(gate.double(), up.double(), activation)  # type: ignore[arg-type]
+                torch.testing.assert_close(ours.double(), formula, rtol=5e-6, atol=1e-6)
 
 
 def test_activations_everywhere() -> None:
@@ -83,14 +84,16 @@ def test_activations_everywhere() -> None:
     torch.testing.assert_close(activated("gelu", x).double(), F.gelu(x.double()), rtol=0, atol=6e-7)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_infinity_and_nan_pass_as_in_the_reference(activation: str) -> None:
-    x = torch.tensor([INFINITE, -INFINITE, float("nan"), 1e30, -1e30, 0.0])
-    ours = activated(activation, x)
-    theirs = reference.gated(x, torch.ones(6), activation)  # type: ignore[arg-type]
-    assert torch.equal(ours.isfinite(), theirs.isfinite())  # which of the two, torch's own way
-    assert ours[2].isnan()
-    torch.testing.assert_close(ours[3:], theirs[3:])
+def test_infinity_and_nan_pass_as_in_the_reference(subtests: pytest.Subtests) -> None:
+    for activation in ACTIVATIONS:
+        with subtests.test(activation):
+            x = torch.tensor([INFINITE, -INFINITE, float("nan"), 1e30, -1e30, 0.0])
+            ours = activated(activation, x)
+            theirs = reference.gated(x, torch.ones(6), activation)  # type: ignore[arg-type]
+            # Which of the two it is, torch has its own way.
+            assert torch.equal(ours.isfinite(), theirs.isfinite())
+            assert ours[2].isnan()
+            torch.testing.assert_close(ours[3:], theirs[3:])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), INFINITE])

@@ -1,5 +1,7 @@
 """Packed weights and their product: values, bounds, and the same bits on every path."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -233,31 +235,31 @@ def term_size(values: Floats, kind: str) -> NDArray[np.float64]:
     return np.full((values.shape[1], 1), 4.0 * float(np.abs(values).max()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("blocks", [1, 18, 23])
 def test_a_row_is_the_same_alone_and_among_others(
-    context: _native.Context, kind: str, blocks: int
+    subtests: pytest.Subtests, context: _native.Context
 ) -> None:
-    cols = cols_of(kind, blocks)
-    matrix, _ = packed(context, kind, 90, cols)
-    x = inputs(max(ROW_COUNTS), cols)
-    single = _native.Context(1)
-    alone = np.concatenate([product(single, row[None], [matrix]) for row in x])
-    for count in ROW_COUNTS:
-        assert same(product(context, x[:count], [matrix]), alone[:count])
-        assert same(product(single, x[-count:], [matrix]), alone[-count:])
+    for kind, blocks in itertools.product(KINDS, (1, 18, 23)):
+        with subtests.test(kind=kind, blocks=blocks):
+            cols = cols_of(kind, blocks)
+            matrix, _ = packed(context, kind, 90, cols)
+            x = inputs(max(ROW_COUNTS), cols)
+            single = _native.Context(1)
+            alone = np.concatenate([product(single, row[None], [matrix]) for row in x])
+            for count in ROW_COUNTS:
+                assert same(product(context, x[:count], [matrix]), alone[:count])
+                assert same(product(single, x[-count:], [matrix]), alone[-count:])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "BF16"])
-@pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_every_instruction_set_gives_the_same_bits(kind: str, tokens: int) -> None:
-    cols = 6 * 256
-    contexts = [_native.Context(1, isa=isa) for isa in _native.isas()]
-    matrix, _ = packed(contexts[0], kind, 50, cols)
-    x = inputs(tokens, cols)
-    results = [product(context, x, [matrix]) for context in contexts]
-    assert len(results) > 1
-    assert all(same(result, results[0]) for result in results)
+def test_every_instruction_set_gives_the_same_bits(subtests: pytest.Subtests) -> None:
+    for kind, tokens in itertools.product([kind for kind in KINDS if kind != "BF16"], (1, 5, 40)):
+        with subtests.test(kind=kind, tokens=tokens):
+            cols = 6 * 256
+            contexts = [_native.Context(1, isa=isa) for isa in _native.isas()]
+            matrix, _ = packed(contexts[0], kind, 50, cols)
+            x = inputs(tokens, cols)
+            results = [product(context, x, [matrix]) for context in contexts]
+            assert len(results) > 1
+            assert all(same(result, results[0]) for result in results)
 
 
 def test_several_matrices_lie_side_by_side(context: _native.Context) -> None:
@@ -276,29 +278,27 @@ def test_mixed_encodings_in_one_product(context: _native.Context) -> None:
     assert same(together, each)
 
 
-@pytest.mark.parametrize("cols", [1, 3, 45])
-@pytest.mark.parametrize("kind", FLOATS)
-def test_plain_numbers_of_any_width(context: _native.Context, kind: str, cols: int) -> None:
-    matrix, values = packed(context, kind, 21, cols)
-    x = torch.from_numpy(inputs(4, cols)).bfloat16().float().numpy()
-    result = product(context, x, [matrix])
-    assert np.allclose(result, x @ values.T, rtol=1e-5, atol=1e-5)
+def test_plain_numbers_of_any_width(subtests: pytest.Subtests, context: _native.Context) -> None:
+    for cols, kind in itertools.product((1, 3, 45), FLOATS):
+        with subtests.test(cols=cols, kind=kind):
+            matrix, values = packed(context, kind, 21, cols)
+            x = torch.from_numpy(inputs(4, cols)).bfloat16().float().numpy()
+            result = product(context, x, [matrix])
+            assert np.allclose(result, x @ values.T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("isa", _native.isas())
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_spoils_its_row_alone(isa: str, kind: str, bad: float) -> None:
-    context = _native.Context(1, isa=isa)
-    matrix, _ = packed(context, kind, 20, 768)
-    x = inputs(40, 768)
-    clean = product(context, x, [matrix])
-    for count in (1, 5, 40):
-        x[count - 1, 300] = bad
-        result = product(context, x[:count], [matrix])
-        assert not np.isfinite(result[-1]).any()
-        assert same(result[:-1], clean[: count - 1])
-        x = inputs(40, 768)
+def test_what_is_not_finite_spoils_its_row_alone(subtests: pytest.Subtests) -> None:
+    for isa, kind in itertools.product(_native.isas(), KINDS):
+        context = _native.Context(1, isa=isa)
+        matrix, _ = packed(context, kind, 20, 768)
+        clean = product(context, inputs(40, 768), [matrix])
+        for bad, count in itertools.product((np.nan, np.inf, -np.inf), (1, 5, 40)):
+            with subtests.test(isa=isa, kind=kind, bad=bad, count=count):
+                x = inputs(40, 768)
+                x[count - 1, 300] = bad
+                result = product(context, x[:count], [matrix])
+                assert not np.isfinite(result[-1]).any()
+                assert same(result[:-1], clean[: count - 1])
 
 
 def test_zero_and_tiny_inputs(context: _native.Context) -> None:
@@ -315,21 +315,23 @@ def test_every_format_is_tested_here() -> None:
     assert {form.name for form, *_ in GROUPS.values()} == {*_native.grouped_formats()}
 
 
-@pytest.mark.parametrize("kind", [*BLOCKS, *GROUPS])
 def test_packed_weights_take_hardly_more_memory_than_stored_ones(
-    context: _native.Context, kind: str
+    subtests: pytest.Subtests, context: _native.Context
 ) -> None:
-    rows, cols = 64, 12 * 256
-    matrix, _ = packed(context, kind, rows, cols)
-    if kind in GROUPS:
-        form, _, _, zeros = GROUPS[kind]
-        parts = group_tensor(kind, rows, cols, 0).parts
-        stored = parts["codes"].nbytes + parts["scales"].nbytes
-        stored += parts["scales"].size * form.bits // 8 if zeros else 0  # as files pack them
-    else:
-        stored = raw_tensor(kind, rows, cols, 0)[0].nbytes
-    most = 1.35 if stored * 8 < 4 * rows * cols else 1.15
-    assert matrix.nbytes <= most * stored
+    for kind in (*BLOCKS, *GROUPS):
+        with subtests.test(kind):
+            rows, cols = 64, 12 * 256
+            matrix, _ = packed(context, kind, rows, cols)
+            if kind in GROUPS:
+                form, _, _, zeros = GROUPS[kind]
+                parts = group_tensor(kind, rows, cols, 0).parts
+                stored = parts["codes"].nbytes + parts["scales"].nbytes
+                if zeros:  # as files pack them
+                    stored += parts["scales"].size * form.bits // 8
+            else:
+                stored = raw_tensor(kind, rows, cols, 0)[0].nbytes
+            most = 1.35 if stored * 8 < 4 * rows * cols else 1.15
+            assert matrix.nbytes <= most * stored
 
 
 def test_wrong_arguments_raise(context: _native.Context) -> None:

@@ -1,6 +1,7 @@
 """Native sampling equals the reference: the same noise, edits, filters and tokens on every ISA."""
 
 import math
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -50,31 +51,31 @@ def test_greedy_is_the_lowest_of_the_best(isa: str, seed: int, vocab: int, kind:
     assert sample(native(isa), logits, [StreamSettings()] * 5) == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("vocab", [1, 40, 1030])
-@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
-def test_rows_that_are_not_finite_fail_alone(isa: str, vocab: int, bad: float) -> None:
-    at = [0, vocab // 2, vocab - 1]
-    logits = some_logits(1, 8, vocab)
-    for row, column in enumerate(at, start=1):
-        logits[row, column] = bad
-    logits[4, :] = bad
-    logits[5, :] = -math.inf
-    logits[6, 0], logits[6, -1] = math.inf, -math.inf
-    kinds = [StreamSettings(), StreamSettings(temperature=1.0, top_p=0.5, top_k=3)]
-    for kind in kinds:
-        got = sample(native(isa), logits, [kind] * 8)
-        assert [t < 0 for t in got] == [False, True, True, True, True, True, True, False]
+def test_rows_that_are_not_finite_fail_alone(subtests: pytest.Subtests) -> None:
+    for isa, vocab, bad in product(ISAS, (1, 40, 1030), (math.nan, -math.nan, math.inf)):
+        with subtests.test(isa=isa, vocab=vocab, bad=bad):
+            at = [0, vocab // 2, vocab - 1]
+            logits = some_logits(1, 8, vocab)
+            for row, column in enumerate(at, start=1):
+                logits[row, column] = bad
+            logits[4, :] = bad
+            logits[5, :] = -math.inf
+            logits[6, 0], logits[6, -1] = math.inf, -math.inf
+            kinds = [StreamSettings(), StreamSettings(temperature=1.0, top_p=0.5, top_k=3)]
+            for kind in kinds:
+                got = sample(native(isa), logits, [kind] * 8)
+                assert [t < 0 for t in got] == [False, True, True, True, True, True, True, False]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_infinities_that_cancel_hide_no_number(isa: str) -> None:
-    logits = some_logits(2, 1, 1000)
-    logits[0, ::2] = -math.inf
-    logits[0, 333] = 50.0
-    assert sample(native(isa), logits, [StreamSettings()]) == [333]
-    logits[0, 700] = math.nan
-    assert sample(native(isa), logits, [StreamSettings()]) == [-1]
+def test_infinities_that_cancel_hide_no_number(subtests: pytest.Subtests) -> None:
+    for isa in ISAS:
+        with subtests.test(isa):
+            logits = some_logits(2, 1, 1000)
+            logits[0, ::2] = -math.inf
+            logits[0, 333] = 50.0
+            assert sample(native(isa), logits, [StreamSettings()]) == [333]
+            logits[0, 700] = math.nan
+            assert sample(native(isa), logits, [StreamSettings()]) == [-1]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -163,48 +164,48 @@ def test_filters(
         assert got in allowed
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("edits", EDITS, ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_edits_equal_the_reference_token_after_token(
-    isa: str, edits: dict[str, Any], temperature: float
-) -> None:
-    vocab, prompt = 100, (9, 8, 9, 50, 99)
-    one = StreamSettings(**{"temperature": temperature, **edits}, prompt_ids=prompt, seed=77)
-    ops = native(isa)
-    fast, slow = ops.stream(one, vocab), reference.stream(one, vocab)
-    generated: list[int] = []
-    seen = set()
-    for turn in range(25):
-        logits = some_logits(turn % 5, 1, vocab, 1.0)
-        before = logits.clone()
-        (expected,) = reference.sample(logits, [0], [slow], [generated])
-        assert ops.sample(logits, [0], [fast], [generated]) == [expected]
-        assert torch.equal(logits, before)
-        # A fresh stream that is told everything at once agrees: notes are only notes.
-        assert ops.sample(logits, [0], [ops.stream(one, vocab)], [generated]) == [expected]
-        generated.append(expected if expected >= 0 else turn)
-        seen.add(expected)
-    assert len(seen) > 1
+def test_edits_equal_the_reference_token_after_token(subtests: pytest.Subtests) -> None:
+    for isa, edits, temperature in product(ISAS, EDITS, (0.0, 1.0)):
+        with subtests.test(isa=isa, edits=edits, temperature=temperature):
+            vocab, prompt = 100, (9, 8, 9, 50, 99)
+            one = StreamSettings(
+                **{"temperature": temperature, **edits}, prompt_ids=prompt, seed=77
+            )
+            ops = native(isa)
+            fast, slow = ops.stream(one, vocab), reference.stream(one, vocab)
+            generated: list[int] = []
+            seen = set()
+            for turn in range(25):
+                logits = some_logits(turn % 5, 1, vocab, 1.0)
+                before = logits.clone()
+                (expected,) = reference.sample(logits, [0], [slow], [generated])
+                assert ops.sample(logits, [0], [fast], [generated]) == [expected]
+                assert torch.equal(logits, before)
+                # A fresh stream that is told everything at once agrees: notes are only notes.
+                assert ops.sample(logits, [0], [ops.stream(one, vocab)], [generated]) == [expected]
+                generated.append(expected if expected >= 0 else turn)
+                seen.add(expected)
+            assert len(seen) > 1
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_a_token_depends_on_its_own_stream_only(isa: str) -> None:
-    kinds = [
-        StreamSettings(),
-        StreamSettings(temperature=1.0, seed=1),
-        StreamSettings(temperature=0.7, seed=2, top_p=0.8),
-        StreamSettings(temperature=1.0, seed=3, top_k=5, min_p=0.05),
-        StreamSettings(repetition_penalty=1.3),
-        StreamSettings(logit_bias={4: 100.0}, temperature=1.0, seed=(1 << 64) - 1),
-    ]
-    logits = some_logits(4, 4, 1000)
-    rows = [3, 0, 0, 2, 1, 0]
-    ids = [[5, 6, 5]] * 6
-    together = sample(native(isa), logits, kinds, ids, rows)
-    for i, kind in enumerate(kinds):
-        assert sample(native(isa), logits[rows[i]][None], [kind], [ids[i]]) == [together[i]]
-    assert together == sample(reference, logits, kinds, ids, rows)
+def test_a_token_depends_on_its_own_stream_only(subtests: pytest.Subtests) -> None:
+    for isa in ISAS:
+        with subtests.test(isa):
+            kinds = [
+                StreamSettings(),
+                StreamSettings(temperature=1.0, seed=1),
+                StreamSettings(temperature=0.7, seed=2, top_p=0.8),
+                StreamSettings(temperature=1.0, seed=3, top_k=5, min_p=0.05),
+                StreamSettings(repetition_penalty=1.3),
+                StreamSettings(logit_bias={4: 100.0}, temperature=1.0, seed=(1 << 64) - 1),
+            ]
+            logits = some_logits(4, 4, 1000)
+            rows = [3, 0, 0, 2, 1, 0]
+            ids = [[5, 6, 5]] * 6
+            together = sample(native(isa), logits, kinds, ids, rows)
+            for i, kind in enumerate(kinds):
+                assert sample(native(isa), logits[rows[i]][None], [kind], [ids[i]]) == [together[i]]
+            assert together == sample(reference, logits, kinds, ids, rows)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -226,13 +227,14 @@ def test_logprobs(isa: str, seed: int, vocab: int, count: int, coarse: bool) -> 
         assert [v for _, v in top] == pytest.approx([float(raw[row, i]) for i, _ in top], abs=1e-12)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_logprobs_of_a_bad_row_are_nan(isa: str) -> None:
-    logits = some_logits(0, 2, 100)
-    logits[0, 50] = math.nan
-    bad, good = native(isa).logprobs(logits, [1, 2], 5)
-    assert math.isnan(bad[0])
-    assert math.isfinite(good[0])
+def test_logprobs_of_a_bad_row_are_nan(subtests: pytest.Subtests) -> None:
+    for isa in ISAS:
+        with subtests.test(isa):
+            logits = some_logits(0, 2, 100)
+            logits[0, 50] = math.nan
+            bad, good = native(isa).logprobs(logits, [1, 2], 5)
+            assert math.isnan(bad[0])
+            assert math.isfinite(good[0])
 
 
 def test_all_targets_and_thread_counts_give_the_same_bits() -> None:
@@ -277,40 +279,38 @@ def test_masked_picks_equal_the_reference(
             assert row[token] == row[bits].max()
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("count", [1, 2, 255, 256, 257])
-@pytest.mark.parametrize("inside", [None, math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_few_and_many_allowed_tokens_are_picked_from_alike(
-    isa: str, count: int, inside: float | None, temperature: float
-) -> None:
+def test_few_and_many_allowed_tokens_are_picked_from_alike(subtests: pytest.Subtests) -> None:
     """Scores with ties; what is not allowed is better, and not finite."""
-    vocab = 700
-    rng = np.random.default_rng(count)
-    ids = np.sort(rng.choice(vocab, count, replace=False))
-    bits = np.zeros(704, dtype=bool)
-    bits[ids] = True
-    logits = torch.full((1, vocab), 9.0)
-    logits[0, ::2], logits[0, 1::4] = math.nan, math.inf
-    logits[0, ids] = torch.from_numpy(rng.integers(-2, 3, count).astype(np.float32))
-    if inside is not None:
-        logits[0, ids[count // 2]] = inside
-    mask = np.packbits(bits, bitorder="little").view(np.uint32)
-    found = []
-    for seed in range(20):
-        settings = StreamSettings(temperature=temperature, seed=seed)
-        (token,), (same,) = (
-            ops.sample(logits, [0], [ops.stream(settings, vocab)], [[]], [mask])
-            for ops in (native(isa), reference)
-        )
-        assert token == same
-        found.append(token)
-    lost = inside is not None and (inside != -math.inf or count == 1)
-    if lost:
-        assert set(found) == {-1}
-    else:
-        assert all(bits[token] for token in found)
-        assert len(set(found)) > 1 or not temperature or count < 3
+    for isa, count, inside, temperature in product(
+        ISAS, (1, 2, 255, 256, 257), (None, math.nan, math.inf, -math.inf), (0.0, 0.7)
+    ):
+        with subtests.test(isa=isa, count=count, inside=inside, temperature=temperature):
+            vocab = 700
+            rng = np.random.default_rng(count)
+            ids = np.sort(rng.choice(vocab, count, replace=False))
+            bits = np.zeros(704, dtype=bool)
+            bits[ids] = True
+            logits = torch.full((1, vocab), 9.0)
+            logits[0, ::2], logits[0, 1::4] = math.nan, math.inf
+            logits[0, ids] = torch.from_numpy(rng.integers(-2, 3, count).astype(np.float32))
+            if inside is not None:
+                logits[0, ids[count // 2]] = inside
+            mask = np.packbits(bits, bitorder="little").view(np.uint32)
+            found = []
+            for seed in range(20):
+                settings = StreamSettings(temperature=temperature, seed=seed)
+                (token,), (same,) = (
+                    ops.sample(logits, [0], [ops.stream(settings, vocab)], [[]], [mask])
+                    for ops in (native(isa), reference)
+                )
+                assert token == same
+                found.append(token)
+            lost = inside is not None and (inside != -math.inf or count == 1)
+            if lost:
+                assert set(found) == {-1}
+            else:
+                assert all(bits[token] for token in found)
+                assert len(set(found)) > 1 or not temperature or count < 3
 
 
 def test_a_whole_mask_changes_nothing_and_an_empty_one_leaves_nothing() -> None:
@@ -324,20 +324,20 @@ def test_a_whole_mask_changes_nothing_and_an_empty_one_leaves_nothing() -> None:
         assert ops.sample(logits, [0], streams, [[]], [np.zeros(4, np.uint32)]) == [-1]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("count", [0, 3])
-def test_log_probabilities_of_named_tokens_follow_the_best(isa: str, count: int) -> None:
-    logits = some_logits(3, 2, 50)
-    also = [7, 0, 7, 49]
-    expected = torch.log_softmax(logits, -1)
-    for ops in (reference, native(isa)):
-        for row, (_, top) in enumerate(ops.logprobs(logits, [1, 2], count, also)):
-            assert [token for token, _ in top[count:]] == also
-            values = [value for _, value in top[count:]]
-            assert values == pytest.approx(expected[row, also].tolist(), abs=1e-5)
-            assert top[:count] == ops.logprobs(logits, [1, 2], count)[row][1]
-    with pytest.raises(ValueError, match="outside"):
-        native(isa).logprobs(logits, [1, 2], count, [50])
+def test_log_probabilities_of_named_tokens_follow_the_best(subtests: pytest.Subtests) -> None:
+    for isa, count in product(ISAS, (0, 3)):
+        with subtests.test(isa=isa, count=count):
+            logits = some_logits(3, 2, 50)
+            also = [7, 0, 7, 49]
+            expected = torch.log_softmax(logits, -1)
+            for ops in (reference, native(isa)):
+                for row, (_, top) in enumerate(ops.logprobs(logits, [1, 2], count, also)):
+                    assert [token for token, _ in top[count:]] == also
+                    values = [value for _, value in top[count:]]
+                    assert values == pytest.approx(expected[row, also].tolist(), abs=1e-5)
+                    assert top[:count] == ops.logprobs(logits, [1, 2], count)[row][1]
+            with pytest.raises(ValueError, match="outside"):
+                native(isa).logprobs(logits, [1, 2], count, [50])
 
 
 def test_bad_input_raises() -> None:

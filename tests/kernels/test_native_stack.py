@@ -61,89 +61,90 @@ def rope_of_one_head() -> Part:
     return "rope", {"table": 0, "heads": 1, "head_dim": HEAD_DIM, "begin": 0}
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ([], "layer 1: it has no parts"),
-        (
-            changed(0, ("nrom", {})),
-            r"part 0 \(nrom\): no such kind of part; known: norm, layer_norm, ",
-        ),
-        (changed(0, norm(1, 60)), r"part 0 \(norm\): weight of 60, not 64"),
-        (without(0, "eps"), r"part 0 \(norm\): eps is missing"),
-        (fields(0, wieght=1), r"part 0 \(norm\): it has no field wieght; it has weight, eps"),
-        (fields(0, eps=float("nan")), r"part 0 \(norm\): eps must be finite"),
-        (fields(0, weight=[1.0]), r"part 0 \(norm\): weight must be float32 \[n\]"),
-        (changed(1, linear(2, QKV, 96)), r"part 1 \(linear\): inputs of 96, not 64"),
-        (fields(1, matrices=[]), r"part 1 \(linear\): it takes 1 to 8 matrices"),
-        (fields(1, bias=values(1, 9)), r"part 1 \(linear\): bias of 9, not 256"),
-        (changed(1), r"part 1 \(rope\): it reads up to value 192, but a row has 64"),
-        (fields(2, begin=65), r"part 2 \(rope\): it reads up to value 257, but a row has 256"),
-        (plain_layer()[3:], r"part 0 \(attention\): heads of q, k and v of 256, not 64"),
-        (changed(0, rope()), r"part 0 \(rope\): it must not take the residual stream itself"),
-        (fields(2, table=1), r"part 2 \(rope\): table must be 0 to 0"),
-        (fields(2, head_dim=16), r"part 2 \(rope\): its table rotates more dims than a head has"),
-        (fields(3, kv_heads=3), r"part 3 \(attention\): heads must be a multiple of kv_heads"),
-        (fields(3, kv_heads=0), r"part 3 \(attention\): kv_heads must be 1 to 65536"),
-        (fields(3, sinks=values(1, 3)), r"part 3 \(attention\): sinks of 3, not 4"),
-        (fields(3, window=8), r"layer 1 \(attention\): other heads or another window"),
-        (fields(3, latent=33), r"part 3 \(attention\): latent must be 0 to 32"),
-        (fields(3, latent=32), r"part 3 \(attention\): heads of q, k and v of 192, not 256"),
-        (
-            changed(1, ("head_linear", {"matrices": [], "kept": 0})),
-            r"part 1 \(head_linear\): it has no matrices",
-        ),
-        (
-            changed(
-                1, ("head_linear", {"matrices": [(1, 8, 8, "F32"), (1, 8, 9, "F32")], "kept": 0})
-            ),
-            r"part 1 \(head_linear\): the matrices must have one size",
-        ),
-        (
-            changed(1, head_linear(1, 0, "F32")),
-            r"part 1 \(head_linear\): its heads have 128 values, a row 64",
-        ),
-        (changed(3, linear(2, 128, QKV)), "layer 1: it has no attention"),
-        ([*plain_layer(), *changed(2)], r"part 13 \(attention\): a layer has one attention"),
-        (changed(5, ADD, ADD), r"part 6 \(add\): it must not take the residual stream itself"),
-        (changed(4), r"part 4 \(add\): a row has 128 values, the stream 64"),
-        (fields(8, activation="relu"), r"part 8 \(gate\): activation must be silu"),
-        (changed(7, linear(5, 97, HIDDEN)), r"part 8 \(gate\): a row of 97 values has no halves"),
-        (changed(10, HOLD), r"part 10 \(hold\): a layer must end with add"),
-        (changed(10, HOLD, norm(1), HOLD), r"part 12 \(hold\): it holds one row at a time"),
-        (changed(10, HOLD, norm(1), ADD), r"part 12 \(add\): it must add what is held"),
-        (
-            [norm(1), HOLD, *plain_layer()[:4]],
-            r"part 5 \(attention\): it comes before what is held",
-        ),
-        (changed(10, ADD_HELD), r"part 10 \(add\): nothing is held"),
-        (
-            changed(4, rope_of_one_head(), linear(3, HIDDEN, 128)),
-            r"part 4 \(rope\): it comes behind the attention, where rows are renumbered",
-        ),
-        (
-            changed(6, linear(1, 96, HIDDEN), experts(1)),
-            r"part 7 \(experts\): inputs of 64, not 96",
-        ),
-        (changed(0, reorder(1, 60)), r"part 0 \(reorder\): order of 60, not 64"),
-        (
-            changed(0, ("reorder", {"order": np.zeros(HIDDEN, np.int64)})),
-            r"part 0 \(reorder\): order must have each value of a row once",
-        ),
-        (
-            changed(0, ("reorder", {"order": np.arange(1, HIDDEN + 1)})),
-            r"part 0 \(reorder\): order must have each value of a row once",
-        ),
-        (changed(10), r"part 9 \(linear\): a layer must end with add"),
-    ],
+WRONG_LISTS = (
+    ([], "layer 1: it has no parts"),
+    (
+        changed(0, ("nrom", {})),
+        r"part 0 \(nrom\): no such kind of part; known: norm, layer_norm, ",
+    ),
+    (changed(0, norm(1, 60)), r"part 0 \(norm\): weight of 60, not 64"),
+    (without(0, "eps"), r"part 0 \(norm\): eps is missing"),
+    (fields(0, wieght=1), r"part 0 \(norm\): it has no field wieght; it has weight, eps"),
+    (fields(0, eps=float("nan")), r"part 0 \(norm\): eps must be finite"),
+    (fields(0, weight=[1.0]), r"part 0 \(norm\): weight must be float32 \[n\]"),
+    (changed(1, linear(2, QKV, 96)), r"part 1 \(linear\): inputs of 96, not 64"),
+    (fields(1, matrices=[]), r"part 1 \(linear\): it takes 1 to 8 matrices"),
+    (fields(1, bias=values(1, 9)), r"part 1 \(linear\): bias of 9, not 256"),
+    (changed(1), r"part 1 \(rope\): it reads up to value 192, but a row has 64"),
+    (fields(2, begin=65), r"part 2 \(rope\): it reads up to value 257, but a row has 256"),
+    (plain_layer()[3:], r"part 0 \(attention\): heads of q, k and v of 256, not 64"),
+    (changed(0, rope()), r"part 0 \(rope\): it must not take the residual stream itself"),
+    (fields(2, table=1), r"part 2 \(rope\): table must be 0 to 0"),
+    (fields(2, head_dim=16), r"part 2 \(rope\): its table rotates more dims than a head has"),
+    (fields(3, kv_heads=3), r"part 3 \(attention\): heads must be a multiple of kv_heads"),
+    (fields(3, kv_heads=0), r"part 3 \(attention\): kv_heads must be 1 to 65536"),
+    (fields(3, sinks=values(1, 3)), r"part 3 \(attention\): sinks of 3, not 4"),
+    (fields(3, window=8), r"layer 1 \(attention\): other heads or another window"),
+    (fields(3, latent=33), r"part 3 \(attention\): latent must be 0 to 32"),
+    (fields(3, latent=32), r"part 3 \(attention\): heads of q, k and v of 192, not 256"),
+    (
+        changed(1, ("head_linear", {"matrices": [], "kept": 0})),
+        r"part 1 \(head_linear\): it has no matrices",
+    ),
+    (
+        changed(1, ("head_linear", {"matrices": [(1, 8, 8, "F32"), (1, 8, 9, "F32")], "kept": 0})),
+        r"part 1 \(head_linear\): the matrices must have one size",
+    ),
+    (
+        changed(1, head_linear(1, 0, "F32")),
+        r"part 1 \(head_linear\): its heads have 128 values, a row 64",
+    ),
+    (changed(3, linear(2, 128, QKV)), "layer 1: it has no attention"),
+    ([*plain_layer(), *changed(2)], r"part 13 \(attention\): a layer has one attention"),
+    (changed(5, ADD, ADD), r"part 6 \(add\): it must not take the residual stream itself"),
+    (changed(4), r"part 4 \(add\): a row has 128 values, the stream 64"),
+    (fields(8, activation="relu"), r"part 8 \(gate\): activation must be silu"),
+    (changed(7, linear(5, 97, HIDDEN)), r"part 8 \(gate\): a row of 97 values has no halves"),
+    (changed(10, HOLD), r"part 10 \(hold\): a layer must end with add"),
+    (changed(10, HOLD, norm(1), HOLD), r"part 12 \(hold\): it holds one row at a time"),
+    (changed(10, HOLD, norm(1), ADD), r"part 12 \(add\): it must add what is held"),
+    (
+        [norm(1), HOLD, *plain_layer()[:4]],
+        r"part 5 \(attention\): it comes before what is held",
+    ),
+    (changed(10, ADD_HELD), r"part 10 \(add\): nothing is held"),
+    (
+        changed(4, rope_of_one_head(), linear(3, HIDDEN, 128)),
+        r"part 4 \(rope\): it comes behind the attention, where rows are renumbered",
+    ),
+    (
+        changed(6, linear(1, 96, HIDDEN), experts(1)),
+        r"part 7 \(experts\): inputs of 64, not 96",
+    ),
+    (changed(0, reorder(1, 60)), r"part 0 \(reorder\): order of 60, not 64"),
+    (
+        changed(0, ("reorder", {"order": np.zeros(HIDDEN, np.int64)})),
+        r"part 0 \(reorder\): order must have each value of a row once",
+    ),
+    (
+        changed(0, ("reorder", {"order": np.arange(1, HIDDEN + 1)})),
+        r"part 0 \(reorder\): order must have each value of a row once",
+    ),
+    (changed(10), r"part 9 \(linear\): a layer must end with add"),
 )
-def test_a_list_that_cannot_be_run_is_refused(parts: list[Part], message: str) -> None:
-    stack = native.Stack(ONE, hidden=HIDDEN, embed_scale=1.0, logit_scale=1.0, logit_soft_cap=0.0)
-    stack.set_rope(0, COS, SIN)
-    stack.add_layer(made(plain_layer()))
-    with pytest.raises(ValueError, match=message):
-        stack.add_layer(made(parts))
-    stack.add_layer(made(plain_layer()))  # nothing of the refused one is left
+
+
+def test_a_list_that_cannot_be_run_is_refused(subtests: pytest.Subtests) -> None:
+    for parts, message in WRONG_LISTS:
+        with subtests.test(message):
+            stack = native.Stack(
+                ONE, hidden=HIDDEN, embed_scale=1.0, logit_scale=1.0, logit_soft_cap=0.0
+            )
+            stack.set_rope(0, COS, SIN)
+            stack.add_layer(made(plain_layer()))
+            with pytest.raises(ValueError, match=message):
+                stack.add_layer(made(parts))
+            stack.add_layer(made(plain_layer()))  # nothing of the refused one is left
 
 
 def test_a_stack_is_complete_before_its_first_step() -> None:
@@ -208,13 +209,16 @@ WRONG_EXPERTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG_EXPERTS, ids=[m for _, m in WRONG_EXPERTS])
-def test_experts_that_cannot_be_run_are_refused(changes: dict[str, Any], message: str) -> None:
-    kind, f = experts(1)
-    stack = native.Stack(ONE, hidden=HIDDEN, embed_scale=1.0, logit_scale=1.0, logit_soft_cap=0.0)
-    stack.set_rope(0, COS, SIN)
-    with pytest.raises(ValueError, match=rf"part 7 \(experts\): {message}"):
-        stack.add_layer(made([*plain_layer()[:7], (kind, f | changes), ADD]))
+def test_experts_that_cannot_be_run_are_refused(subtests: pytest.Subtests) -> None:
+    for changes, message in WRONG_EXPERTS:
+        with subtests.test(message):
+            kind, f = experts(1)
+            stack = native.Stack(
+                ONE, hidden=HIDDEN, embed_scale=1.0, logit_scale=1.0, logit_soft_cap=0.0
+            )
+            stack.set_rope(0, COS, SIN)
+            with pytest.raises(ValueError, match=rf"part 7 \(experts\): {message}"):
+                stack.add_layer(made([*plain_layer()[:7], (kind, f | changes), ADD]))
 
 
 def ready(lists: list[list[Part]]) -> native.Stack:

@@ -21,7 +21,7 @@ CROSS = "aarch64-linux-gnu-g++"
 # No machine with AVX-512, none with AVX2: what is chosen there, and that nothing else leaks in.
 EMULATED = {"Haswell": "avx2 generic", "Nehalem": "generic"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.kernels, pytest.mark.timeout(3600)]
 
 
 def run(*words: str | Path, **environment: str) -> str:

@@ -1,5 +1,6 @@
 """Packing of weights whose groups of columns share a scale: what fits, and what is refused."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -93,19 +94,19 @@ def test_the_last_block_of_a_long_row_has_its_own_group(context: _native.Context
 INFINITE = {"F16": (0x7C00, "<u2"), "BF16": (0x7F80, "<u2"), "F32": (0x7F800000, "<u4")}
 
 
-@pytest.mark.parametrize("form", ["INT4", "INT8", "FP8"])
-@pytest.mark.parametrize("type", INFINITE)
 def test_a_scale_that_is_not_finite_is_refused(
-    context: _native.Context, form: str, type: str
+    subtests: pytest.Subtests, context: _native.Context
 ) -> None:
-    infinity, dtype = INFINITE[type]
-    sign = 1 << 15 if dtype == "<u2" else 1 << 31
-    codes = np.zeros((40, 64), np.uint8)
-    for bits in (infinity, infinity | sign, infinity + 1):  # +-infinity, NaN
-        scales = np.zeros((40, 2), dtype)
-        scales[-1, -1] = bits
-        with pytest.raises(ValueError, match="a scale is infinite or NaN"):
-            _native.Matrix.pack_groups(context, form, codes, type, scales.view(np.uint8))
+    for form, type in product(("INT4", "INT8", "FP8"), INFINITE):
+        with subtests.test(form=form, type=type):
+            infinity, dtype = INFINITE[type]
+            sign = 1 << 15 if dtype == "<u2" else 1 << 31
+            codes = np.zeros((40, 64), np.uint8)
+            for bits in (infinity, infinity | sign, infinity + 1):  # +-infinity, NaN
+                scales = np.zeros((40, 2), dtype)
+                scales[-1, -1] = bits
+                with pytest.raises(ValueError, match="a scale is infinite or NaN"):
+                    _native.Matrix.pack_groups(context, form, codes, type, scales.view(np.uint8))
 
 
 def test_scales_of_8_bit_floats_leave_weights_finite(context: _native.Context) -> None:
@@ -143,18 +144,19 @@ def test_divisors_leave_weights_finite(context: _native.Context) -> None:
             pack(divisor)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.uint16, np.float32])
 def test_the_largest_scales_keep_their_values(
-    context: _native.Context, dtype: type[np.generic]
+    subtests: pytest.Subtests, context: _native.Context
 ) -> None:
-    codes = np.full((1, 16), 0x89, np.uint8)
-    zeros = np.full((1, 1), 8, np.uint8)
-    largest = {np.uint16: np.array([0x7F00], np.uint16)}.get(dtype)
-    scales = np.array([np.finfo(dtype).max]) if largest is None else largest
-    raw = grouped(INT4, codes, scales.astype(dtype)[None], zeros + np.uint8(1))
-    parts = {**raw.parts, SCALE_PART: raw.parts[SCALE_PART].view(np.uint8)}
-    kind = SCALE_TYPES[np.dtype(dtype).name]
-    matrix = _native.Matrix.pack_groups(context, "INT4", type=kind, **parts)
-    values = matrix.row_values(context, np.zeros(1, np.int64))
-    assert np.isfinite(values).all()
-    np.testing.assert_array_equal(values, unpack(raw))
+    for dtype in (np.float16, np.uint16, np.float32):
+        with subtests.test(np.dtype(dtype).name):
+            codes = np.full((1, 16), 0x89, np.uint8)
+            zeros = np.full((1, 1), 8, np.uint8)
+            largest = {np.uint16: np.array([0x7F00], np.uint16)}.get(dtype)
+            scales = np.array([np.finfo(dtype).max]) if largest is None else largest
+            raw = grouped(INT4, codes, scales.astype(dtype)[None], zeros + np.uint8(1))
+            parts = {**raw.parts, SCALE_PART: raw.parts[SCALE_PART].view(np.uint8)}
+            kind = SCALE_TYPES[np.dtype(dtype).name]
+            matrix = _native.Matrix.pack_groups(context, "INT4", type=kind, **parts)
+            values = matrix.row_values(context, np.zeros(1, np.int64))
+            assert np.isfinite(values).all()
+            np.testing.assert_array_equal(values, unpack(raw))

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -188,27 +189,27 @@ def test_bf16_stays_within_its_rounding(case: Case) -> None:
     torch.testing.assert_close(ours.double(), dense(case, filled, 0.3), atol=0.06, rtol=0.02)
 
 
-@pytest.mark.parametrize("window", [0, 6])
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 3e38])
-def test_a_broken_row_stays_alone(window: int, poison: float) -> None:
-    case = Case(((1, 7), (1, 13), (5, 17), (4, 11)), window=window)
-    filled = fill(case)
-    clean = attend(case, filled, 0.3)
-    for broken in (1, 2):
-        # The newest key is seen by the row's last token only.
-        block = filled.block_table[broken, (case.rows[broken][1] - 1) // case.block_size]
-        offset = (case.rows[broken][1] - 1) % case.block_size
-        kv = filled.kv.clone()
-        kv[block, 1, :, offset] = poison
-        changed = attend(
-            case, Filled(filled.q, kv, filled.block_table, filled.keys, filled.values), 0.3
-        )
-        others = torch.ones(len(clean), dtype=torch.bool)
-        others[case.starts[broken] : case.starts[broken + 1]] = False
-        assert torch.equal(changed[others], clean[others])
-        assert not torch.equal(
-            changed[case.starts[broken + 1] - 1], clean[case.starts[broken + 1] - 1]
-        )
+def test_a_broken_row_stays_alone(subtests: pytest.Subtests) -> None:
+    for window, poison in product((0, 6), (math.nan, math.inf, -math.inf, 3e38)):
+        with subtests.test(window=window, poison=poison):
+            case = Case(((1, 7), (1, 13), (5, 17), (4, 11)), window=window)
+            filled = fill(case)
+            clean = attend(case, filled, 0.3)
+            for broken in (1, 2):
+                # The newest key is seen by the row's last token only.
+                block = filled.block_table[broken, (case.rows[broken][1] - 1) // case.block_size]
+                offset = (case.rows[broken][1] - 1) % case.block_size
+                kv = filled.kv.clone()
+                kv[block, 1, :, offset] = poison
+                changed = attend(
+                    case, Filled(filled.q, kv, filled.block_table, filled.keys, filled.values), 0.3
+                )
+                others = torch.ones(len(clean), dtype=torch.bool)
+                others[case.starts[broken] : case.starts[broken + 1]] = False
+                assert torch.equal(changed[others], clean[others])
+                assert not torch.equal(
+                    changed[case.starts[broken + 1] - 1], clean[case.starts[broken + 1] - 1]
+                )
 
 
 def test_keys_of_another_dtype_are_read_in_that_of_the_queries() -> None:

@@ -1,6 +1,7 @@
 """The token-wise reference operations against their formulas in float64."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -53,17 +54,17 @@ def test_linear(tokens: int, inputs: int, outputs: int, has_bias: bool, seed: in
     close(ours, formula + (0 if bias is None else bias.double()))
 
 
-@pytest.mark.parametrize("tokens", range(1, 7))
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_linear_of_few_tokens(tokens: int, has_bias: bool) -> None:
-    for outputs, inputs in ((96, 96), (97, 32), (32, 97)):
-        x, weight = normal(1, tokens, inputs), normal(2, outputs, inputs)
-        bias = normal(3, outputs) if has_bias else None
-        kept = None if bias is None else bias.clone()
-        ours = reference.linear(x, weight, bias)
-        assert ours.is_contiguous()
-        close(ours, x.double() @ weight.double().T + (0 if bias is None else bias.double()))
-        assert bias is None or torch.equal(bias, kept)
+def test_linear_of_few_tokens(subtests: pytest.Subtests) -> None:
+    for tokens, has_bias in product(range(1, 7), (False, True)):
+        with subtests.test(tokens=tokens, has_bias=has_bias):
+            for outputs, inputs in ((96, 96), (97, 32), (32, 97)):
+                x, weight = normal(1, tokens, inputs), normal(2, outputs, inputs)
+                bias = normal(3, outputs) if has_bias else None
+                kept = None if bias is None else bias.clone()
+                ours = reference.linear(x, weight, bias)
+                assert ours.is_contiguous()
+                close(ours, x.double() @ weight.double().T + (0 if bias is None else bias.double()))
+                assert bias is None or torch.equal(bias, kept)
 
 
 @given(SIZES, SIZES, st.sampled_from(("silu", "gelu", "gelu_tanh", "swiglu_oai")), SEEDS, DTYPES)

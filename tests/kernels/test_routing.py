@@ -102,9 +102,8 @@ def spread(chosen: Tensor, weights: Tensor) -> Tensor:
     return torch.zeros(len(chosen), EXPERTS).scatter_(1, chosen, weights)
 
 
-@pytest.mark.parametrize("choose", [choose_experts, native])
 @pytest.mark.parametrize("name", ROUTERS)
-def test_choices_equal_transformers(name: str, choose: Any) -> None:
+def test_choices_equal_transformers(subtests: pytest.Subtests, name: str) -> None:
     kind, config, routing = ROUTERS[name]
     generator = torch.Generator().manual_seed(7)
     logits = 2 * torch.randn((ROWS, EXPERTS), generator=generator)
@@ -123,29 +122,32 @@ def test_choices_equal_transformers(name: str, choose: Any) -> None:
                 router.e_score_correction_bias.copy_(correction)
             made, counts, chosen = router(logits)
             logits = made if name == "gpt_oss" else logits
-    ours = choose(logits, correction, routing)
-    same = (ours[0].sort(-1).values == chosen.sort(-1).values).all(-1)
     scores = torch.sigmoid(logits) if correction is not None else torch.softmax(logits, -1)
     ranks = scores if correction is None else scores + correction
-    for row in torch.where(~same)[0].tolist():  # near ties alone
-        lost = set(chosen[row].tolist()) ^ set(ours[0][row].tolist())
-        values = ranks[row, sorted(lost)]
-        assert routing.groups > 1 or values.max() - values.min() < NEAR, (row, lost)
-    assert (~same).sum() <= 2
     close = {"atol": 1e-6 * routing.scale, "rtol": 0}
-    torch.testing.assert_close(spread(*ours)[same], spread(chosen, counts)[same], **close)
-    assert len(set(map(tuple, ours[0].sort(-1).values.tolist()))) > ROWS / 2, "choices vary"
+    for choose in (choose_experts, native):
+        with subtests.test(choose.__name__):
+            ours = choose(logits, correction, routing)
+            same = (ours[0].sort(-1).values == chosen.sort(-1).values).all(-1)
+            for row in torch.where(~same)[0].tolist():  # near ties alone
+                lost = set(chosen[row].tolist()) ^ set(ours[0][row].tolist())
+                values = ranks[row, sorted(lost)]
+                assert routing.groups > 1 or values.max() - values.min() < NEAR, (row, lost)
+            assert (~same).sum() <= 2
+            torch.testing.assert_close(spread(*ours)[same], spread(chosen, counts)[same], **close)
+            assert len(set(map(tuple, ours[0].sort(-1).values.tolist()))) > ROWS / 2, "choices vary"
 
 
-@pytest.mark.parametrize("choose", [choose_experts, native])
-def test_of_equal_experts_the_first_are_chosen(choose: Any) -> None:
-    logits = torch.zeros((2, 8))
-    logits[1, 5] = 1
-    chosen, counts = choose(logits, None, ExpertRouting(3, normalized=True))
-    assert chosen.tolist() == [[0, 1, 2], [5, 0, 1]]
-    torch.testing.assert_close(counts.sum(-1), torch.ones(2))
-    grouped = ExpertRouting(2, "sigmoid", groups=4, kept_groups=1, group_best=2)
-    assert choose(logits, torch.zeros(8), grouped)[0].tolist() == [[0, 1], [5, 4]]
+def test_of_equal_experts_the_first_are_chosen(subtests: pytest.Subtests) -> None:
+    for choose in (choose_experts, native):
+        with subtests.test(choose.__name__):
+            logits = torch.zeros((2, 8))
+            logits[1, 5] = 1
+            chosen, counts = choose(logits, None, ExpertRouting(3, normalized=True))
+            assert chosen.tolist() == [[0, 1, 2], [5, 0, 1]]
+            torch.testing.assert_close(counts.sum(-1), torch.ones(2))
+            grouped = ExpertRouting(2, "sigmoid", groups=4, kept_groups=1, group_best=2)
+            assert choose(logits, torch.zeros(8), grouped)[0].tolist() == [[0, 1], [5, 4]]
 
 
 def test_rows_of_nan_choose_some_experts() -> None:
@@ -162,16 +164,13 @@ def test_rows_of_nan_choose_some_experts() -> None:
     assert native(zeros, lowest, ExpertRouting(2))[0].tolist() == [[0, 1]]
 
 
-@pytest.mark.parametrize(
-    ("routing", "error"),
-    [
+def test_what_cannot_be_chosen_is_refused(subtests: pytest.Subtests) -> None:
+    for routing, error in (
         (ExpertRouting(9), "top_k must be 1 to the experts"),
         (ExpertRouting(2, groups=3), "multiple of groups"),
         (ExpertRouting(2, groups=4, kept_groups=5), "kept_groups must be"),
         (ExpertRouting(3, groups=4, kept_groups=1), "more than the kept groups have"),
         (ExpertRouting(1, groups=8, group_best=2), "group_best must be"),
-    ],
-)
-def test_what_cannot_be_chosen_is_refused(routing: ExpertRouting, error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        native(torch.zeros((1, 8)), None, routing)
+    ):
+        with subtests.test(error), pytest.raises(ValueError, match=error):
+            native(torch.zeros((1, 8)), None, routing)

@@ -131,7 +131,6 @@ async def health_becomes(worker: Worker, status: int) -> None:
     await eventually(told, f"health {status}")
 
 
-@pytest.mark.slow
 async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +189,6 @@ async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
         assert await made.generate("tiny", prompt(9), 4) == expected(prompt(9), max_tokens=4)[0]
 
 
-@pytest.mark.slow
 async def test_a_worker_with_a_hung_engine_ends_all_the_same(tmp_path: Path) -> None:
     async with system(tmp_path) as made:
         made.launch("a", "tiny")

@@ -2,8 +2,9 @@
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,38 +52,33 @@ def refused(pair: Pair) -> str:
     return reason
 
 
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
-        (OTHER_WEIGHTS, "weights aa (Q4_1) here, bb (Q8_0) there"),
-        (OTHER_NUMERICS, "numerics id reference here, native there"),
-        (replace(OURS, tokenizer="71"), "tokenizer 70 here, 71 there"),
-        (replace(OURS, digest=b"d" * 16, kv_dtype="bf16"), "KV dtype float32 here, bf16 there"),
-        (
-            replace(OURS, digest=b"c" * 16, configuration="cd"),
-            "model configuration cc here, cd there",
-        ),
-        (KvIdentity(b"?" * 16), "KV identity 696969696969 here, 3f3f3f3f3f3f there"),
-    ],
-)
-@pytest.mark.parametrize("mixing", [Mixing(), Mixing(True, False), Mixing(False, True)])
-def test_another_identity_is_refused_by_name(
-    other: KvIdentity, text: str, mixing: Mixing, tmp_path: Path
-) -> None:
-    pair = pair_of(other, OURS, mixing, tmp_path)
-    admitted = (other is OTHER_WEIGHTS and mixing.weights) or (
-        other is OTHER_NUMERICS and mixing.numerics
-    )
-    if not admitted:
-        assert refused(pair) == f"cannot reach decode: tcp: refused by decode: {text}"
-    else:
-        asked = request(50)
-        attempt = pair.hand_off(asked)
-        assert pair.answer(asked) == local(asked)
-        assert pair.received[attempt].inexact
-        assert pair.at_decode(lambda r: r.counters["inexact"]) == 1
-        pair.assert_clean()
-    pair.close()
+OTHERS = [
+    (OTHER_WEIGHTS, "weights aa (Q4_1) here, bb (Q8_0) there"),
+    (OTHER_NUMERICS, "numerics id reference here, native there"),
+    (replace(OURS, tokenizer="71"), "tokenizer 70 here, 71 there"),
+    (replace(OURS, digest=b"d" * 16, kv_dtype="bf16"), "KV dtype float32 here, bf16 there"),
+    (replace(OURS, digest=b"c" * 16, configuration="cd"), "model configuration cc here, cd there"),
+    (KvIdentity(b"?" * 16), "KV identity 696969696969 here, 3f3f3f3f3f3f there"),
+]
+MIXINGS = [Mixing(), Mixing(True, False), Mixing(False, True)]
+
+
+def test_another_identity_is_refused_by_name(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for (other, text), mixing in product(OTHERS, MIXINGS):
+        case = subtests.test(other=text, mixing=mixing)
+        with case, closing(pair_of(other, OURS, mixing, tmp_path)) as pair:
+            admitted = (other is OTHER_WEIGHTS and mixing.weights) or (
+                other is OTHER_NUMERICS and mixing.numerics
+            )
+            if not admitted:
+                assert refused(pair) == f"cannot reach decode: tcp: refused by decode: {text}"
+            else:
+                asked = request(50)
+                attempt = pair.hand_off(asked)
+                assert pair.answer(asked) == local(asked)
+                assert pair.received[attempt].inexact
+                assert pair.at_decode(lambda r: r.counters["inexact"]) == 1
+                pair.assert_clean()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

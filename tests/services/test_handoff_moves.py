@@ -11,6 +11,7 @@ from handoff_pair import MakePair, Pair, claims_of, fresh, local, request
 from pdserve.engine.api.request import ChoiceState, NewTokens, Request, Step
 from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol.keys import Ticket
+from pdserve.engine.transport.registry import transports
 from pdserve.services.decode.migration.outgoing import OutgoingMigrations
 
 
@@ -76,15 +77,28 @@ def slow_down(pair: Pair) -> None:
     pair.prefill.model.forward = slow  # type: ignore[method-assign]
 
 
-SEEDED = {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+    {"min_tokens": 50, "top_k": 20, "temperature": 2},
+]
+LENGTHS = [1, 3, 4, 30]
+# A transport carries blocks, whatever samples the tokens: every prompt length goes over each
+# transport, and with all parameters over one.
+MOVES = [("tcp", length, params) for length in LENGTHS for params in PARAMS] + [
+    (transport, length, PARAMS[number % len(PARAMS)])
+    for transport in transports()
+    if transport != "tcp"
+    for number, length in enumerate(LENGTHS)
+]
 
 
-@pytest.mark.parametrize("params", [{}, SEEDED, {"min_tokens": 50, "top_k": 20, "temperature": 2}])
-@pytest.mark.parametrize("length", [1, 3, 4, 30])
+@pytest.mark.parametrize(("transport", "length", "params"), MOVES)
 def test_it_goes_on_with_the_tokens_that_it_would_have_had(
-    pair: Pair, length: int, params: dict[str, Any]
+    make_pair: MakePair, transport: str, length: int, params: dict[str, Any]
 ) -> None:
     """Nothing is computed twice, and the last block is moved though it is not full."""
+    pair = make_pair(transport)
     slow_down(pair)
     asked = request(length, max_tokens=60, **params)
     source = Source(pair)

@@ -17,20 +17,24 @@ from pdserve.engine.transport.registry import transports
 TRANSPORTS = list(transports())
 
 
-# prompts around a block (4 tokens) and a chunk (16): the transfer has one token less
-@pytest.mark.parametrize("length", [2, 3, 4, 5, 6, 8, 9, 16, 17, 18, 33, 200])
-def test_same_tokens_as_local(pair: Pair, length: int) -> None:
-    asked = request(length)
-    attempt = pair.hand_off(asked)
-    assert pair.answer(asked) == local(asked)
-    pair.wait(lambda: attempt in pair.sent)
-    assert pair.sent[attempt].reason == ""
-    received = pair.received[attempt]
-    blocks = -(-(length - 1) // 4)
-    assert received.num_bytes == pair.sent[attempt].num_bytes == blocks * 128
-    assert received.transport == pair.sent[attempt].transport
-    assert received.times.admitted <= received.times.claimed <= received.times.committed
-    pair.assert_clean()
+# Prompts around a block (4 tokens) and a chunk (16): the transfer has one token less.
+LENGTHS = [2, 3, 4, 5, 6, 8, 9, 16, 17, 18, 33, 200]
+
+
+def test_same_tokens_as_local(pair: Pair, subtests: pytest.Subtests) -> None:
+    for length in LENGTHS:
+        with subtests.test(length=length):
+            asked = request(length, seed=length)  # no two share a block
+            attempt = pair.hand_off(asked)
+            assert pair.answer(asked) == local(asked)
+            pair.wait(lambda a=attempt: a in pair.sent)
+            assert pair.sent[attempt].reason == ""
+            received = pair.received[attempt]
+            blocks = -(-(length - 1) // 4)
+            assert received.num_bytes == pair.sent[attempt].num_bytes == blocks * 128
+            assert received.transport == pair.sent[attempt].transport
+            assert received.times.admitted <= received.times.claimed <= received.times.committed
+            pair.assert_clean()
 
 
 def test_the_claim_of_one_chunk_is_granted_while_it_is_computed(make_pair: MakePair) -> None:

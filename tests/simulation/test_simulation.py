@@ -26,7 +26,6 @@ HANGS_LONG = 5  # a fault of this seed draws 30 s
 MORE = 40  # tries for a cell that the first round missed
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_cells_are_hit_and_nothing_is_lost_leaked_or_changed() -> None:
     """Each fourth cell, and all cells of a kind that has none of them, so all kinds of fault and

@@ -1,6 +1,6 @@
 """k8s/observability/compose/alerts.yml, made from the PrometheusRule: a program that prints it.
 
-`make docs` writes it, tests/test_names.py compares it.
+`make docs` writes it, tests/test_docs.py compares it.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """docs/flags.md, made from the settings: a program that prints the page.
 
-`make docs` writes it, tests/test_names.py compares it.
+`make docs` writes it, tests/test_docs.py compares it.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """docs/metrics.md, made from the collectors: a program that prints the page.
 
-`make docs` writes it, tests/test_names.py compares it. Labels are known by samples, so each
+`make docs` writes it, tests/test_docs.py compares it. Labels are known by samples, so each
 collector gets some to show.
 """
 

@@ -1,5 +1,5 @@
 """docs/models.md, made from what the code knows: a program that prints the page. `make docs` writes
-it, tests/test_models_page.py compares it."""
+it, tests/test_docs.py compares it."""
 
 import inspect
 import re

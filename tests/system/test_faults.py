@@ -56,6 +56,7 @@ def test_killing_prefill_during_a_transfer_loses_no_request(fleet: Fleet) -> Non
     wait_until(lambda: len(fleet.pids("prefill")) == 2, "a restarted prefill worker")
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
 def test_the_live_view_follows_a_killed_worker(fleet: Fleet) -> None:
     live = "[...document.querySelectorAll('.worker[data-state=live]')].map((e) => e.dataset.boot)"

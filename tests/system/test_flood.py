@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import psutil
-import pytest
 from eventually import wait_until
 from fleet import Fleet
 from tiny_models import write_tiny
@@ -59,7 +58,6 @@ def memory(fleet: Fleet) -> dict[int, int]:
     return {child.pid: child.memory_info().rss for child in children}
 
 
-@pytest.mark.slow
 def test_a_flood_is_answered_or_refused_and_nobody_waits_for_ever(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny", "llama")
     with Fleet("--model", str(model), *OPTIONS) as fleet:

@@ -91,23 +91,29 @@ def test_the_methods_are_those_of_the_protos() -> None:
             assert re.split("[;:]", who)[0] == "everybody"
 
 
-@pytest.mark.parametrize(("route", "who"), ROUTES)
-def test_a_route_wants_what_the_table_says(fleet: Fleet, route: str, who: str) -> None:
+def test_a_route_wants_what_the_table_says(fleet: Fleet, subtests: pytest.Subtests) -> None:
+    with httpx.Client() as http:
+        for route, who in ROUTES:
+            with subtests.test(route):
+                check_route(http, fleet.url, route, who)
+
+
+def check_route(http: httpx.Client, server: str, route: str, who: str) -> None:
     method, _, path = route.partition(" ")
     model = "SmolLM2-135M-Instruct"
     names = {"/v1/models/{name}": model, "/web/{name}": "chat.js"}
-    url = fleet.url + re.sub(r"{.*}", names.get(path, "none"), path)
-    without = httpx.request(method, url)
-    with_key = httpx.request(method, url, headers=KEY, follow_redirects=True)
-    wrong = httpx.request(method, url, headers={"authorization": "Bearer KEX"})
+    url = server + re.sub(r"{.*}", names.get(path, "none"), path)
+    without = http.request(method, url)
+    with_key = http.request(method, url, headers=KEY, follow_redirects=True)
+    wrong = http.request(method, url, headers={"authorization": "Bearer KEX"})
     named = "{" in path and path not in names  # what is not there
     assert with_key.status_code in ((404,) if named else (200, 415))
     assert without.status_code == wrong.status_code == (200 if who == "everybody" else 401)
     taken = {route.split()[0] for route, _ in ROUTES if route.split()[1] == path}
     for other in OTHERS - taken:
         expected = 404 if (other, path) in NOT_OFFERED else 405
-        assert httpx.request(other, url, headers=KEY).status_code == expected
-        assert httpx.request(other, url).status_code == (405 if who == "everybody" else 401)
+        assert http.request(other, url, headers=KEY).status_code == expected
+        assert http.request(other, url).status_code == (405 if who == "everybody" else 401)
 
 
 def test_what_is_not_in_the_table_is_not_there(fleet: Fleet) -> None:
@@ -125,25 +131,26 @@ def test_what_is_not_in_the_table_is_not_there(fleet: Fleet) -> None:
         assert httpx.get(fleet.url + path, headers=KEY).status_code == 404
 
 
-@pytest.mark.parametrize(("method", "at", "who"), METHODS)
 def test_a_stranger_calls_nothing_that_is_not_for_everybody(
-    fleet: Fleet, method: str, at: str, who: str
+    fleet: Fleet, subtests: pytest.Subtests
 ) -> None:
     """At the ports for people, and at those of the cluster, where TLS itself refuses."""
     addresses = {"gateway": fleet.grpc, "router": fleet.router}
-    places = addresses if at == "all" else {n: a for n, a in addresses.items() if n in at}
-    for address in places.values():
-        with grpc.insecure_channel(address) as channel:
-            found = status(channel, method)
-            keyed = status(channel, method, **KEY)
-        if who.startswith("everybody"):
-            assert found is grpc.StatusCode.OK
-        else:
-            assert found in REFUSED
-        if who.startswith("client"):
-            assert keyed not in REFUSED
-        elif not who.startswith("everybody"):
-            assert keyed in REFUSED
+    for method, at, who in METHODS:
+        with subtests.test(method):
+            places = addresses if at == "all" else {n: a for n, a in addresses.items() if n in at}
+            for address in places.values():
+                with grpc.insecure_channel(address) as channel:
+                    found = status(channel, method)
+                    keyed = status(channel, method, **KEY)
+                if who.startswith("everybody"):
+                    assert found is grpc.StatusCode.OK
+                else:
+                    assert found in REFUSED
+                if who.startswith("client"):
+                    assert keyed not in REFUSED
+                elif not who.startswith("everybody"):
+                    assert keyed in REFUSED
 
 
 def test_the_ports_of_the_cluster_speak_tls_alone(fleet: Fleet) -> None:

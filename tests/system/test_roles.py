@@ -43,23 +43,22 @@ def channels(system: WholeSystem) -> Iterator[Channels]:
         }
 
 
-@pytest.mark.parametrize("caller", Role)
-@pytest.mark.parametrize(("method", "at", "who"), METHODS)
-def test_a_role_gets_what_the_table_says(
-    channels: Channels, method: str, at: str, who: str, caller: Role
-) -> None:
-    names = set(re.split("[,;] ", who))
-    for place in PLACES:
-        found = status(channels[caller, place], method)
-        if at != "all" and place not in at.split(", "):
-            assert found is CODE.UNIMPLEMENTED, place
-        elif names & {"everybody", "every role", caller}:
-            assert found in HEARD, place
-        elif "client" in names:
-            assert found is CODE.UNAUTHENTICATED, place
-            assert status(channels[caller, place], method, **KEY_SHOWN) not in REFUSED, place
-        else:
-            assert found is CODE.PERMISSION_DENIED, place
+def test_a_role_gets_what_the_table_says(channels: Channels, subtests: pytest.Subtests) -> None:
+    for (method, at, who), caller in product(METHODS, Role):
+        with subtests.test(method=method, caller=caller):
+            names = set(re.split("[,;] ", who))
+            for place in PLACES:
+                channel = channels[caller, place]
+                found = status(channel, method)
+                if at != "all" and place not in at.split(", "):
+                    assert found is CODE.UNIMPLEMENTED, place
+                elif names & {"everybody", "every role", caller}:
+                    assert found in HEARD, place
+                elif "client" in names:
+                    assert found is CODE.UNAUTHENTICATED, place
+                    assert status(channel, method, **KEY_SHOWN) not in REFUSED, place
+                else:
+                    assert found is CODE.PERMISSION_DENIED, place
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +68,16 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("role", Role)
-@pytest.mark.parametrize("place", PLACES)
 def test_a_certificate_of_another_authority_is_refused_by_tls(
-    system: WholeSystem, foreign: Path, place: Role, role: Role
+    system: WholeSystem, foreign: Path, subtests: pytest.Subtests
 ) -> None:
     """The caller itself trusts the server, so it is the server that refuses."""
-    _, own, key = files_of(foreign, role)
-    access = TlsAccess(str(system.certificates / "ca.pem"), own, key)
-    with access.open_blocking_channel(system.address[place], place) as channel:
-        assert status(channel, HEALTH_CHECK.lstrip("/")) is CODE.UNAVAILABLE
+    for role, place in product(Role, PLACES):
+        with subtests.test(role=role, place=place):
+            _, own, key = files_of(foreign, role)
+            access = TlsAccess(str(system.certificates / "ca.pem"), own, key)
+            with access.open_blocking_channel(system.address[place], place) as channel:
+                assert status(channel, HEALTH_CHECK.lstrip("/")) is CODE.UNAVAILABLE
 
 
 @pytest.mark.parametrize("place", PLACES)

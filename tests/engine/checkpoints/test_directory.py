@@ -28,27 +28,28 @@ def entry(shape: list[Any], first: Any, last: Any, kind: Any = "F32") -> dict[st
     return {"dtype": kind, "shape": shape, "data_offsets": [first, last]}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "stored"),
-    [
+def test_tensors_equal_the_packages(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for dtype, stored in (
         (torch.float32, "F32"),
         (torch.float16, "F16"),
         (torch.bfloat16, "BF16"),
         (torch.float64, "F64"),
-    ],
-)
-def test_tensors_equal_the_packages(dtype: torch.dtype, stored: str, tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    tensors = {"a": torch.randn(3, 5).to(dtype), "b": torch.randn(7).to(dtype)}
-    tensors["scalar"] = torch.tensor(2.5, dtype=dtype)
-    save_file(tensors, path, metadata={"format": "pt"})
-    reader = SafetensorsReader(path)
-    assert set(reader.names()) == set(tensors)
-    for name, expected in tensors.items():
-        array = reader.array(name)
-        assert array.shape == tuple(expected.shape)
-        assert reader.layout(name) == Layout(stored, array.shape)
-        assert array.tobytes() == expected.view(-1).view(torch.uint8).numpy().tobytes()
+    ):
+        with subtests.test(dtype=dtype, stored=stored):
+            tmp_path = tmp_path_factory.mktemp("case")
+            path = tmp_path / "m.safetensors"
+            tensors = {"a": torch.randn(3, 5).to(dtype), "b": torch.randn(7).to(dtype)}
+            tensors["scalar"] = torch.tensor(2.5, dtype=dtype)
+            save_file(tensors, path, metadata={"format": "pt"})
+            reader = SafetensorsReader(path)
+            assert set(reader.names()) == set(tensors)
+            for name, expected in tensors.items():
+                array = reader.array(name)
+                assert array.shape == tuple(expected.shape)
+                assert reader.layout(name) == Layout(stored, array.shape)
+                assert array.tobytes() == expected.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def test_tensors_are_views_and_cannot_change_the_file(tmp_path: Path) -> None:
@@ -91,20 +92,28 @@ BAD: dict[str, tuple[Any, int]] = {
 }
 
 
-@pytest.mark.parametrize("message", BAD)
-def test_refuses_header(message: str, tmp_path: Path) -> None:
-    header, size = BAD[message]
-    path = write_header(tmp_path / "m.safetensors", header, bytes(size))
-    with pytest.raises(CheckpointError, match=message):
-        SafetensorsReader(path)
+def test_refuses_header(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for message in BAD:
+        with subtests.test(message):
+            tmp_path = tmp_path_factory.mktemp("case")
+            header, size = BAD[message]
+            path = write_header(tmp_path / "m.safetensors", header, bytes(size))
+            with pytest.raises(CheckpointError, match=message):
+                SafetensorsReader(path)
 
 
-@pytest.mark.parametrize("data", [b"", b"1234567", (2**63).to_bytes(8, "little") + bytes(9)])
-def test_refuses_what_is_too_short(data: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"cannot read|too short|header of"):
-        SafetensorsReader(path)
+def test_refuses_what_is_too_short(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for data in (b"", b"1234567", (2**63).to_bytes(8, "little") + bytes(9)):
+        with subtests.test(data=data):
+            tmp_path = tmp_path_factory.mktemp("case")
+            path = tmp_path / "m.safetensors"
+            path.write_bytes(data)
+            with pytest.raises(CheckpointError, match=r"cannot read|too short|header of"):
+                SafetensorsReader(path)
 
 
 def test_integers_are_no_weights(tmp_path: Path) -> None:
@@ -220,9 +229,10 @@ def test_refuses_a_configuration_that_would_take_all_memory(tmp_path: Path) -> N
         read_json(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize(
-    ("added", "named"),
-    [
+def test_a_quantized_checkpoint_is_refused_by_its_method(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for added, named in (
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},
             "is quantized by 'bitsandbytes'",
@@ -236,15 +246,15 @@ def test_refuses_a_configuration_that_would_take_all_memory(tmp_path: Path) -> N
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, "that no weight has"),
         ({"quantization_config": {"quant_method": "gptq", "bits": [4]}}, "of gptq: bits is"),
-    ],
-)
-def test_a_quantized_checkpoint_is_refused_by_its_method(
-    added: dict[str, Any], named: str, tmp_path: Path
-) -> None:
-    write_tiny(tmp_path, "llama")
-    config = read_json(tmp_path / "config.json")
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
-    open_checkpoint(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config | added))
-    with pytest.raises(CheckpointError, match=f"{tmp_path.name}.* {named}"):
-        open_checkpoint(tmp_path)
+    ):
+        with subtests.test(named):
+            tmp_path = tmp_path_factory.mktemp("case")
+            write_tiny(tmp_path, "llama")
+            config = read_json(tmp_path / "config.json")
+            (tmp_path / "config.json").write_text(
+                json.dumps(config | {"quantization_config": None})
+            )
+            open_checkpoint(tmp_path)
+            (tmp_path / "config.json").write_text(json.dumps(config | added))
+            with pytest.raises(CheckpointError, match=f"{tmp_path.name}.* {named}"):
+                open_checkpoint(tmp_path)

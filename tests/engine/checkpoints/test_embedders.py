@@ -157,9 +157,8 @@ def test_other_modules_are_refused_by_name(
     refused(embedder, says)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_malformed_modules(subtests: pytest.Subtests, embedder: Path) -> None:
+    for text, says in (
         ("{}", "is not a list of JSON objects"),
         ("[5]", "is not a list of JSON objects"),
         ('[{"type": 5}]', "is no list of modules"),
@@ -171,11 +170,10 @@ def test_other_modules_are_refused_by_name(
             '[{"type": "a.Transformer", "path": "0_T"}, {"type": "a.Pooling", "path": "1_P"}]',
             "a model in the folder '0_T'",
         ),
-    ],
-)
-def test_malformed_modules(embedder: Path, text: str, says: str) -> None:
-    (embedder / "modules.json").write_text(text)
-    refused(embedder, says)
+    ):
+        with subtests.test(text=text, says=says):
+            (embedder / "modules.json").write_text(text)
+            refused(embedder, says)
 
 
 @pytest.mark.parametrize(
@@ -200,11 +198,12 @@ def test_attention_to_what_comes_later_is_refused(embedder: Path, field: dict[st
     refused(embedder, "attention must be causal")
 
 
-@pytest.mark.parametrize("name", ["BertModel", "Model", "TextModel", "Qwen3ForTokenClassification"])
-def test_other_classes_are_refused_by_name(embedder: Path, name: str) -> None:
-    config = json.loads((embedder / "config.json").read_text())
-    (embedder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
-    refused(embedder, rf"unknown architecture \({name}\)")
+def test_other_classes_are_refused_by_name(subtests: pytest.Subtests, embedder: Path) -> None:
+    for name in ("BertModel", "Model", "TextModel", "Qwen3ForTokenClassification"):
+        with subtests.test(name):
+            config = json.loads((embedder / "config.json").read_text())
+            (embedder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+            refused(embedder, rf"unknown architecture \({name}\)")
 
 
 def test_the_hub_s_modules_are_fetched(

@@ -40,46 +40,56 @@ def config_of(path: Path) -> ModelConfig:
     return parse_config(open_checkpoint(path).hf_config)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_same_config_and_tensors(arch: str, tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path / "hf", arch, **OWN.get(arch, {}))
-    scores = {"deepseek2.expert_gating_func": 2} if arch == "glm4_moe_lite" else {}
-    gguf = write_gguf(folder, tmp_path / "model.gguf", **scores)
-    assert_same_tensors(gguf, folder)
-    got, expected = config_of(gguf), config_of(folder)
-    if arch == "mistral":  # is written as llama, which has no window
-        assert got.architecture == "LlamaForCausalLM"
-        return
-    if arch == "glm4_moe_lite":  # is written as DeepSeek
-        assert got.architecture == "DeepseekV3ForCausalLM"
-        expected = replace(expected, architecture=got.architecture)
-    assert got.norm_eps == pytest.approx(expected.norm_eps)
-    for field in ModelConfig.__dataclass_fields__:
-        if field != "norm_eps":
-            assert getattr(got, field) == getattr(expected, field), field
+def test_same_config_and_tensors(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for arch in ARCHITECTURES:
+        with subtests.test(arch):
+            tmp_path = tmp_path_factory.mktemp("case")
+            folder = write_tiny(tmp_path / "hf", arch, **OWN.get(arch, {}))
+            scores = {"deepseek2.expert_gating_func": 2} if arch == "glm4_moe_lite" else {}
+            gguf = write_gguf(folder, tmp_path / "model.gguf", **scores)
+            assert_same_tensors(gguf, folder)
+            got, expected = config_of(gguf), config_of(folder)
+            if arch == "mistral":  # is written as llama, which has no window
+                assert got.architecture == "LlamaForCausalLM"
+                continue
+            if arch == "glm4_moe_lite":  # is written as DeepSeek
+                assert got.architecture == "DeepseekV3ForCausalLM"
+                expected = replace(expected, architecture=got.architecture)
+            assert got.norm_eps == pytest.approx(expected.norm_eps)
+            for field in ModelConfig.__dataclass_fields__:
+                if field != "norm_eps":
+                    assert getattr(got, field) == getattr(expected, field), field
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS"])
-def test_stored_blocks_with_permuted_rows(kind: str, tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {
-        "hidden_size": 256,
-        "head_dim": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 512,
-    }
-    folder = write_tiny(tmp_path / "hf", "llama", num_attention_heads=4, **sizes)
-    gguf = write_gguf(folder, tmp_path / "model.gguf", kind, rounded=tmp_path / "rounded")
-    layout = open_checkpoint(gguf).layout("model.layers.0.self_attn.q_proj.weight")
-    assert layout == (kind, (256, 256))
-    assert_same_tensors(gguf, tmp_path / "rounded")
+def test_stored_blocks_with_permuted_rows(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for kind in ("F16", "BF16", "Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS"):
+        with subtests.test(kind):
+            tmp_path = tmp_path_factory.mktemp("case")
+            sizes: dict[str, Any] = {
+                "hidden_size": 256,
+                "head_dim": 64,
+                "num_hidden_layers": 2,
+                "intermediate_size": 512,
+            }
+            folder = write_tiny(tmp_path / "hf", "llama", num_attention_heads=4, **sizes)
+            gguf = write_gguf(folder, tmp_path / "model.gguf", kind, rounded=tmp_path / "rounded")
+            layout = open_checkpoint(gguf).layout("model.layers.0.self_attn.q_proj.weight")
+            assert layout == (kind, (256, 256))
+            assert_same_tensors(gguf, tmp_path / "rounded")
 
 
-@pytest.mark.parametrize("kind", ROPE)
-def test_rope_scaling(kind: str, tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path / "hf", "qwen2", rope_parameters=ROPE[kind])
-    got = config_of(write_gguf(folder, tmp_path / "model.gguf"))
-    assert got.layers == config_of(folder).layers
-    assert got.layers[0].rope.kind == kind
+def test_rope_scaling(subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory) -> None:
+    for kind in ROPE:
+        with subtests.test(kind):
+            tmp_path = tmp_path_factory.mktemp("case")
+            folder = write_tiny(tmp_path / "hf", "qwen2", rope_parameters=ROPE[kind])
+            got = config_of(write_gguf(folder, tmp_path / "model.gguf"))
+            assert got.layers == config_of(folder).layers
+            assert got.layers[0].rope.kind == kind
 
 
 def test_llama3_rope_comes_as_factors(tmp_path: Path) -> None:
@@ -130,21 +140,26 @@ def test_a_gpt_oss_file_without_scaling_has_none(tmp_path: Path) -> None:
     assert find_mapping("gpt-oss")[1].config(metadata)["rope_theta"] == 10_000
 
 
-@pytest.mark.parametrize("arch", ["glm4_moe", "deepseek_v3", "deepseek_v2"])
-def test_layers_that_predict_further_tokens_are_left_out(arch: str, tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path / "hf", arch)
-    before = config_of(folder)
-    add_mtp(folder)
-    file = write_gguf(folder, tmp_path / "m.gguf")
-    assert "blk.3.nextn.eh_proj.weight" in GgufReader(file).tensors
-    assert config_of(file).layers == config_of(folder).layers == before.layers
-    assert_same_tensors(file, folder)
-    load_model(EngineConfig(model=str(file)), lambda *_: None)
+def test_layers_that_predict_further_tokens_are_left_out(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for arch in ("glm4_moe", "deepseek_v3", "deepseek_v2"):
+        with subtests.test(arch):
+            tmp_path = tmp_path_factory.mktemp("case")
+            folder = write_tiny(tmp_path / "hf", arch)
+            before = config_of(folder)
+            add_mtp(folder)
+            file = write_gguf(folder, tmp_path / "m.gguf")
+            assert "blk.3.nextn.eh_proj.weight" in GgufReader(file).tensors
+            assert config_of(file).layers == config_of(folder).layers == before.layers
+            assert_same_tensors(file, folder)
+            load_model(EngineConfig(model=str(file)), lambda *_: None)
 
 
 @pytest.mark.parametrize("has_mtp", [False, True])
-@pytest.mark.parametrize("has_size", [False, True])
-def test_glm_flash_is_known_by_its_size(has_size: bool, has_mtp: bool, tmp_path: Path) -> None:
+def test_glm_flash_is_known_by_its_size(
+    subtests: pytest.Subtests, has_mtp: bool, tmp_path: Path
+) -> None:
     """Its files do not say that scores are sigmoids; the number of tokens may be in one key or be
     the length of the list."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}
@@ -156,16 +171,15 @@ def test_glm_flash_is_known_by_its_size(has_size: bool, has_mtp: bool, tmp_path:
     file = write_gguf(folder, tmp_path / "m.gguf")
     reader = GgufReader(file)
     assert "deepseek2.expert_gating_func" not in reader.metadata
-    metadata = dict(reader.metadata)
-    if not has_size:
-        del metadata["deepseek2.vocab_size"]
-    config = find_mapping("deepseek2")[1].config(metadata)
-    assert (config["architectures"], config["scoring_func"]) == (
-        ["Glm4MoeLiteForCausalLM"],
-        "sigmoid",
-    )
-    if has_size:
-        assert config_of(file).layers == config_of(folder).layers
+    for has_size in (False, True):
+        with subtests.test(has_size=has_size):
+            metadata = dict(reader.metadata)
+            if not has_size:
+                del metadata["deepseek2.vocab_size"]
+            config = find_mapping("deepseek2")[1].config(metadata)
+            assert config["architectures"] == ["Glm4MoeLiteForCausalLM"]
+            assert config["scoring_func"] == "sigmoid"
+    assert config_of(file).layers == config_of(folder).layers
 
 
 def test_split_files_are_one_model_and_any_part_names_it(tmp_path: Path) -> None:
@@ -222,59 +236,62 @@ def test_the_eos_token_comes_before_other_ends(tmp_path: Path) -> None:
     assert gguf_text_files({**metadata, **ends}).eos_ids == (258, 3)
 
 
-@pytest.mark.parametrize(
-    ("there", "also"),
-    [
+def test_ends_are_found_by_their_text_as_llama_cpp_does(subtests: pytest.Subtests) -> None:
+    """Beside those that the file names; a template need not write them."""
+    for there, also in (
         ("<|im_end|> <|endoftext|> <|repo_name|>", "<|im_end|> <|endoftext|> <|repo_name|>"),
         ("<|end|> <|endoftext|>", "<|end|> <|endoftext|>"),
         ("<|end|> <|return|> <|call|>", "<|return|> <|call|>"),
         ("<|end|> <|flush|> <|calls|>", "<|flush|> <|calls|>"),
         ("</s> <turn|> <|tool_response>", "<turn|> <|tool_response>"),
         ("</s> [PAD7]", "</s>"),
-    ],
-)
-def test_ends_are_found_by_their_text_as_llama_cpp_does(there: str, also: str) -> None:
-    """Beside those that the file names; a template need not write them."""
-    tokens = {text: 10 + n for n, text in enumerate(there.split())}
-    found = end_ids({"tokenizer.ggml.eos_token_id": 3}, tokens.get)
-    assert found[0] == 3
-    assert {id for id in found[1:] if id is not None} == {tokens[text] for text in also.split()}
+    ):
+        with subtests.test(there=there, also=also):
+            tokens = {text: 10 + n for n, text in enumerate(there.split())}
+            found = end_ids({"tokenizer.ggml.eos_token_id": 3}, tokens.get)
+            assert found[0] == 3
+            assert {id for id in found[1:] if id is not None} == {
+                tokens[text] for text in also.split()
+            }
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
+def test_a_key_that_may_change_results_and_is_not_understood_is_refused(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for metadata in (
         {"llama.attention.scale": 0.5},
         {"llama.logit_scale": 2.0},
         {"llama.attention.sliding_window": 64},
         {"llama.attn_logit_softcapping": 50.0},
         {"qwen2.expert_count": 8},
         {"llama.something.new": "x"},
-    ],
-)
-def test_a_key_that_may_change_results_and_is_not_understood_is_refused(
-    metadata: dict[str, Any], tmp_path: Path
-) -> None:
-    (key,) = metadata
-    folder = write_tiny(tmp_path / "hf", key.partition(".")[0])
-    gguf = write_gguf(folder, tmp_path / "model.gguf", **metadata)
-    with pytest.raises(CheckpointError, match=f"not understood: .*{key}"):
-        open_checkpoint(gguf)
+    ):
+        with subtests.test(metadata=metadata):
+            tmp_path = tmp_path_factory.mktemp("case")
+            (key,) = metadata
+            folder = write_tiny(tmp_path / "hf", key.partition(".")[0])
+            gguf = write_gguf(folder, tmp_path / "model.gguf", **metadata)
+            with pytest.raises(CheckpointError, match=f"not understood: .*{key}"):
+                open_checkpoint(gguf)
 
 
-@pytest.mark.parametrize("arch", ["glm4", "glm4_moe"])
 def test_the_whole_head_rotates_where_a_file_does_not_say_otherwise(
-    arch: str, tmp_path: Path
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Though half of it does where config.json does not say otherwise."""
-    folder = write_tiny(tmp_path / "hf", arch)
-    gguf = write_gguf(folder, tmp_path / "model.gguf")
-    half = config_of(gguf).layers[0].rope
-    gguf.write_bytes(gguf.read_bytes().replace(b".rope.dimension_count", b"_rope.dimension_count"))
-    whole = config_of(gguf).layers[0].rope
-    assert half is not None
-    assert whole is not None
-    assert (half.rotary_dim, whole.rotary_dim) == (12, 24)
+    for arch in ("glm4", "glm4_moe"):
+        with subtests.test(arch):
+            tmp_path = tmp_path_factory.mktemp("case")
+            folder = write_tiny(tmp_path / "hf", arch)
+            gguf = write_gguf(folder, tmp_path / "model.gguf")
+            half = config_of(gguf).layers[0].rope
+            gguf.write_bytes(
+                gguf.read_bytes().replace(b".rope.dimension_count", b"_rope.dimension_count")
+            )
+            whole = config_of(gguf).layers[0].rope
+            assert half is not None
+            assert whole is not None
+            assert (half.rotary_dim, whole.rotary_dim) == (12, 24)
 
 
 def test_experts_that_are_scored_in_another_way_are_refused(tmp_path: Path) -> None:

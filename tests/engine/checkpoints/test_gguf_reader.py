@@ -146,10 +146,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("message", BAD)
-def test_refuses(message: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        GgufReader(write(tmp_path, BAD[message]))
+def test_refuses(subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory) -> None:
+    for message in BAD:
+        with subtests.test(message):
+            tmp_path = tmp_path_factory.mktemp("case")
+            with pytest.raises(CheckpointError, match=message):
+                GgufReader(write(tmp_path, BAD[message]))
 
 
 def test_refuses_every_truncation(tmp_path: Path) -> None:

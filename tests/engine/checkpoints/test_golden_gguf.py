@@ -30,7 +30,7 @@ def assert_equals_transformers(path: Path, config: PreTrainedConfig, num_tensors
         assert torch.equal(got, expected[name]), name
 
 
-@pytest.mark.slow  # transformers reads the metadata for seconds
+@pytest.mark.extended
 def test_shipped_smollm2() -> None:
     assert_equals_transformers(shipped_model(), LlamaConfig(num_hidden_layers=30), num_tensors=272)
     checkpoint = open_checkpoint(shipped_model())
@@ -43,7 +43,7 @@ def test_shipped_smollm2() -> None:
     assert "<|im_start|>" in text.chat_template
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_gemma3() -> None:
     if (
         importlib.util.find_spec(GEMMA) is None

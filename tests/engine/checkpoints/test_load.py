@@ -123,17 +123,18 @@ def test_shipped_model_loads_without_being_named() -> None:
     assert [f for _, f in seen] == sorted(f for _, f in seen)
 
 
-@pytest.mark.parametrize("format", ["F32", "BF16", "F16", None])
-def test_every_tensor_arrives(format: str | None, tmp_path: Path) -> None:
+def test_every_tensor_arrives(subtests: pytest.Subtests, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
     gguf = write_gguf(folder, tmp_path / "m.gguf", "Q8_0", rounded=tmp_path / "rounded")
-    got = loaded_tensors(gguf, format)
-    expected = load_file(tmp_path / "rounded" / "model.safetensors")
-    assert set(got) == set(expected)
-    for name, values in expected.items():
-        if values.dim() > 1 and format in ("BF16", "F16"):
-            values = (values.bfloat16() if format == "BF16" else values.half()).float()
-        assert torch.equal(got[name], values), name
+    for format in ("F32", "BF16", "F16", None):
+        with subtests.test(format=format):
+            got = loaded_tensors(gguf, format)
+            expected = load_file(tmp_path / "rounded" / "model.safetensors")
+            assert set(got) == set(expected)
+            for name, values in expected.items():
+                if values.dim() > 1 and format in ("BF16", "F16"):
+                    values = (values.bfloat16() if format == "BF16" else values.half()).float()
+                assert torch.equal(got[name], values), name
 
 
 def test_large_tensors_are_expanded_in_row_ranges(
@@ -169,24 +170,22 @@ def test_expansion_is_logged_with_its_bytes(
     assert "expanded" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("weights", "dtype"),
-    [
+def test_dtype_of_the_decoder(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
+    gguf = write_gguf(folder, tmp_path / "m.gguf", "Q4_0")
+    for weights, dtype in (
         ("auto", torch.float32),
         ("float32", torch.float32),
         ("bf16", torch.bfloat16),
         ("quantized", torch.float32),
-    ],
-)
-def test_dtype_of_the_decoder(weights: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
-    gguf = write_gguf(folder, tmp_path / "m.gguf", "Q4_0")
-    decoder = load(gguf, weights=weights, kernels="reference").decoder
-    assert isinstance(decoder, Decoder)
-    assert decoder.dtype == dtype
-    assert decoder.kv_groups[0].dtype == str(dtype).removeprefix("torch.")
-    half = load(gguf, weights=weights, kv_dtype="bf16", kernels="reference").decoder
-    assert half.kv_groups[0].dtype == "bfloat16"
+    ):
+        with subtests.test(weights):
+            decoder = load(gguf, weights=weights, kernels="reference").decoder
+            assert isinstance(decoder, Decoder)
+            assert decoder.dtype == dtype
+            assert decoder.kv_groups[0].dtype == str(dtype).removeprefix("torch.")
+            half = load(gguf, weights=weights, kv_dtype="bf16", kernels="reference").decoder
+            assert half.kv_groups[0].dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
@@ -213,32 +212,31 @@ def test_no_type_of_few_bits_is_expanded(
     assert exact.std() > 0.01, "logits too flat to tell anything"
 
 
-@pytest.mark.parametrize(
-    ("options", "native"),
-    [
+def test_kernels_of_the_decoder(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
+    gguf = write_gguf(folder, tmp_path / "m.gguf", "Q4_0")
+    for options, native in (
         ({}, True),
         ({"weights": "bf16"}, True),
         ({"weights": "float32"}, False),  # whoever asks for float32 compares
         ({"weights": "float32", "kernels": "native"}, True),
         ({"kernels": "reference"}, False),
         ({"block_size": 24}, False),
-    ],
-)
-def test_kernels_of_the_decoder(options: dict[str, Any], native: bool, tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path / "hf", "llama", **QUANTIZABLE)
-    gguf = write_gguf(folder, tmp_path / "m.gguf", "Q4_0")
-    decoder = load(gguf, **options).decoder
-    assert isinstance(decoder, NativeDecoder) == native
-    assert decoder.kv_groups[0].keys_by_dim == native
-    assert decoder.kv_groups[0].dtype == ("float16" if native else "float32")
+    ):
+        with subtests.test(**options):
+            decoder = load(gguf, **options).decoder
+            assert isinstance(decoder, NativeDecoder) == native
+            assert decoder.kv_groups[0].keys_by_dim == native
+            assert decoder.kv_groups[0].dtype == ("float16" if native else "float32")
 
 
-@pytest.mark.parametrize(
-    "options", [{"weights": "float32"}, {"kernels": "reference"}, {"block_size": 24}]
-)
-def test_int8_keys_without_the_native_kernels_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="--kv-dtype int8 needs the native kernels"):
-        load(Path("nowhere"), kv_dtype="int8", **options)
+def test_int8_keys_without_the_native_kernels_are_refused(subtests: pytest.Subtests) -> None:
+    for options in ({"weights": "float32"}, {"kernels": "reference"}, {"block_size": 24}):
+        with (
+            subtests.test(options=options),
+            pytest.raises(ValueError, match="--kv-dtype int8 needs the native kernels"),
+        ):
+            load(Path("nowhere"), kv_dtype="int8", **options)
 
 
 def test_an_instruction_set_by_name(tmp_path: Path) -> None:

@@ -97,16 +97,9 @@ def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
     return write
 
 
-@pytest.fixture(params=HOW)
-def checkpoint(request: pytest.FixtureRequest, written: Written) -> tuple[str, Path, Path]:
-    """(how, the folder of the quantized model, that of its values), for reading."""
-    return request.param, *written(request.param)
-
-
-def test_values_and_tokens_are_those_of_the_dequantized_copy(
-    checkpoint: tuple[str, Path, Path],
-) -> None:
-    _, stored, rounded = checkpoint
+@pytest.mark.parametrize("how", HOW)
+def test_values_and_tokens_are_those_of_the_dequantized_copy(how: str, written: Written) -> None:
+    stored, rounded = written(how)
     read, copy = open_checkpoint(stored), open_checkpoint(rounded)
     assert set(read.names()) == set(copy.names())
     quantized = 0
@@ -125,18 +118,22 @@ def test_values_and_tokens_are_those_of_the_dequantized_copy(
 
 
 def test_native_kernels_compute_with_the_packed_weights(
-    checkpoint: tuple[str, Path, Path], caplog: pytest.LogCaptureFixture
+    subtests: pytest.Subtests, written: Written, caplog: pytest.LogCaptureFixture
 ) -> None:
-    how, stored, rounded = checkpoint
-    loaded = load_model(EngineConfig(model=str(stored), kv_dtype="float32"), lambda *_: None)
-    found = PagedRunner(loaded.decoder).step({"x": PROMPT})["x"]
-    exact = PagedRunner(load_decoder(rounded)).step({"x": PROMPT})["x"]
-    assert "kept as float32" not in caplog.text
-    if "fp8" in how:  # inputs stay as they are
-        torch.testing.assert_close(found, exact, atol=1e-3, rtol=0)
-    # Inputs are rounded to 8 bits; a wrong scale or order would leave nothing alike.
-    assert torch.corrcoef(torch.stack((found.flatten(), exact.flatten())))[0, 1] > 0.995
-    assert exact.std() > 0.3, "logits too flat to tell anything"
+    for how in HOW:
+        with subtests.test(how):
+            caplog.clear()
+            stored, rounded = written(how)
+            config = EngineConfig(model=str(stored), kv_dtype="float32")
+            loaded = load_model(config, lambda *_: None)
+            found = PagedRunner(loaded.decoder).step({"x": PROMPT})["x"]
+            exact = PagedRunner(load_decoder(rounded)).step({"x": PROMPT})["x"]
+            assert "kept as float32" not in caplog.text
+            if "fp8" in how:  # inputs stay as they are
+                torch.testing.assert_close(found, exact, atol=1e-3, rtol=0)
+            # Inputs are rounded to 8 bits; a wrong scale or order would leave nothing alike.
+            assert torch.corrcoef(torch.stack((found.flatten(), exact.flatten())))[0, 1] > 0.995
+            assert exact.std() > 0.3, "logits too flat to tell anything"
 
 
 def edit(folder: Path, config: dict[str, Any] | None = None, **tensors: Any) -> None:
@@ -280,15 +277,17 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
 def test_what_does_not_fit_is_refused_with_its_cause(
-    wrong: str, written: Written, tmp_path: Path
+    subtests: pytest.Subtests, written: Written, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    how, config, tensors, message = WRONG[wrong]
-    stored = shutil.copytree(written(how)[0], tmp_path / "stored")
-    edit(stored, config, **tensors)
-    with pytest.raises(CheckpointError, match=message):
-        load_model(EngineConfig(model=str(stored)), lambda *_: None)
+    for wrong in WRONG:
+        with subtests.test(wrong):
+            tmp_path = tmp_path_factory.mktemp("case")
+            how, config, tensors, message = WRONG[wrong]
+            stored = shutil.copytree(written(how)[0], tmp_path / "stored")
+            edit(stored, config, **tensors)
+            with pytest.raises(CheckpointError, match=message):
+                load_model(EngineConfig(model=str(stored)), lambda *_: None)
 
 
 def test_a_scale_of_expanded_weights_is_finite_too(source: Path, tmp_path: Path) -> None:

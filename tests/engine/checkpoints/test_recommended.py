@@ -10,18 +10,16 @@ from pdserve.engine.load import load_model
 from pdserve.gateway.text.generation import GenerationDefaults
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
+def test_a_name_has_its_row(subtests: pytest.Subtests) -> None:
+    for name, wanted in (
         ("SmolLM2-135M-Instruct", {"temperature": 0.2, "top_p": 0.9}),
         ("HuggingFaceTB/SmolLM2-1.7B-Instruct", {"temperature": 0.2, "top_p": 0.9}),
         ("SmolLM2-135M", {}),
         ("smollm2-360m-instruct-q8_0", {"temperature": 0.2, "top_p": 0.9}),
         ("Tiny-Llama", {}),
-    ],
-)
-def test_a_name_has_its_row(name: str, wanted: dict[str, float]) -> None:
-    assert with_recommended({"eos_token_id": 2}, name) == {"eos_token_id": 2, **wanted}
+    ):
+        with subtests.test(name):
+            assert with_recommended({"eos_token_id": 2}, name) == {"eos_token_id": 2, **wanted}
 
 
 def test_the_files_of_a_model_come_first() -> None:

@@ -32,9 +32,8 @@ def test_shipped_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) ->
         resolve("", quiet)
 
 
-@pytest.mark.parametrize(
-    ("file", "name"),
-    [
+def test_served_names(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for file, name in (
         ("SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct"),
         ("gemma-3-270m-q4_k_m.gguf", "gemma-3-270m"),
         ("Qwen3-4B-UD-Q2_K_XL.gguf", "Qwen3-4B"),
@@ -44,10 +43,9 @@ def test_shipped_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) ->
         ("gpt-oss-20b-MXFP4_MOE.gguf", "gpt-oss-20b"),
         ("Qwen2-7B.gguf", "Qwen2-7B"),
         ("f32.gguf", "f32"),
-    ],
-)
-def test_served_names(file: str, name: str, tmp_path: Path) -> None:
-    assert served_name(tmp_path / file) == name
+    ):
+        with subtests.test(file):
+            assert served_name(tmp_path / file) == name
 
 
 def test_folder_is_served_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,9 +54,8 @@ def test_folder_is_served_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
     assert resolve(".", quiet).name == "My-Model.v1"
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
+def test_neither_path_nor_id(subtests: pytest.Subtests) -> None:
+    for model in (
         "gpt2",
         "/no/such/path",
         "a/b/c",
@@ -70,11 +67,12 @@ def test_folder_is_served_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
         "~/x",
         "~nobody-of-that-name/x",
         "long/" * 2000,
-    ],
-)
-def test_neither_path_nor_id(model: str) -> None:
-    with pytest.raises(CheckpointError, match="neither an existing GGUF file or directory nor"):
-        resolve(model, quiet)
+    ):
+        with (
+            subtests.test(model[:30]),
+            pytest.raises(CheckpointError, match="neither an existing GGUF file or directory nor"),
+        ):
+            resolve(model, quiet)
 
 
 @pytest.fixture

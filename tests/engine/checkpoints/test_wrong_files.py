@@ -28,16 +28,20 @@ def test_there_are_enough_of_them() -> None:
     assert len(WRONG_FILES) >= 140
 
 
-@pytest.mark.parametrize("name", WRONG_FILES)
-def test_the_message_names_path_and_cause(name: str, good: Path, tmp_path: Path) -> None:
-    shutil.copytree(good, tmp_path / "copy")
-    path = WRONG_FILES[name].make(tmp_path / "copy")
-    with pytest.raises(CheckpointError, match=WRONG_FILES[name].cause) as caught:
-        load_model(EngineConfig(model=str(path)), lambda *_: None)
-    message = str(caught.value)
-    assert str(path) in message
-    assert "\n" not in message
-    assert len(message) < 1500
+def test_the_message_names_path_and_cause(
+    subtests: pytest.Subtests, good: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for name in WRONG_FILES:
+        with subtests.test(name):
+            tmp_path = tmp_path_factory.mktemp("case")
+            shutil.copytree(good, tmp_path / "copy")
+            path = WRONG_FILES[name].make(tmp_path / "copy")
+            with pytest.raises(CheckpointError, match=WRONG_FILES[name].cause) as caught:
+                load_model(EngineConfig(model=str(path)), lambda *_: None)
+            message = str(caught.value)
+            assert str(path) in message
+            assert "\n" not in message
+            assert len(message) < 1500
 
 
 @pytest.mark.parametrize(

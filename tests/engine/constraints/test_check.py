@@ -25,41 +25,42 @@ def check(**params: Any) -> None:
     LIMITS.check(Request("r", (1, 2), SamplingParams(**params), 0))
 
 
-@pytest.mark.parametrize(
-    ("param", "params"),
-    [
-        ("allowed_token_ids", {"allowed_token_ids": (64,)}),
-        ("allowed_token_ids", {"allowed_token_ids": (1,) * (MAX_ENTRIES["allowed_token_ids"] + 1)}),
-        ("bad_words", {"bad_words": ((1, -1),)}),
-        ("bad_words", {"bad_words": ((),)}),
-        ("bad_words", {"bad_words": (LONG,)}),
-        ("bad_words", {"bad_words": ((1,),) * (MAX_ENTRIES["bad_words"] + 1)}),
-        ("logprob_token_ids", {"logprob_token_ids": (64,), "logprobs": 0}),
-        ("logprob_token_ids", {"logprob_token_ids": (1,)}),
-        (
-            "logprob_token_ids",
-            {"logprob_token_ids": (1,) * (MAX_ENTRIES["logprob_token_ids"] + 1), "logprobs": 1},
-        ),
-        ("thinking", {"thinking": ThinkingBudget(3, ())}),
-        ("thinking", {"thinking": ThinkingBudget(-1, (1,))}),
-        ("thinking", {"thinking": ThinkingBudget(3, (64,))}),
-        ("thinking", {"thinking": ThinkingBudget(3, (1,), (64,))}),
-        ("thinking", {"thinking": ThinkingBudget(3, LONG)}),
-        (
-            "allowed_token_ids",
-            {"thinking": ThinkingBudget(3, (1, 2)), "allowed_token_ids": (1, 3)},
-        ),
-        ("grammar", {"grammar": Grammar("")}),
-        ("grammar", {"grammar": Grammar("x" * (MAX_GRAMMAR_BYTES + 1))}),
-        ("grammar", {"grammar": Grammar("é" * (MAX_GRAMMAR_BYTES // 2 + 1))}),
-        ("grammar", {"grammar": Grammar("{}", (64,))}),
-        ("min_tokens", {"grammar": Grammar("{}"), "min_tokens": 1}),
-    ],
+REFUSED = (
+    ("allowed_token_ids", {"allowed_token_ids": (64,)}),
+    ("allowed_token_ids", {"allowed_token_ids": (1,) * (MAX_ENTRIES["allowed_token_ids"] + 1)}),
+    ("bad_words", {"bad_words": ((1, -1),)}),
+    ("bad_words", {"bad_words": ((),)}),
+    ("bad_words", {"bad_words": (LONG,)}),
+    ("bad_words", {"bad_words": ((1,),) * (MAX_ENTRIES["bad_words"] + 1)}),
+    ("logprob_token_ids", {"logprob_token_ids": (64,), "logprobs": 0}),
+    ("logprob_token_ids", {"logprob_token_ids": (1,)}),
+    (
+        "logprob_token_ids",
+        {"logprob_token_ids": (1,) * (MAX_ENTRIES["logprob_token_ids"] + 1), "logprobs": 1},
+    ),
+    ("thinking", {"thinking": ThinkingBudget(3, ())}),
+    ("thinking", {"thinking": ThinkingBudget(-1, (1,))}),
+    ("thinking", {"thinking": ThinkingBudget(3, (64,))}),
+    ("thinking", {"thinking": ThinkingBudget(3, (1,), (64,))}),
+    ("thinking", {"thinking": ThinkingBudget(3, LONG)}),
+    (
+        "allowed_token_ids",
+        {"thinking": ThinkingBudget(3, (1, 2)), "allowed_token_ids": (1, 3)},
+    ),
+    ("grammar", {"grammar": Grammar("")}),
+    ("grammar", {"grammar": Grammar("x" * (MAX_GRAMMAR_BYTES + 1))}),
+    ("grammar", {"grammar": Grammar("é" * (MAX_GRAMMAR_BYTES // 2 + 1))}),
+    ("grammar", {"grammar": Grammar("{}", (64,))}),
+    ("min_tokens", {"grammar": Grammar("{}"), "min_tokens": 1}),
 )
-def test_refused(param: str, params: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        check(**params)
-    assert refused.value.param == param
+
+
+def test_refused(subtests: pytest.Subtests) -> None:
+    for row, (param, params) in enumerate(REFUSED):
+        with subtests.test(param, row=row):
+            with pytest.raises(InvalidRequest) as refused:
+                check(**params)
+            assert refused.value.param == param
 
 
 def test_taken_at_the_bounds() -> None:

@@ -256,25 +256,24 @@ def test_all_kinds_together(runner: Runner, text_of: Any) -> None:
         assert "bbb" not in text
 
 
-@pytest.mark.parametrize(
-    ("param", "params"),
-    [
-        ("grammar", {"grammar": of_regex("a+b"), "bad_words": ((LETTERS["a"],),)}),
-        ("grammar", {"grammar": of_regex("a+b"), "thinking": ThinkingBudget(1, (9,))}),
-        ("allowed_token_ids", {"allowed_token_ids": (7,), "bad_words": ((7,), (EOS_ID,))}),
-        ("bad_words", {"thinking": ThinkingBudget(0, (5,)), "bad_words": ((5,),)}),
-        ("allowed_token_ids", {"allowed_token_ids": (EOS_ID,), "min_tokens": 1}),
-    ],
+CONTRADICTIONS = (
+    ("grammar", {"grammar": of_regex("a+b"), "bad_words": ((LETTERS["a"],),)}),
+    ("grammar", {"grammar": of_regex("a+b"), "thinking": ThinkingBudget(1, (9,))}),
+    ("allowed_token_ids", {"allowed_token_ids": (7,), "bad_words": ((7,), (EOS_ID,))}),
+    ("bad_words", {"thinking": ThinkingBudget(0, (5,)), "bad_words": ((5,),)}),
+    ("allowed_token_ids", {"allowed_token_ids": (EOS_ID,), "min_tokens": 1}),
 )
-def test_contradictions_fail_the_request_alone(
-    runner: Runner, param: str, params: dict[str, Any]
-) -> None:
-    events = runner.run(ask("bad", range(9), **params), ask("good", range(9), max_tokens=5))
-    (failed,) = of(events, RequestFailed)
-    assert (failed.key, failed.param) == ("bad", param)
-    assert "no token is left" in failed.message
-    assert len(tokens(events)["good", 0]) == 5
-    assert_at_rest(runner.engine)
+
+
+def test_contradictions_fail_the_request_alone(subtests: pytest.Subtests, runner: Runner) -> None:
+    for row, (param, params) in enumerate(CONTRADICTIONS):
+        with subtests.test(param, row=row):
+            events = runner.run(ask("bad", range(9), **params), ask("good", range(9), max_tokens=5))
+            (failed,) = of(events, RequestFailed)
+            assert (failed.key, failed.param) == ("bad", param)
+            assert "no token is left" in failed.message
+            assert len(tokens(events)["good", 0]) == 5
+            assert_at_rest(runner.engine)
 
 
 def test_of_several_choices_one_that_is_left_no_token_ends_alone(runner: Runner) -> None:

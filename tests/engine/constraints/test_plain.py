@@ -73,25 +73,27 @@ def walk(made: Constraint, definition: Definition, rng: random.Random, length: i
     return narrowed
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_bad_words(seed: int) -> None:
-    rng = random.Random(seed)
-    words = [
-        tuple(rng.randrange(3) for _ in range(rng.choice((2, 3))))
-        for _ in range(rng.randrange(1, 5))
-    ]
-    if seed % 3 == 0:
-        words.append((36,))
-    assert walk(BadWords(words, VOCAB), bad_words_by_definition(words), rng)
+def test_bad_words(subtests: pytest.Subtests) -> None:
+    for seed in range(40):
+        with subtests.test(seed=seed):
+            rng = random.Random(seed)
+            words = [
+                tuple(rng.randrange(3) for _ in range(rng.choice((2, 3))))
+                for _ in range(rng.randrange(1, 5))
+            ]
+            if seed % 3 == 0:
+                words.append((36,))
+            assert walk(BadWords(words, VOCAB), bad_words_by_definition(words), rng)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_thinking(seed: int) -> None:
-    rng = random.Random(seed)
-    ends = [(0,), (1, 2), (1, 1), (1, 2, 1), (3, 3, 1)]
-    starts = [(), (2,), (0, 3), (2, 2)]
-    budget = ThinkingBudget(rng.choice((0, 1, 4, 9)), rng.choice(ends), rng.choice(starts))
-    walk(ThinkingLimit(budget, VOCAB), thinking_by_definition(budget), rng)
+def test_thinking(subtests: pytest.Subtests) -> None:
+    for seed in range(60):
+        with subtests.test(seed=seed):
+            rng = random.Random(seed)
+            ends = [(0,), (1, 2), (1, 1), (1, 2, 1), (3, 3, 1)]
+            starts = [(), (2,), (0, 3), (2, 2)]
+            budget = ThinkingBudget(rng.choice((0, 1, 4, 9)), rng.choice(ends), rng.choice(starts))
+            walk(ThinkingLimit(budget, VOCAB), thinking_by_definition(budget), rng)
 
 
 def test_thinking_is_ended_once_its_budget_is_used_up() -> None:
@@ -125,19 +127,23 @@ def test_allowed_ids_and_all_together() -> None:
     assert choice.param == "allowed_token_ids"
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_a_sequence_is_found_wherever_it_is(seed: int) -> None:
-    rng = random.Random(seed)
-    wanted = [rng.randrange(2) for _ in range(rng.randrange(1, 6))]
-    stream = [rng.randrange(2) for _ in range(80)]
-    search, found, expected, begin = SequenceSearch(wanted), [], [], 0
-    for at, token in enumerate(stream):
-        if search.push(token):
-            found.append(at)
-        if at + 1 - len(wanted) >= begin and stream[at + 1 - len(wanted) : at + 1] == wanted:
-            expected.append(at)
-            begin = at + 1
-    assert found == expected
+def test_a_sequence_is_found_wherever_it_is(subtests: pytest.Subtests) -> None:
+    for seed in range(30):
+        with subtests.test(seed=seed):
+            rng = random.Random(seed)
+            wanted = [rng.randrange(2) for _ in range(rng.randrange(1, 6))]
+            stream = [rng.randrange(2) for _ in range(80)]
+            search, found, expected, begin = SequenceSearch(wanted), [], [], 0
+            for at, token in enumerate(stream):
+                if search.push(token):
+                    found.append(at)
+                if (
+                    at + 1 - len(wanted) >= begin
+                    and stream[at + 1 - len(wanted) : at + 1] == wanted
+                ):
+                    expected.append(at)
+                    begin = at + 1
+            assert found == expected
 
 
 def test_sets_of_tokens() -> None:

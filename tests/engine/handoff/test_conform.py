@@ -3,7 +3,8 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from functools import partial
+from itertools import count, product
 
 import pytest
 from hypothesis import given, settings
@@ -164,16 +165,17 @@ def _state(before: Phase, after: Phase) -> int:
     return phases.index(before) << 6 | phases.index(after)
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_rule_is_found(name: str) -> None:
-    notes = whole_handoff(ATTEMPT)
-    breaks, rule = BROKEN[name]
-    breaks(*notes)  # type: ignore[arg-type]
-    found = check([n.recording() for n in notes])
-    assert rule in [violation.rule for violation in found]
-    text = str(found[0])
-    assert text.startswith(f"attempt {ATTEMPT[:8].hex()}: ")
-    assert sum(line.startswith(">") for line in text.splitlines()) == 1
+def test_a_broken_rule_is_found(subtests: pytest.Subtests) -> None:
+    for name in BROKEN:
+        with subtests.test(name):
+            notes = whole_handoff(ATTEMPT)
+            breaks, rule = BROKEN[name]
+            breaks(*notes)  # type: ignore[arg-type]
+            found = check([n.recording() for n in notes])
+            assert rule in [violation.rule for violation in found]
+            text = str(found[0])
+            assert text.startswith(f"attempt {ATTEMPT[:8].hex()}: ")
+            assert sum(line.startswith(">") for line in text.splitlines()) == 1
 
 
 def test_two_receivers_of_one_attempt() -> None:
@@ -181,21 +183,21 @@ def test_two_receivers_of_one_attempt() -> None:
     assert rules(*first, second[1]) == ["two processes receive it"]
 
 
-@pytest.mark.parametrize("reason", ["deadline", "peer silent", "peer frozen"])
-@pytest.mark.parametrize("wait_s", [0.2, 30.0])
-def test_a_tick_finds_only_what_time_has_brought(reason: str, wait_s: float) -> None:
-    notes = fresh("decode")
-    side = Played(notes, Side.RECEIVE, ATTEMPT)
-    notes.records[0] = notes.records[0]._replace(argument=20_000)  # ms to its deadline
-    side.does(Claimed())
-    notes.clock = lambda: int(wait_s * 1e9)
-    before = replace(side.state, deadline=0.0 if reason == "deadline" else float("inf"))
-    before = replace(before, heard=-1e9 if reason == "peer silent" else 100.0)
-    before = replace(before, moved=-1e9 if reason == "peer frozen" else 100.0)
-    after, actions = step(before, Tick(), 100.0)
-    assert after.reason == reason
-    side.event_log.step(ATTEMPT, Tick(), before, after, actions)
-    assert len(rules(notes)) == (1 if wait_s < 1 else 0)
+def test_a_tick_finds_only_what_time_has_brought(subtests: pytest.Subtests) -> None:
+    for reason, wait_s in product(("deadline", "peer silent", "peer frozen"), (0.2, 30.0)):
+        with subtests.test(reason=reason, wait_s=wait_s):
+            notes = fresh("decode")
+            side = Played(notes, Side.RECEIVE, ATTEMPT)
+            notes.records[0] = notes.records[0]._replace(argument=20_000)  # ms to its deadline
+            side.does(Claimed())
+            notes.clock = partial(int, wait_s * 1e9)
+            before = replace(side.state, deadline=0.0 if reason == "deadline" else float("inf"))
+            before = replace(before, heard=-1e9 if reason == "peer silent" else 100.0)
+            before = replace(before, moved=-1e9 if reason == "peer frozen" else 100.0)
+            after, actions = step(before, Tick(), 100.0)
+            assert after.reason == reason
+            side.event_log.step(ATTEMPT, Tick(), before, after, actions)
+            assert len(rules(notes)) == (1 if wait_s < 1 else 0)
 
 
 def test_a_commit_that_raised_is_undone() -> None:

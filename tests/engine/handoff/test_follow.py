@@ -49,31 +49,29 @@ def test_it_is_told_in_words() -> None:
     assert lines == ["waits for 3 blocks of attempt 00010203", "closed: attached"]
 
 
-@pytest.mark.parametrize(
-    ("broken", "rule"),
-    [
+def test_what_is_wrong_is_found(subtests: pytest.Subtests) -> None:
+    for broken, rule in (
         ("waits", "it waits at an orderly end"),
         ("twice", "closed twice"),
         ("before", "opened on follow before opened on route"),
         ("handed", "it waits for the KV of another, and is handed its own"),
-    ],
-)
-def test_what_is_wrong_is_found(broken: str, rule: str) -> None:
-    made = Processes()
-    if broken == "before":
-        made.router.records.clear()
-        EventLog(made.decode).follow(OTHER, 3, LEADER)
-        EventLog(made.decode).unfollow(OTHER, "attached")
-        EventLog(made.router).route(OTHER, 1, 2)
-    elif broken == "handed":
-        EventLog(made.decode).follow(OTHER, 3, LEADER)
-        EventLog(made.decode).unfollow(OTHER, "attached")
-        play(OTHER, 2, Notes("router", b"r", made.router.clock), made.decode, made.prefill)
-    else:
-        made.follows("" if broken == "waits" else "attached")
-        if broken == "twice":
-            made.decode.records.insert(-1, made.decode.records[-2])
-    assert rule in made.rules()
+    ):
+        with subtests.test(broken=broken, rule=rule):
+            made = Processes()
+            if broken == "before":
+                made.router.records.clear()
+                EventLog(made.decode).follow(OTHER, 3, LEADER)
+                EventLog(made.decode).unfollow(OTHER, "attached")
+                EventLog(made.router).route(OTHER, 1, 2)
+            elif broken == "handed":
+                EventLog(made.decode).follow(OTHER, 3, LEADER)
+                EventLog(made.decode).unfollow(OTHER, "attached")
+                play(OTHER, 2, Notes("router", b"r", made.router.clock), made.decode, made.prefill)
+            else:
+                made.follows("" if broken == "waits" else "attached")
+                if broken == "twice":
+                    made.decode.records.insert(-1, made.decode.records[-2])
+            assert rule in made.rules()
 
 
 def test_a_scenario_gives_it_the_prompt_of_its_leader() -> None:

@@ -76,24 +76,22 @@ def test_a_frame_goes_where_it_belongs_once() -> None:
     assert b"".join(kv.read(0, range(2, 4), [5, 9])) == payload, "what is verified stays"
 
 
-@pytest.mark.parametrize(
-    ("layers", "blocks", "reason"),
-    [
+def test_what_does_not_fit_changes_nothing(subtests: pytest.Subtests) -> None:
+    for layers, blocks, reason in (
         (range(3, 5), range(1, 3), "overlaps"),  # half of it is there
         (range(2, 4), range(2, 4), "overlaps"),
         (range(6, 7), range(1), "6 layers"),
         (range(1), range(3, 5), "not asked for"),
-    ],
-)
-def test_what_does_not_fit_changes_nothing(layers: range, blocks: range, reason: str) -> None:
-    kv, inside = KvCache(SPEC, [16]), open_blocks()
-    first = header(range(2, 4), range(1, 3))
-    inside.write(kv, first, payload_of(first))
-    before = content(kv)
-    head = header(layers, blocks, 2)
-    with pytest.raises(FrameError, match=reason):
-        inside.write(kv, head, payload_of(head))
-    assert content(kv) == before
+    ):
+        with subtests.test(reason, layers=layers, blocks=blocks):
+            kv, inside = KvCache(SPEC, [16]), open_blocks()
+            first = header(range(2, 4), range(1, 3))
+            inside.write(kv, first, payload_of(first))
+            before = content(kv)
+            head = header(layers, blocks, 2)
+            with pytest.raises(FrameError, match=reason):
+                inside.write(kv, head, payload_of(head))
+            assert content(kv) == before
 
 
 def test_leading_blocks_are_those_that_every_layer_has() -> None:

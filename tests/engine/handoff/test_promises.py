@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from pdserve.engine.handoff.protocol.promises import Promises, promise_blocks
 
 
-@pytest.mark.parametrize(("tokens", "choices", "blocks"), [(1, 1, 2), (32, 1, 2), (33, 4, 6)])
-def test_whole_prompt_and_a_block_per_choice(tokens: int, choices: int, blocks: int) -> None:
-    assert promise_blocks(tokens, choices, 32) == blocks
+def test_whole_prompt_and_a_block_per_choice(subtests: pytest.Subtests) -> None:
+    for tokens, choices, blocks in ((1, 1, 2), (32, 1, 2), (33, 4, 6)):
+        with subtests.test(tokens=tokens, choices=choices, blocks=blocks):
+            assert promise_blocks(tokens, choices, 32) == blocks
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=40), st.integers(0, 5))

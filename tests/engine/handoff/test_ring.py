@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 
 import pytest
@@ -125,12 +125,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize("number", [100, 101, 170, 1000])
-def test_the_newest_are_kept(tmp_path: Path, number: int) -> None:
-    fill(make(tmp_path), number)
-    found = read_ring(tmp_path / "a.ring")
-    assert [r.argument for r in found.records] == list(range(number - 100, number))
-    assert (found.lost, found.damaged) == (number - 100, 0)
+def test_the_newest_are_kept(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for number in (100, 101, 170, 1000):
+        with subtests.test(number=number):
+            tmp_path = tmp_path_factory.mktemp("case")
+            fill(make(tmp_path), number)
+            found = read_ring(tmp_path / "a.ring")
+            assert [r.argument for r in found.records] == list(range(number - 100, number))
+            assert (found.lost, found.damaged) == (number - 100, 0)
 
 
 def test_sequences_pass_32_bits(tmp_path: Path) -> None:
@@ -142,19 +146,20 @@ def test_sequences_pass_32_bits(tmp_path: Path) -> None:
     assert found.records[-1].sequence == (1 << 32) + 130
 
 
-@pytest.mark.parametrize("before", [5, 250])
-@pytest.mark.parametrize("done", range(1, RECORD_BYTES))
-def test_a_torn_last_record_costs_no_other(tmp_path: Path, before: int, done: int) -> None:
-    ring = make(tmp_path)
-    fill(ring, before)
-    path = tmp_path / "a.ring"
-    data = bytearray(path.read_bytes())
-    at = HEADER_BYTES + (before + 1) % 100 * RECORD_BYTES
-    data[at : at + done] = pack(1, RecordKind.LATE, ATTEMPT, before + 1, 0, 7, 99999)[:done]
-    found = parse_ring(bytes(data))
-    kept = range(max(0, before - 99), before)
-    assert [r.argument for r in found.records] == list(kept)
-    assert found.damaged == 0
+def test_a_torn_last_record_costs_no_other(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for before, done in product((5, 250), range(1, RECORD_BYTES)):
+        with subtests.test(before=before, done=done):
+            tmp_path = tmp_path_factory.mktemp("case")
+            fill(make(tmp_path), before)
+            data = bytearray((tmp_path / "a.ring").read_bytes())
+            at = HEADER_BYTES + (before + 1) % 100 * RECORD_BYTES
+            data[at : at + done] = pack(1, RecordKind.LATE, ATTEMPT, before + 1, 0, 7, 99999)[:done]
+            found = parse_ring(bytes(data))
+            kept = range(max(0, before - 99), before)
+            assert [r.argument for r in found.records] == list(kept)
+            assert found.damaged == 0
 
 
 def test_threads_append_in_one_order(tmp_path: Path) -> None:
@@ -333,17 +338,18 @@ def test_every_kind_of_damage_was_met() -> None:
     assert min(read.values()) > 20
 
 
-@pytest.mark.parametrize("offset", [8, 12, 16, 24])
-def test_a_header_of_another_version_is_refused(good: bytes, offset: int) -> None:
-    data = bytearray(good)
-    data[offset] ^= 1
-    with pytest.raises(RingError, match="damaged header"):
-        parse_ring(bytes(data))
-    head = bytes(data[: ring_file._HEADER.size])
-    data[len(head) : len(head) + 4] = ring_file._CHECK.pack(ring_file.crc32(head))
-    if offset < 16:
-        with pytest.raises(RingError, match="another version"):
-            parse_ring(bytes(data))
+def test_a_header_of_another_version_is_refused(subtests: pytest.Subtests, good: bytes) -> None:
+    for offset in (8, 12, 16, 24):
+        with subtests.test(offset=offset):
+            data = bytearray(good)
+            data[offset] ^= 1
+            with pytest.raises(RingError, match="damaged header"):
+                parse_ring(bytes(data))
+            head = bytes(data[: ring_file._HEADER.size])
+            data[len(head) : len(head) + 4] = ring_file._CHECK.pack(ring_file.crc32(head))
+            if offset < 16:
+                with pytest.raises(RingError, match="another version"):
+                    parse_ring(bytes(data))
 
 
 def test_errors_name_the_file(tmp_path: Path) -> None:

@@ -19,16 +19,17 @@ def cache(dtype: str = "float32") -> KvCache:
     return kv
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_read_gives_the_canonical_order(dtype: str) -> None:
-    kv = cache(dtype)
-    blocks = [7, 2, 9]
-    out = bytearray(b"".join(kv.read(0, range(1, 3), blocks)))
-    expected = kv.data[0][1:3][:, blocks]
-    got = np.frombuffer(out, expected.dtype).reshape(expected.shape)
-    assert expected.shape == (2, 3, 2, 2, 4, 6)
-    assert np.array_equal(got, expected)
-    assert len(out) == 2 * 3 * kv.spec.groups[0].block_bytes(4)
+def test_read_gives_the_canonical_order(subtests: pytest.Subtests) -> None:
+    for dtype in ("float32", "bfloat16", "float16"):
+        with subtests.test(dtype):
+            kv = cache(dtype)
+            blocks = [7, 2, 9]
+            out = bytearray(b"".join(kv.read(0, range(1, 3), blocks)))
+            expected = kv.data[0][1:3][:, blocks]
+            got = np.frombuffer(out, expected.dtype).reshape(expected.shape)
+            assert expected.shape == (2, 3, 2, 2, 4, 6)
+            assert np.array_equal(got, expected)
+            assert len(out) == 2 * 3 * kv.spec.groups[0].block_bytes(4)
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -57,29 +58,25 @@ def test_copies_are_in_order() -> None:
     assert np.array_equal(kv.data[0][:, 3], first)
 
 
-@pytest.mark.parametrize(
-    ("group", "layers", "blocks", "size"),
-    [
+def test_what_is_outside_is_refused(subtests: pytest.Subtests) -> None:
+    for group, layers, blocks, size in (
         (0, range(3), [1], 100),
         (0, range(2, 4), [1], None),
         (0, range(-1, 1), [1], None),
         (0, range(3), [10], None),
         (0, range(3), [0], None),
         (2, range(1), [1], 4),
-    ],
-)
-def test_what_is_outside_is_refused(
-    group: int, layers: range, blocks: list[int], size: int | None
-) -> None:
-    kv = cache()
-    payload = memoryview(bytearray(size or kv.num_bytes(group, layers, blocks)))
-    before = [d.copy() for d in kv.data]
-    with pytest.raises(ValueError):
-        kv.write(group, layers, blocks, payload)
-    if size is None:
-        with pytest.raises(ValueError):
-            kv.read(group, layers, blocks)
-    assert all(np.array_equal(a, b) for a, b in zip(before, kv.data, strict=True))
+    ):
+        with subtests.test(group=group, layers=layers, blocks=blocks, size=size):
+            kv = cache()
+            payload = memoryview(bytearray(size or kv.num_bytes(group, layers, blocks)))
+            before = [d.copy() for d in kv.data]
+            with pytest.raises(ValueError):
+                kv.write(group, layers, blocks, payload)
+            if size is None:
+                with pytest.raises(ValueError):
+                    kv.read(group, layers, blocks)
+            assert all(np.array_equal(a, b) for a, b in zip(before, kv.data, strict=True))
 
 
 def test_nothing_to_move_is_fine() -> None:

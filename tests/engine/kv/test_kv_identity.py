@@ -38,14 +38,15 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_each_part_is_named_and_changes_the_digest(what: str) -> None:
-    (found,) = differences(OURS, OTHERS[what])
-    assert found.what == what
-    assert " here, " in found.text
-    assert found.text.endswith(" there")
-    # No key depends on the tokenizer; it is compared besides.
-    assert (OTHERS[what].digest == OURS.digest) == (what == "tokenizer")
+def test_each_part_is_named_and_changes_the_digest(subtests: pytest.Subtests) -> None:
+    for what in OTHERS:
+        with subtests.test(what):
+            (found,) = differences(OURS, OTHERS[what])
+            assert found.what == what
+            assert " here, " in found.text
+            assert found.text.endswith(" there")
+            # No key depends on the tokenizer; it is compared besides.
+            assert (OTHERS[what].digest == OURS.digest) == (what == "tokenizer")
 
 
 def test_a_difference_of_weights_names_both_formats() -> None:
@@ -56,14 +57,13 @@ def test_a_difference_of_weights_names_both_formats() -> None:
     assert found.text == "weights aaaaaaaaaaaa (Q4_1) here, bbbbbbbbbbbb (Q8_0) there"
 
 
-@pytest.mark.parametrize(("what", "weights", "numerics"), [*product(OTHERS, *[(False, True)] * 2)])
-def test_an_option_admits_what_it_says_and_nothing_else(
-    what: str, weights: bool, numerics: bool
-) -> None:
-    admitted = (what == "weights" and weights) or (what == "numerics" and numerics)
-    found = refusal(OURS, OTHERS[what], Mixing(weights, numerics))
-    assert (found is None) == admitted
-    assert refusal(OURS, OURS, Mixing(weights, numerics)) is None
+def test_an_option_admits_what_it_says_and_nothing_else(subtests: pytest.Subtests) -> None:
+    for what, weights, numerics in product(OTHERS, (False, True), (False, True)):
+        with subtests.test(what=what, weights=weights, numerics=numerics):
+            admitted = (what == "weights" and weights) or (what == "numerics" and numerics)
+            found = refusal(OURS, OTHERS[what], Mixing(weights, numerics))
+            assert (found is None) == admitted
+            assert refusal(OURS, OURS, Mixing(weights, numerics)) is None
 
 
 def test_two_differences_need_both_options() -> None:

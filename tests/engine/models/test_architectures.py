@@ -10,6 +10,7 @@ from paged_runner import PagedRunner, load_decoder, read_config
 from tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
 from torch import Tensor
 
+KERNELS = ("reference", "native")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -147,41 +148,44 @@ def run_schedule(runner: PagedRunner, ids: dict[str, list[int]]) -> dict[str, Te
     return {name: torch.cat(logits) for name, logits in parts.items()}
 
 
-@pytest.mark.parametrize("kernels", ["reference", "native"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_transformers(variant: str, kernels: str, tmp_path: Path) -> None:
-    arch, overrides = VARIANTS[variant]
-    path = write_tiny(tmp_path, arch, seed=3, **overrides)
-    runner = PagedRunner(load_decoder(path, kernels=kernels))
+def test_logits_equal_transformers(subtests: pytest.Subtests, tmp_path: Path) -> None:
     ids = sequences()
-    ours = run_schedule(runner, ids)
-    model = reference(path)
-    for name, tokens in ids.items():
+    for variant, (arch, overrides) in VARIANTS.items():
+        path = write_tiny(tmp_path / variant, arch, seed=3, **overrides)
+        model = reference(path)
         with torch.inference_mode():
-            theirs = model(torch.tensor([tokens])).logits[0]
-        torch.testing.assert_close(ours[name], theirs, atol=1e-4, rtol=0)
-        assert theirs.std() > 0.3, "logits too flat to tell anything"
-    assert runner.mixed_steps >= 3
-    windows = {layer.window for layer in runner.decoder.config.layers} - {0}
-    assert (runner.freed_blocks > 0) == bool(windows)
-    assert all(window < LENS["b"] for window in windows)
+            theirs = {x: model(torch.tensor([tokens])).logits[0] for x, tokens in ids.items()}
+        for kernels in KERNELS:
+            with subtests.test(variant, kernels=kernels):
+                runner = PagedRunner(load_decoder(path, kernels=kernels))
+                ours = run_schedule(runner, ids)
+                for name, logits in theirs.items():
+                    torch.testing.assert_close(ours[name], logits, atol=1e-4, rtol=0)
+                    assert logits.std() > 0.3, "logits too flat to tell anything"
+                assert runner.mixed_steps >= 3
+                windows = {layer.window for layer in runner.decoder.config.layers} - {0}
+                assert (runner.freed_blocks > 0) == bool(windows)
+                assert all(window < LENS["b"] for window in windows)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "native"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_greedy_tokens_equal_transformers(arch: str, kernels: str, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(
+    subtests: pytest.Subtests, arch: str, tmp_path: Path
+) -> None:
     path = write_tiny(tmp_path, arch, seed=4)
     prompt = sequences(seed=2)["b"]
     with torch.inference_mode():
         theirs = reference(path).generate(
             torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None
         )[0, len(prompt) :]
-    runner = PagedRunner(load_decoder(path, kernels=kernels))
-    runner.step({"x": prompt[:-1]}, kv_only=True)
-    tokens = prompt[-1:]
-    for _ in range(24):
-        tokens.append(int(runner.step({"x": tokens[-1:]})["x"].argmax()))
-    assert tokens[1:] == theirs.tolist()
+    for kernels in KERNELS:
+        with subtests.test(kernels):
+            runner = PagedRunner(load_decoder(path, kernels=kernels))
+            runner.step({"x": prompt[:-1]}, kv_only=True)
+            tokens = prompt[-1:]
+            for _ in range(24):
+                tokens.append(int(runner.step({"x": tokens[-1:]})["x"].argmax()))
+            assert tokens[1:] == theirs.tolist()
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
@@ -200,7 +204,7 @@ def test_bf16_is_no_further_from_float32_than_transformers_bf16(arch: str, tmp_p
     assert 0 < errors["ours"] <= 1.1 * errors["theirs"]
 
 
-@pytest.mark.parametrize("kernels", ["reference", "native"])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 def test_kv_only_writes_the_same_keys_and_values(arch: str, kernels: str, tmp_path: Path) -> None:
     decoder = load_decoder(write_tiny(tmp_path, arch), kernels=kernels)

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,26 +40,25 @@ def test_the_older_rope_keys_mean_the_same(configs: Mapping[str, dict[str, Any]]
     assert parse_config(new).layers[0].rope.attention_factor == pytest.approx(1.1386, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("given", "theta", "factor"),
-    [
+def test_rope_of_gpt_oss_is_that_of_transformers(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A config that names theta alone keeps it, and has the scaling of the releases."""
+    for given, theta, factor in (
         ({}, 150_000, 32),
         ({"rope_theta": 5e4}, 5e4, 32),
         ({"rope_theta": 5e4, "rope_scaling": None}, 5e4, 32),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}, 5e4, 1),
         ({"rope_theta": 5e4, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 5e4, 2),
-    ],
-)
-def test_rope_of_gpt_oss_is_that_of_transformers(
-    given: dict[str, Any], theta: float, factor: float, tmp_path: Path
-) -> None:
-    """A config that names theta alone keeps it, and has the scaling of the releases."""
-    theirs = GptOssConfig(**copy.deepcopy(given)).rope_parameters
-    assert (theirs["rope_theta"], theirs.get("factor", 1)) == (theta, factor)
-    config = read_config(write_tiny(tmp_path, "gpt_oss"))
-    rope = parse_config(without(config, "rope_parameters", **given)).layers[0].rope
-    assert rope is not None
-    assert (rope.theta, rope.factor) == (theta, factor)
+    ):
+        with subtests.test(given=given):
+            tmp_path = tmp_path_factory.mktemp("case")
+            theirs = GptOssConfig(**copy.deepcopy(given)).rope_parameters
+            assert (theirs["rope_theta"], theirs.get("factor", 1)) == (theta, factor)
+            config = read_config(write_tiny(tmp_path, "gpt_oss"))
+            rope = parse_config(without(config, "rope_parameters", **given)).layers[0].rope
+            assert rope is not None
+            assert (rope.theta, rope.factor) == (theta, factor)
 
 
 def test_the_older_gemma_keys_mean_the_same(configs: Mapping[str, dict[str, Any]]) -> None:
@@ -199,10 +197,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_computed_is_refused_by_name(
-    case: str, configs: Mapping[str, dict[str, Any]]
+    subtests: pytest.Subtests, configs: Mapping[str, dict[str, Any]]
 ) -> None:
-    arch, changes, message = REFUSED[case]
-    with pytest.raises(UnsupportedModel, match=message):
-        parse_config(configs[arch] | changes)
+    for case in REFUSED:
+        with subtests.test(case):
+            arch, changes, message = REFUSED[case]
+            with pytest.raises(UnsupportedModel, match=message):
+                parse_config(configs[arch] | changes)

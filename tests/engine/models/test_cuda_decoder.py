@@ -1,8 +1,7 @@
 """The decoder on the CUDA kernels, interpreted: equal to the reference, and to itself whatever else
-is computed and in which pieces. CUDA_VARIANTS=all takes every architecture."""
+is computed and in which pieces."""
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch import Tensor
 from pdserve.engine.models.cuda import weights
 from pdserve.kernels.cuda.linear import packing, product, tiles
 from pdserve.kernels.cuda.linear.product import SplitSums, split_linear
+
+pytestmark = pytest.mark.kernels
 
 LATENT = {"qk_rope_head_dim": 16, "kv_lora_rank": 32, "head_dim": 16}  # 48 values of a token
 
@@ -40,11 +41,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"q_lora_rank": 20, "topk_method": "greedy", **LATENT},
     ),
 }
-# One for each kind of part and of order; the accept line runs all.
-FEW = ("qwen3-dim-80", "gemma2", "olmo2", "stablelm-parallel", "phi3", "granite", "gpt_oss")
-FEW += ("mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "mistral", "llama-biases")
-SAME = ("qwen3", "gemma2", "gpt_oss", "deepseek_v3")
-EVERY = os.environ.get("CUDA_VARIANTS") == "all"
+# Nearly every part is in one: caps and windows, sinks and biases, latent attention, experts.
+FEW = ("gemma2", "gpt_oss", "deepseek_v3")
+
+
+def few_always(names: Iterable[str]) -> list[Any]:
+    """Parameters of which only `FEW` are run by `make test-kernels`; each takes up to 40 s."""
+    rest = pytest.mark.extended
+    return [pytest.param(name, marks=[] if name in FEW else rest) for name in names]
+
+
 # Tokens of two sequences in each step: chunks, decode rows beside chunks, decode rows.
 SCHEDULE = ({"a": 5}, {"a": 1, "b": 14}, {"a": 8, "b": 1}, {"a": 1, "b": 1})
 
@@ -86,7 +92,7 @@ def run(runner: PagedRunner, schedule: tuple[dict[str, int], ...]) -> dict[str, 
     return {name: torch.cat(logits) for name, logits in parts.items()}
 
 
-@pytest.mark.parametrize("variant", VARIANTS if EVERY else FEW)
+@pytest.mark.parametrize("variant", few_always(VARIANTS))
 def test_logits_equal_the_reference(variant: str, tmp_path: Path) -> None:
     arch, overrides = VARIANTS[variant]
     path = write_tiny(tmp_path, arch, seed=3, **overrides)
@@ -102,7 +108,7 @@ def test_logits_equal_the_reference(variant: str, tmp_path: Path) -> None:
     assert all(window < 15 for window in windows)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES if EVERY else SAME)
+@pytest.mark.parametrize("arch", few_always(ARCHITECTURES))
 def test_a_token_is_the_same_whatever_else_is_computed(arch: str, tmp_path: Path) -> None:
     """In bfloat16: alone token by token, in chunks, and beside others."""
     decoder = load_decoder(

@@ -33,27 +33,35 @@ def config_of(arch: str, folder: Path) -> ModelConfig:
     return find_spec(config).parse(config)
 
 
-@pytest.mark.parametrize("arch", LAYERS)
-def test_the_first_layer(arch: str, tmp_path: Path) -> None:
-    kinds = [type(part).__name__ for part in fused_parts(config_of(arch, tmp_path))]
-    expected = LAYERS[arch].split()
-    assert kinds[: len(expected)] == expected
+def test_the_first_layer(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for arch in LAYERS:
+        with subtests.test(arch):
+            tmp_path = tmp_path_factory.mktemp("case")
+            kinds = [type(part).__name__ for part in fused_parts(config_of(arch, tmp_path))]
+            expected = LAYERS[arch].split()
+            assert kinds[: len(expected)] == expected
 
 
-@pytest.mark.parametrize("arch", LAYERS)
-def test_nothing_is_lost(arch: str, tmp_path: Path) -> None:
+def test_nothing_is_lost(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Every tensor of the layers is one part's, and every layer stores and adds as before."""
-    config = config_of(arch, tmp_path)
-    plain = [part for n in range(config.num_layers) for part in layer_parts(config, n)]
-    fused = fused_parts(config)
-    wanted = [spec for part in plain for spec in part.tensors()]
-    assert sorted(spec.name for part in fused for spec in part.tensors()) == sorted(
-        spec.name for spec in wanted
-    )
-    sums = [part for part in fused if isinstance(part, AddNorm)]
-    assert len(sums) == sum(isinstance(part, Add) for part in plain)
-    stored = [part.layer for part in fused if isinstance(part, PrepareHeads)]
-    assert [n for n in stored if n is not None] == list(range(config.num_layers))
+    for arch in LAYERS:
+        with subtests.test(arch):
+            tmp_path = tmp_path_factory.mktemp("case")
+            config = config_of(arch, tmp_path)
+            plain = [part for n in range(config.num_layers) for part in layer_parts(config, n)]
+            fused = fused_parts(config)
+            wanted = [spec for part in plain for spec in part.tensors()]
+            assert sorted(spec.name for part in fused for spec in part.tensors()) == sorted(
+                spec.name for spec in wanted
+            )
+            sums = [part for part in fused if isinstance(part, AddNorm)]
+            assert len(sums) == sum(isinstance(part, Add) for part in plain)
+            stored = [part.layer for part in fused if isinstance(part, PrepareHeads)]
+            assert [n for n in stored if n is not None] == list(range(config.num_layers))
 
 
 def test_a_scale_is_part_of_the_sum(tmp_path: Path) -> None:

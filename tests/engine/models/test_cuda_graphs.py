@@ -66,15 +66,16 @@ def test_sizes() -> None:
     assert key_counts(40_000) == [512, 2048, 8192, 32768, 40_000]
 
 
-@pytest.mark.parametrize(
-    ("kv_lens", "shape"),
-    [((3,), (1, 512)), ((512, 9), (2, 512)), ((9, 513, 2), (4, 1000)), ((1,) * 5, (8, 512))],
-)
-def test_the_smallest_graph_that_holds_a_step(
-    kv_lens: tuple[int, ...], shape: tuple[int, int]
-) -> None:
-    found, _ = graphs()
-    assert found.shape_of(batch(*kv_lens)) == GraphShape(*shape)
+def test_the_smallest_graph_that_holds_a_step(subtests: pytest.Subtests) -> None:
+    for kv_lens, shape in (
+        ((3,), (1, 512)),
+        ((512, 9), (2, 512)),
+        ((9, 513, 2), (4, 1000)),
+        ((1,) * 5, (8, 512)),
+    ):
+        with subtests.test(kv_lens=kv_lens, shape=shape):
+            found, _ = graphs()
+            assert found.shape_of(batch(*kv_lens)) == GraphShape(*shape)
 
 
 def test_steps_that_no_graph_holds() -> None:

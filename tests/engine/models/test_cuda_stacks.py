@@ -63,16 +63,18 @@ CASES: dict[str, tuple[list[Any], int, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_experts_of_other_formats(name: str) -> None:
-    formats, stacks, expanded = CASES[name]
-    experts = [
-        [raw(form, 10 * n + m) for m, form in enumerate(pair)] for n, pair in enumerate(formats)
-    ]
-    made, weights = product(experts)
-    assert len(made.stacks) == stacks
-    assert weights.expanded.total() == expanded
-    assert_alone(made, experts)
+def test_experts_of_other_formats(subtests: pytest.Subtests) -> None:
+    for name in CASES:
+        with subtests.test(name):
+            formats, stacks, expanded = CASES[name]
+            experts = [
+                [raw(form, 10 * n + m) for m, form in enumerate(pair)]
+                for n, pair in enumerate(formats)
+            ]
+            made, weights = product(experts)
+            assert len(made.stacks) == stacks
+            assert weights.expanded.total() == expanded
+            assert_alone(made, experts)
 
 
 def test_columns_in_an_order_of_their_own_become_plain_numbers() -> None:

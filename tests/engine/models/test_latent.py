@@ -131,23 +131,24 @@ def test_yarn_in_gguf(scores: str, tmp_path: Path) -> None:
     assert got.attn_scale == pytest.approx(1.3158 * plain.attn_scale, rel=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
-def test_a_block_holds_one_vector_of_a_token(dtype: str) -> None:
+def test_a_block_holds_one_vector_of_a_token(subtests: pytest.Subtests) -> None:
     """On the wire and in the pool half of what keys and values take."""
-    latent = LayerGroup((0, 1, 2), "latent", 0, 1, 12, dtype, 0, 1)
-    assert 2 * latent.block_bytes(16) == replace(latent, kind="full").block_bytes(16)
-    kv = KvCache(KvSpec(16, (latent,)), [5])
-    if dtype != "int8":
-        assert kv.layer(1)[0].shape == (6, 1, 1, 16, 12)
-    raw = kv.data[0].reshape(3, 6, -1).view(np.uint8)
-    raw[:] = np.random.default_rng(1).integers(0, 256, raw.shape)
-    payload = b"".join(kv.read(0, range(3), [4, 2]))
-    assert len(payload) == 3 * 2 * latent.block_bytes(16)
-    other = KvCache(kv.spec, [5])
-    other.write(0, range(3), [1, 3], memoryview(payload))
-    np.testing.assert_array_equal(
-        other.data[0].reshape(3, 6, -1).view(np.uint8)[:, [1, 3]], raw[:, [4, 2]]
-    )
+    for dtype in ("float32", "bfloat16", "float16", "int8"):
+        with subtests.test(dtype):
+            latent = LayerGroup((0, 1, 2), "latent", 0, 1, 12, dtype, 0, 1)
+            assert 2 * latent.block_bytes(16) == replace(latent, kind="full").block_bytes(16)
+            kv = KvCache(KvSpec(16, (latent,)), [5])
+            if dtype != "int8":
+                assert kv.layer(1)[0].shape == (6, 1, 1, 16, 12)
+            raw = kv.data[0].reshape(3, 6, -1).view(np.uint8)
+            raw[:] = np.random.default_rng(1).integers(0, 256, raw.shape)
+            payload = b"".join(kv.read(0, range(3), [4, 2]))
+            assert len(payload) == 3 * 2 * latent.block_bytes(16)
+            other = KvCache(kv.spec, [5])
+            other.write(0, range(3), [1, 3], memoryview(payload))
+            np.testing.assert_array_equal(
+                other.data[0].reshape(3, 6, -1).view(np.uint8)[:, [1, 3]], raw[:, [4, 2]]
+            )
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
@@ -222,9 +223,10 @@ def test_sizes_of_a_config_take_no_memory(arch: str, field: str, tmp_path: Path)
         load(path)
 
 
-@pytest.mark.parametrize(
-    ("arch", "fields", "says"),
-    [
+def test_what_is_refused(
+    subtests: pytest.Subtests, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for arch, fields, says in (
         ("deepseek_v3", {"attention_bias": True}, "attention_bias=True"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
         ("deepseek_v3", {"scoring_func": "sqrt"}, "scoring_func='sqrt'"),
@@ -232,9 +234,9 @@ def test_sizes_of_a_config_take_no_memory(arch: str, field: str, tmp_path: Path)
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "rope over 7"),
         ("deepseek_v3", {"n_group": 3}, "8 experts in 3 groups"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
-    ],
-)
-def test_what_is_refused(arch: str, fields: dict[str, Any], says: str, tmp_path: Path) -> None:
-    config = open_checkpoint(write_tiny(tmp_path, arch)).hf_config
-    with pytest.raises(UnsupportedModel, match=says):
-        find_spec(config).parse({**config, **fields})
+    ):
+        with subtests.test(arch=arch, says=says):
+            tmp_path = tmp_path_factory.mktemp("case")
+            config = open_checkpoint(write_tiny(tmp_path, arch)).hf_config
+            with pytest.raises(UnsupportedModel, match=says):
+                find_spec(config).parse({**config, **fields})

@@ -108,17 +108,21 @@ def one_by_one(decoder: NativeDecoder) -> Tensor:
     return in_pieces(PagedRunner(decoder), text(0), 1)
 
 
-@pytest.mark.parametrize("size", [2, 7, 63, 64, 100, LENGTH])
-def test_invariant_under_chunks(decoder: NativeDecoder, one_by_one: Tensor, size: int) -> None:
-    assert torch.equal(in_pieces(PagedRunner(decoder), text(0), size), one_by_one)
-
-
-@pytest.mark.parametrize("block_size", [32, 64])
-def test_invariant_under_block_size(
-    decoder: NativeDecoder, one_by_one: Tensor, block_size: int
+def test_invariant_under_chunks(
+    subtests: pytest.Subtests, decoder: NativeDecoder, one_by_one: Tensor
 ) -> None:
-    runner = PagedRunner(decoder, block_size=block_size)
-    assert torch.equal(in_pieces(runner, text(0), 33), one_by_one)
+    for size in (2, 7, 63, 64, 100, LENGTH):
+        with subtests.test(size=size):
+            assert torch.equal(in_pieces(PagedRunner(decoder), text(0), size), one_by_one)
+
+
+def test_invariant_under_block_size(
+    subtests: pytest.Subtests, decoder: NativeDecoder, one_by_one: Tensor
+) -> None:
+    for block_size in (32, 64):
+        with subtests.test(block_size=block_size):
+            runner = PagedRunner(decoder, block_size=block_size)
+            assert torch.equal(in_pieces(runner, text(0), 33), one_by_one)
 
 
 def test_invariant_under_threads(model: EngineConfig, one_by_one: Tensor) -> None:
@@ -150,25 +154,29 @@ def test_invariant_under_company(decoder: NativeDecoder, one_by_one: Tensor) -> 
     assert torch.equal(torch.cat(logits), one_by_one)
 
 
-@pytest.mark.parametrize("longest", [1, 100, 8000])
-def test_invariant_under_shares(model: EngineConfig, one_by_one: Tensor, longest: int) -> None:
+def test_invariant_under_shares(
+    subtests: pytest.Subtests, model: EngineConfig, one_by_one: Tensor
+) -> None:
     """Threads take rows of like contexts through all layers by themselves, others together."""
-    runner = PagedRunner(decoder_of(model, threads=2), num_blocks=700)
-    sequences = {"x": text(0)} | {f"o{i:02}": text(100 + i) for i in range(30)}
-    sequences["long"] = text(1, longest + LENGTH)
-    begin = dict.fromkeys(sequences, 1) | {"long": longest}
-    runner.step({name: ids[: begin[name]] for name, ids in sequences.items()})
-    shares = set()
-    for n in range(40):
-        step = {name: ids[begin[name] + n :][:1] for name, ids in sequences.items()}
-        assert torch.equal(runner.step(step)["x"], one_by_one[1 + n : 2 + n])
-        shares.add(runner.decoder.shares)
-    layers = runner.decoder.config.layers
+    decoder = decoder_of(model, threads=2)
+    layers = decoder.config.layers
     full = sum(not layer.window for layer in layers)  # windows make rows alike
-    unlike = longest == 8000 and full > len(layers) / 3
-    # Experts want all rows at once.
-    unlike |= any(layer.feed_forward for layer in runner.decoder.config.layers)
-    assert shares == ({0} if unlike else {2})
+    for longest in (1, 100, 8000):
+        with subtests.test(longest=longest):
+            runner = PagedRunner(decoder, num_blocks=700)
+            sequences = {"x": text(0)} | {f"o{i:02}": text(100 + i) for i in range(30)}
+            sequences["long"] = text(1, longest + LENGTH)
+            begin = dict.fromkeys(sequences, 1) | {"long": longest}
+            runner.step({name: ids[: begin[name]] for name, ids in sequences.items()})
+            shares = set()
+            for n in range(40):
+                step = {name: ids[begin[name] + n :][:1] for name, ids in sequences.items()}
+                assert torch.equal(runner.step(step)["x"], one_by_one[1 + n : 2 + n])
+                shares.add(decoder.shares)
+            unlike = longest == 8000 and full > len(layers) / 3
+            # Experts want all rows at once.
+            unlike |= any(layer.feed_forward for layer in layers)
+            assert shares == ({0} if unlike else {2})
 
 
 def test_every_instruction_set_of_the_machine_agrees(

@@ -1,5 +1,6 @@
 """Rope tables: growth changes nothing, and divisors per frequency stand for llama3's scaling."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -45,13 +46,14 @@ def test_factors_divide_the_frequencies() -> None:
     np.testing.assert_allclose(inverse_frequencies(factors), scaled, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ROPE_KINDS)
-def test_every_kind_has_frequencies(kind: str) -> None:
-    factors = (1.0, 2.0, 3.0)
-    rope = RopeConfig(1e4, 6, kind, 2.0, 100, factors=factors, long_factors=factors)
-    frequencies = inverse_frequencies(for_context(rope, 200))
-    assert frequencies.shape == (3,)
-    assert (frequencies > 0).all()
+def test_every_kind_has_frequencies(subtests: pytest.Subtests) -> None:
+    for kind in ROPE_KINDS:
+        with subtests.test(kind):
+            factors = (1.0, 2.0, 3.0)
+            rope = RopeConfig(1e4, 6, kind, 2.0, 100, factors=factors, long_factors=factors)
+            frequencies = inverse_frequencies(for_context(rope, 200))
+            assert frequencies.shape == (3,)
+            assert (frequencies > 0).all()
 
 
 BY_CONTEXT: dict[str, dict[str, Any]] = {
@@ -66,22 +68,24 @@ BY_CONTEXT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("context_len", [40, 64, 65, 256, 1024])
-@pytest.mark.parametrize("kind", BY_CONTEXT)
-def test_kinds_that_depend_on_the_context(kind: str, context_len: int) -> None:
+def test_kinds_that_depend_on_the_context(subtests: pytest.Subtests) -> None:
     """As transformers has them for a text that fills the context."""
-    fields: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 256,
-        "rope_parameters": BY_CONTEXT[kind],
-    }
-    theirs, scale = ROPE_INIT_FUNCTIONS[kind](LlamaConfig(**fields), "cpu", seq_len=context_len)
-    rope = read_rope(fields, 8)
-    fixed = for_context(rope, context_len)
-    np.testing.assert_allclose(inverse_frequencies(fixed), theirs.numpy(), rtol=2e-7)
-    assert fixed.attention_factor == pytest.approx(scale)
-    assert for_context(fixed, 17) == fixed, "it is fixed"
-    table = RopeTable(rope, context_len)
-    again = RopeTable(fixed, 17)
-    assert np.array_equal(table.cos[:17], again.cos[:17])
+    for context_len, kind in product((40, 64, 65, 256, 1024), BY_CONTEXT):
+        with subtests.test(context_len=context_len, kind=kind):
+            fields: dict[str, Any] = {
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                "max_position_embeddings": 256,
+                "rope_parameters": BY_CONTEXT[kind],
+            }
+            theirs, scale = ROPE_INIT_FUNCTIONS[kind](
+                LlamaConfig(**fields), "cpu", seq_len=context_len
+            )
+            rope = read_rope(fields, 8)
+            fixed = for_context(rope, context_len)
+            np.testing.assert_allclose(inverse_frequencies(fixed), theirs.numpy(), rtol=2e-7)
+            assert fixed.attention_factor == pytest.approx(scale)
+            assert for_context(fixed, 17) == fixed, "it is fixed"
+            table = RopeTable(rope, context_len)
+            again = RopeTable(fixed, 17)
+            assert np.array_equal(table.cos[:17], again.cos[:17])

@@ -76,23 +76,21 @@ def release_twice(engine: Any) -> None:
     engine.jobs.tables.pools[0].release([sequence.block_tables[0][-1]])
 
 
-@pytest.mark.parametrize(
-    ("bug", "at_a_glance"),
-    [
+def test_what_does_not_add_up_is_found(subtests: pytest.Subtests) -> None:
+    for bug, at_a_glance in (
         (leak, True),
         (count_twice, True),
         (forget_a_sequence, False),
         (keep_after_the_end, False),
         (release_twice, False),
-    ],
-)
-def test_what_does_not_add_up_is_found(bug: Callable[[Any], None], at_a_glance: bool) -> None:
-    engine = busy_engine()
-    bug(engine)
-    found = engine.discrepancy(recount=True)
-    assert found.startswith("group ")
-    assert bool(engine.discrepancy()) == at_a_glance
-    made.remove(engine)  # else the end of the test finds it, too
+    ):
+        with subtests.test(bug.__name__):
+            engine = busy_engine()
+            bug(engine)
+            found = engine.discrepancy(recount=True)
+            assert found.startswith("group ")
+            assert bool(engine.discrepancy()) == at_a_glance
+            made.remove(engine)  # else the end of the test finds it, too
 
 
 def test_blocks_of_an_engine_without_requests_are_found_at_a_glance() -> None:

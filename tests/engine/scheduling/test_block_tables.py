@@ -190,12 +190,11 @@ def test_random_operations_keep_every_block_and_its_content() -> None:
     assert all(reached[kind] > 100 for kind in (*kinds, "forgotten")), reached
 
 
-@pytest.mark.parametrize(
-    ("position", "block"), [(1, 0), (47, 0), (48, 0), (78, 0), (79, 1), (200, 4)]
-)
-def test_the_first_block_that_a_window_sees(position: int, block: int) -> None:
-    tables = BlockTables(spec_of(32, 48), (1, 1), 32)
-    assert tables.first_seen(position, 48) == block
-    oldest = max(0, position - 48 + 1)  # that the token at `position` attends to
-    assert oldest // 32 == block
-    assert tables.first_seen(position, 0) == 0, "all of it"
+def test_the_first_block_that_a_window_sees(subtests: pytest.Subtests) -> None:
+    for position, block in ((1, 0), (47, 0), (48, 0), (78, 0), (79, 1), (200, 4)):
+        with subtests.test(position=position, block=block):
+            tables = BlockTables(spec_of(32, 48), (1, 1), 32)
+            assert tables.first_seen(position, 48) == block
+            oldest = max(0, position - 48 + 1)  # that the token at `position` attends to
+            assert oldest // 32 == block
+            assert tables.first_seen(position, 0) == 0, "all of it"

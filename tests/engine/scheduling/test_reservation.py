@@ -1,5 +1,7 @@
 """The decode side of a hand-off: one engine computes the KV, another goes on from its bytes."""
 
+from itertools import product
+
 import pytest
 from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 from fake_decoder import fake_spec, reference
@@ -16,7 +18,7 @@ from pdserve.engine.api.request import (
 from pdserve.engine.engine import Engine
 from pdserve.engine.scheduling.reservation import Reservation
 
-WINDOWS = pytest.mark.parametrize("window", [0, 6], ids=["full", "full+window"])
+WINDOWS = (0, 6)  # layers that see everything, and layers that see a window beside them
 
 
 def hand_off(prefill: Engine, reservation: Reservation, decode: Engine, request: Request) -> int:
@@ -51,50 +53,52 @@ def remote(prefill: Engine, decode: Engine, request: Request) -> tuple[dict, Res
     return tokens(run(decode)), reservation, sent
 
 
-@WINDOWS
-@pytest.mark.parametrize("length", [1, 2, 4, 5, 16, 17, 33, 36])
-def test_the_same_tokens_as_local(length: int, window: int) -> None:
-    prefill, decode = fake_engine(window=window), fake_engine(window=window)
-    prompt = [(7 * i) % 60 for i in range(length)]
-    got, reservation, sent = remote(prefill, decode, ask("a", prompt))
-    assert got["a", 0] == reference(prompt, fake_spec(4, window), 8)
-    assert reservation.num_tokens == length - 1
-    assert (sent > 0) == (length > 1)
-    assert decode.stats().prompt_tokens == 1  # the last prompt token is an ordinary decode row
-    # A second time decode has it in its own cache.
-    got, reservation, sent = remote(prefill, decode, ask("a", prompt))
-    assert got["a", 0] == reference(prompt, fake_spec(4, window), 8)
-    assert reservation.cached_tokens >= (length - 1) // 4 * 4
-    assert sent <= len(decode.kv.spec.groups)
-    assert_at_rest(decode)
-    assert_at_rest(prefill)
+def test_the_same_tokens_as_local(subtests: pytest.Subtests) -> None:
+    for window, length in product(WINDOWS, (1, 2, 4, 5, 16, 17, 33, 36)):
+        with subtests.test(window=window, length=length):
+            prefill, decode = fake_engine(window=window), fake_engine(window=window)
+            prompt = [(7 * i) % 60 for i in range(length)]
+            got, reservation, sent = remote(prefill, decode, ask("a", prompt))
+            assert got["a", 0] == reference(prompt, fake_spec(4, window), 8)
+            assert reservation.num_tokens == length - 1
+            assert (sent > 0) == (length > 1)
+            # The last prompt token is an ordinary decode row.
+            assert decode.stats().prompt_tokens == 1
+            # A second time decode has it in its own cache.
+            got, reservation, sent = remote(prefill, decode, ask("a", prompt))
+            assert got["a", 0] == reference(prompt, fake_spec(4, window), 8)
+            assert reservation.cached_tokens >= (length - 1) // 4 * 4
+            assert sent <= len(decode.kv.spec.groups)
+            assert_at_rest(decode)
+            assert_at_rest(prefill)
 
 
-@WINDOWS
-def test_choices_and_resumes(window: int) -> None:
-    options = {"n": 3, "seed": 9, "temperature": 1.0}
-    local = tokens(run(fake_engine(window=window), ask("a", range(14), **options)))
-    prefill, decode = fake_engine(window=window), fake_engine(window=window)
-    got, _, _ = remote(prefill, decode, ask("a", range(14), **options))
-    assert got == local
-    cut = tuple(ChoiceState(tuple(local["a", c][: 2 * c])) for c in range(3))
-    got, _, _ = remote(
-        fake_engine(window=window),
-        fake_engine(window=window),
-        ask("a", range(14), choices=cut, **options),
-    )
-    assert got == {("a", c): local["a", c][2 * c :] for c in range(3)}
-    one = tuple(
-        ChoiceState(tuple(local["a", c][:5]), None if c == 1 else FinishReason.STOP)
-        for c in range(3)
-    )
-    got, reservation, _ = remote(
-        fake_engine(window=window),
-        fake_engine(window=window),
-        ask("a", range(14), choices=one, **options),
-    )
-    assert reservation.num_tokens == 14 + 5 - 1
-    assert got == {("a", 1): local["a", 1][5:]}
+def test_choices_and_resumes(subtests: pytest.Subtests) -> None:
+    for window in WINDOWS:
+        with subtests.test(window=window):
+            options = {"n": 3, "seed": 9, "temperature": 1.0}
+            local = tokens(run(fake_engine(window=window), ask("a", range(14), **options)))
+            prefill, decode = fake_engine(window=window), fake_engine(window=window)
+            got, _, _ = remote(prefill, decode, ask("a", range(14), **options))
+            assert got == local
+            cut = tuple(ChoiceState(tuple(local["a", c][: 2 * c])) for c in range(3))
+            got, _, _ = remote(
+                fake_engine(window=window),
+                fake_engine(window=window),
+                ask("a", range(14), choices=cut, **options),
+            )
+            assert got == {("a", c): local["a", c][2 * c :] for c in range(3)}
+            one = tuple(
+                ChoiceState(tuple(local["a", c][:5]), None if c == 1 else FinishReason.STOP)
+                for c in range(3)
+            )
+            got, reservation, _ = remote(
+                fake_engine(window=window),
+                fake_engine(window=window),
+                ask("a", range(14), choices=one, **options),
+            )
+            assert reservation.num_tokens == 14 + 5 - 1
+            assert got == {("a", 1): local["a", 1][5:]}
 
 
 def test_reserved_blocks_are_counted_and_come_back() -> None:

@@ -35,6 +35,7 @@ from pdserve.engine.transport.base import (
     TransportRefused,
 )
 from pdserve.engine.transport.registry import transports
+from pdserve.engine.transport.unix_socket import dial_unix
 
 
 @pytest.fixture(params=list(transports()))
@@ -229,9 +230,7 @@ def raw_socket(ends: Ends) -> socket.socket:
     if ":" in address:
         host, port = address.rsplit(":", 1)
         return socket.create_connection((host, int(port)))
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(address)
-    return sock
+    return dial_unix(Path(address), 1.0)
 
 
 def test_nobody_listens(ends: Ends) -> None:

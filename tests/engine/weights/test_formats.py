@@ -1,5 +1,7 @@
 """Every format against the gguf package, bit for bit, on random blocks."""
 
+from itertools import product
+
 import gguf
 import numpy as np
 import pytest
@@ -46,24 +48,25 @@ def test_every_type_that_gguf_expands_is_known() -> None:
 LEVEL_FORMATS = sorted(n for n, kind in BLOCK_FORMATS.items() if isinstance(kind, LevelFormat))
 
 
-@pytest.mark.parametrize("tame", [True, False], ids=["finite scales", "any scales"])
-@pytest.mark.parametrize("name", LEVEL_FORMATS)
-def test_levels_of_8_bits_are_the_same_values(name: str, tame: bool) -> None:
-    raw = random_raw(name, rows=37, blocks_per_row=5, seed=2)
-    if not tame:
-        size = raw.parts[BLOCKS].shape
-        data = np.random.default_rng(3).integers(0, 256, size, np.uint8)
-        one = BLOCK_FORMATS[name].block_bytes
-        data[:, :one], data[:, one : 2 * one] = 0, 255  # a scale of 0, and one that is no number
-        raw = RawTensor({BLOCKS: data}, name, raw.shape)
-    packed = BLOCK_FORMATS[name].packable(raw)
-    assert (packed.format, packed.shape) == ("INT8", raw.shape)
-    assert packed.parts["codes"].min() >= 1, "no level is -128"
-    expected = unpack(raw)
-    same = np.isfinite(expected)
-    assert same.all() == tame
-    np.testing.assert_array_equal(unpack(packed)[same], expected[same])
-    assert not np.isfinite(unpack(packed)[~same]).any()
+def test_levels_of_8_bits_are_the_same_values(subtests: pytest.Subtests) -> None:
+    for tame, name in product((True, False), LEVEL_FORMATS):
+        with subtests.test(tame=tame, name=name):
+            raw = random_raw(name, rows=37, blocks_per_row=5, seed=2)
+            if not tame:
+                size = raw.parts[BLOCKS].shape
+                data = np.random.default_rng(3).integers(0, 256, size, np.uint8)
+                one = BLOCK_FORMATS[name].block_bytes
+                data[:, :one] = 0  # a scale of 0
+                data[:, one : 2 * one] = 255  # one that is no number
+                raw = RawTensor({BLOCKS: data}, name, raw.shape)
+            packed = BLOCK_FORMATS[name].packable(raw)
+            assert (packed.format, packed.shape) == ("INT8", raw.shape)
+            assert packed.parts["codes"].min() >= 1, "no level is -128"
+            expected = unpack(raw)
+            same = np.isfinite(expected)
+            assert same.all() == tame
+            np.testing.assert_array_equal(unpack(packed)[same], expected[same])
+            assert not np.isfinite(unpack(packed)[~same]).any()
 
 
 def test_the_types_below_4_bits_that_no_layout_holds_have_levels() -> None:
@@ -73,16 +76,17 @@ def test_the_types_below_4_bits_that_no_layout_holds_have_levels() -> None:
     assert set(LEVEL_FORMATS) == small - {"Q2_K", "Q3_K"}
 
 
-@pytest.mark.parametrize("name", sorted(BLOCK_FORMATS))
-def test_sizes_are_ggufs(name: str) -> None:
-    kind = BLOCK_FORMATS[name]
-    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == (
-        kind.block_values,
-        kind.block_bytes,
-    )
-    assert kind.row_bytes(3 * kind.block_values) == 3 * kind.block_bytes
-    with pytest.raises(ValueError, match=name):
-        kind.row_bytes(kind.block_values + 1)
+def test_sizes_are_ggufs(subtests: pytest.Subtests) -> None:
+    for name in sorted(BLOCK_FORMATS):
+        with subtests.test(name):
+            kind = BLOCK_FORMATS[name]
+            assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == (
+                kind.block_values,
+                kind.block_bytes,
+            )
+            assert kind.row_bytes(3 * kind.block_values) == 3 * kind.block_bytes
+            with pytest.raises(ValueError, match=name):
+                kind.row_bytes(kind.block_values + 1)
 
 
 def test_the_readers_types_are_ggufs() -> None:
@@ -91,41 +95,45 @@ def test_the_readers_types_are_ggufs() -> None:
     } == {number: (name, *block_size(name)) for number, name in TYPES.items()}
 
 
-@pytest.mark.parametrize("name", sorted(BLOCK_FORMATS))
-def test_unpack_equals_gguf_bit_for_bit(name: str) -> None:
-    raw = random_raw(name, rows=37, blocks_per_row=5, seed=1)
-    kind = gguf.GGMLQuantizationType[name]
-    with np.errstate(over="ignore"):
-        expected = gguf.quants.dequantize(raw.parts[BLOCKS], kind)
-    assert expected.shape == raw.shape
-    assert len(set(expected.flatten().tolist())) > 2
-    # Equal as numbers: zero may carry either sign.
-    np.testing.assert_array_equal(unpack(raw), expected)
-    half = as_plain(raw, "BF16").parts[VALUES].view(np.int16)
-    torch.testing.assert_close(
-        torch.from_numpy(half).view(torch.bfloat16),
-        torch.from_numpy(expected).bfloat16(),
-        rtol=0,
-        atol=0,
-        equal_nan=True,
-    )
+def test_unpack_equals_gguf_bit_for_bit(subtests: pytest.Subtests) -> None:
+    for name in sorted(BLOCK_FORMATS):
+        with subtests.test(name):
+            raw = random_raw(name, rows=37, blocks_per_row=5, seed=1)
+            kind = gguf.GGMLQuantizationType[name]
+            with np.errstate(over="ignore"):
+                expected = gguf.quants.dequantize(raw.parts[BLOCKS], kind)
+            assert expected.shape == raw.shape
+            assert len(set(expected.flatten().tolist())) > 2
+            # Equal as numbers: zero may carry either sign.
+            np.testing.assert_array_equal(unpack(raw), expected)
+            half = as_plain(raw, "BF16").parts[VALUES].view(np.int16)
+            torch.testing.assert_close(
+                torch.from_numpy(half).view(torch.bfloat16),
+                torch.from_numpy(expected).bfloat16(),
+                rtol=0,
+                atol=0,
+                equal_nan=True,
+            )
 
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
-@pytest.mark.parametrize("name", sorted(PLAIN))
-def test_plain_numbers_are_shared_or_rounded_once(name: str) -> None:
-    data = torch.randn(4, 6).to(DTYPES[name])
-    stored = data.view(torch.uint8).numpy().view(PLAIN[name])
-    raw = RawTensor({VALUES: stored}, name, (4, 6))
-    assert as_plain(raw, name) is raw
-    assert np.shares_memory(unpack(raw), stored) == (name == "F32")
-    assert np.array_equal(unpack(raw), data.float().numpy())
-    for other, dtype in DTYPES.items():
-        out = empty((4, 6), other)
-        unpack_into(raw, out, other)
-        assert torch.equal(torch.from_numpy(out.view(np.uint8)), data.to(dtype).view(torch.uint8))
+def test_plain_numbers_are_shared_or_rounded_once(subtests: pytest.Subtests) -> None:
+    for name in sorted(PLAIN):
+        with subtests.test(name):
+            data = torch.randn(4, 6).to(DTYPES[name])
+            stored = data.view(torch.uint8).numpy().view(PLAIN[name])
+            raw = RawTensor({VALUES: stored}, name, (4, 6))
+            assert as_plain(raw, name) is raw
+            assert np.shares_memory(unpack(raw), stored) == (name == "F32")
+            assert np.array_equal(unpack(raw), data.float().numpy())
+            for other, dtype in DTYPES.items():
+                out = empty((4, 6), other)
+                unpack_into(raw, out, other)
+                assert torch.equal(
+                    torch.from_numpy(out.view(np.uint8)), data.to(dtype).view(torch.uint8)
+                )
 
 
 def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import gguf
@@ -23,43 +24,44 @@ def test_every_type_can_be_quantized_to() -> None:
         assert name in formats()
 
 
-@pytest.mark.parametrize(
-    ("name", "type"),
-    [("q4", "q4_0"), ("Q8", "q8_0"), ("Q4_K", "q4k"), ("q4_k_m", "q4k"), ("q6_k", "q6k")]
-    + [(name, name) for name in TYPES],
-)
-def test_names(name: str, type: str) -> None:
-    assert find_type(name) == type
+def test_names(subtests: pytest.Subtests) -> None:
+    aliases = {"q4": "q4_0", "Q8": "q8_0", "Q4_K": "q4k", "q4_k_m": "q4k", "q6_k": "q6k"}
+    for name, type in {**aliases, **{name: name for name in TYPES}}.items():
+        with subtests.test(name):
+            assert find_type(name) == type
 
 
-@pytest.mark.parametrize("name", ["", "q4_k_s", "q6_k_m", "q1", "iq4_nl", "f16", "q4_2"])
-def test_names_that_are_not_known(name: str) -> None:
-    with pytest.raises(ValueError, match=r"not known; known: q4_0, q4_1, .*q6k$"):
-        find_type(name)
+def test_names_that_are_not_known(subtests: pytest.Subtests) -> None:
+    for name in ("", "q4_k_s", "q6_k_m", "q1", "iq4_nl", "f16", "q4_2"):
+        with (
+            subtests.test(name=name),
+            pytest.raises(ValueError, match=r"not known; known: q4_0, q4_1, .*q6k$"),
+        ):
+            find_type(name)
 
 
-@pytest.mark.parametrize("type", TYPES)
-@pytest.mark.parametrize("model", GOLDEN)
-def test_mixes_are_those_of_llama_cpp(model: str, type: str) -> None:
+def test_mixes_are_those_of_llama_cpp(subtests: pytest.Subtests) -> None:
     """The table is what llama-quantize says; tests/support/golden_mixes.py has the command."""
-    metadata, shapes, formats = GOLDEN[model].values()
-    num_layers = metadata[f"{metadata['general.architecture']}.block_count"]
-    expected = {
-        place: format
-        for name, runs in formats[type].items()
-        for place, format in in_layers(name, runs, num_layers)
-    }
-    stored = {
-        name: Layout("F32", tuple(shapes[kind]))
-        for kind in shapes
-        for name, _ in in_layers(kind, "0:F32", num_layers)
-        if name in expected  # leading layers have no experts
-    }
-    assert stored.keys() == expected.keys()
-    made = new_formats(type, metadata, stored)
-    assert {name: made.get(name, "F32") for name in stored} == expected
-    if type == "q4k":
-        assert "Q6_K" in expected.values()
+    for type, model in product(TYPES, GOLDEN):
+        with subtests.test(type=type, model=model):
+            metadata, shapes, formats = GOLDEN[model].values()
+            num_layers = metadata[f"{metadata['general.architecture']}.block_count"]
+            expected = {
+                place: format
+                for name, runs in formats[type].items()
+                for place, format in in_layers(name, runs, num_layers)
+            }
+            stored = {
+                name: Layout("F32", tuple(shapes[kind]))
+                for kind in shapes
+                for name, _ in in_layers(kind, "0:F32", num_layers)
+                if name in expected  # leading layers have no experts
+            }
+            assert stored.keys() == expected.keys()
+            made = new_formats(type, metadata, stored)
+            assert {name: made.get(name, "F32") for name in stored} == expected
+            if type == "q4k":
+                assert "Q6_K" in expected.values()
 
 
 def in_layers(name: str, runs: str, num_layers: int) -> Iterator[tuple[str, str]]:
@@ -72,9 +74,8 @@ def in_layers(name: str, runs: str, num_layers: int) -> Iterator[tuple[str, str]
             yield name.replace("{n}", str(n)), format
 
 
-@pytest.mark.parametrize(
-    ("name", "is_known"),
-    [
+def test_what_is_not_known_is_copied(subtests: pytest.Subtests) -> None:
+    for name, is_known in (
         ("attn_q", True),
         ("attn_qkv", True),
         ("ffn_gate_exps", True),
@@ -89,16 +90,15 @@ def in_layers(name: str, runs: str, num_layers: int) -> Iterator[tuple[str, str]
         ("per_layer_model_proj", False),
         ("shortconv.conv", False),
         ("indexer.attn_k", False),
-    ],
-)
-def test_what_is_not_known_is_copied(name: str, is_known: bool) -> None:
-    stored = {
-        f"blk.0.{name}.weight": Layout("F16", (8, 256)),
-        "blk.0.attn_k.weight": Layout("F16", (8, 256)),
-    }
-    made = new_formats("q4_0", {"general.architecture": "some"}, stored)
-    assert (f"blk.0.{name}.weight" in made) == is_known
-    assert "blk.0.attn_k.weight" in made
+    ):
+        with subtests.test(name=name, is_known=is_known):
+            stored = {
+                f"blk.0.{name}.weight": Layout("F16", (8, 256)),
+                "blk.0.attn_k.weight": Layout("F16", (8, 256)),
+            }
+            made = new_formats("q4_0", {"general.architecture": "some"}, stored)
+            assert (f"blk.0.{name}.weight" in made) == is_known
+            assert "blk.0.attn_k.weight" in made
 
 
 def test_rows_that_do_not_fit() -> None:

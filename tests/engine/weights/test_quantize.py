@@ -1,6 +1,8 @@
 """Quantizing: the formats of 32 values byte for byte as the gguf package does it, those of 256
 against the error that their number of bits allows."""
 
+from itertools import product
+
 import gguf
 import numpy as np
 import pytest
@@ -56,46 +58,50 @@ def awkward() -> NDArray[np.float32]:
     return rows
 
 
-@pytest.mark.parametrize("name", BY_GGUF)
-def test_formats_of_32_values_are_those_of_the_gguf_package(name: str) -> None:
-    values = np.concatenate([random_values(61, 256), awkward()])
-    with np.errstate(all="ignore"):  # of levels that mean nothing
-        theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name])
-    # Where the scale rounds to 0 the levels mean nothing.
-    meaning = np.abs(values).max(1) > 1e-20
-    ours = quantized(values, name)
-    assert meaning.sum() == len(values) - 3
-    np.testing.assert_array_equal(ours.parts[BLOCKS][meaning], theirs[meaning])
-    assert not unpack(ours)[~meaning].any()
+def test_formats_of_32_values_are_those_of_the_gguf_package(subtests: pytest.Subtests) -> None:
+    for name in BY_GGUF:
+        with subtests.test(name):
+            values = np.concatenate([random_values(61, 256), awkward()])
+            with np.errstate(all="ignore"):  # of levels that mean nothing
+                theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name])
+            # Where the scale rounds to 0 the levels mean nothing.
+            meaning = np.abs(values).max(1) > 1e-20
+            ours = quantized(values, name)
+            assert meaning.sum() == len(values) - 3
+            np.testing.assert_array_equal(ours.parts[BLOCKS][meaning], theirs[meaning])
+            assert not unpack(ours)[~meaning].any()
 
 
-@pytest.mark.parametrize("name", sorted(ERRORS))
-def test_the_error_of_the_formats_of_256_values(name: str) -> None:
-    values = random_values(64, 2048)
-    error = unpack(quantized(values, name)) - values
-    assert np.sqrt(np.mean(error**2)) <= ERRORS[name] * 0.02
+def test_the_error_of_the_formats_of_256_values(subtests: pytest.Subtests) -> None:
+    for name in sorted(ERRORS):
+        with subtests.test(name):
+            values = random_values(64, 2048)
+            error = unpack(quantized(values, name)) - values
+            assert np.sqrt(np.mean(error**2)) <= ERRORS[name] * 0.02
 
 
-@pytest.mark.parametrize("name", sorted(ERRORS))
-def test_awkward_values(name: str) -> None:
-    values = awkward()
-    found = unpack(quantized(values, name))
-    assert np.isfinite(found).all()
-    largest = np.abs(values).max(1)
-    coarse = 0.35 if name == "Q2_K" else 0.2
-    seen = largest > 1e-3
-    assert (np.abs(found - values).max(1)[seen] <= coarse * largest[seen]).all()
-    assert not found[0].any()
-    for row in (2, 3):  # equal values cost no more than the rounding of their scales
-        np.testing.assert_allclose(found[row], values[row], rtol=0.02)
+def test_awkward_values(subtests: pytest.Subtests) -> None:
+    for name in sorted(ERRORS):
+        with subtests.test(name):
+            values = awkward()
+            found = unpack(quantized(values, name))
+            assert np.isfinite(found).all()
+            largest = np.abs(values).max(1)
+            coarse = 0.35 if name == "Q2_K" else 0.2
+            seen = largest > 1e-3
+            assert (np.abs(found - values).max(1)[seen] <= coarse * largest[seen]).all()
+            assert not found[0].any()
+            for row in (2, 3):  # equal values cost no more than the rounding of their scales
+                np.testing.assert_allclose(found[row], values[row], rtol=0.02)
 
 
-@pytest.mark.parametrize("name", sorted(QUANTIZED))
-def test_quantizing_again_changes_no_more_than_rounding(name: str) -> None:
-    once = unpack(quantized(random_values(8, 512), name))
-    again = unpack(quantized(once, name))
-    first = np.abs(random_values(8, 512) - once).mean()
-    assert np.abs(again - once).mean() <= 0.5 * first
+def test_quantizing_again_changes_no_more_than_rounding(subtests: pytest.Subtests) -> None:
+    for name in sorted(QUANTIZED):
+        with subtests.test(name):
+            once = unpack(quantized(random_values(8, 512), name))
+            again = unpack(quantized(once, name))
+            first = np.abs(random_values(8, 512) - once).mean()
+            assert np.abs(again - once).mean() <= 0.5 * first
 
 
 @pytest.mark.parametrize("name", sorted(QUANTIZED))
@@ -123,25 +129,25 @@ def test_a_stack_is_quantized_by_its_rows() -> None:
         np.testing.assert_array_equal(stack.matrix(n).parts[BLOCKS], alone.parts[BLOCKS])
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, 65520.0, -1e30])
-@pytest.mark.parametrize("name", sorted(QUANTIZED))
-def test_values_that_no_scale_holds_are_refused(name: str, wrong: float) -> None:
-    values = random_values(2, 256)
-    values[1, 255] = wrong
-    with pytest.raises(ValueError, match=f"not finite, or too large for {name}"):
-        quantized(values, name)
+def test_values_that_no_scale_holds_are_refused(subtests: pytest.Subtests) -> None:
+    for wrong, name in product((np.nan, np.inf, -np.inf, 65520.0, -1e30), sorted(QUANTIZED)):
+        with subtests.test(wrong=wrong, name=name):
+            values = random_values(2, 256)
+            values[1, 255] = wrong
+            with pytest.raises(ValueError, match=f"not finite, or too large for {name}"):
+                quantized(values, name)
 
 
-@pytest.mark.parametrize("name", sorted(QUANTIZED))
-def test_a_row_is_a_whole_number_of_blocks(name: str) -> None:
-    with pytest.raises(ValueError, match=f"no multiple of {name}'s"):
-        quantized_empty((2, 250), name)
+def test_a_row_is_a_whole_number_of_blocks(subtests: pytest.Subtests) -> None:
+    for name in sorted(QUANTIZED):
+        with subtests.test(name), pytest.raises(ValueError, match=f"no multiple of {name}'s"):
+            quantized_empty((2, 250), name)
 
 
-@pytest.mark.parametrize(("noise", "name"), NEARLY_EQUAL)
-@pytest.mark.parametrize("value", [5.0, -5.0, 0.3, 100.0])
-def test_nearly_equal_values_stay_near(value: float, noise: float, name: str) -> None:
+def test_nearly_equal_values_stay_near(subtests: pytest.Subtests) -> None:
     """Of all but equal levels no line can be solved for."""
-    values = value * (1 + random_values(500, 256, scale=noise))
-    off = np.abs(unpack(quantized(values, name)) - values).max() / abs(value)
-    assert off < NEARLY_EQUAL[noise, name]
+    for (noise, name), value in product(NEARLY_EQUAL, (5.0, -5.0, 0.3, 100.0)):
+        with subtests.test(noise=noise, name=name, value=value):
+            values = value * (1 + random_values(500, 256, scale=noise))
+            off = np.abs(unpack(quantized(values, name)) - values).max() / abs(value)
+            assert off < NEARLY_EQUAL[noise, name]

@@ -83,60 +83,63 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}]}
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"model": None}, "model"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
-        (said(), "messages"),
-        (said({"type": "text"}), "messages[0].content[0].text"),
-        (said({"text": "x"}), "messages[0].content[0].type"),
-        (said({"type": "image", "source": {}}), "messages[0].content[0].type"),
-        (said({"type": "document"}), "messages[0].content[0].type"),
-        (said(USE), "messages[0].content[0].type"),
-        (said({**USE, "input": "{}"}, role="assistant"), "messages[0].content[0].input"),
-        (said({"type": "tool_result"}, role="assistant"), "messages[0].content[0].type"),
-        (said(USE, role="assistant"), "messages"),
-        (
-            said({"type": "tool_result", "tool_use_id": "c"}),
-            "messages[0].content[0].tool_use_id",
-        ),
-        ({"system": [{"type": "image"}]}, "system[0].type"),
-        ({"temperature": 1.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_k": 1.5}, "top_k"),
-        ({"stop_sequences": "x"}, "stop_sequences"),
-        ({"stop_sequences": [""]}, "stop_sequences[0]"),
-        ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-        ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name"),
-        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
-        ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
-        ({"tools": [{**TOOL, "input_schema": nested(40)}]}, "tools[0].input_schema"),
-        ({"tools": [{**TOOL, "input_schema": {"enum": [1] * 5000}}]}, "tools[0].input_schema"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
-        ({"output_config": {"effort": "huge", "format": SCHEMA}}, "output_config.effort"),
-    ],
-)
-async def test_a_wrong_field_is_named(make_http, fields, named):
+WRONG = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"model": None}, "model"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+    (said(), "messages"),
+    (said({"type": "text"}), "messages[0].content[0].text"),
+    (said({"text": "x"}), "messages[0].content[0].type"),
+    (said({"type": "image", "source": {}}), "messages[0].content[0].type"),
+    (said({"type": "document"}), "messages[0].content[0].type"),
+    (said(USE), "messages[0].content[0].type"),
+    (said({**USE, "input": "{}"}, role="assistant"), "messages[0].content[0].input"),
+    (said({"type": "tool_result"}, role="assistant"), "messages[0].content[0].type"),
+    (said(USE, role="assistant"), "messages"),
+    (
+        said({"type": "tool_result", "tool_use_id": "c"}),
+        "messages[0].content[0].tool_use_id",
+    ),
+    ({"system": [{"type": "image"}]}, "system[0].type"),
+    ({"temperature": 1.1}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"stop_sequences": "x"}, "stop_sequences"),
+    ({"stop_sequences": [""]}, "stop_sequences[0]"),
+    ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+    ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
+    ({"tools": [{**TOOL, "input_schema": nested(40)}]}, "tools[0].input_schema"),
+    ({"tools": [{**TOOL, "input_schema": {"enum": [1] * 5000}}]}, "tools[0].input_schema"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+    ({"output_config": {"effort": "huge", "format": SCHEMA}}, "output_config.effort"),
+]
+
+
+async def test_a_wrong_field_is_named(make_http, subtests):
     router = FakeRouter(saying("x"))
-    asked = {key: value for key, value in {**ASKED, **fields}.items() if value is not None}
-    message = check(await make_http(router, bounds=LARGE).post(URL, json=asked), 400)
-    assert message.startswith((f"{named}:", f"{named} "))
-    assert len(message) < 300
-    assert router.starts == []
+    client = make_http(router, bounds=LARGE)
+    for fields, named in WRONG:
+        with subtests.test(fields=fields):
+            router.starts.clear()
+            asked = {key: value for key, value in {**ASKED, **fields}.items() if value is not None}
+            message = check(await client.post(URL, json=asked), 400)
+            assert message.startswith((f"{named}:", f"{named} "))
+            assert len(message) < 300
+            assert router.starts == []
 
 
 async def test_what_another_provider_keeps_secret_is_left_out(make_http):

@@ -4,6 +4,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -107,16 +108,17 @@ def test_a_structure_that_is_too_large_stays_so() -> None:
     assert "values" in oversize(structure)
 
 
-@pytest.mark.parametrize("name", tool_parser_names())
-def test_a_named_function_is_the_only_one(name: str) -> None:
+def test_a_named_function_is_the_only_one(subtests: pytest.Subtests) -> None:
     use = ToolUse([WEATHER, CLOCK], "required", ("get_time",), parallel=False)
-    structure = tool_structure(tool_family(name), use)
-    assert structure is not None
-    (one,) = structure.value["structures"]
-    assert "get_time" in one["begin"]
-    assert "NAME" not in one["begin"]
-    assert structure.value["stop_after_first"]
-    assert all(one["begin"].startswith(t) for t in structure.value["triggers"])
+    for name in NAMES:
+        with subtests.test(name):
+            structure = tool_structure(tool_family(name), use)
+            assert structure is not None
+            (one,) = structure.value["structures"]
+            assert "get_time" in one["begin"]
+            assert "NAME" not in one["begin"]
+            assert structure.value["stop_after_first"]
+            assert all(one["begin"].startswith(t) for t in structure.value["triggers"])
 
 
 def test_strict_arguments_are_held_to_their_schema_in_a_free_choice() -> None:
@@ -250,30 +252,37 @@ def test_two_structures_are_refused() -> None:
     assert error.value.param == "response_format"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if tool_family(name).has_tags])
-@pytest.mark.parametrize("tool", [WEATHER, STRICT])
-def test_beside_tools_a_structure_leaves_room_for_calls(name: str, tool: Tool) -> None:
-    asked = RequestedSampling(structure=Structure("json_schema", SCHEMA, "response_format"))
-    use = ToolUse([tool, CLOCK])
-    family = tool_family(name)
-    found = shaped(asked, (family, THINK), use, "", continues=False)
-    assert found.structure_after == "</think>"
-    assert found.structure is not None
-    assert found.structure.param == "response_format"
-    text = '{"city": "<tool_call>"}'
-    form = answer_format((family, None), use, "", continues=False, inline=False, structured=True)
-    for answer in (text, TOOL_ANSWERS[name].call):
-        for pieces in ([answer], answer):
-            parser = form.parser()
-            assert parser is not None
-            content = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
-            assert text_of(content) == (text if answer is text else "")
-            assert len(calls_of(content)) == (answer is not text)
-    walked = Walk(compiler().compile(replace(found.structure, lead="")))
-    assert walked.take(text)
-    assert walked.may_end
-    called = Walk(compiler().compile(replace(found.structure, lead=""))).finish(random.Random(3))
-    assert json.loads(called) if called[0] == "{" else called.startswith(family.form.trigger)
+def test_beside_tools_a_structure_leaves_room_for_calls(subtests: pytest.Subtests) -> None:
+    tagged = [name for name in NAMES if tool_family(name).has_tags]
+    for name, tool in product(tagged, (WEATHER, STRICT)):
+        with subtests.test(name=name, strict=tool.strict):
+            asked = RequestedSampling(structure=Structure("json_schema", SCHEMA, "response_format"))
+            use = ToolUse([tool, CLOCK])
+            family = tool_family(name)
+            found = shaped(asked, (family, THINK), use, "", continues=False)
+            assert found.structure_after == "</think>"
+            assert found.structure is not None
+            assert found.structure.param == "response_format"
+            text = '{"city": "<tool_call>"}'
+            options = {"continues": False, "inline": False, "structured": True}
+            form = answer_format((family, None), use, "", **options)
+            for answer in (text, TOOL_ANSWERS[name].call):
+                for pieces in ([answer], answer):
+                    parser = form.parser()
+                    assert parser is not None
+                    content = [part for piece in pieces for part in parser.push(piece)]
+                    content += parser.finish()
+                    assert text_of(content) == (text if answer is text else "")
+                    assert len(calls_of(content)) == (answer is not text)
+            source = compiler().compile(replace(found.structure, lead=""))
+            walk = Walk(source)
+            assert walk.take(text)
+            assert walk.may_end
+            random_answer = Walk(source).finish(random.Random(3))
+            if random_answer[0] == "{":
+                assert json.loads(random_answer)
+            else:
+                assert random_answer.startswith(family.form.trigger)
 
 
 @pytest.mark.parametrize("kind", ["json_object", "structural_tag"])

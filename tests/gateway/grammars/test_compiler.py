@@ -2,6 +2,7 @@
 
 import random
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -35,30 +36,31 @@ def error_of(kind: Any, value: Any, **options: Any) -> TextError:
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "right", "wrong"),
-    [
-        ("json_schema", ONE, ['{"a": true, "b": [null]}'], ['{"a": 1, "b": []}', '{"b": []}']),
-        ("json_schema", True, ['"x"', "[1, {}]"], ["x"]),
-        ("json_object", None, ['{"x": [1, {"y": null}]}', "{}"], ["[]", '"x"', "{x: 1}"]),
-        ("regex", r"a/b\/\d{2}[/]", ["a/b/12/"], ["a/b/1/", "xa/b/12/"]),
-        ("regex", "^(yes|no)$", ["yes", "no"], ["maybe", "yes "]),
-        ("regex", "^a|b$", ["a", "b"], ["ab", "c"]),
-        ("regex", r"cost\$", ["cost$"], ["cost"]),
-        ("regex", "a\nb\\\n", ["a\nb\n"], ["ab", "a\nb\\n"]),
-        ("choice", ['sa"y', "é\\", "a\nb"], ['sa"y', "é\\", "a\nb"], ["say", "sa"]),
-        ("lark", 'start: "a" b*\nb: "(" b ")" | "x"', ["a", "a(x)x"], ["b", "a(x"]),
-        ("grammar", 'start: "::= "', ["::= "], ["x"]),
-        ("grammar", 'root ::= "a" item*\nitem ::= "(" item ")" | [x-z]', ["a(y)z"], ["a(y", "w"]),
-        ("grammar", 'root ::= "\\u0041" [\\u0042-\\u0044a\\-]{2}', ["AC-", "ABa"], ["A+a", "AC"]),
-        ("grammar", 'my-rule ::= "b"\nroot ::= ("a" | my-rule) # or', ["a", "b"], ["ab"]),
-    ],
-)
-def test_an_answer_is_what_the_structure_says(kind, value, right, wrong):
-    for text in right:
-        assert takes(kind, value, text), text
-    for text in wrong:
-        assert not takes(kind, value, text), text
+STRUCTURES = [
+    ("json_schema", ONE, ['{"a": true, "b": [null]}'], ['{"a": 1, "b": []}', '{"b": []}']),
+    ("json_schema", True, ['"x"', "[1, {}]"], ["x"]),
+    ("json_object", None, ['{"x": [1, {"y": null}]}', "{}"], ["[]", '"x"', "{x: 1}"]),
+    ("regex", r"a/b\/\d{2}[/]", ["a/b/12/"], ["a/b/1/", "xa/b/12/"]),
+    ("regex", "^(yes|no)$", ["yes", "no"], ["maybe", "yes "]),
+    ("regex", "^a|b$", ["a", "b"], ["ab", "c"]),
+    ("regex", r"cost\$", ["cost$"], ["cost"]),
+    ("regex", "a\nb\\\n", ["a\nb\n"], ["ab", "a\nb\\n"]),
+    ("choice", ['sa"y', "é\\", "a\nb"], ['sa"y', "é\\", "a\nb"], ["say", "sa"]),
+    ("lark", 'start: "a" b*\nb: "(" b ")" | "x"', ["a", "a(x)x"], ["b", "a(x"]),
+    ("grammar", 'start: "::= "', ["::= "], ["x"]),
+    ("grammar", 'root ::= "a" item*\nitem ::= "(" item ")" | [x-z]', ["a(y)z"], ["a(y", "w"]),
+    ("grammar", 'root ::= "\\u0041" [\\u0042-\\u0044a\\-]{2}', ["AC-", "ABa"], ["A+a", "AC"]),
+    ("grammar", 'my-rule ::= "b"\nroot ::= ("a" | my-rule) # or', ["a", "b"], ["ab"]),
+]
+
+
+def test_an_answer_is_what_the_structure_says(subtests):
+    for kind, value, right, wrong in STRUCTURES:
+        with subtests.test(kind=kind, value=value):
+            for text in right:
+                assert takes(kind, value, text), text
+            for text in wrong:
+                assert not takes(kind, value, text), text
 
 
 def test_json_has_few_spaces_between_its_tokens() -> None:
@@ -96,44 +98,45 @@ NOT_ENFORCED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("schema", "place", "named"), NOT_ENFORCED)
-def test_what_cannot_be_enforced_is_named_or_binds_nothing(schema, place, named):
-    error = error_of("json_schema", schema)
-    assert error.param == "field"
-    assert str(error).startswith(f"field: at {place}: ")
-    assert named in str(error)
-    compiler().compile(Structure("json_schema", schema, "field", lenient=True))
+def test_what_cannot_be_enforced_is_named_or_binds_nothing(subtests):
+    for schema, place, named in NOT_ENFORCED:
+        with subtests.test(schema=schema):
+            error = error_of("json_schema", schema)
+            assert error.param == "field"
+            assert str(error).startswith(f"field: at {place}: ")
+            assert named in str(error)
+            compiler().compile(Structure("json_schema", schema, "field", lenient=True))
 
 
-@pytest.mark.parametrize("lenient", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "value", "said"),
-    [
-        ("json_schema", False, "must be an object"),
-        ("json_schema", {"type": "strin"}, "strin"),
-        ("json_schema", {"$ref": "#/$defs/none"}, "does not exist"),
-        ("json_schema", {"$ref": "http://example.com/s"}, "not present"),
-        ("json_schema", {"$ref": "#"}, "no text matches"),
-        ("json_schema", {"type": "string", "pattern": "(?=a)b"}, "look-around"),
-        ("json_schema", {"type": "string", "minLength": 5, "maxLength": 3}, "Unsatisfiable"),
-        ("json_schema", {"enum": []}, "Unsatisfiable"),
-        ("json_schema", {"type": "string", "pattern": "\ud800"}, "not valid Unicode"),
-        ("regex", "(a", "unclosed group"),
-        ("regex", "(^a|b$)c", "lookarounds"),
-        ("choice", ["\ud800"], "error parsing"),
-        ("lark", "start: nothing", "unknown name"),
-        ("lark", 'start: "' + "é" * (MAX_GRAMMAR_BYTES // 2) + '"', "too large"),
-        ("grammar", "hello", "Expected"),
-        ("grammar", 'top ::= "x"', "No 'root' rule"),
-        ("grammar", "root ::= " + "(" * 9999, "nested too deeply"),
-        ("grammar", 'root ::= "\\', "not valid GBNF"),
-    ],
-)
-def test_what_is_wrong_is_said(kind, value, said, lenient):
-    error = error_of(kind, value, lenient=lenient)
-    assert said in str(error)
-    assert "field" in str(error)
-    assert error.param == "field"
+WRONG = [
+    ("json_schema", False, "must be an object"),
+    ("json_schema", {"type": "strin"}, "strin"),
+    ("json_schema", {"$ref": "#/$defs/none"}, "does not exist"),
+    ("json_schema", {"$ref": "http://example.com/s"}, "not present"),
+    ("json_schema", {"$ref": "#"}, "no text matches"),
+    ("json_schema", {"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ("json_schema", {"type": "string", "minLength": 5, "maxLength": 3}, "Unsatisfiable"),
+    ("json_schema", {"enum": []}, "Unsatisfiable"),
+    ("json_schema", {"type": "string", "pattern": "\ud800"}, "not valid Unicode"),
+    ("regex", "(a", "unclosed group"),
+    ("regex", "(^a|b$)c", "lookarounds"),
+    ("choice", ["\ud800"], "error parsing"),
+    ("lark", "start: nothing", "unknown name"),
+    ("lark", 'start: "' + "é" * (MAX_GRAMMAR_BYTES // 2) + '"', "too large"),
+    ("grammar", "hello", "Expected"),
+    ("grammar", 'top ::= "x"', "No 'root' rule"),
+    ("grammar", "root ::= " + "(" * 9999, "nested too deeply"),
+    ("grammar", 'root ::= "\\', "not valid GBNF"),
+]
+
+
+def test_what_is_wrong_is_said(subtests):
+    for (kind, value, said), lenient in product(WRONG, (False, True)):
+        with subtests.test(kind=kind, said=said, lenient=lenient):
+            error = error_of(kind, value, lenient=lenient)
+            assert said in str(error)
+            assert "field" in str(error)
+            assert error.param == "field"
 
 
 TAG = {
@@ -164,21 +167,22 @@ def test_a_tag_s_special_tokens_are_tokens() -> None:
     assert found.ids.count(special) == 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "text"),
-    [
-        ("json_schema", ONE, '{"a": true, "b": [null]}'), ("regex", "a|b", "b"),
-        ("lark", 'start: "a" b*\nb: "(" b ")" | "x"', "a(x)x"), ("choice", ["yes", "no"], "no"),
-        ("grammar", 'root ::= "a" item*\nitem ::= "x"', "axx"),
-        ("structural_tag", TAG, "say <f=two>7</f> and <|im_start|>three null<|im_start|>"),
-    ],
-)  # fmt: skip
-def test_a_lead_stands_before_the_form(kind: Any, value: Any, text: str) -> None:
+FORMS = [
+    ("json_schema", ONE, '{"a": true, "b": [null]}'), ("regex", "a|b", "b"),
+    ("lark", 'start: "a" b*\nb: "(" b ")" | "x"', "a(x)x"), ("choice", ["yes", "no"], "no"),
+    ("grammar", 'root ::= "a" item*\nitem ::= "x"', "axx"),
+    ("structural_tag", TAG, "say <f=two>7</f> and <|im_start|>three null<|im_start|>"),
+]  # fmt: skip
+
+
+def test_a_lead_stands_before_the_form(subtests: pytest.Subtests) -> None:
     lead = "<|im_start|>so"
-    assert takes(kind, value, lead + text, lead=lead)
-    assert walk(kind, value, lead=lead).take(lead)
-    assert not walk(kind, value, lead=lead).take(text)
-    assert not takes(kind, value, lead, lead=lead) or takes(kind, value, "")
+    for kind, value, text in FORMS:
+        with subtests.test(kind):
+            assert takes(kind, value, lead + text, lead=lead)
+            assert walk(kind, value, lead=lead).take(lead)
+            assert not walk(kind, value, lead=lead).take(text)
+            assert not takes(kind, value, lead, lead=lead) or takes(kind, value, "")
 
 
 def test_free_text_has_special_tokens_that_trigger_nothing() -> None:
@@ -240,27 +244,27 @@ def test_an_answer_may_have_nothing_but_tags_or_end_with_one() -> None:
     ))  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "other", "text", "wrong"),
-    [
-        ("json_schema", ONE, '{"a": true, "b": [null]}', '{"a": 1'),
-        ("json_object", None, "{}", "["), ("regex", "<f=.", "<f=x", "<g"),
-        ("choice", ["yes", "no"], "no", "na"), ("lark", 'start: "a" b*\nb: "x"', "axx", "ay"),
-        ("grammar", 'root ::= "a" item*\nitem ::= "x"', "axx", "ay"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("lead", ["", "<|im_start|>so"])
-def test_a_text_may_have_another_form_instead_of_tags(kind, other, text, wrong, lead):
-    fields = {"kind": kind, "value": other, "param": "text.format"}
-    value = {**TAG, "required": True, "or": fields}
-    for one in (text, "<f=two>7</f>", "<f=two>7</f>\n<|im_start|>three null<|im_start|>"):
-        assert takes("structural_tag", value, lead + one, lead=lead), one
-    for one in (wrong, text + " <f=two>7</f>", "so", "<f=two>x"):
-        assert not takes("structural_tag", value, lead + one, lead=lead), one
-    once = {**value, "stop_after_first": True}
-    assert takes("structural_tag", once, "<f=two>7</f>")
-    assert takes("structural_tag", once, text)
-    assert not takes("structural_tag", once, "<f=two>7</f><f=two>7</f>")
+OTHER_FORMS = [
+    ("json_schema", ONE, '{"a": true, "b": [null]}', '{"a": 1'),
+    ("json_object", None, "{}", "["), ("regex", "<f=.", "<f=x", "<g"),
+    ("choice", ["yes", "no"], "no", "na"), ("lark", 'start: "a" b*\nb: "x"', "axx", "ay"),
+    ("grammar", 'root ::= "a" item*\nitem ::= "x"', "axx", "ay"),
+]  # fmt: skip
+
+
+def test_a_text_may_have_another_form_instead_of_tags(subtests):
+    for (kind, other, text, wrong), lead in product(OTHER_FORMS, ("", "<|im_start|>so")):
+        with subtests.test(kind=kind, lead=lead):
+            fields = {"kind": kind, "value": other, "param": "text.format"}
+            value = {**TAG, "required": True, "or": fields}
+            for one in (text, "<f=two>7</f>", "<f=two>7</f>\n<|im_start|>three null<|im_start|>"):
+                assert takes("structural_tag", value, lead + one, lead=lead), one
+            for one in (wrong, text + " <f=two>7</f>", "so", "<f=two>x"):
+                assert not takes("structural_tag", value, lead + one, lead=lead), one
+            once = {**value, "stop_after_first": True}
+            assert takes("structural_tag", once, "<f=two>7</f>")
+            assert takes("structural_tag", once, text)
+            assert not takes("structural_tag", once, "<f=two>7</f><f=two>7</f>")
 
 
 def test_what_is_wrong_of_the_other_form_is_named() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from itertools import product
 
 import pytest
 from fake_router import FakeRouter, saying, served
@@ -10,174 +11,183 @@ from http_errors import CHAT, HI, JSON, PLAIN, check
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", 2.1),
-        ("temperature", "1"),
-        ("temperature", True),
-        ("temperature", []),
-        ("top_p", 0),
-        ("top_p", 1.5),
-        ("top_k", -2),
-        ("top_k", 1.5),
-        ("top_k", 2**31),
-        ("min_p", -1),
-        ("min_p", 1.01),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", -1),
-        ("repetition_penalty", 11),
-        ("presence_penalty", 3),
-        ("frequency_penalty", -3),
-        ("n", 0),
-        ("n", 129),
-        ("n", "2"),
-        ("n", True),
-        ("n", 1.0),
-        ("seed", 2**63),
-        ("seed", -(2**63) - 1),
-        ("seed", "a"),
-        ("seed", 10**400),
-        ("temperature", 10**400),
-        ("n", 10**400),
-        ("min_tokens", 10**400),
-        ("stop_token_ids", [10**400]),
-        ("logit_bias", {"1": 10**400}),
-        ("max_tokens", 0),
-        ("max_tokens", -5),
-        ("max_completion_tokens", 0),
-        ("min_tokens", -1),
-        ("min_tokens", 10**6),
-        ("logit_bias", {"1": 101}),
-        ("logit_bias", {"x": 1}),
-        ("logit_bias", {"99999": 1}),
-        ("logit_bias", {"-1": 1}),
-        ("logit_bias", {str(i): 0 for i in range(1025)}),
-        ("stop", [""]),
-        ("stop", ["x"] * 17),
-        ("stop", "x" * 257),
-        ("stop", [1]),
-        ("stop", 5),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", [10**7]),
-        ("stop_token_ids", [0] * 129),
-        ("top_logprobs", 3),  # without logprobs
-        ("logprobs", 1),  # chat: a boolean
-        ("stream", "yes"),
-        ("messages", []),
-        ("messages", "hi"),
-        ("ignore_eos", 1),
-        ("cache_salt", "x" * 257),
-        ("cache_salt", ""),
-        ("priority", 2**31),
-        ("priority", -(2**31) - 1),
-        ("priority", 1.5),
-        ("priority", True),
-        ("prompt_token_ids", [1, 2]),
-        ("reasoning_effort", "much"),
-        ("chat_template_kwargs", {"enable_thinking": [1]}),
-        ("chat_template_kwargs", {str(i): 0 for i in range(33)}),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-async def test_wrong_types_and_ranges(make_http, field, value):
+WRONG_VALUES = [
+    ("temperature", -0.1),
+    ("temperature", 2.1),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("temperature", []),
+    ("top_p", 0),
+    ("top_p", 1.5),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("top_k", 2**31),
+    ("min_p", -1),
+    ("min_p", 1.01),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1),
+    ("repetition_penalty", 11),
+    ("presence_penalty", 3),
+    ("frequency_penalty", -3),
+    ("n", 0),
+    ("n", 129),
+    ("n", "2"),
+    ("n", True),
+    ("n", 1.0),
+    ("seed", 2**63),
+    ("seed", -(2**63) - 1),
+    ("seed", "a"),
+    ("seed", 10**400),
+    ("temperature", 10**400),
+    ("n", 10**400),
+    ("min_tokens", 10**400),
+    ("stop_token_ids", [10**400]),
+    ("logit_bias", {"1": 10**400}),
+    ("max_tokens", 0),
+    ("max_tokens", -5),
+    ("max_completion_tokens", 0),
+    ("min_tokens", -1),
+    ("min_tokens", 10**6),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"99999": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {str(i): 0 for i in range(1025)}),
+    ("stop", [""]),
+    ("stop", ["x"] * 17),
+    ("stop", "x" * 257),
+    ("stop", [1]),
+    ("stop", 5),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [10**7]),
+    ("stop_token_ids", [0] * 129),
+    ("top_logprobs", 3),  # without logprobs
+    ("logprobs", 1),  # chat: a boolean
+    ("stream", "yes"),
+    ("messages", []),
+    ("messages", "hi"),
+    ("ignore_eos", 1),
+    ("cache_salt", "x" * 257),
+    ("cache_salt", ""),
+    ("priority", 2**31),
+    ("priority", -(2**31) - 1),
+    ("priority", 1.5),
+    ("priority", True),
+    ("prompt_token_ids", [1, 2]),
+    ("reasoning_effort", "much"),
+    ("chat_template_kwargs", {"enable_thinking": [1]}),
+    ("chat_template_kwargs", {str(i): 0 for i in range(33)}),
+]
+
+
+async def test_wrong_types_and_ranges(make_http, subtests):
     router = FakeRouter(saying("hello"))
-    reply = await make_http(router).post(CHAT, json={"model": "tiny", "messages": HI, field: value})
-    param = reply.json()["error"]["param"]
-    check(reply, 400, param)
-    assert param.split(".")[0].split("[")[0] == field
-    assert router.starts == []
+    client = make_http(router)
+    for field, value in WRONG_VALUES:
+        with subtests.test(field=field, value=value):
+            router.starts.clear()
+            body = {"model": "tiny", "messages": HI, field: value}
+            reply = await client.post(CHAT, json=body)
+            param = reply.json()["error"]["param"]
+            check(reply, 400, param)
+            assert param.split(".")[0].split("[")[0] == field
+            assert router.starts == []
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        ({"messages": [*HI, {"role": "wizard", "content": "x"}]}, "messages[1].role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].type",
-        ),
-        ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"messages": HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        ({"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"messages": HI, "response_format": {"type": "grammar"}}, "response_format.type"),
-        ({"messages": HI, "functions": [{}]}, "functions"),
-        ({"messages": HI, "modalities": ["audio"]}, "modalities"),
-        ({"messages": HI, "chat_template": "x"}, "chat_template"),
-        ({"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
-    ],
-)
-async def test_chat_bodies(make_http, body, param):
-    check(await make_http(saying("x")).post(CHAT, json={"model": "tiny", **body}), 400, param)
+WRONG_CHATS = [
+    ({}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [*HI, {"role": "wizard", "content": "x"}]}, "messages[1].role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
+    ),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": HI, "min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"messages": HI, "response_format": {"type": "grammar"}}, "response_format.type"),
+    ({"messages": HI, "functions": [{}]}, "functions"),
+    ({"messages": HI, "modalities": ["audio"]}, "modalities"),
+    ({"messages": HI, "chat_template": "x"}, "chat_template"),
+    ({"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
+]
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": ["a", 1]}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt"),
-        ({"prompt": [True]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": [10**6]}, "prompt"),
-        ({"prompt": [10**400]}, "prompt"),
-        ({"prompt": {"a": 1}}, "prompt"),
-        ({"prompt": ["a"] * 129}, "prompt"),
-        ({"prompt": ["a"] * 128, "n": 5}, "n"),
-        ({"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
-        ({"prompt": "a", "best_of": 129}, "best_of"),
-        ({"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
-        ({"prompt": "a", "logprobs": 21}, "logprobs"),
-        ({"prompt": "a", "logprobs": True}, "logprobs"),
-        ({"prompt": "a", "suffix": "b"}, "suffix"),
-        ({"prompt": None, "prompt_token_ids": None}, "prompt"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt_token_ids"),
-        ({"prompt_token_ids": "a"}, "prompt_token_ids"),
-        ({"prompt_token_ids": ["a"]}, "prompt_token_ids"),
-        ({"prompt_token_ids": []}, "prompt_token_ids"),
-        ({"prompt_token_ids": [[1], []]}, "prompt_token_ids"),
-        ({"prompt_token_ids": [[1]] * 129}, "prompt_token_ids"),
-        ({"prompt_token_ids": [10**6]}, "prompt_token_ids"),
-        ({"prompt_token_ids": [[1], [-1]]}, "prompt_token_ids"),
-        ({"prompt_token_ids": [10**6], "echo": True}, "prompt_token_ids"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "a", "echo": "yes"}, "echo"),
-        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": "a", "stream_options": {}, "stream": False}, "stream_options"),
-        ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"prompt": "a", "truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
-    ],
-)
-async def test_plain_bodies(make_http, body, param):
-    check(await make_http(saying("x")).post(PLAIN, json={"model": "tiny", **body}), 400, param)
+async def test_chat_bodies(make_http, subtests):
+    client = make_http(saying("x"))
+    for body, param in WRONG_CHATS:
+        with subtests.test(body=body):
+            check(await client.post(CHAT, json={"model": "tiny", **body}), 400, param)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'{"model": "tiny",}',
-        b'{"temperature": NaN}',
-        b'{"temperature": Infinity}',
-        b"\xff\xfe",
-        b'{"a": "\\ud800"}',
-        b"[" * 3000,
-        b'{"a":' * 1000 + b"1" + b"}" * 1000,
-    ],
-)
-async def test_malformed_json(make_http, data):
-    check(await make_http(saying("x")).post(CHAT, content=data, headers=JSON), 400)
+WRONG_COMPLETIONS = [
+    ({}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [10**6]}, "prompt"),
+    ({"prompt": [10**400]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"prompt": ["a"] * 128, "n": 5}, "n"),
+    ({"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
+    ({"prompt": "a", "best_of": 129}, "best_of"),
+    ({"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "logprobs": True}, "logprobs"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"prompt": None, "prompt_token_ids": None}, "prompt"),
+    ({"prompt": "a", "prompt_token_ids": [1]}, "prompt_token_ids"),
+    ({"prompt_token_ids": "a"}, "prompt_token_ids"),
+    ({"prompt_token_ids": ["a"]}, "prompt_token_ids"),
+    ({"prompt_token_ids": []}, "prompt_token_ids"),
+    ({"prompt_token_ids": [[1], []]}, "prompt_token_ids"),
+    ({"prompt_token_ids": [[1]] * 129}, "prompt_token_ids"),
+    ({"prompt_token_ids": [10**6]}, "prompt_token_ids"),
+    ({"prompt_token_ids": [[1], [-1]]}, "prompt_token_ids"),
+    ({"prompt_token_ids": [10**6], "echo": True}, "prompt_token_ids"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "echo": "yes"}, "echo"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "a", "stream_options": {}, "stream": False}, "stream_options"),
+    ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"prompt": "a", "truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
+]
+
+
+async def test_plain_bodies(make_http, subtests):
+    client = make_http(saying("x"))
+    for body, param in WRONG_COMPLETIONS:
+        with subtests.test(body=body):
+            check(await client.post(PLAIN, json={"model": "tiny", **body}), 400, param)
+
+
+MALFORMED = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"model": "tiny",}',
+    b'{"temperature": NaN}',
+    b'{"temperature": Infinity}',
+    b"\xff\xfe",
+    b'{"a": "\\ud800"}',
+    b"[" * 3000,
+    b'{"a":' * 1000 + b"1" + b"}" * 1000,
+]
+
+
+async def test_malformed_json(make_http, subtests):
+    client = make_http(saying("x"))
+    for data in MALFORMED:
+        with subtests.test(data=data):
+            check(await client.post(CHAT, content=data, headers=JSON), 400)
 
 
 async def test_a_number_too_large_for_a_float(make_http):
@@ -217,14 +227,17 @@ async def test_a_long_model_name_is_cut(make_http, caplog):
     assert max(map(len, caplog.messages)) < 1000
 
 
-@pytest.mark.parametrize("body", [{}, {"model": ""}, {"model": None}, {"model": "", "n": 0}])
-@pytest.mark.parametrize("url", [CHAT, PLAIN])
-async def test_a_model_must_be_named(make_http, url, body):
+async def test_a_model_must_be_named(make_http, subtests):
     router = FakeRouter(saying("x"))
-    asked = {"messages": HI} if url == CHAT else {"prompt": "a"}
-    error = check(await make_http(router).post(url, json=asked | body), 400, "model")
-    assert error["message"] == "you must provide a model parameter"
-    assert router.starts == []
+    client = make_http(router)
+    unnamed = {}, {"model": ""}, {"model": None}, {"model": "", "n": 0}
+    for url, body in product((CHAT, PLAIN), unnamed):
+        with subtests.test(url=url, body=body):
+            router.starts.clear()
+            asked = {"messages": HI} if url == CHAT else {"prompt": "a"}
+            error = check(await client.post(url, json=asked | body), 400, "model")
+            assert error["message"] == "you must provide a model parameter"
+            assert router.starts == []
 
 
 @pytest.mark.parametrize(
@@ -270,25 +283,27 @@ async def test_a_model_without_template_still_completes(make_http):
     ).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("url", "body", "param"),
-    [
-        (CHAT, {"messages": [{"role": "user", "content": "a b " * 400}]}, "messages"),
-        (CHAT, {"messages": HI, "max_tokens": 512}, "max_tokens"),
-        (CHAT, {"messages": HI, "max_completion_tokens": 512}, "max_completion_tokens"),
-        (CHAT, {"messages": HI, "max_tokens": 10**400}, "max_tokens"),
-        (CHAT, {"messages": [{"role": "user", "content": " " * 40_000}]}, "messages"),
-        (PLAIN, {"prompt": "a b " * 400}, "prompt"),
-        (PLAIN, {"prompt": [1] * 512}, "prompt"),
-        (PLAIN, {"prompt": [1] * 500, "max_tokens": 13}, "max_tokens"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-async def test_too_long_for_the_context(make_http, url, body, param):
+TOO_LONG = [
+    (CHAT, {"messages": [{"role": "user", "content": "a b " * 400}]}, "messages"),
+    (CHAT, {"messages": HI, "max_tokens": 512}, "max_tokens"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 512}, "max_completion_tokens"),
+    (CHAT, {"messages": HI, "max_tokens": 10**400}, "max_tokens"),
+    (CHAT, {"messages": [{"role": "user", "content": " " * 40_000}]}, "messages"),
+    (PLAIN, {"prompt": "a b " * 400}, "prompt"),
+    (PLAIN, {"prompt": [1] * 512}, "prompt"),
+    (PLAIN, {"prompt": [1] * 500, "max_tokens": 13}, "max_tokens"),
+]
+
+
+async def test_too_long_for_the_context(make_http, subtests):
     router = FakeRouter(saying("x"))
-    reply = await make_http(router).post(url, json={"model": "tiny", **body})
-    check(reply, 400, param, "context_length_exceeded")
-    assert router.starts == []
+    client = make_http(router)
+    for url, body, param in TOO_LONG:
+        with subtests.test(url=url, body=body):
+            router.starts.clear()
+            reply = await client.post(url, json={"model": "tiny", **body})
+            check(reply, 400, param, "context_length_exceeded")
+            assert router.starts == []
 
 
 async def test_the_whole_context_can_be_used(make_http):
@@ -322,19 +337,22 @@ async def test_unknown_routes_and_methods(make_http):
     check(await client.delete("/v1/models"), 405, code="method_not_allowed")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("chat_template", "{{ 1 }}"),
-        ("guided_decoding_backend", "outlines"),
-        ("guided_whitespace_pattern", " *"),
-        ("stop_regex", "(a+)+b"),
-    ],
-)
-async def test_what_is_not_supported_is_refused(make_http, field, value):
+NOT_SUPPORTED = [
+    ("chat_template", "{{ 1 }}"),
+    ("guided_decoding_backend", "outlines"),
+    ("guided_whitespace_pattern", " *"),
+    ("stop_regex", "(a+)+b"),
+]
+
+
+async def test_what_is_not_supported_is_refused(make_http, subtests):
     client = make_http(saying("x"))
-    check(await client.post(CHAT, json={"model": "tiny", "messages": HI, field: value}), 400, field)
-    check(await client.post(PLAIN, json={"model": "tiny", "prompt": "a", field: value}), 400, field)
+    for field, value in NOT_SUPPORTED:
+        with subtests.test(field):
+            chat = {"model": "tiny", "messages": HI, field: value}
+            check(await client.post(CHAT, json=chat), 400, field)
+            plain = {"model": "tiny", "prompt": "a", field: value}
+            check(await client.post(PLAIN, json=plain), 400, field)
 
 
 async def test_a_name_of_a_field_is_cut(make_http):

@@ -48,38 +48,39 @@ def test_secrets_are_not_in_the_repr() -> None:
     assert SECRET not in repr(server) + repr(web)
 
 
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [
-        (b"{", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        (b"[]", "it: "),
-        (b"{}", "mcpServers is missing"),
-        (b'{"mcpServers": {}, "inputs": []}', "unknown key inputs"),
-        (of(a={"command": "x", "autoaprove": [SECRET]}), "unknown key mcpServers.a.autoaprove"),
-        (of(a={}), "mcpServers.a needs either a command or a url"),
-        (of(a={"command": "x", "url": "http://a"}), "either a command or a url"),
-        (of(a={"command": "x", "headers": {"a": SECRET}}), "mcpServers.a.headers is for"),
-        (of(a={"url": "http://a", "env": {"A": SECRET}}), "mcpServers.a.env is for"),
-        (of(a={"url": f"ftp://{SECRET}"}), "mcpServers.a.url must be http"),
-        (of(a={"url": f"http://[{SECRET}"}), "mcpServers.a.url must be http"),
-        (of(a={"command": "x", "type": "sse"}), "mcpServers.a.type: "),
-        (of(a={"command": "x", "type": "http"}), "mcpServers.a.type contradicts its command"),
-        (of(a={"command": "x", "args": SECRET}), "mcpServers.a.args: "),
-        (of(a={"command": "x", "env": {"A": 1}}), "mcpServers.a.env.A: "),
-        (of(a={"command": "x", "env": {"A=B": SECRET}}), "mcpServers.a.env.'A=B' is no variable"),
-        (of(a={"url": "http://a", "headers": {"A": f"{SECRET}\n"}}), "headers.'A' is no header"),
-        (of(a={"command": "x\0"}), "must not have a NUL"),
-        (of(a={"command": "x", "timeout": 0}), "mcpServers.a.timeout: "),
-        (of(**{f"s{i}": {"command": "x"} for i in range(65)}), "at most 64"),
-        (of(a={"command": "x" * (1 << 20)}), "more than 1048576 bytes"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_named(content: bytes, error: str) -> None:
-    with pytest.raises(ValueError, match=r".") as caught:
-        servers_of(content)
-    assert error in str(caught.value)
-    assert SECRET not in str(caught.value)
+WRONG = [
+    (b"{", "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+    (b"[]", "it: "),
+    (b"{}", "mcpServers is missing"),
+    (b'{"mcpServers": {}, "inputs": []}', "unknown key inputs"),
+    (of(a={"command": "x", "autoaprove": [SECRET]}), "unknown key mcpServers.a.autoaprove"),
+    (of(a={}), "mcpServers.a needs either a command or a url"),
+    (of(a={"command": "x", "url": "http://a"}), "either a command or a url"),
+    (of(a={"command": "x", "headers": {"a": SECRET}}), "mcpServers.a.headers is for"),
+    (of(a={"url": "http://a", "env": {"A": SECRET}}), "mcpServers.a.env is for"),
+    (of(a={"url": f"ftp://{SECRET}"}), "mcpServers.a.url must be http"),
+    (of(a={"url": f"http://[{SECRET}"}), "mcpServers.a.url must be http"),
+    (of(a={"command": "x", "type": "sse"}), "mcpServers.a.type: "),
+    (of(a={"command": "x", "type": "http"}), "mcpServers.a.type contradicts its command"),
+    (of(a={"command": "x", "args": SECRET}), "mcpServers.a.args: "),
+    (of(a={"command": "x", "env": {"A": 1}}), "mcpServers.a.env.A: "),
+    (of(a={"command": "x", "env": {"A=B": SECRET}}), "mcpServers.a.env.'A=B' is no variable"),
+    (of(a={"url": "http://a", "headers": {"A": f"{SECRET}\n"}}), "headers.'A' is no header"),
+    (of(a={"command": "x\0"}), "must not have a NUL"),
+    (of(a={"command": "x", "timeout": 0}), "mcpServers.a.timeout: "),
+    (of(**{f"s{i}": {"command": "x"} for i in range(65)}), "at most 64"),
+    (of(a={"command": "x" * (1 << 20)}), "more than 1048576 bytes"),
+]  # fmt: skip
+
+
+def test_what_is_wrong_is_named(subtests: pytest.Subtests) -> None:
+    for content, error in WRONG:
+        with subtests.test(error):
+            with pytest.raises(ValueError, match=r".") as caught:
+                servers_of(content)
+            assert error in str(caught.value)
+            assert SECRET not in str(caught.value)
 
 
 def test_a_file_is_checked(tmp_path: Path) -> None:

@@ -70,19 +70,20 @@ async def test_base64_is_little_endian_float32(make_http):
     assert unpack(f"<{HIDDEN}f", b64decode(item["embedding"])) == (3.0, 3.0, -5.0, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("given", "num"),
-    [("hello", 1), (["hello", "w"], 2), ([5, 6, 7], 1), ([[5, 6, 7], [8]], 2)],
-)
-async def test_every_form_of_input(make_http, given, num):
-    router = embedder()
-    found = await embed(make_http(router), input=given)
-    assert len(found["data"]) == len(router.starts) == num
-    as_ids = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-    want = [router.encode(one) if isinstance(one, str) else one for one in as_ids]
-    sent = sorted(list(start.prompt_ids) for start in router.starts)
-    assert sent == sorted(want)
-    assert all(start.pool and start.remaining_ms for start in router.starts)
+INPUTS = [("hello", 1), (["hello", "w"], 2), ([5, 6, 7], 1), ([[5, 6, 7], [8]], 2)]
+
+
+async def test_every_form_of_input(make_http, subtests):
+    for given, num in INPUTS:
+        with subtests.test(given=given):
+            router = embedder()
+            found = await embed(make_http(router), input=given)
+            assert len(found["data"]) == len(router.starts) == num
+            as_ids = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+            want = [router.encode(one) if isinstance(one, str) else one for one in as_ids]
+            sent = sorted(list(start.prompt_ids) for start in router.starts)
+            assert sent == sorted(want)
+            assert all(start.pool and start.remaining_ms for start in router.starts)
 
 
 async def test_every_input_has_the_priority_of_the_request(make_http):
@@ -122,40 +123,43 @@ async def test_the_context_may_be_all_prompt(make_http):
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "says"),
-    [
-        ({"model": None}, "model", "must provide a model"),
-        ({"model": ""}, "model", "must provide a model"),
-        ({"input": None}, "input", "must be a string, a list"),
-        ({"input": []}, "input", "must be a string, a list"),
-        ({"input": [[]]}, "input", "must be a string, a list"),
-        ({"input": ["a", 5]}, "input", "must be a string, a list"),
-        ({"input": [True, False]}, "input", "must be a string, a list"),
-        ({"input": {"text": "a"}}, "input", "must be a string, a list"),
-        ({"input": ["a"] * (MAX_INPUTS + 1)}, "input", f"at most {MAX_INPUTS} inputs"),
-        ({"input": ""}, "input", "input 0 has no tokens"),
-        ({"input": ["a", ""]}, "input", "input 1 has no tokens"),
-        ({"input": [5, 100_000]}, "input", "100000"),
-        ({"encoding_format": "bytes"}, "encoding_format", "'float' or 'base64'"),
-        ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
-        ({"dimensions": HIDDEN + 1}, "dimensions", f"from 1 to {HIDDEN}"),
-        ({"dimensions": "2"}, "dimensions", "valid integer"),
-        ({"normalize": False}, "normalize", "should be True"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1, or from 1 to 512"),
-        ({"cache_salt": ""}, "cache_salt", "at least 1 character"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "messages", "not a field"),
-        ({"prompt": "a"}, "prompt", "not a field"),
-    ],
-)
-async def test_what_is_refused(make_http, body, param, says):
+REFUSED = [
+    ({"model": None}, "model", "must provide a model"),
+    ({"model": ""}, "model", "must provide a model"),
+    ({"input": None}, "input", "must be a string, a list"),
+    ({"input": []}, "input", "must be a string, a list"),
+    ({"input": [[]]}, "input", "must be a string, a list"),
+    ({"input": ["a", 5]}, "input", "must be a string, a list"),
+    ({"input": [True, False]}, "input", "must be a string, a list"),
+    ({"input": {"text": "a"}}, "input", "must be a string, a list"),
+    ({"input": ["a"] * (MAX_INPUTS + 1)}, "input", f"at most {MAX_INPUTS} inputs"),
+    ({"input": ""}, "input", "input 0 has no tokens"),
+    ({"input": ["a", ""]}, "input", "input 1 has no tokens"),
+    ({"input": [5, 100_000]}, "input", "100000"),
+    ({"encoding_format": "bytes"}, "encoding_format", "'float' or 'base64'"),
+    ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
+    ({"dimensions": HIDDEN + 1}, "dimensions", f"from 1 to {HIDDEN}"),
+    ({"dimensions": "2"}, "dimensions", "valid integer"),
+    ({"normalize": False}, "normalize", "should be True"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1, or from 1 to 512"),
+    ({"cache_salt": ""}, "cache_salt", "at least 1 character"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "messages", "not a field"),
+    ({"prompt": "a"}, "prompt", "not a field"),
+]
+
+
+async def test_what_is_refused(make_http, subtests):
     router = embedder()
-    answer = await make_http(router).post(URL, json={"model": "embedder", "input": "a", **body})
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert (error["param"] or "") == param
-    assert says in error["message"]
-    assert not router.starts
+    client = make_http(router)
+    for body, param, says in REFUSED:
+        with subtests.test(body=body):
+            router.starts.clear()
+            answer = await client.post(URL, json={"model": "embedder", "input": "a", **body})
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert (error["param"] or "") == param
+            assert says in error["message"]
+            assert not router.starts
 
 
 async def test_an_unknown_model(make_http):

@@ -5,6 +5,7 @@ Over 400 lines: one client and one scripted model, which all tests share.
 
 import json
 from collections.abc import AsyncIterator, Callable
+from itertools import product
 from typing import Any, Literal
 
 import httpx2
@@ -362,29 +363,32 @@ async def test_keys(make_openai):
     assert (await make_openai(router, "right", keys=("right", "other")).models.list()).data
 
 
-@pytest.mark.parametrize(
-    ("code", "status", "error"),
-    [
-        (pb.OVERLOADED, 429, openai.RateLimitError),
-        (pb.UNAVAILABLE, 503, openai.InternalServerError),
-        (pb.QUEUE_TIMEOUT, 503, openai.InternalServerError),
-        (pb.DEADLINE_EXCEEDED, 504, openai.InternalServerError),
-        (pb.POISON_REQUEST, 500, openai.InternalServerError),
-        (pb.MODEL_NOT_FOUND, 404, openai.NotFoundError),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_failures_before_the_first_token(make_openai, code, status, error, stream):
-    async def play(router, start):
-        yield placed(start)
-        yield failed(start, code, "because", retry_after_ms=1500)
+FAILURES = [
+    (pb.OVERLOADED, 429, openai.RateLimitError),
+    (pb.UNAVAILABLE, 503, openai.InternalServerError),
+    (pb.QUEUE_TIMEOUT, 503, openai.InternalServerError),
+    (pb.DEADLINE_EXCEEDED, 504, openai.InternalServerError),
+    (pb.POISON_REQUEST, 500, openai.InternalServerError),
+    (pb.MODEL_NOT_FOUND, 404, openai.NotFoundError),
+]
 
-    with pytest.raises(error) as caught:
-        await make_openai(play).chat.completions.create(model="tiny", messages=HI, stream=stream)
-    assert caught.value.status_code == status
-    assert caught.value.body["message"] == "because"
-    retry = caught.value.response.headers.get("retry-after")
-    assert retry == ("2" if status in (429, 503) else None)
+
+async def test_failures_before_the_first_token(make_openai, subtests):
+    for (code, status, error), stream in product(FAILURES, (False, True)):
+        with subtests.test(code=pb.ErrorCode.Name(code), stream=stream):
+
+            async def play(router, start, code=code):
+                yield placed(start)
+                yield failed(start, code, "because", retry_after_ms=1500)
+
+            with pytest.raises(error) as caught:
+                await make_openai(play).chat.completions.create(
+                    model="tiny", messages=HI, stream=stream
+                )
+            assert caught.value.status_code == status
+            assert caught.value.body["message"] == "because"
+            retry = caught.value.response.headers.get("retry-after")
+            assert retry == ("2" if status in (429, 503) else None)
 
 
 async def test_failure_in_the_middle_of_a_stream(make_openai):

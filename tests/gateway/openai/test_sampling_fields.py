@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -49,56 +50,59 @@ async def test_ids_reach_workers(make_http, url):
     assert list(router.starts[0].params.logprob_token_ids) == [9, 4]
 
 
-@pytest.mark.parametrize("url", BODIES)
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"bad_words": "x"}, "bad_words"),
-        ({"bad_words": [1]}, "bad_words[0]"),
-        ({"bad_words": [" "]}, "bad_words"),
-        ({"bad_words": ["x" * (MAX_BAD_WORD_CHARS + 1)]}, "bad_words"),
-        ({"allowed_token_ids": [99999]}, "allowed_token_ids"),
-        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
-        ({"allowed_token_ids": ["x"]}, "allowed_token_ids[0]"),
-        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"thinking_budget": -2}, "thinking_budget"),
-        ({"thinking_token_budget": 2**31}, "thinking_token_budget"),
-        ({"thinking_budget": 1, "reasoning_budget": 1}, "reasoning_budget"),
-        ({"thinking_token_budget": 1, "thinking_budget": 1}, "thinking_budget"),
-    ],
-)
-async def test_what_is_wrong_is_named(make_http, url, fields, param):
-    router = FakeRouter(saying("x"))
-    check(await make_http(router).post(url, json={**BODIES[url], **fields}), 400, param)
-    assert router.starts == []
+WRONG = [
+    ({"bad_words": "x"}, "bad_words"),
+    ({"bad_words": [1]}, "bad_words[0]"),
+    ({"bad_words": [" "]}, "bad_words"),
+    ({"bad_words": ["x" * (MAX_BAD_WORD_CHARS + 1)]}, "bad_words"),
+    ({"allowed_token_ids": [99999]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"allowed_token_ids": ["x"]}, "allowed_token_ids[0]"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"thinking_budget": -2}, "thinking_budget"),
+    ({"thinking_token_budget": 2**31}, "thinking_token_budget"),
+    ({"thinking_budget": 1, "reasoning_budget": 1}, "reasoning_budget"),
+    ({"thinking_token_budget": 1, "thinking_budget": 1}, "thinking_budget"),
+]
 
 
-@pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget", "reasoning_budget"])
-@pytest.mark.parametrize("url", BODIES)
-async def test_a_bound_of_thinking(make_http, url, name):
-    router = FakeRouter(saying("x"), *thinking_model())
-    client = make_http(router)
-    for budget in (5, 0, -1):
-        assert (await client.post(url, json={**BODIES[url], name: budget})).status_code == 200
-    five, none, free = (start.params for start in router.starts)
-    assert five.thinking.max_tokens == 5
-    assert list(five.thinking.start_ids) == router.encode("<think>")
-    assert list(five.thinking.end_ids) == router.encode("</think>")
-    assert none.HasField("thinking")
-    assert none.thinking.max_tokens == 0
-    assert not free.HasField("thinking")
-
-
-@pytest.mark.parametrize("name", ["thinking_token_budget", "reasoning_budget"])
-@pytest.mark.parametrize("url", BODIES)
-async def test_thoughts_that_nothing_reads_cannot_be_bound(make_http, url, name):
+async def test_what_is_wrong_is_named(make_http, subtests):
     router = FakeRouter(saying("x"))
     client = make_http(router)
-    check(await client.post(url, json={**BODIES[url], name: 5}), 400, name)
-    assert (await client.post(url, json={**BODIES[url], name: -1})).status_code == 200
+    for (fields, param), url in product(WRONG, BODIES):
+        with subtests.test(fields=fields, url=url):
+            router.starts.clear()
+            check(await client.post(url, json={**BODIES[url], **fields}), 400, param)
+            assert router.starts == []
+
+
+async def test_a_bound_of_thinking(make_http, subtests):
+    names = "thinking_token_budget", "thinking_budget", "reasoning_budget"
+    for name, url in product(names, BODIES):
+        with subtests.test(name=name, url=url):
+            router = FakeRouter(saying("x"), *thinking_model())
+            client = make_http(router)
+            for budget in (5, 0, -1):
+                reply = await client.post(url, json={**BODIES[url], name: budget})
+                assert reply.status_code == 200
+            five, none, free = (start.params for start in router.starts)
+            assert five.thinking.max_tokens == 5
+            assert list(five.thinking.start_ids) == router.encode("<think>")
+            assert list(five.thinking.end_ids) == router.encode("</think>")
+            assert none.HasField("thinking")
+            assert none.thinking.max_tokens == 0
+            assert not free.HasField("thinking")
+
+
+async def test_thoughts_that_nothing_reads_cannot_be_bound(make_http, subtests):
+    client = make_http(saying("x"))
+    for name, url in product(("thinking_token_budget", "reasoning_budget"), BODIES):
+        with subtests.test(name=name, url=url):
+            check(await client.post(url, json={**BODIES[url], name: 5}), 400, name)
+            assert (await client.post(url, json={**BODIES[url], name: -1})).status_code == 200
 
 
 async def test_a_prompt_may_have_begun_the_thinking(make_http):

@@ -1,6 +1,7 @@
 """The fields that ask for a structured answer: what reaches workers, and what is refused."""
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -67,19 +68,21 @@ ASKED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("url", BODIES)
-@pytest.mark.parametrize(("fields", "right", "wrong"), ASKED, ids=lambda value: str(value)[:40])
-async def test_workers_get_the_grammar(make_http, url, fields, right, wrong):
+async def test_workers_get_the_grammar(make_http, subtests):
     router = FakeRouter(saying("x"))
-    reply = await make_http(router).post(url, json={**BODIES[url], **fields})
-    assert reply.status_code == 200, reply.json()
-    (start,) = router.starts
-    assert list(start.params.grammar.begins_after) == []
-    answer = Walk(start.params.grammar.source)
-    assert answer.take(right)
-    assert answer.may_end
-    other = Walk(start.params.grammar.source)
-    assert not (other.take(wrong) and other.may_end)
+    client = make_http(router)
+    for (fields, right, wrong), url in product(ASKED, BODIES):
+        with subtests.test(fields=fields, url=url):
+            router.starts.clear()
+            reply = await client.post(url, json={**BODIES[url], **fields})
+            assert reply.status_code == 200, reply.json()
+            (start,) = router.starts
+            assert list(start.params.grammar.begins_after) == []
+            answer = Walk(start.params.grammar.source)
+            assert answer.take(right)
+            assert answer.may_end
+            other = Walk(start.params.grammar.source)
+            assert not (other.take(wrong) and other.may_end)
 
 
 NOTHING = [
@@ -137,12 +140,14 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("url", BODIES)
-@pytest.mark.parametrize(("fields", "param"), WRONG, ids=lambda value: str(value)[:40])
-async def test_what_is_wrong_is_named(make_http, url, fields, param):
+async def test_what_is_wrong_is_named(make_http, subtests):
     router = FakeRouter(saying("x"))
-    check(await make_http(router).post(url, json={**BODIES[url], **fields}), 400, param)
-    assert router.starts == []
+    client = make_http(router)
+    for (fields, param), url in product(WRONG, BODIES):
+        with subtests.test(fields=fields, url=url):
+            router.starts.clear()
+            check(await client.post(url, json={**BODIES[url], **fields}), 400, param)
+            assert router.starts == []
 
 
 @pytest.mark.parametrize("url", BODIES)
@@ -165,24 +170,24 @@ async def test_strict_is_strict_and_otherwise_what_cannot_be_enforced_binds_noth
     assert Walk(router.starts[0].params.grammar.source).take('{"a": [1, 1]}')
 
 
-@pytest.mark.parametrize("url", BODIES)
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"regex": "a", "guided_json": SCHEMA}, "regex"),
-        ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}},
-         "structured_outputs.regex"),
-        ({"structured_outputs": {"json_object": True, "choice": ["a"]}},
-         "structured_outputs.json_object"),
-        ({"grammar": GBNF, "json_schema": SCHEMA}, "grammar"),
-    ],
-)  # fmt: skip
-async def test_one_structure_at_a_time(make_http, url, fields, param):
-    error = check(
-        await make_http(saying("x")).post(url, json={**BODIES[url], **fields}), 400, param
-    )
-    assert error["message"].startswith("give either ")
-    assert error["message"].endswith(f" or {param}")
+TWO_STRUCTURES = [
+    ({"regex": "a", "guided_json": SCHEMA}, "regex"),
+    ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}},
+     "structured_outputs.regex"),
+    ({"structured_outputs": {"json_object": True, "choice": ["a"]}},
+     "structured_outputs.json_object"),
+    ({"grammar": GBNF, "json_schema": SCHEMA}, "grammar"),
+]  # fmt: skip
+
+
+async def test_one_structure_at_a_time(make_http, subtests):
+    client = make_http(saying("x"))
+    for (fields, param), url in product(TWO_STRUCTURES, BODIES):
+        with subtests.test(fields=fields, url=url):
+            reply = await client.post(url, json={**BODIES[url], **fields})
+            error = check(reply, 400, param)
+            assert error["message"].startswith("give either ")
+            assert error["message"].endswith(f" or {param}")
 
 
 @pytest.mark.parametrize("url", BODIES)

@@ -269,51 +269,54 @@ for _ in range(50):
     DEEP = {"properties": {"a": DEEP}}
 
 
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"tools": named(name="a b")}, "tools[0].function.name"),
-        ({"tools": named(name="x" * 65)}, "tools[0].function.name"),
-        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
-        ({"tools": named(parameters={"type": "array"})}, "tools[0].function.parameters"),
-        ({"tools": named(parameters=DEEP)}, "tools[0].function.parameters"),
-        ({"tools": named() * 2}, "tools[1].function.name"),
-        ({"tools": named() * 129}, "tools"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "g"}}},
-            "tool_choice.function.name",
-        ),
-        (
-            {"tool_choice": {"type": "allowed_tools", "allowed_tools": []}},
-            "tool_choice.allowed_tools",
-        ),
-        (
-            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}}},
-            "tool_choice.allowed_tools.mode",
-        ),
-        (
-            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}},
-            "tool_choice.allowed_tools.tools",
-        ),
-        (
-            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [{"name": "g"}]}}},
-            "tool_choice.allowed_tools.tools[0].function.name",
-        ),
-        ({"functions": [{}]}, "functions"),
-        ({"function_call": {"name": "f"}}, "function_call"),
-    ],
-)
+WRONG_TOOLS = [
+    ({"tools": named(name="a b")}, "tools[0].function.name"),
+    ({"tools": named(name="x" * 65)}, "tools[0].function.name"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+    ({"tools": named(parameters={"type": "array"})}, "tools[0].function.parameters"),
+    ({"tools": named(parameters=DEEP)}, "tools[0].function.parameters"),
+    ({"tools": named() * 2}, "tools[1].function.name"),
+    ({"tools": named() * 129}, "tools"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice.function.name",
+    ),
+    (
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": []}},
+        "tool_choice.allowed_tools",
+    ),
+    (
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}}},
+        "tool_choice.allowed_tools.mode",
+    ),
+    (
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}},
+        "tool_choice.allowed_tools.tools",
+    ),
+    (
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [{"name": "g"}]}}},
+        "tool_choice.allowed_tools.tools[0].function.name",
+    ),
+    ({"functions": [{}]}, "functions"),
+    ({"function_call": {"name": "f"}}, "function_call"),
+]
+
+
 async def test_wrong_tools_are_refused_by_name(
-    make_http: Callable[..., Any], more: dict[str, Any], param: str
+    make_http: Callable[..., Any], subtests: pytest.Subtests
 ) -> None:
     upstream = router(saying("x"))
-    reply = await make_http(upstream).post(URL, json={**body(), **more})
-    assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == param
-    assert not upstream.starts
+    client = make_http(upstream)
+    for more, param in WRONG_TOOLS:
+        with subtests.test(more=more):
+            upstream.starts.clear()
+            reply = await client.post(URL, json={**body(), **more})
+            assert reply.status_code == 400
+            assert reply.json()["error"]["param"] == param
+            assert not upstream.starts
 
 
 @pytest.mark.parametrize(
@@ -365,32 +368,27 @@ OPENS = TEMPLATE + "<think>\n{# </think> #}"
 CLOSES = TEMPLATE + "<think>\n\n</think>\n\n"
 
 
-@pytest.mark.parametrize(
-    ("template", "answer", "thought", "text"),
-    [
-        (THINKS, "<think>\nso\n</think>\n\nHi", "so", "Hi"),
-        (THINKS, "Hi", None, "Hi"),
-        (OPENS, "so\n</think>\n\nHi", "so", "Hi"),
-        (OPENS, "so", "so", None),
-        (CLOSES, "Hi", None, "Hi"),
-        (TEMPLATE, "<think>so</think>Hi", None, "<think>so</think>Hi"),
-    ],
-)
-async def test_thoughts(
-    make_http: Callable[..., Any],
-    template: str,
-    answer: str,
-    thought: str | None,
-    text: str | None,
-) -> None:
-    client = make_http(router(saying(answer), template))
-    asked = {"model": "tiny", "messages": HI}
-    message = (await client.post(URL, json=asked)).json()["choices"][0]["message"]
-    assert message.get("reasoning_content") == thought
-    assert message["content"] == text
-    chunks = events((await client.post(URL, json={**asked, "stream": True})).text)
-    whole = joined(chunks)[0]
-    assert (whole["thought"] or None, whole["text"] or None) == (thought, text)
+THOUGHTS = [
+    (THINKS, "<think>\nso\n</think>\n\nHi", "so", "Hi"),
+    (THINKS, "Hi", None, "Hi"),
+    (OPENS, "so\n</think>\n\nHi", "so", "Hi"),
+    (OPENS, "so", "so", None),
+    (CLOSES, "Hi", None, "Hi"),
+    (TEMPLATE, "<think>so</think>Hi", None, "<think>so</think>Hi"),
+]
+
+
+async def test_thoughts(make_http: Callable[..., Any], subtests: pytest.Subtests) -> None:
+    for template, answer, thought, text in THOUGHTS:
+        with subtests.test(template=template, answer=answer):
+            client = make_http(router(saying(answer), template))
+            asked = {"model": "tiny", "messages": HI}
+            message = (await client.post(URL, json=asked)).json()["choices"][0]["message"]
+            assert message.get("reasoning_content") == thought
+            assert message["content"] == text
+            chunks = events((await client.post(URL, json={**asked, "stream": True})).text)
+            whole = joined(chunks)[0]
+            assert (whole["thought"] or None, whole["text"] or None) == (thought, text)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from itertools import product
 from typing import Any
 
 import pytest
@@ -112,20 +113,21 @@ async def test_a_clients_text_has_no_special_tokens(make_http):
     assert sum(i in special for i in ids) == sum(i in special for i in frame)
 
 
-@pytest.mark.parametrize("path", ["/score", "/v1/score"])
-@pytest.mark.parametrize(
-    "names",
-    [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")],
-)
-async def test_scores_in_order(make_http, path, names):
+NAMES = [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
+
+
+async def test_scores_in_order(make_http, subtests):
     router = reranker(by_length)
-    body = {"model": "reranker", names[0]: "what", names[1]: DOCUMENTS}
-    found = await ask(make_http(router), path, body)
-    assert [item["index"] for item in found["data"]] == [0, 1, 2]
-    assert {item["object"] for item in found["data"]} == {"score"}
+    http = make_http(router)
     want = [score_of(judged(router, "what", text)) for text in DOCUMENTS]
-    assert [item["score"] for item in found["data"]] == pytest.approx(want, rel=1e-4)
-    assert found["object"] == "list"
+    for path, names in product(("/score", "/v1/score"), NAMES):
+        with subtests.test(path=path, names=names):
+            body = {"model": "reranker", names[0]: "what", names[1]: DOCUMENTS}
+            found = await ask(http, path, body)
+            assert [item["index"] for item in found["data"]] == [0, 1, 2]
+            assert {item["object"] for item in found["data"]} == {"score"}
+            assert [item["score"] for item in found["data"]] == pytest.approx(want, rel=1e-4)
+            assert found["object"] == "list"
 
 
 async def test_pairs_and_one_text_each(make_http):
@@ -195,40 +197,43 @@ async def test_a_certain_answer(make_http, infinite):
     assert found["data"][0]["score"] == pytest.approx(float(infinite[0] == 0.0), abs=1e-300)
 
 
-@pytest.mark.parametrize(
-    ("path", "change", "param", "says"),
-    [
-        ("/rerank", {"model": ""}, "model", "must provide a model"),
-        ("/rerank", {"query": 5}, "query", "valid string"),
-        ("/rerank", {"query": None}, "query", "valid string"),
-        ("/rerank", {"documents": []}, "documents", "at least 1 item"),
-        ("/rerank", {"documents": [5]}, "documents[0]", "valid string"),
-        ("/rerank", {"documents": [{"title": "a"}]}, "documents[0]", "valid string"),
-        ("/rerank", {"documents": ["a"] * (MAX_TEXTS + 1)}, "documents", f"at most {MAX_TEXTS}"),
-        ("/rerank", {"top_n": -1}, "top_n", "greater than or equal to 0"),
-        ("/rerank", {"max_tokens_per_doc": 5}, "max_tokens_per_doc", "should be None"),
-        ("/rerank", {"rank_fields": ["a"]}, "rank_fields", "should be None"),
-        ("/rerank", {"use_activation": False}, "use_activation", "should be True"),
-        ("/rerank", {"messages": [{}]}, "messages", "not a field"),
-        ("/rerank", {"documents": ["hello " * 600]}, "documents", "context is 512"),
-        ("/rerank", {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "-1, or from"),
-        ("/rerank", {"truncate_prompt_tokens": 600}, "truncate_prompt_tokens", "to 511"),
-        ("/score", {"text_2": None}, "text_2", "give text_1 and text_2, or"),
-        ("/score", {"queries": "a"}, "text_1", "give text_1 and text_2, or"),
-        ("/score", {"text_1": ["a", "b"]}, "text_1", "one text, or as many as text_2: 3, not 2"),
-        ("/score", {"text_1": []}, "text_1", "at least 1 item"),
-        ("/score", {"text_2": [["a"]]}, "text_2[0]", "valid string"),
-    ],
-)
-async def test_what_is_refused(make_http, path, change, param, says):
+REFUSED = [
+    ("/rerank", {"model": ""}, "model", "must provide a model"),
+    ("/rerank", {"query": 5}, "query", "valid string"),
+    ("/rerank", {"query": None}, "query", "valid string"),
+    ("/rerank", {"documents": []}, "documents", "at least 1 item"),
+    ("/rerank", {"documents": [5]}, "documents[0]", "valid string"),
+    ("/rerank", {"documents": [{"title": "a"}]}, "documents[0]", "valid string"),
+    ("/rerank", {"documents": ["a"] * (MAX_TEXTS + 1)}, "documents", f"at most {MAX_TEXTS}"),
+    ("/rerank", {"top_n": -1}, "top_n", "greater than or equal to 0"),
+    ("/rerank", {"max_tokens_per_doc": 5}, "max_tokens_per_doc", "should be None"),
+    ("/rerank", {"rank_fields": ["a"]}, "rank_fields", "should be None"),
+    ("/rerank", {"use_activation": False}, "use_activation", "should be True"),
+    ("/rerank", {"messages": [{}]}, "messages", "not a field"),
+    ("/rerank", {"documents": ["hello " * 600]}, "documents", "context is 512"),
+    ("/rerank", {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "-1, or from"),
+    ("/rerank", {"truncate_prompt_tokens": 600}, "truncate_prompt_tokens", "to 511"),
+    ("/score", {"text_2": None}, "text_2", "give text_1 and text_2, or"),
+    ("/score", {"queries": "a"}, "text_1", "give text_1 and text_2, or"),
+    ("/score", {"text_1": ["a", "b"]}, "text_1", "one text, or as many as text_2: 3, not 2"),
+    ("/score", {"text_1": []}, "text_1", "at least 1 item"),
+    ("/score", {"text_2": [["a"]]}, "text_2[0]", "valid string"),
+]
+
+
+async def test_what_is_refused(make_http, subtests):
     router = reranker(by_length)
-    body = {**(RERANK if path == "/rerank" else SCORE), **change}
-    answer = await make_http(router).post(path, json=body)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["param"] == param
-    assert says in error["message"]
-    assert not router.starts
+    client = make_http(router)
+    for path, change, param, says in REFUSED:
+        with subtests.test(path=path, change=change):
+            router.starts.clear()
+            body = {**(RERANK if path == "/rerank" else SCORE), **change}
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert error["param"] == param
+            assert says in error["message"]
+            assert not router.starts
 
 
 @pytest.mark.parametrize(("path", "api"), [("/rerank", "Rerank (Score)"), ("/score", "Score")])

@@ -117,63 +117,60 @@ async def test_lines_of_responses_are_kept_if_they_say_so(tmp_path):
 ONE = json.loads(lines_of(1))
 
 
-@pytest.mark.parametrize(
-    ("data", "code", "line", "param"),
-    [
-        (b"", "empty_file", None, None),
-        (b"\n\r\n  \n", "empty_file", None, None),
-        (b"{not json}\n", "invalid_json_line", 1, None),
-        (b"[1]\n", "invalid_json_line", 1, None),
-        (lines_of(1) + b"\xff\xfe\n", "invalid_json_line", 2, None),
-        (lines_of(2) + lines_of(1), "duplicate_custom_id", 3, "custom_id"),
-        (lines_of(1, "/v1/completions"), "url_mismatch", 1, "url"),
-        (lines_of(1, stream=True), "invalid_value", 1, "body.stream"),
-        (json.dumps({**ONE, "method": "GET"}).encode(), "invalid_value", 1, "method"),
-        (json.dumps({**ONE, "body": None}).encode(), "missing_required_parameter", 1, "body"),
-        (json.dumps({**ONE, "body": [1]}).encode(), "invalid_value", 1, "body"),
-        (json.dumps({**ONE, "custom_id": 7}).encode(), "invalid_value", 1, "custom_id"),
-        (
-            lines_of(1).replace(b'"custom_id"', b'"id"'),
-            "missing_required_parameter",
-            1,
-            "custom_id",
-        ),
-        (lines_of(1) + b"x" * 10_000_000 + b"\n" + lines_of(1), "line_too_long", 2, None),
-        (b"[" * 100_000, "invalid_json_line", 1, None),
-        (b'{"a":[' + b"0," * 600_000 + b"0]}", "invalid_json_line", 1, None),
-    ],
-)  # fmt: skip
-async def test_a_bad_file_fails_with_the_line(tmp_path, data, code, line, param):
+BAD_FILES = [
+    (b"", "empty_file", None, None),
+    (b"\n\r\n  \n", "empty_file", None, None),
+    (b"{not json}\n", "invalid_json_line", 1, None),
+    (b"[1]\n", "invalid_json_line", 1, None),
+    (lines_of(1) + b"\xff\xfe\n", "invalid_json_line", 2, None),
+    (lines_of(2) + lines_of(1), "duplicate_custom_id", 3, "custom_id"),
+    (lines_of(1, "/v1/completions"), "url_mismatch", 1, "url"),
+    (lines_of(1, stream=True), "invalid_value", 1, "body.stream"),
+    (json.dumps({**ONE, "method": "GET"}).encode(), "invalid_value", 1, "method"),
+    (json.dumps({**ONE, "body": None}).encode(), "missing_required_parameter", 1, "body"),
+    (json.dumps({**ONE, "body": [1]}).encode(), "invalid_value", 1, "body"),
+    (json.dumps({**ONE, "custom_id": 7}).encode(), "invalid_value", 1, "custom_id"),
+    (lines_of(1).replace(b'"custom_id"', b'"id"'), "missing_required_parameter", 1, "custom_id"),
+    (lines_of(1) + b"x" * 10_000_000 + b"\n" + lines_of(1), "line_too_long", 2, None),
+    (b"[" * 100_000, "invalid_json_line", 1, None),
+    (b'{"a":[' + b"0," * 600_000 + b"0]}", "invalid_json_line", 1, None),
+]  # fmt: skip
+
+
+async def test_a_bad_file_fails_with_the_line(tmp_path, subtests):
     router = FakeRouter(saying("hello"))
     async with stored_gateway(router, tmp_path) as gateway:
         client = gateway.client()
-        batch = await ended(client, await start_batch(client, data))
-        assert batch.status == "failed"
-        assert batch.failed_at is not None
-        found = batch.errors.data[0]
-        assert (found.code, found.line, found.param) == (code, line, param)
-        assert found.message
-        assert batch.output_file_id is batch.error_file_id is None
+        for data, code, line, param in BAD_FILES:
+            with subtests.test(data=data[:80], code=code):
+                batch = await ended(client, await start_batch(client, data))
+                assert batch.status == "failed"
+                assert batch.failed_at is not None
+                found = batch.errors.data[0]
+                assert (found.code, found.line, found.param) == (code, line, param)
+                assert found.message
+                assert batch.output_file_id is batch.error_file_id is None
     assert router.starts == []
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        lines_of(3)[:-1],
-        lines_of(3).replace(b"\n", b"\r\n"),
-        b"\xef\xbb\xbf" + lines_of(3),
-        lines_of(2) + b"\n\n" + lines_of(3).splitlines()[2],
-    ],
-    ids=["no newline at the end", "CRLF", "byte order mark", "blank lines"],
-)
-async def test_other_ways_to_write_lines(tmp_path, data):
+OTHER_WAYS = {
+    "no newline at the end": lines_of(3)[:-1],
+    "CRLF": lines_of(3).replace(b"\n", b"\r\n"),
+    "byte order mark": b"\xef\xbb\xbf" + lines_of(3),
+    "blank lines": lines_of(2) + b"\n\n" + lines_of(3).splitlines()[2],
+}
+
+
+async def test_other_ways_to_write_lines(tmp_path, subtests):
     async with stored_gateway(FakeRouter(saying("hello")), tmp_path) as gateway:
         client = gateway.client()
-        batch = await ended(client, await start_batch(client, data))
-        assert batch.status == "completed"
-        lines = await content_of(client, batch.output_file_id)
-        assert [line["custom_id"] for line in lines] == ["request-0", "request-1", "request-2"]
+        for name, data in OTHER_WAYS.items():
+            with subtests.test(name):
+                batch = await ended(client, await start_batch(client, data))
+                assert batch.status == "completed"
+                lines = await content_of(client, batch.output_file_id)
+                ids = [line["custom_id"] for line in lines]
+                assert ids == ["request-0", "request-1", "request-2"]
 
 
 async def test_many_errors_are_reported_up_to_a_bound(tmp_path):

@@ -1,6 +1,7 @@
 """The parsers of what models think, each by its family's tags."""
 
 from collections.abc import Iterable
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -53,88 +54,97 @@ def test_every_family_is_in_the_table() -> None:
     assert reasoning_family_of("{{ messages }}") == ""
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_family(name: str) -> None:
-    family = reasoning_family(name)
-    assert family is not None
-    assert family.name == name
-    assert reasoning_family_of(TEMPLATES[name]) == name
+def test_family(subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name):
+            family = reasoning_family(name)
+            assert family is not None
+            assert family.name == name
+            assert reasoning_family_of(TEMPLATES[name]) == name
 
 
-@pytest.mark.parametrize("name", TAGGED)
-@pytest.mark.parametrize("opened", [False, True])
-def test_thought_and_answer(name: str, opened: bool) -> None:
-    begin, end = tags(name)
-    answer = ("" if opened else begin) + f"\nI think,\n so.\n{end}\n\nHello,\n you. "
-    expected = ("I think,\n so.", "Hello,\n you. ")
-    assert parse(name, [answer], opened=opened) == expected
-    assert parse(name, answer, opened=opened) == expected
-    for at in range(len(answer)):
-        assert parse(name, [answer[:at], answer[at:]], opened=opened) == expected
+def test_thought_and_answer(subtests: pytest.Subtests) -> None:
+    for name, opened in product(TAGGED, (False, True)):
+        with subtests.test(name=name, opened=opened):
+            begin, end = tags(name)
+            answer = ("" if opened else begin) + f"\nI think,\n so.\n{end}\n\nHello,\n you. "
+            expected = ("I think,\n so.", "Hello,\n you. ")
+            assert parse(name, [answer], opened=opened) == expected
+            assert parse(name, answer, opened=opened) == expected
+            for at in range(len(answer)):
+                assert parse(name, [answer[:at], answer[at:]], opened=opened) == expected
 
 
-@pytest.mark.parametrize("name", TAGGED)
-def test_a_tag_that_the_prompt_ends_with_may_come_again(name: str) -> None:
-    begin, end = tags(name)
-    assert parse(name, f"{begin}\nso{end}Hi", opened=True) == ("so", "Hi")
+def test_a_tag_that_the_prompt_ends_with_may_come_again(subtests: pytest.Subtests) -> None:
+    for name in TAGGED:
+        with subtests.test(name):
+            begin, end = tags(name)
+            assert parse(name, f"{begin}\nso{end}Hi", opened=True) == ("so", "Hi")
 
 
-@pytest.mark.parametrize("name", TAGGED)
-def test_an_unclosed_thought_goes_to_the_end(name: str) -> None:
-    begin, end = tags(name)
-    for cut in ("", end[:3]):
-        thought = "I think" + cut
-        assert parse(name, begin + thought) == (thought, "")
-        assert parse(name, thought, opened=True) == (thought, "")
+def test_an_unclosed_thought_goes_to_the_end(subtests: pytest.Subtests) -> None:
+    for name in TAGGED:
+        with subtests.test(name):
+            begin, end = tags(name)
+            for cut in ("", end[:3]):
+                thought = "I think" + cut
+                assert parse(name, begin + thought) == (thought, "")
+                assert parse(name, thought, opened=True) == (thought, "")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_model_that_never_thinks_answers(name: str) -> None:
-    assert parse(name, "Hello!\n") == ("", "Hello!\n")
-    assert parse(name, "") == ("", "")
-    assert parse(name, " ") == ("", " ")
-    assert parse(name, "<th") == ("", "<th")
+def test_a_model_that_never_thinks_answers(subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name):
+            assert parse(name, "Hello!\n") == ("", "Hello!\n")
+            assert parse(name, "") == ("", "")
+            assert parse(name, " ") == ("", " ")
+            assert parse(name, "<th") == ("", "<th")
 
 
-@pytest.mark.parametrize("name", TAGGED)
-@pytest.mark.parametrize("num_spaces", [MAX_SPACE - 2, MAX_SPACE, MAX_SPACE + 1, 3 * MAX_SPACE])
-def test_the_cut_does_not_decide_on_a_thought_behind_space(name: str, num_spaces: int) -> None:
-    begin, end = tags(name)
-    text = " " * num_spaces + f"{begin}so{end}Hi"
-    expected = ("so", "Hi") if num_spaces <= MAX_SPACE else ("", text)
-    assert parse(name, [text]) == expected
-    assert parse(name, text) == expected
+def test_the_cut_does_not_decide_on_a_thought_behind_space(subtests: pytest.Subtests) -> None:
+    counts = MAX_SPACE - 2, MAX_SPACE, MAX_SPACE + 1, 3 * MAX_SPACE
+    for name, num_spaces in product(TAGGED, counts):
+        with subtests.test(name=name, num_spaces=num_spaces):
+            begin, end = tags(name)
+            text = " " * num_spaces + f"{begin}so{end}Hi"
+            expected = ("so", "Hi") if num_spaces <= MAX_SPACE else ("", text)
+            assert parse(name, [text]) == expected
+            assert parse(name, text) == expected
 
 
-@pytest.mark.parametrize("name", TAGGED)
-def test_a_quoted_tag_in_an_answer_is_text(name: str) -> None:
-    begin, end = tags(name)
-    answer = f"Write {begin} and {end}."
-    assert parse(name, answer) == ("", answer)
-    assert parse(name, f"{begin}x{end}{answer}") == ("x", answer)
+def test_a_quoted_tag_in_an_answer_is_text(subtests: pytest.Subtests) -> None:
+    for name in TAGGED:
+        with subtests.test(name):
+            begin, end = tags(name)
+            answer = f"Write {begin} and {end}."
+            assert parse(name, answer) == ("", answer)
+            assert parse(name, f"{begin}x{end}{answer}") == ("x", answer)
 
 
-@pytest.mark.parametrize("name", TAGGED)
-def test_an_empty_thought_is_none(name: str) -> None:
-    begin, end = tags(name)
-    assert parse(name, f"{begin}\n\n{end}\n\nHi") == ("", "Hi")
-    assert parse(name, f"\n{end}\nHi", opened=True) == ("", "Hi")
+def test_an_empty_thought_is_none(subtests: pytest.Subtests) -> None:
+    for name in TAGGED:
+        with subtests.test(name):
+            begin, end = tags(name)
+            assert parse(name, f"{begin}\n\n{end}\n\nHi") == ("", "Hi")
+            assert parse(name, f"\n{end}\nHi", opened=True) == ("", "Hi")
 
 
-@pytest.mark.parametrize("name", TAGGED)
-def test_a_call_in_a_thought_is_none(name: str) -> None:
-    begin, end = tags(name)
-    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    answer = f"{begin}I could {call}{end}{call}"
-    assert parse(name, answer, tools="hermes") == (f"I could {call}", "")
+def test_a_call_in_a_thought_is_none(subtests: pytest.Subtests) -> None:
+    for name in TAGGED:
+        with subtests.test(name):
+            begin, end = tags(name)
+            call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+            answer = f"{begin}I could {call}{end}{call}"
+            assert parse(name, answer, tools="hermes") == (f"I could {call}", "")
 
 
-@pytest.mark.parametrize("name", TAGGED)
-def test_thoughts_as_text_keep_their_tags(name: str) -> None:
-    begin, end = tags(name)
-    expected = f"{begin}\nso\n{end}\n\nHi"
-    assert parse(name, f"{begin}so{end}Hi", inline=True) == ("", expected)
-    assert parse(name, "Hi", inline=True) == ("", "Hi")
+def test_thoughts_as_text_keep_their_tags(subtests: pytest.Subtests) -> None:
+    for name in TAGGED:
+        with subtests.test(name):
+            begin, end = tags(name)
+            expected = f"{begin}\nso\n{end}\n\nHi"
+            assert parse(name, f"{begin}so{end}Hi", inline=True) == ("", expected)
+            assert parse(name, "Hi", inline=True) == ("", "Hi")
 
 
 HARMONY = (

@@ -3,6 +3,7 @@
 import datetime
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -275,19 +276,22 @@ def test_words_that_are_parts_of_special_tokens(library: Any, tokenizer: Tokeniz
     assert [phi.token_name(i) for i in specials] == ["<|system|>", "<|user|>", "<|assistant|>"]
 
 
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-@pytest.mark.parametrize("text", ["The capital is", "ends in a space ", "has <|im_end|> in it"])
-def test_the_last_message_is_left_open(name: str, text: str, tokenizer: Tokenizer) -> None:
-    template = ChatTemplate(TEMPLATES[name], tokenizer)
-    opened = template.render(TemplateInput([user("q")])).text
-    asked = TemplateInput(
-        [user("q"), assistant(text)], add_generation_prompt=False, continue_final_message=True
-    )
-    rendered = template.render(asked)
-    assert rendered.text.endswith(text)
-    assert rendered.text.removesuffix(text).rstrip() == opened.rstrip()
-    ids = tokenizer.encode_rendered(rendered)
-    assert tokenizer.decode(ids, skip_special_tokens=False).endswith(text)
+def test_the_last_message_is_left_open(tokenizer: Tokenizer, subtests: pytest.Subtests) -> None:
+    texts = "The capital is", "ends in a space ", "has <|im_end|> in it"
+    for name, text in product(sorted(TEMPLATES), texts):
+        with subtests.test(name=name, text=text):
+            template = ChatTemplate(TEMPLATES[name], tokenizer)
+            opened = template.render(TemplateInput([user("q")])).text
+            asked = TemplateInput(
+                [user("q"), assistant(text)],
+                add_generation_prompt=False,
+                continue_final_message=True,
+            )
+            rendered = template.render(asked)
+            assert rendered.text.endswith(text)
+            assert rendered.text.removesuffix(text).rstrip() == opened.rstrip()
+            ids = tokenizer.encode_rendered(rendered)
+            assert tokenizer.decode(ids, skip_special_tokens=False).endswith(text)
 
 
 def test_what_cannot_be_continued(tokenizer: Tokenizer) -> None:

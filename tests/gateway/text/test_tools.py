@@ -5,7 +5,7 @@ Over 400 lines: every family with the same few samples and cuts, which share how
 
 import json
 from collections.abc import Iterable
-from itertools import count, pairwise
+from itertools import count, pairwise, product
 from time import process_time
 from typing import Any
 
@@ -32,6 +32,7 @@ ROME = ("get_weather", {"city": "Rome"})
 NAMES = tool_parser_names()
 TOOLS = ToolSchemas({"get_weather": {}, "f": {}})
 AT_START = {"llama3_json", "llama4_pythonic", "json"}  # without a tag, only there
+TAGGED = sorted(set(NAMES) - AT_START - {"gpt_oss"})
 
 
 def make(name: str, schemas: ToolSchemas | None = None, parallel: bool = True) -> ContentParser:
@@ -68,39 +69,44 @@ def test_every_family_is_in_the_table() -> None:
     assert tool_family("none") is None
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_family(name: str) -> None:
-    family = tool_family(name)
-    assert family is not None
-    assert family.name == name
-    assert "NAME" in family.form.begin
-    assert family.form.begin.startswith(family.form.trigger)
-    known_by = TOOL_ANSWERS[name].known_by
-    assert tool_family_of("x" + known_by + "y") == (name if known_by else FALLBACK)
+def test_family(subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name):
+            family = tool_family(name)
+            assert family is not None
+            assert family.name == name
+            assert "NAME" in family.form.begin
+            assert family.form.begin.startswith(family.form.trigger)
+            known_by = TOOL_ANSWERS[name].known_by
+            assert tool_family_of("x" + known_by + "y") == (name if known_by else FALLBACK)
 
 
 def test_other_templates_take_the_fallback() -> None:
     assert tool_family_of("{% for tool in tools %}") == FALLBACK
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_call(name: str) -> None:
-    parts = parse(name, [TOOL_ANSWERS[name].call])
-    assert made(parts) == ("", [PARIS])
-    first, *rest = parts
-    given = "functions.get_weather:0" if name == "kimi_k2" else "call_0"
-    assert first == ToolCallPart(0, given, "get_weather", "")
-    assert all(isinstance(part, ToolCallPart) and part.arguments and not part.id for part in rest)
+def test_call(subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name):
+            parts = parse(name, [TOOL_ANSWERS[name].call])
+            assert made(parts) == ("", [PARIS])
+            first, *rest = parts
+            given = "functions.get_weather:0" if name == "kimi_k2" else "call_0"
+            assert first == ToolCallPart(0, given, "get_weather", "")
+            assert all(
+                isinstance(part, ToolCallPart) and part.arguments and not part.id for part in rest
+            )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_parallel_calls(name: str) -> None:
-    answer = TOOL_ANSWERS[name].calls
-    parts = parse(name, [answer])
-    assert made(parts) == ("", [PARIS, ROME])
-    if name != "kimi_k2":
-        assert [call.id for call in calls_of(parts)] == ["call_0", "call_1"]
-    assert made(parse(name, [answer], parallel=False)) == ("", [PARIS])
+def test_parallel_calls(subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name):
+            answer = TOOL_ANSWERS[name].calls
+            parts = parse(name, [answer])
+            assert made(parts) == ("", [PARIS, ROME])
+            if name != "kimi_k2":
+                assert [call.id for call in calls_of(parts)] == ["call_0", "call_1"]
+            assert made(parse(name, [answer], parallel=False)) == ("", [PARIS])
 
 
 def test_the_model_s_own_ids_are_kept() -> None:
@@ -115,146 +121,157 @@ def test_the_model_s_own_ids_are_kept() -> None:
     assert odd == ["call_0", "call_1"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_cut_gives_the_same(name: str) -> None:
-    answer = TOOL_ANSWERS[name].calls
-    if name not in AT_START:
-        answer = (
-            final(name, "First: ") + ("<|end|><|start|>assistant" * (name == "gpt_oss")) + answer
-        )
-    whole = made(parse(name, [answer]))
-    assert whole[1] == [PARIS, ROME]
-    assert made(parse(name, answer)) == whole
-    for at in range(len(answer)):
-        assert made(parse(name, [answer[:at], answer[at:]])) == whole
+def test_every_cut_gives_the_same(subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name):
+            answer = TOOL_ANSWERS[name].calls
+            if name not in AT_START:
+                ended = "<|end|><|start|>assistant" * (name == "gpt_oss")
+                answer = final(name, "First: ") + ended + answer
+            whole = made(parse(name, [answer]))
+            assert whole[1] == [PARIS, ROME]
+            assert made(parse(name, answer)) == whole
+            for at in range(len(answer)):
+                assert made(parse(name, [answer[:at], answer[at:]])) == whole
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_call_that_a_grammar_makes_is_read_back(name: str) -> None:
+def test_a_call_that_a_grammar_makes_is_read_back(subtests: pytest.Subtests) -> None:
     """The arguments are JSON then, whatever the family's own form is."""
-    family = tool_family(name)
-    assert family is not None
-    one = family.form.begin.replace("NAME", "get_weather") + '{"city": "Paris"}' + family.form.end
-    assert made(parse(name, [one])) == ("", [PARIS])
-    assert made(parse(name, one)) == ("", [PARIS])
-    if name != "gpt_oss":  # its call ends the answer
-        for between in ("", "\n"):
-            several = one + between + one.replace("Paris", "Rome")
-            assert made(parse(name, several)) == ("", [PARIS, ROME])
+    for name in NAMES:
+        with subtests.test(name):
+            one = form_of(name)
+            assert made(parse(name, [one])) == ("", [PARIS])
+            assert made(parse(name, one)) == ("", [PARIS])
+            if name != "gpt_oss":  # its call ends the answer
+                for between in ("", "\n"):
+                    several = one + between + one.replace("Paris", "Rome")
+                    assert made(parse(name, several)) == ("", [PARIS, ROME])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_call_that_is_cut_off_is_text(name: str) -> None:
-    cut = TOOL_ANSWERS[name].cut
-    text, calls = made(parse(name, cut))
-    assert calls == []
-    if name == "gpt_oss":  # its header says where a text goes, and is no text
-        assert cut.endswith(text)
-    else:
-        assert text == cut
+def test_a_call_that_is_cut_off_is_text(subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name):
+            cut = TOOL_ANSWERS[name].cut
+            text, calls = made(parse(name, cut))
+            assert calls == []
+            if name == "gpt_oss":  # its header says where a text goes, and is no text
+                assert cut.endswith(text)
+            else:
+                assert text == cut
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - AT_START - {"gpt_oss"}))
-def test_what_is_cut_off_behind_a_call_is_left_out(name: str) -> None:
-    answer = TOOL_ANSWERS[name]
-    cut = answer.calls[: answer.calls.rindex("Rome") + 2]
-    assert made(parse(name, cut, cut=True)) == ("", [PARIS])
-    text, calls = made(parse(name, cut))
-    assert calls == [PARIS]
-    assert cut.endswith(text)
-    assert text.endswith("Ro")
+def test_what_is_cut_off_behind_a_call_is_left_out(subtests: pytest.Subtests) -> None:
+    for name in TAGGED:
+        with subtests.test(name):
+            answer = TOOL_ANSWERS[name]
+            cut = answer.calls[: answer.calls.rindex("Rome") + 2]
+            assert made(parse(name, cut, cut=True)) == ("", [PARIS])
+            text, calls = made(parse(name, cut))
+            assert calls == [PARIS]
+            assert cut.endswith(text)
+            assert text.endswith("Ro")
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - AT_START - {"gpt_oss"}))
-def test_an_opening_tag_at_the_end_is_text_where_the_answer_ends_by_itself(name: str) -> None:
-    family = tool_family(name)
-    assert family is not None
-    for opener in family.openers:
-        special = any(text in opener for text in family.special)
-        text = f"Wrap it in {opener}"
-        assert made(parse(name, text)) == (text, [])
-        left = "Wrap it in " if special else text
-        assert made(parse(name, text, cut=True)) == (left, [])
-        assert made(parse(name, opener)) == ("" if special else opener, [])
-        ordinary = f"To cache it, use {opener}"
-        behind = TOOL_ANSWERS[name].call + ordinary
-        assert made(parse(name, behind)) == (ordinary, [PARIS])
-        if special:
-            ordinary = ordinary.removesuffix(f" {opener}")
-        assert made(parse(name, behind, cut=True)) == (ordinary, [PARIS])
-
-
-@pytest.mark.parametrize("name", sorted(set(NAMES) - AT_START - {"gpt_oss"}))
-def test_a_call_in_fenced_code_is_text(name: str) -> None:
-    quoted = "So:\n```\n" + TOOL_ANSWERS[name].call.replace("```", "~~~") + "\n```\nand "
-    assert made(parse(name, [quoted + TOOL_ANSWERS[name].call])) == (quoted.rstrip(), [PARIS])
-    assert made(parse(name, quoted + "so on")) == (quoted + "so on", [])
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        "Quote it with ``` as you like.\n", "See ```x``` and ```` ``` ````:\n", "```sh -c``` ok\n",
-        "````\n```\n````\n", "````\n```py\n`````  \n", "```\na ``` b\n```\n", "  ```py\nx\n  ```\n",
-        "```\n```", "```\nx\n```py\n```\n", "`" * 5000 + "\n",
-    ],
-)  # fmt: skip
-def test_backticks_that_open_no_fence_hide_no_call(before: str) -> None:
-    answer = before + TOOL_ANSWERS["hermes"].call
-    assert made(parse("hermes", [answer])) == (before.rstrip(), [PARIS])
-    assert made(parse("hermes", answer)) == (before.rstrip(), [PARIS])
-
-
-@pytest.mark.parametrize(
-    "before", ["```\n", "````md\n```\nx\n```\n", "```\n```py\n", "~\n ```\n x```\n"]
-)
-def test_a_fence_is_open_until_one_as_long(before: str) -> None:
-    answer = before + TOOL_ANSWERS["hermes"].call
-    assert made(parse("hermes", [answer])) == (answer, [])
-    assert made(parse("hermes", answer)) == (answer, [])
-
-
-@pytest.mark.parametrize("name", sorted(AT_START))
-def test_without_a_tag_a_call_begins_the_answer(name: str) -> None:
-    call = TOOL_ANSWERS[name].call
-    assert made(parse(name, "Like this: " + call)) == ("Like this: " + call, [])
-
-
-@pytest.mark.parametrize("name", sorted(AT_START))
-@pytest.mark.parametrize("text", ['{"name": "Bob", "parameters": {}}', "[Bob(a=1)]"])
-def test_without_a_tag_a_call_is_one_of_a_tool(name: str, text: str) -> None:
-    assert made(parse(name, [text])) == (text, [])
-    assert made(parse(name, text + " and so on")) == (text + " and so on", [])
-
-
-@pytest.mark.parametrize("name", sorted(AT_START))
-@pytest.mark.parametrize("num_spaces", [MAX_SPACE - 1, MAX_SPACE, 3 * MAX_SPACE])
-def test_without_a_tag_the_cut_does_not_decide_on_a_call_behind_space(
-    name: str, num_spaces: int
+def test_an_opening_tag_at_the_end_is_text_where_the_answer_ends_by_itself(
+    subtests: pytest.Subtests,
 ) -> None:
-    text = " " * num_spaces + TOOL_ANSWERS[name].call
-    whole = made(parse(name, [text]))
-    assert made(parse(name, text)) == whole
-    said, calls = whole
-    if num_spaces < MAX_SPACE:
-        assert calls
-    else:
-        assert (said, calls) == (text, [])
+    for name in TAGGED:
+        with subtests.test(name):
+            family = tool_family(name)
+            assert family is not None
+            for opener in family.openers:
+                special = any(text in opener for text in family.special)
+                text = f"Wrap it in {opener}"
+                assert made(parse(name, text)) == (text, [])
+                left = "Wrap it in " if special else text
+                assert made(parse(name, text, cut=True)) == (left, [])
+                assert made(parse(name, opener)) == ("" if special else opener, [])
+                ordinary = f"To cache it, use {opener}"
+                behind = TOOL_ANSWERS[name].call + ordinary
+                assert made(parse(name, behind)) == (ordinary, [PARIS])
+                if special:
+                    ordinary = ordinary.removesuffix(f" {opener}")
+                assert made(parse(name, behind, cut=True)) == (ordinary, [PARIS])
 
 
-@pytest.mark.parametrize("name", sorted(AT_START))
-def test_an_answer_in_json_is_not_held_back(name: str) -> None:
-    parser = make(name)
-    assert text_of(parser.push('{"capital": ')) == '{"capital":'
-    assert text_of(parser.push('"Paris"}') + parser.finish()) == ' "Paris"}'
+def test_a_call_in_fenced_code_is_text(subtests: pytest.Subtests) -> None:
+    for name in TAGGED:
+        with subtests.test(name):
+            call = TOOL_ANSWERS[name].call
+            quoted = "So:\n```\n" + call.replace("```", "~~~") + "\n```\nand "
+            assert made(parse(name, [quoted + call])) == (quoted.rstrip(), [PARIS])
+            assert made(parse(name, quoted + "so on")) == (quoted + "so on", [])
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "text", ["Hello!", "", " \n", "a < b and [1] {2}", "{}", "[]", "[1, 2]", '{"a": 1} is', "```x"]
-)
-def test_text_is_text(name: str, text: str) -> None:
-    assert made(parse(name, final(name, text))) == (text, [])
+NO_FENCES = [
+    "Quote it with ``` as you like.\n", "See ```x``` and ```` ``` ````:\n", "```sh -c``` ok\n",
+    "````\n```\n````\n", "````\n```py\n`````  \n", "```\na ``` b\n```\n", "  ```py\nx\n  ```\n",
+    "```\n```", "```\nx\n```py\n```\n", "`" * 5000 + "\n",
+]  # fmt: skip
+
+
+def test_backticks_that_open_no_fence_hide_no_call(subtests: pytest.Subtests) -> None:
+    for before in NO_FENCES:
+        with subtests.test(before=before):
+            answer = before + TOOL_ANSWERS["hermes"].call
+            assert made(parse("hermes", [answer])) == (before.rstrip(), [PARIS])
+            assert made(parse("hermes", answer)) == (before.rstrip(), [PARIS])
+
+
+def test_a_fence_is_open_until_one_as_long(subtests: pytest.Subtests) -> None:
+    for before in ["```\n", "````md\n```\nx\n```\n", "```\n```py\n", "~\n ```\n x```\n"]:
+        with subtests.test(before=before):
+            answer = before + TOOL_ANSWERS["hermes"].call
+            assert made(parse("hermes", [answer])) == (answer, [])
+            assert made(parse("hermes", answer)) == (answer, [])
+
+
+def test_without_a_tag_a_call_begins_the_answer(subtests: pytest.Subtests) -> None:
+    for name in sorted(AT_START):
+        with subtests.test(name):
+            call = TOOL_ANSWERS[name].call
+            assert made(parse(name, "Like this: " + call)) == ("Like this: " + call, [])
+
+
+def test_without_a_tag_a_call_is_one_of_a_tool(subtests: pytest.Subtests) -> None:
+    for name, text in product(
+        sorted(AT_START), ['{"name": "Bob", "parameters": {}}', "[Bob(a=1)]"]
+    ):
+        with subtests.test(name=name, text=text):
+            assert made(parse(name, [text])) == (text, [])
+            assert made(parse(name, text + " and so on")) == (text + " and so on", [])
+
+
+def test_without_a_tag_the_cut_does_not_decide_on_a_call_behind_space(
+    subtests: pytest.Subtests,
+) -> None:
+    for name, num_spaces in product(sorted(AT_START), [MAX_SPACE - 1, MAX_SPACE, 3 * MAX_SPACE]):
+        with subtests.test(name=name, num_spaces=num_spaces):
+            text = " " * num_spaces + TOOL_ANSWERS[name].call
+            whole = made(parse(name, [text]))
+            assert made(parse(name, text)) == whole
+            said, calls = whole
+            if num_spaces < MAX_SPACE:
+                assert calls
+            else:
+                assert (said, calls) == (text, [])
+
+
+def test_an_answer_in_json_is_not_held_back(subtests: pytest.Subtests) -> None:
+    for name in sorted(AT_START):
+        with subtests.test(name):
+            parser = make(name)
+            assert text_of(parser.push('{"capital": ')) == '{"capital":'
+            assert text_of(parser.push('"Paris"}') + parser.finish()) == ' "Paris"}'
+
+
+TEXTS = "Hello!", "", " \n", "a < b and [1] {2}", "{}", "[]", "[1, 2]", '{"a": 1} is', "```x"
+
+
+def test_text_is_text(subtests: pytest.Subtests) -> None:
+    for name, text in product(NAMES, TEXTS):
+        with subtests.test(name=name, text=text):
+            assert made(parse(name, final(name, text))) == (text, [])
 
 
 MALFORMED = {
@@ -283,30 +300,32 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [(n, t) for n, texts in MALFORMED.items() for t in texts]
-)
-def test_what_is_no_call_is_given_back(name: str, text: str) -> None:
-    assert made(parse(name, [text])) == (text, [])
-    assert made(parse(name, text)) == (text, [])
+def test_what_is_no_call_is_given_back(subtests: pytest.Subtests) -> None:
+    for name, texts in MALFORMED.items():
+        for text in texts:
+            with subtests.test(name=name, text=text):
+                assert made(parse(name, [text])) == (text, [])
+                assert made(parse(name, text)) == (text, [])
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4", "mistral"])
-def test_a_call_after_what_is_none(name: str) -> None:
-    broken = MALFORMED[name][0]
-    text, calls = made(parse(name, broken + "\n" + TOOL_ANSWERS[name].call))
-    assert (text, calls) == (broken, [PARIS])
+def test_a_call_after_what_is_none(subtests: pytest.Subtests) -> None:
+    for name in ("hermes", "qwen3_coder", "gemma4", "mistral"):
+        with subtests.test(name):
+            broken = MALFORMED[name][0]
+            text, calls = made(parse(name, broken + "\n" + TOOL_ANSWERS[name].call))
+            assert (text, calls) == (broken, [PARIS])
 
 
-@pytest.mark.parametrize("name", ["hermes", "gemma4", "kimi_k2", "deepseek_v31", "mistral"])
-def test_a_missing_bracket_hides_no_later_call(name: str) -> None:
-    answer = TOOL_ANSWERS[name]
-    at = answer.call.rindex("}")
-    broken = answer.call[:at] + answer.call[at + 1 :]
-    for between in ("", "\n"):
-        whole = broken + between + answer.call.replace("Paris", "Rome")
-        assert made(parse(name, [whole])) == (broken, [ROME])
-        assert made(parse(name, whole)) == (broken, [ROME])
+def test_a_missing_bracket_hides_no_later_call(subtests: pytest.Subtests) -> None:
+    for name in ("hermes", "gemma4", "kimi_k2", "deepseek_v31", "mistral"):
+        with subtests.test(name):
+            answer = TOOL_ANSWERS[name]
+            at = answer.call.rindex("}")
+            broken = answer.call[:at] + answer.call[at + 1 :]
+            for between in ("", "\n"):
+                whole = broken + between + answer.call.replace("Paris", "Rome")
+                assert made(parse(name, [whole])) == (broken, [ROME])
+                assert made(parse(name, whole)) == (broken, [ROME])
 
 
 @pytest.mark.parametrize("between", ["", "\n", " and "])
@@ -330,25 +349,26 @@ def test_large_literals_are_no_call(values: str) -> None:
     assert made(parse("llama4_pythonic", [call])) == (call, [])
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("'it\\'s'", "it's"), ('"a\\n\\x41\\u00e9\\q"', "a\nA\u00e9\\q"), ("-1.5e3", -1500.0),
-        ("(1, 2,)", [1, 2]),
-        ("{'a': None, 'b': [True]}", {"a": None, "b": [True]}), ("{}", {}), ("false", False),
-        ("'" + "\\ud800" + "'", "\\ud800"),
-    ],
-)  # fmt: skip
-def test_literals_of_python(text: str, value: Any) -> None:
-    assert Literals(text).whole() == value
-    call = f"[f(a={text})]"
-    assert made(parse("llama4_pythonic", call)) == ("", [("f", {"a": value})])
+LITERALS = [
+    ("'it\\'s'", "it's"), ('"a\\n\\x41\\u00e9\\q"', "a\nA\u00e9\\q"), ("-1.5e3", -1500.0),
+    ("(1, 2,)", [1, 2]),
+    ("{'a': None, 'b': [True]}", {"a": None, "b": [True]}), ("{}", {}), ("false", False),
+    ("'" + "\\ud800" + "'", "\\ud800"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["", "x", "1 2", "[1", "{1: 2}", "{'a' 1}", "'a", "[,]", "nan"])
-def test_what_is_no_literal(text: str) -> None:
-    with pytest.raises(Malformed):
-        Literals(text).whole()
+def test_literals_of_python(subtests: pytest.Subtests) -> None:
+    for text, value in LITERALS:
+        with subtests.test(text=text):
+            assert Literals(text).whole() == value
+            call = f"[f(a={text})]"
+            assert made(parse("llama4_pythonic", call)) == ("", [("f", {"a": value})])
+
+
+def test_what_is_no_literal(subtests: pytest.Subtests) -> None:
+    for text in ["", "x", "1 2", "[1", "{1: 2}", "{'a' 1}", "'a", "[,]", "nan"]:
+        with subtests.test(text=text), pytest.raises(Malformed):
+            Literals(text).whole()
 
 
 def test_double_encoded_arguments_are_decoded() -> None:
@@ -376,31 +396,29 @@ def test_bare_line_breaks_in_strings() -> None:
     assert process_time() - began < 5
 
 
-@pytest.mark.parametrize(
-    ("name", "ends"),
-    [
-        ("hermes", ["\n</tool_call>"]), ("qwen3_coder", ["\n</tool_call>"]),
-        ("seed_oss", ["\n</seed:tool_call>"]),
-        ("glm45", []), ("gemma4", ["<tool_call|>"]), ("phi4_mini_json", []),
-        ("kimi_k2", ["<|tool_calls_section_end|>", "<|tool_call_end|>"]),
-        ("deepseek_v3", ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "```"]),
-        ("deepseek_v31", ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>"]),
-        ("minimax_m2", ["\n</minimax:tool_call>"]),
-        ("deepseek_dsml", ["\n</｜DSML｜function_calls>"]),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("cut", [True, False])
-def test_a_call_whose_end_tag_the_end_of_the_answer_cuts_off(
-    name: str, ends: list[str], cut: bool
-) -> None:
-    call = "One." + TOOL_ANSWERS[name].call
-    for end in ends:
-        for at in range(call.rindex(end), len(call)):
-            assert made(parse(name, call[:at], cut=cut)) == ("One.", [PARIS])
-        call = call[: call.rindex(end)].rstrip()
-    made_json = "One." + form_of(name)
-    for at in range(made_json.rindex("}") + 1, len(made_json)):
-        assert made(parse(name, made_json[:at], cut=cut)) == ("One.", [PARIS])
+END_TAGS = [
+    ("hermes", ["\n</tool_call>"]), ("qwen3_coder", ["\n</tool_call>"]),
+    ("seed_oss", ["\n</seed:tool_call>"]),
+    ("glm45", []), ("gemma4", ["<tool_call|>"]), ("phi4_mini_json", []),
+    ("kimi_k2", ["<|tool_calls_section_end|>", "<|tool_call_end|>"]),
+    ("deepseek_v3", ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>", "```"]),
+    ("deepseek_v31", ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>"]),
+    ("minimax_m2", ["\n</minimax:tool_call>"]),
+    ("deepseek_dsml", ["\n</｜DSML｜function_calls>"]),
+]  # fmt: skip
+
+
+def test_a_call_whose_end_tag_the_end_of_the_answer_cuts_off(subtests: pytest.Subtests) -> None:
+    for (name, ends), cut in product(END_TAGS, (True, False)):
+        with subtests.test(name=name, cut=cut):
+            call = "One." + TOOL_ANSWERS[name].call
+            for end in ends:
+                for at in range(call.rindex(end), len(call)):
+                    assert made(parse(name, call[:at], cut=cut)) == ("One.", [PARIS])
+                call = call[: call.rindex(end)].rstrip()
+            made_json = "One." + form_of(name)
+            for at in range(made_json.rindex("}") + 1, len(made_json)):
+                assert made(parse(name, made_json[:at], cut=cut)) == ("One.", [PARIS])
 
 
 def form_of(name: str) -> str:
@@ -410,14 +428,15 @@ def form_of(name: str) -> str:
     return family.form.begin.replace("NAME", "get_weather") + '{"city": "Paris"}' + family.form.end
 
 
-@pytest.mark.parametrize("newline", ["", "\n"])
-@pytest.mark.parametrize("gap", ["", "\n", "\n\n", " \n \n  "])
-def test_a_value_ends_at_a_tag_that_another_follows(newline: str, gap: str) -> None:
-    for value in ("x", "a</parameter> b", "a</parameter></parameter> c", "a</parameter>\n\nb"):
-        one = f"<parameter=a>{newline}{value}{newline}</parameter>{gap}"
-        call = f"<tool_call>\n<function=f>\n{one}{one.replace('=a', '=b')}</function>\n</tool_call>"
-        assert made(parse("qwen3_coder", [call])) == ("", [("f", {"a": value, "b": value})])
-        assert made(parse("qwen3_coder", call)) == ("", [("f", {"a": value, "b": value})])
+def test_a_value_ends_at_a_tag_that_another_follows(subtests: pytest.Subtests) -> None:
+    values = "x", "a</parameter> b", "a</parameter></parameter> c", "a</parameter>\n\nb"
+    for newline, gap, value in product(("", "\n"), ("", "\n", "\n\n", " \n \n  "), values):
+        with subtests.test(newline=newline, gap=gap, value=value):
+            one = f"<parameter=a>{newline}{value}{newline}</parameter>{gap}"
+            two = one + one.replace("=a", "=b")
+            call = f"<tool_call>\n<function=f>\n{two}</function>\n</tool_call>"
+            assert made(parse("qwen3_coder", [call])) == ("", [("f", {"a": value, "b": value})])
+            assert made(parse("qwen3_coder", call)) == ("", [("f", {"a": value, "b": value})])
 
 
 SCHEMA = {
@@ -446,33 +465,34 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        ("count", "7", 7), ("count", " 7\n", 7), ("count", "seven", "seven"),
-        ("code", "007", "007"), ("code", "true", "true"), ("maybe", "null", None),
-        ("maybe", "3", 3), ("mode", "1", "1"),
-        ("place", '{"x": 1}', {"x": 1}), ("place", "{'x': True}", {"x": True}), ("other", "1", "1"),
-        ("as_count", "7", 7), ("odd", "true", True), ("spaced", "None", None), ("second", "7", 7),
-        ("far", "7", "7"), ("tree", "[1]", [1]), ("tree", "1", 1), ("tree", "true", "true"),
-        ("both", "true", True), ("both", "1", 1),
-    ],
-)  # fmt: skip
-def test_values_are_typed_by_the_schema(name: str, text: str, value: Any) -> None:
-    call = ToolSchemas({"f": SCHEMA}).call("f")
-    call.typed("both", "1")  # what others are does not change it
-    assert call.typed(name, text) == value
-    whole = f"<tool_call><function=f><parameter={name}>{text}</parameter></function></tool_call>"
-    parts = parse("qwen3_coder", [whole], schemas=ToolSchemas({"f": SCHEMA}))
-    if not text.endswith("\n"):
-        assert made(parts) == ("", [("f", {name: value})])
+TYPED = [
+    ("count", "7", 7), ("count", " 7\n", 7), ("count", "seven", "seven"),
+    ("code", "007", "007"), ("code", "true", "true"), ("maybe", "null", None),
+    ("maybe", "3", 3), ("mode", "1", "1"),
+    ("place", '{"x": 1}', {"x": 1}), ("place", "{'x': True}", {"x": True}), ("other", "1", "1"),
+    ("as_count", "7", 7), ("odd", "true", True), ("spaced", "None", None), ("second", "7", 7),
+    ("far", "7", "7"), ("tree", "[1]", [1]), ("tree", "1", 1), ("tree", "true", "true"),
+    ("both", "true", True), ("both", "1", 1),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "schema", [None, {}, {"properties": 1}, {"properties": {"a": {"$ref": 1}}}]
-)
-def test_odd_schemas_type_nothing(schema: Any) -> None:
-    assert ToolSchemas({"f": schema}).call("f").typed("a", "1") == "1"
+def test_values_are_typed_by_the_schema(subtests: pytest.Subtests) -> None:
+    for name, text, value in TYPED:
+        with subtests.test(name=name, text=text):
+            call = ToolSchemas({"f": SCHEMA}).call("f")
+            call.typed("both", "1")  # what others are does not change it
+            assert call.typed(name, text) == value
+            one = f"<function=f><parameter={name}>{text}</parameter></function>"
+            whole = f"<tool_call>{one}</tool_call>"
+            parts = parse("qwen3_coder", [whole], schemas=ToolSchemas({"f": SCHEMA}))
+            if not text.endswith("\n"):
+                assert made(parts) == ("", [("f", {name: value})])
+
+
+def test_odd_schemas_type_nothing(subtests: pytest.Subtests) -> None:
+    for schema in [None, {}, {"properties": 1}, {"properties": {"a": {"$ref": 1}}}]:
+        with subtests.test(schema=schema):
+            assert ToolSchemas({"f": schema}).call("f").typed("a", "1") == "1"
 
 
 def test_schemas_that_refer_to_themselves_cost_little() -> None:
@@ -556,19 +576,18 @@ def test_harmony_keeps_the_text_of_messages(text: str, cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "unit", ["OPENER", "OPENER{", 'OPENER{"', "```", " ", "[", '{"a":', "<", "\\"]
-)
-def test_hostile_answers_take_linear_time(name: str, unit: str) -> None:
+def test_hostile_answers_take_linear_time(name: str, subtests: pytest.Subtests) -> None:
     family = tool_family(name)
     assert family is not None
     opener = family.openers[0] if family.openers else ""
-    text = unit.replace("OPENER", opener) * 4000
-    began = process_time()
-    pieces = [text[at : at + 8] for at in range(0, len(text), 8)]
-    content = parse(name, pieces)
-    assert process_time() - began < 10  # a quadratic one takes minutes
-    assert calls_of(content) == []
+    for unit in ("OPENER", "OPENER{", 'OPENER{"', "```", " ", "[", '{"a":', "<", "\\"):
+        with subtests.test(unit=unit):
+            text = unit.replace("OPENER", opener) * 4000
+            began = process_time()
+            pieces = [text[at : at + 8] for at in range(0, len(text), 8)]
+            content = parse(name, pieces)
+            assert process_time() - began < 10  # a quadratic one takes minutes
+            assert calls_of(content) == []
 
 
 def test_a_hostile_header_takes_linear_time() -> None:
@@ -593,14 +612,15 @@ def test_a_call_without_end_does_not_take_all_memory() -> None:
     assert text == head + piece * num_pieces
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        '{"name": "get_weather", "arguments": {"city": "Paris"}}',
-        '\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
-        '<tool_call>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_call>',
-        '<tool_call>{"name": "get_weather", "parameters": {"city": "Paris"}}',
-    ],
-)
-def test_generic_calls_as_small_models_write_them(answer: str) -> None:
-    assert made(parse("generic", answer))[1] == [PARIS]
+GENERIC_CALLS = [
+    '{"name": "get_weather", "arguments": {"city": "Paris"}}',
+    '\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+    '<tool_call>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_call>',
+    '<tool_call>{"name": "get_weather", "parameters": {"city": "Paris"}}',
+]
+
+
+def test_generic_calls_as_small_models_write_them(subtests: pytest.Subtests) -> None:
+    for answer in GENERIC_CALLS:
+        with subtests.test(answer=answer):
+            assert made(parse("generic", answer))[1] == [PARIS]

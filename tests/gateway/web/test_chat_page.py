@@ -9,7 +9,7 @@ from browser import CHROMIUM, DESKTOP, PHONE, WHY_NOT, Browser, PageError
 from chat_model import HOSTILE, LONG_WORDS, ChatModel
 from served_gateway import served_gateway
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
+pytestmark = [pytest.mark.extended, pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)]
 
 LAST = ".message:last-child"
 NO_ANSWER = "[aria-busy=true]"

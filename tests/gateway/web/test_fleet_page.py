@@ -12,7 +12,7 @@ from served_gateway import served_gateway
 
 from pdserve.protos import fleet_pb2, router_pb2
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
+pytestmark = [pytest.mark.extended, pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)]
 
 
 def worker(role: int, name: str) -> router_pb2.WorkerView:

@@ -27,33 +27,37 @@ def test_an_entry_for_each_alert_and_no_other() -> None:
     assert [name for name in ENTRIES if name.startswith("Pdserve")] == list(rules())
 
 
-@pytest.mark.parametrize("name", rules())
-def test_an_alert_leads_to_its_entry(name: str) -> None:
+def test_an_alert_leads_to_its_entry(subtests: pytest.Subtests) -> None:
     """The anchor is that of the heading, as GitHub makes it."""
-    path, _, anchor = rules()[name]["annotations"]["runbook_url"].partition("#")
-    assert (ROOT / path).read_text() == TEXT
-    assert anchor == name.lower()
-    found = commands(ENTRIES[name])
-    assert found, "no command shows the cause"
-    assert {words[0] for words in found} <= {*TOOLS, "grep"}
-    assert found[0][0] in TOOLS
+    for name in rules():
+        with subtests.test(name):
+            path, _, anchor = rules()[name]["annotations"]["runbook_url"].partition("#")
+            assert (ROOT / path).read_text() == TEXT
+            assert anchor == name.lower()
+            found = commands(ENTRIES[name])
+            assert found, "no command shows the cause"
+            assert {words[0] for words in found} <= {*TOOLS, "grep"}
+            assert found[0][0] in TOOLS
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_the_options_of_its_commands_exist(name: str) -> None:
+def test_the_options_of_its_commands_exist(subtests: pytest.Subtests) -> None:
     """Commands of pdserve in the whole entry, those in the text, too."""
-    quoted = [words.split() for words in re.findall(r"`(pdserve [^`]+)`", ENTRIES[name])]
-    for words in (*commands(ENTRIES[name]), *quoted):
-        if words[0] != "pdserve":
-            continue
-        command = COMMANDS[words[1]]
-        flags = {option.flag for section in command.sections() for option in section.options}
-        used = [word for word in words[2:] if word.startswith("--")]
-        assert set(used) <= flags, words
-        plain = [w for i, w in enumerate(words[2:], 2) if not w.startswith("--")]
-        values = sum(1 for flag in used if _takes_value(command.name, flag))
-        needed = len(command.positionals)
-        assert len(plain) - values >= needed or words in quoted, words
+    for name in ENTRIES:
+        with subtests.test(name):
+            quoted = [words.split() for words in re.findall(r"`(pdserve [^`]+)`", ENTRIES[name])]
+            for words in (*commands(ENTRIES[name]), *quoted):
+                if words[0] != "pdserve":
+                    continue
+                command = COMMANDS[words[1]]
+                flags = {
+                    option.flag for section in command.sections() for option in section.options
+                }
+                used = [word for word in words[2:] if word.startswith("--")]
+                assert set(used) <= flags, words
+                plain = [w for i, w in enumerate(words[2:], 2) if not w.startswith("--")]
+                values = sum(1 for flag in used if _takes_value(command.name, flag))
+                needed = len(command.positionals)
+                assert len(plain) - values >= needed or words in quoted, words
 
 
 def _takes_value(command: str, flag: str) -> bool:

@@ -7,6 +7,8 @@ import triton_interpreter as _  # noqa: F401  (before kernels run)
 from pdserve.kernels import reference
 from pdserve.kernels.cuda.layer.activation import activated, gated
 
+pytestmark = pytest.mark.kernels
+
 SHAPES = [(1, 1), (1, 7), (2, 16), (3, 33), (5, 64), (4, 127), (1, 1024), (2, 1025), (3, 1500)]
 SHAPES += [(1, 3000), (6, 96), (17, 8)]
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]

@@ -22,6 +22,8 @@ from pdserve.kernels import reference
 from pdserve.kernels.cuda.attention import paged as attention
 from pdserve.kernels.cuda.attention.paged import paged_attention
 
+pytestmark = pytest.mark.kernels
+
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 MOST_ERROR = {F32: 1e-5, BF16: 1e-2, F16: 2e-3}
 NUM_CASES = int(os.environ.get("ATTENTION_CASES", "10"))
@@ -302,7 +304,6 @@ for arch in (80, 90):
 """
 
 
-@pytest.mark.slow
 def test_compiled_kernels_divide_sums_over_keys_in_the_same_way() -> None:
     """Which the interpreter cannot tell: how a tile's keys lie in the threads."""
     folders = [Path(__file__).parents[2] / "support", Path(__file__).parent]

@@ -10,6 +10,8 @@ from typing import Any
 import compiled_kernels
 import pytest
 
+pytestmark = pytest.mark.kernels
+
 MOST_SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes of a block
 MATRIX_KERNELS = ("attend_kernel", "split_kernel", "_separate", "_looped", "_grouped")
 
@@ -41,7 +43,6 @@ def test_every_launch_is_in_the_table() -> None:
     assert set(compiled_kernels.FEW) <= expected
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_is_compiled_now_is_in_the_table() -> None:
     """COMPILED=all compiles everything, which takes ten minutes."""

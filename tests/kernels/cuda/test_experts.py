@@ -20,6 +20,8 @@ from pdserve.kernels.cuda.linear.packing import DeviceMatrix
 from pdserve.kernels.cuda.linear.product import linear
 from pdserve.kernels.cuda.linear.tiles import splits_of
 
+pytestmark = pytest.mark.kernels
+
 # Experts, routing, whether there is a correction.
 ROUTED: dict[str, tuple[int, ExpertRouting, bool]] = {
     "one": (1, ExpertRouting(1), False),

@@ -8,6 +8,8 @@ from torch import Tensor
 from pdserve.kernels import reference
 from pdserve.kernels.cuda.layer.heads import HeadNorms, HeadRange, Rotation, prepare_heads
 
+pytestmark = pytest.mark.kernels
+
 CASES = [  # tokens, q, kv, dim, rotary dim, block size, dtype of the cache
     (1, 1, 1, 16, 16, 16, torch.float32),
     (3, 4, 2, 64, 64, 16, torch.bfloat16),

@@ -29,6 +29,8 @@ from pdserve.kernels.cuda.linear.packing import DeviceMatrix, pack
 from pdserve.kernels.cuda.linear.product import linear, product
 from pdserve.kernels.cuda.linear.tiles import splits_of, tiles_of
 
+pytestmark = pytest.mark.kernels
+
 NUM_CASES = int(os.environ.get("LINEAR_CASES", "10"))
 
 # format, columns, columns of a group, type of scales, whether there are zeros

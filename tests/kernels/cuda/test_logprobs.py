@@ -14,6 +14,8 @@ from pdserve.kernels import reference
 from pdserve.kernels.cuda.sampling import logprobs
 from pdserve.kernels.cuda.sampling.step import CudaSampling
 
+pytestmark = pytest.mark.kernels
+
 OPS = CudaSampling()
 VOCABS = st.sampled_from([1, 2, 63, 64, 65, 100, 300])
 

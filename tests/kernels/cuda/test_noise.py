@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +25,8 @@ from pdserve.kernels.cuda.sampling.noise import (
 )
 from pdserve.kernels.cuda.sampling.records import RECORD
 from pdserve.kernels.reference.noise import SERIES, _log, gumbel_at
+
+pytestmark = pytest.mark.kernels
 
 
 @triton.jit

@@ -10,6 +10,8 @@ from pdserve.kernels.cuda.layer.activation import gated
 from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
 from pdserve.kernels.cuda.linear.product import SplitSums, linear, split_linear
 
+pytestmark = pytest.mark.kernels
+
 SHAPES = [(1, 1), (1, 16), (2, 17), (3, 64), (5, 100), (7, 128), (2, 257), (4, 640), (1, 1000)]
 SHAPES += [(3, 1024), (2, 2880), (1, 4100)]
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]

@@ -20,6 +20,8 @@ from pdserve.kernels.cuda.sampling.step import CudaSampling
 from pdserve.kernels.reference.candidates import candidates as reference_candidates
 from pdserve.kernels.streams import StreamSettings
 
+pytestmark = pytest.mark.kernels
+
 OPS = CudaSampling()
 VOCABS = st.sampled_from([1, 2, 63, 64, 65, 100, 300])
 

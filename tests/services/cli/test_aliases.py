@@ -19,47 +19,49 @@ def translated(command: str, line: str) -> Sequence[str]:
     return translate(command, FLAGS[command], line.split())
 
 
-@pytest.mark.parametrize(
-    ("command", "line", "wanted"),
-    [
-        ("up", "--w /models/x", "--model /models/x"),
-        ("up", "--m org/name", "--model org/name"),
-        ("up", "--f=x.gguf --port 1", "--model x.gguf --port 1"),
-        ("up", "--m org/name --p 2 --f x.gguf", "--model org/name:x.gguf --port 2"),
-        ("up", "--d 0", "--device cuda"),
-        ("decode", "--d cpu", "--device cpu"),
-        ("up", "--isq q4k --max-num-seqs 8", "--isq q4k --max-running 8"),
-        ("decode", "--max-model-len=4096", "--context-len 4096"),
-        ("prefill", "--pd-server --pd-url tcp://host:8100/", "--routers host:8100"),
-        ("decode", "--pd-client --pd-url host:8100", "--routers host:8100"),
-    ],
-)
-def test_an_alias_is_the_option_of_its_meaning(command: str, line: str, wanted: str) -> None:
-    assert translated(command, line) == wanted.split()
-    settle(COMMANDS[command], "pdserve", line.split())  # and is understood
+MEANINGS = [
+    ("up", "--w /models/x", "--model /models/x"),
+    ("up", "--m org/name", "--model org/name"),
+    ("up", "--f=x.gguf --port 1", "--model x.gguf --port 1"),
+    ("up", "--m org/name --p 2 --f x.gguf", "--model org/name:x.gguf --port 2"),
+    ("up", "--d 0", "--device cuda"),
+    ("decode", "--d cpu", "--device cpu"),
+    ("up", "--isq q4k --max-num-seqs 8", "--isq q4k --max-running 8"),
+    ("decode", "--max-model-len=4096", "--context-len 4096"),
+    ("prefill", "--pd-server --pd-url tcp://host:8100/", "--routers host:8100"),
+    ("decode", "--pd-client --pd-url host:8100", "--routers host:8100"),
+]
 
 
-@pytest.mark.parametrize(
-    ("command", "line", "part"),
-    [
-        ("up", "--fp8-kvcache", "--kv-dtype int8"),
-        ("up", "--d 0,1", "on one device"),
-        ("up", "--d 2", "CUDA_VISIBLE_DEVICES=2"),
-        ("up", "--pd-server", "pdserve prefill --routers"),
-        ("decode", "--pd-server", "use `pdserve prefill`"),
-        ("prefill", "--pd-url file:///sockets", "shared memory"),
-        ("up", "--pd-url tcp://h:1", "itself"),
-        ("up", "--w a --f b", "--w and --f"),
-        ("up", "--w a --m b", "--w and --m"),
-        ("up", "--w", "--w: it needs a value"),
-        ("up", "--w --port 1", "--w: it needs a value"),
-        ("prefill", "--p 1", "--p: `pdserve prefill` has no --port"),
-    ],
-)
-def test_what_pdserve_lacks_is_said(command: str, line: str, part: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        translated(command, line)
-    assert part in str(caught.value)
+def test_an_alias_is_the_option_of_its_meaning(subtests: pytest.Subtests) -> None:
+    for command, line, wanted in MEANINGS:
+        with subtests.test(command=command, line=line):
+            assert translated(command, line) == wanted.split()
+            settle(COMMANDS[command], "pdserve", line.split())  # and is understood
+
+
+LACKING = [
+    ("up", "--fp8-kvcache", "--kv-dtype int8"),
+    ("up", "--d 0,1", "on one device"),
+    ("up", "--d 2", "CUDA_VISIBLE_DEVICES=2"),
+    ("up", "--pd-server", "pdserve prefill --routers"),
+    ("decode", "--pd-server", "use `pdserve prefill`"),
+    ("prefill", "--pd-url file:///sockets", "shared memory"),
+    ("up", "--pd-url tcp://h:1", "itself"),
+    ("up", "--w a --f b", "--w and --f"),
+    ("up", "--w a --m b", "--w and --m"),
+    ("up", "--w", "--w: it needs a value"),
+    ("up", "--w --port 1", "--w: it needs a value"),
+    ("prefill", "--p 1", "--p: `pdserve prefill` has no --port"),
+]
+
+
+def test_what_pdserve_lacks_is_said(subtests: pytest.Subtests) -> None:
+    for command, line, part in LACKING:
+        with subtests.test(command=command, line=line):
+            with pytest.raises(OptionError) as caught:
+                translated(command, line)
+            assert part in str(caught.value)
 
 
 def test_no_alias_is_an_option_of_another_meaning() -> None:
@@ -68,27 +70,28 @@ def test_no_alias_is_an_option_of_another_meaning() -> None:
     assert BARE
 
 
-@pytest.mark.parametrize(
-    ("line", "part"),
-    [
-        ("up --prefil 1", "--prefil is unknown (did you mean --prefill?)"),
-        ("chat --urll x", "--urll is unknown (did you mean --url?)"),
-        ("chat -temperature 1", "-temperature is unknown (did you mean --temperature?)"),
-        ("up --max-num-seq 3", "did you mean --max-num-seqs"),
-        ("up --temp 1", "`pdserve up --help` lists the options"),
-        ("up --zzzzzz", "`pdserve up --help` lists the options"),
-        ("chta", "did you mean chat"),
-        ("--w x", "a command comes first, as in `pdserve up --w ...`"),
-        ("up --model /none/such.gguf --prefil=0", "did you mean --prefill"),
-    ],
-)
+MISTYPED = [
+    ("up --prefil 1", "--prefil is unknown (did you mean --prefill?)"),
+    ("chat --urll x", "--urll is unknown (did you mean --url?)"),
+    ("chat -temperature 1", "-temperature is unknown (did you mean --temperature?)"),
+    ("up --max-num-seq 3", "did you mean --max-num-seqs"),
+    ("up --temp 1", "`pdserve up --help` lists the options"),
+    ("up --zzzzzz", "`pdserve up --help` lists the options"),
+    ("chta", "did you mean chat"),
+    ("--w x", "a command comes first, as in `pdserve up --w ...`"),
+    ("up --model /none/such.gguf --prefil=0", "did you mean --prefill"),
+]
+
+
 def test_a_mistyped_word_gets_a_suggestion(
-    line: str, part: str, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    assert main(line.split()) == 2
-    err = capsys.readouterr().err
-    assert part in err
-    assert "Traceback" not in err
+    for line, part in MISTYPED:
+        with subtests.test(line):
+            code, err = main(line.split()), capsys.readouterr().err
+            assert code == 2
+            assert part in err
+            assert "Traceback" not in err
 
 
 def test_a_value_may_begin_as_a_flag_does() -> None:

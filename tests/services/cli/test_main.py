@@ -70,15 +70,18 @@ def test_overview_and_version_import_nothing_heavy() -> None:
     assert out.startswith("pdserve 0.")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        main([name, "--help"])
-    assert done.value.code == 0
-    text = capsys.readouterr().out
-    assert text.startswith(f"usage: pdserve {name}")
-    assert COMMANDS[name].summary in text.replace("\n", " ")
-    assert max(len(line) for line in text.splitlines()) <= 100
+def test_help_of_every_command(
+    capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    for name in COMMANDS:
+        with subtests.test(name):
+            with pytest.raises(SystemExit) as done:
+                main([name, "--help"])
+            text = capsys.readouterr().out
+            assert done.value.code == 0
+            assert text.startswith(f"usage: pdserve {name}")
+            assert COMMANDS[name].summary in text.replace("\n", " ")
+            assert max(len(line) for line in text.splitlines()) <= 100
 
 
 @pytest.mark.parametrize("columns", [40, 80])
@@ -93,13 +96,14 @@ def test_help_fits_the_terminal(
     assert "--no-history" in text
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_entries_exist(name: str) -> None:
+def test_entries_exist(subtests: pytest.Subtests) -> None:
     """The functions that the table names are there, without importing what they import."""
-    module, function = COMMANDS[name].entry.split(":")
-    source = ROOT / (module.removeprefix("pdserve.").replace(".", "/") + ".py")
-    names = {n.name for n in ast.parse(source.read_text()).body if isinstance(n, ast.FunctionDef)}
-    assert function in names
+    for name in COMMANDS:
+        with subtests.test(name):
+            module, function = COMMANDS[name].entry.split(":")
+            source = ROOT / (module.removeprefix("pdserve.").replace(".", "/") + ".py")
+            nodes = ast.parse(source.read_text()).body
+            assert function in {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
 
 
 def test_settings_are_light() -> None:
@@ -137,36 +141,36 @@ def test_a_service_opens_as_many_files_as_the_system_grants() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["upp"], "did you mean up"),
-        (["config", "hide"], "config show"),
-        (["up", "--prt", "1"], "--prt"),
-        (["up", "--port", "70000"], "--port: 70000 is above"),
-        (["up", "--prefill", "0", "--remote-prefill", "always"], "contradicts --prefill 0"),
-        (["up", "--threads", "9999"], "--threads"),
-        (["up", "--served-name", "x", "--model", "a", "--model", "b"], "--served-name"),
-        (["up", "--model", "a", "--model", "a"], "twice"),
-        (["up", "--api-key-file", "/nonexistent"], "--api-key-file"),
-        (["router"], "--cluster-secret is needed (or PDSERVE_CLUSTER_SECRET)"),
-        (["router", "--cluster-secret", "x"], "at least 32 bytes"),
-        (["router", "--cluster-ca", "x"], "belong together"),
-        (
-            ["decode", "--cluster-secret", "x" * 32, "--routers", "r:1", "--encrypt-kv"],
-            "certificates",
-        ),
-        (["up", "--cluster-secret", "x" * 32, "--encrypt-kv"], "contradicts"),
-        (["gateway", "--cluster-secret", "x"], "--routers is needed"),
-        (["decode", "--cluster-secret", "x", "--routers", "r:1", "--threads", "999"], "--threads"),
-        (["health"], "address"),
-    ],
-)
-def test_mistakes_are_named(
-    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    assert part in capsys.readouterr().err
+MISTAKES = [
+    (["upp"], "did you mean up"),
+    (["config", "hide"], "config show"),
+    (["up", "--prt", "1"], "--prt"),
+    (["up", "--port", "70000"], "--port: 70000 is above"),
+    (["up", "--prefill", "0", "--remote-prefill", "always"], "contradicts --prefill 0"),
+    (["up", "--threads", "9999"], "--threads"),
+    (["up", "--served-name", "x", "--model", "a", "--model", "b"], "--served-name"),
+    (["up", "--model", "a", "--model", "a"], "twice"),
+    (["up", "--api-key-file", "/nonexistent"], "--api-key-file"),
+    (["router"], "--cluster-secret is needed (or PDSERVE_CLUSTER_SECRET)"),
+    (["router", "--cluster-secret", "x"], "at least 32 bytes"),
+    (["router", "--cluster-ca", "x"], "belong together"),
+    (
+        ["decode", "--cluster-secret", "x" * 32, "--routers", "r:1", "--encrypt-kv"],
+        "certificates",
+    ),
+    (["up", "--cluster-secret", "x" * 32, "--encrypt-kv"], "contradicts"),
+    (["gateway", "--cluster-secret", "x"], "--routers is needed"),
+    (["decode", "--cluster-secret", "x", "--routers", "r:1", "--threads", "999"], "--threads"),
+    (["health"], "address"),
+]
+
+
+def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
+    for words, part in MISTAKES:
+        with subtests.test(" ".join(words)):
+            code, err = main(words), capsys.readouterr().err
+            assert code == 2
+            assert part in err
 
 
 def test_config_show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The examples of README run as written.
 
-tests/test_docs.py and tests/test_names.py check the names in it.
+tests/test_docs.py checks the names in it.
 """
 
 import os
@@ -53,7 +53,6 @@ def ports() -> Iterator[dict[str, str]]:
         assert up.wait(60) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_python_examples_run(name: str, ports: dict[str, str]) -> None:
@@ -68,7 +67,6 @@ def test_python_examples_run(name: str, ports: dict[str, str]) -> None:
     assert len(done.stdout.split()) > 2
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_curl_line_works(ports: dict[str, str]) -> None:
     (line,) = [b for b in blocks("sh") if "curl" in b]

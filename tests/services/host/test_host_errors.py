@@ -24,13 +24,14 @@ def test_the_catalogue_is_complete() -> None:
     assert HTTP_STATUS[pb.CONTEXT_LENGTH_EXCEEDED] == 400
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_round_trip(code: Any) -> None:
-    error = ServiceError(code, "text", "max_tokens", 1.5)
-    back = ServiceError.from_failure(error.to_failure())
-    assert (back.code, back.message, back.param) == (code, "text", "max_tokens")
-    assert back.retry_after_s == 1.5
-    assert str(back) == "text"
+def test_round_trip(subtests: pytest.Subtests) -> None:
+    for code in CODES:
+        with subtests.test(pb.ErrorCode.Name(code)):
+            error = ServiceError(code, "text", "max_tokens", 1.5)
+            back = ServiceError.from_failure(error.to_failure())
+            assert (back.code, back.message, back.param) == (code, "text", "max_tokens")
+            assert back.retry_after_s == 1.5
+            assert str(back) == "text"
 
 
 def test_an_unknown_code_is_internal() -> None:
@@ -61,16 +62,17 @@ def test_errors_of_calls() -> None:
     assert ServiceError.from_rpc(Rpc(grpc.StatusCode.CANCELLED, garbage)).code == pb.CANCELLED
 
 
-@pytest.mark.parametrize("written", ["x", "%", "\n", "\u4e2d", "\U0001f600", "a\u4e2d"])
-def test_a_long_message_is_cut_once(written: str) -> None:
+def test_a_long_message_is_cut_once(subtests: pytest.Subtests) -> None:
     """And fits the metadata of gRPC, which percent-encodes it."""
-    text = written * 100_000
-    error = ServiceError(pb.INVALID_ARGUMENT, text, "p" * 1000)
-    sent = quote(error.message, safe="".join(map(chr, range(0x20, 0x7F))).replace("%", ""))
-    assert MAX_MESSAGE - 12 < len(sent) <= MAX_MESSAGE
-    assert error.message.endswith(f"... ({len(text)} characters)")
-    again = ServiceError.from_failure(error.to_failure())
-    assert (again.message, again.param) == (error.message, error.param)
+    for written in ("x", "%", "\n", "\u4e2d", "\U0001f600", "a\u4e2d"):
+        with subtests.test(written=written):
+            text = written * 100_000
+            error = ServiceError(pb.INVALID_ARGUMENT, text, "p" * 1000)
+            sent = quote(error.message, safe="".join(map(chr, range(0x20, 0x7F))).replace("%", ""))
+            assert MAX_MESSAGE - 12 < len(sent) <= MAX_MESSAGE
+            assert error.message.endswith(f"... ({len(text)} characters)")
+            again = ServiceError.from_failure(error.to_failure())
+            assert (again.message, again.param) == (error.message, error.param)
 
 
 def test_a_short_message_is_whole() -> None:

@@ -1,45 +1,43 @@
 """Sampling parameters say what is wrong with them when they are made."""
 
-from typing import Any
-
 import pytest
 
 from pdserve import InvalidRequest, SamplingParams, StructuredOutputsParams
 
+WRONG = [
+    ("temperature", -1, "must be from 0 to 100, not -1"),
+    ("temperature", "hot", "must be a number, not 'hot'"),
+    ("temperature", float("nan"), "must be from 0 to 100, not nan"),
+    ("temperature", True, "must be a number, not True"),
+    ("top_p", 0, "must be above 0 and at most 1, not 0"),
+    ("top_k", -2, "must be from -1 to"),
+    ("n", 0, "must be at least 1, not 0"),
+    ("n", None, "must be a whole number, not None"),
+    ("n", 1.5, "must be a whole number, not 1.5"),
+    ("max_tokens", 0, "must be at least 1, not 0"),
+    ("min_tokens", -1, "must be at least 0, not -1"),
+    ("logprobs", 21, "must be from 0 to 20, not 21"),
+    ("seed", 2**64, "must be from"),
+    ("thinking_token_budget", -1, "must be from 0"),
+    ("stop", ["a", ""], "has an empty text"),
+    ("stop", [1], "must be a text or a list of texts"),
+    ("bad_words", 5, "must be a text or a list of texts, not 5"),
+    ("stop_token_ids", "ab", "must be a list of token ids"),
+    ("allowed_token_ids", [1, 2.5], "has 2.5, which is no token id"),
+    ("logit_bias", [1], "must be a dict by token id"),
+    ("logit_bias", {"a": 1.0}, "has 'a', which is no token id"),
+    ("logit_bias", {1: "a"}, "has 'a', which is no number"),
+    ("structured_outputs", {"regex": "a"}, "must be StructuredOutputsParams, not dict"),
+]
 
-@pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
-        ("temperature", -1, "must be from 0 to 100, not -1"),
-        ("temperature", "hot", "must be a number, not 'hot'"),
-        ("temperature", float("nan"), "must be from 0 to 100, not nan"),
-        ("temperature", True, "must be a number, not True"),
-        ("top_p", 0, "must be above 0 and at most 1, not 0"),
-        ("top_k", -2, "must be from -1 to"),
-        ("n", 0, "must be at least 1, not 0"),
-        ("n", None, "must be a whole number, not None"),
-        ("n", 1.5, "must be a whole number, not 1.5"),
-        ("max_tokens", 0, "must be at least 1, not 0"),
-        ("min_tokens", -1, "must be at least 0, not -1"),
-        ("logprobs", 21, "must be from 0 to 20, not 21"),
-        ("seed", 2**64, "must be from"),
-        ("thinking_token_budget", -1, "must be from 0"),
-        ("stop", ["a", ""], "has an empty text"),
-        ("stop", [1], "must be a text or a list of texts"),
-        ("bad_words", 5, "must be a text or a list of texts, not 5"),
-        ("stop_token_ids", "ab", "must be a list of token ids"),
-        ("allowed_token_ids", [1, 2.5], "has 2.5, which is no token id"),
-        ("logit_bias", [1], "must be a dict by token id"),
-        ("logit_bias", {"a": 1.0}, "has 'a', which is no token id"),
-        ("logit_bias", {1: "a"}, "has 'a', which is no number"),
-        ("structured_outputs", {"regex": "a"}, "must be StructuredOutputsParams, not dict"),
-    ],
-)
-def test_a_wrong_value_is_named(name: str, value: Any, why: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        SamplingParams(**{name: value})
-    assert str(refused.value).startswith(f"{name} {why}")
-    assert refused.value.param == name
+
+def test_a_wrong_value_is_named(subtests: pytest.Subtests) -> None:
+    for name, value, why in WRONG:
+        with subtests.test(name=name, value=value):
+            with pytest.raises(InvalidRequest) as refused:
+                SamplingParams(**{name: value})
+            assert str(refused.value).startswith(f"{name} {why}")
+            assert refused.value.param == name
 
 
 def test_an_unknown_name_is_a_type_error() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -100,40 +101,41 @@ async def asked_of_a_router(path: str, body: bytes, tenant: Tenant) -> Any:
     return upstream.starts[0]
 
 
-@pytest.mark.parametrize(("path", "fields"), BODIES)
-@pytest.mark.parametrize("tenant", [EVERYBODY, TENANT], ids=["everybody", "tenant"])
-async def test_a_prompt_is_the_gateways(path: str, fields: dict[str, Any], tenant: Tenant) -> None:
-    body = json.dumps({"model": "tiny"} | fields).encode()
-    start = await asked_of_a_router(path, body, tenant)
-    upstream = router()
-    prompt = await reader(upstream).read(path, body, tenant)
-    assert prompt is not None
-    assert list(prompt.ids) == list(start.prompt_ids)
-    assert (prompt.model, prompt.cache_salt) == (start.model, start.cache_salt)
-    assert upstream.starts == []
+async def test_a_prompt_is_the_gateways(subtests: pytest.Subtests) -> None:
+    for tenant, (path, fields) in product((EVERYBODY, TENANT), BODIES):
+        with subtests.test(tenant=tenant, path=path, fields=fields):
+            body = json.dumps({"model": "tiny"} | fields).encode()
+            start = await asked_of_a_router(path, body, tenant)
+            upstream = router()
+            prompt = await reader(upstream).read(path, body, tenant)
+            assert prompt is not None
+            assert list(prompt.ids) == list(start.prompt_ids)
+            assert (prompt.model, prompt.cache_salt) == (start.model, start.cache_salt)
+            assert upstream.starts == []
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", b"{"),
-        ("/v1/chat/completions", b'{"model": "tiny", "messages": []}'),
-        ("/v1/chat/completions", b'{"model": "none", "messages": [{"role": "user"}]}'),
-        (
-            "/v1/chat/completions",
-            b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "n": -1}',
-        ),
-        ("/v1/files", b"{}"),
-        (
-            "/v1/messages/count_tokens",
-            b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}]}',
-        ),
-        ("/elsewhere", b'{"prompt": "x"}'),
-        ("/v1/completions", b'{"model": "tiny", "prompt": [1, 2, 99999999]}'),
-    ],
-)
-async def test_what_has_no_prompt(path: str, body: bytes) -> None:
-    assert await reader(router()).read(path, body, EVERYBODY) is None
+NO_PROMPTS = [
+    ("/v1/chat/completions", b"{"),
+    ("/v1/chat/completions", b'{"model": "tiny", "messages": []}'),
+    ("/v1/chat/completions", b'{"model": "none", "messages": [{"role": "user"}]}'),
+    (
+        "/v1/chat/completions",
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "n": -1}',
+    ),
+    ("/v1/files", b"{}"),
+    (
+        "/v1/messages/count_tokens",
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}]}',
+    ),
+    ("/elsewhere", b'{"prompt": "x"}'),
+    ("/v1/completions", b'{"model": "tiny", "prompt": [1, 2, 99999999]}'),
+]
+
+
+async def test_what_has_no_prompt(subtests: pytest.Subtests) -> None:
+    for path, body in NO_PROMPTS:
+        with subtests.test(path=path, body=body):
+            assert await reader(router()).read(path, body, EVERYBODY) is None
 
 
 async def test_prompts_of_requests_at_once_are_kept_apart() -> None:

@@ -86,73 +86,75 @@ async def test_log_probabilities_are_bounded(make_http, monkeypatch, stream):
     assert "at most 30 in one answer" in later.text
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": 7}, "input"),
-        ({"input": ["x"]}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"id": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": 7}]}, "input[0].content"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
-            "input[0].content[0].type",
-        ),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_text", "text": 7}]}]},
-            "input[0].content[0].text",
-        ),
-        ({"input": [{**CALL, "arguments": {}}]}, "input[0].arguments"),
-        ({"input": [{**CALL, "arguments": "["}]}, "input[0].arguments"),
-        ({"input": [{**CALL, "arguments": "[]"}]}, "input[0].arguments"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
-        ({"input": [{"role": "user", "content": "x"}] * (MAX_ITEMS + 1)}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"name": "f"}]}, "tools[0].type"),
-        ({"model": ""}, "model"),
-        ({"model": None}, "model"),
-        ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name"),
-        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
-        ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
-        ({"tools": [{**TOOL, "parameters": nested(40)}]}, "tools[0].parameters"),
-        ({"tools": [{**TOOL, "parameters": {"enum": [1] * 5000}}]}, "tools[0].parameters"),
-        ({"tools": [{**TOOL, "parameters": []}]}, "tools[0].parameters"),
-        ({"tools": [TOOL] * 129}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.name"),
-        ({"tools": [TOOL], "tool_choice": {**TOOL, "name": "g"}}, "tool_choice"),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": [{}]}},
-            "tool_choice.mode",
-        ),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
-        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
-        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"include": ["x"]}, "include[0]"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"temperature": 3}, "temperature"),
-        ({"temperature": "1"}, "temperature"),
-        ({"metadata": {"a": 1}}, "metadata.a"),
-        ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
-        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-    ],
-)
-async def test_a_wrong_field_is_named(make_http, fields, param):
+WRONG = [
+    ({"input": 7}, "input"),
+    ({"input": ["x"]}, "input"),
+    ({"input": []}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"id": "x"}]}, "input[0].type"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": 7}]}, "input[0].content"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
+        "input[0].content[0].type",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": 7}]}]},
+        "input[0].content[0].text",
+    ),
+    ({"input": [{**CALL, "arguments": {}}]}, "input[0].arguments"),
+    ({"input": [{**CALL, "arguments": "["}]}, "input[0].arguments"),
+    ({"input": [{**CALL, "arguments": "[]"}]}, "input[0].arguments"),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
+    ({"input": [{"role": "user", "content": "x"}] * (MAX_ITEMS + 1)}, "input"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"name": "f"}]}, "tools[0].type"),
+    ({"model": ""}, "model"),
+    ({"model": None}, "model"),
+    ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+    ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
+    ({"tools": [{**TOOL, "parameters": nested(40)}]}, "tools[0].parameters"),
+    ({"tools": [{**TOOL, "parameters": {"enum": [1] * 5000}}]}, "tools[0].parameters"),
+    ({"tools": [{**TOOL, "parameters": []}]}, "tools[0].parameters"),
+    ({"tools": [TOOL] * 129}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.name"),
+    ({"tools": [TOOL], "tool_choice": {**TOOL, "name": "g"}}, "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": [{}]}},
+        "tool_choice.mode",
+    ),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+    ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ({"include": ["x"]}, "include[0]"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
+    ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
+    ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"background": True}, "background"),
+]
+
+
+async def test_a_wrong_field_is_named(make_http, subtests):
     router = FakeRouter(saying("x"))
     client = make_http(router, bounds=LARGE)
-    error = check(await client.post(URL, json={**ASKED, **fields}), 400, param)
-    assert len(error["message"]) < 300
-    assert router.starts == []
+    for fields, param in WRONG:
+        with subtests.test(fields=fields):
+            router.starts.clear()
+            error = check(await client.post(URL, json={**ASKED, **fields}), 400, param)
+            assert len(error["message"]) < 300
+            assert router.starts == []
 
 
 async def test_instructions_and_rules_are_one_message(make_http):
@@ -242,14 +244,20 @@ async def test_what_is_kept_counts_as_a_body_while_it_is_used(make_http):
         await waiting
 
 
-@pytest.mark.parametrize(
-    ("query", "param"),
-    [("limit=0", "limit"), ("limit=101", "limit"), ("order=up", "order"), ("after=x", "after")],
-)
-async def test_a_wrong_page_is_told(make_http, query, param):
+WRONG_PAGES = [
+    ("limit=0", "limit"),
+    ("limit=101", "limit"),
+    ("order=up", "order"),
+    ("after=x", "after"),
+]
+
+
+async def test_a_wrong_page_is_told(make_http, subtests):
     client = make_http(saying("x"), responses=MemoryStore())
     name = (await client.post(URL, json=ASKED)).json()["id"]
-    check(await client.get(f"{URL}/{name}/input_items?{query}"), 400, param)
+    for query, param in WRONG_PAGES:
+        with subtests.test(query):
+            check(await client.get(f"{URL}/{name}/input_items?{query}"), 400, param)
 
 
 async def test_a_kept_response_is_not_streamed(make_http):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from random import Random
 
 import pytest
@@ -346,23 +347,24 @@ def test_a_change_of_trouble_is_told_once_and_its_end(
 # --- what cannot be
 
 
-@pytest.mark.parametrize("settings", [GatewaySettings, WorkerSettings])
-@pytest.mark.parametrize(
-    "target",
-    [
-        "router",
-        "router:grpc",
-        "dns:///router:50050",
-        "kubernetes:///",
-        "kubernetes://router:grpc",
-        "kubernetes:///Router:grpc",
-        "kubernetes:///router:grpc/x",
-        "kubernetes:///router.llm:grpc",
-    ],
-)
-def test_a_target_that_cannot_be(settings: type, target: str) -> None:
-    with pytest.raises(ValueError, match=r"--routers: .* is neither host:port nor kubernetes://"):
-        settings(routers=(target,))
+BAD_TARGETS = [
+    "router",
+    "router:grpc",
+    "dns:///router:50050",
+    "kubernetes:///",
+    "kubernetes://router:grpc",
+    "kubernetes:///Router:grpc",
+    "kubernetes:///router:grpc/x",
+    "kubernetes:///router.llm:grpc",
+]
+
+
+def test_a_target_that_cannot_be(subtests: pytest.Subtests) -> None:
+    error = r"--routers: .* is neither host:port nor kubernetes://"
+    for target, settings in product(BAD_TARGETS, (GatewaySettings, WorkerSettings)):
+        case = subtests.test(target=target, settings=settings)
+        with case, pytest.raises(ValueError, match=error):
+            settings(routers=(target,))
 
 
 def test_targets() -> None:

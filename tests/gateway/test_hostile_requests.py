@@ -1,0 +1,138 @@
+"""Requests that attack a gateway by what they name: addresses to fetch, broken schemas of tools."""
+
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from fake_router import FakeRouter, saying
+from http_errors import CHAT, HI, PLAIN
+from text_pools import Pool
+
+pytestmark = pytest.mark.anyio
+RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
+
+
+@pytest.fixture
+async def pool(anyio_backend: str) -> AsyncIterator[Pool]:
+    pool = Pool(workers=1)
+    yield pool
+    await pool.close()
+
+
+@pytest.fixture
+def trap() -> Iterator[socket.socket]:
+    """A port of this machine to which nothing must connect."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        yield listener
+
+
+def has_visitor(trap: socket.socket) -> bool:
+    try:
+        trap.accept()[0].close()
+    except BlockingIOError:
+        return False
+    return True
+
+
+def bodies(url: str) -> dict[str, tuple[str, str, dict[str, Any]]]:
+    """Route, refused field and body, by what names the URL."""
+
+    def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": list(parts)}]
+
+    image = {"type": "image_url", "image_url": {"url": url}}
+    schema = {"name": "s", "schema": {"type": "object", "properties": {"a": {"$ref": url}}}}
+    source = {"type": "url", "url": url}
+    part, of_input = "messages[0].content[0].type", "input[0].content[0].type"
+    return {
+        "image": (CHAT, part, {"messages": user(image)}),
+        "video": (CHAT, part, {"messages": user({"type": "video_url", "video_url": {"url": url}})}),
+        "audio": (CHAT, part, {"messages": user({"type": "audio_url", "audio_url": {"url": url}})}),
+        "image to embed": (EMBEDDINGS, "messages", {"messages": user(image)}),
+        "template": (CHAT, "chat_template", {"messages": HI, "chat_template": url}),
+        "schema of an answer": (
+            CHAT,
+            "response_format",
+            {"messages": HI, "response_format": {"type": "json_schema", "json_schema": schema}},
+        ),
+        "schema": (PLAIN, "guided_json", {"prompt": "hi", "guided_json": {"$ref": url}}),
+        "input image": (
+            RESPONSES,
+            of_input,
+            {"input": user({"type": "input_image", "image_url": url})},
+        ),
+        "input file": (
+            RESPONSES,
+            of_input,
+            {"input": user({"type": "input_file", "file_url": url})},
+        ),
+        "MCP server": (
+            RESPONSES,
+            "tools[0].type",
+            {"input": "hi", "tools": [{"type": "mcp", "server_label": "s", "server_url": url}]},
+        ),
+        "image source": (
+            MESSAGES,
+            part,
+            {"messages": user({"type": "image", "source": source}), "max_tokens": 5},
+        ),
+        "document source": (
+            MESSAGES,
+            part,
+            {"messages": user({"type": "document", "source": source}), "max_tokens": 5},
+        ),
+        "MCP servers": (
+            MESSAGES,
+            "mcp_servers",
+            {"messages": HI, "max_tokens": 5, "mcp_servers": [{**source, "name": "s"}]},
+        ),
+    }
+
+
+async def test_no_address_of_a_client_is_connected_to(
+    make_http: Any, pool: Pool, trap: socket.socket, subtests: pytest.Subtests
+) -> None:
+    """Also not one that URL parsers read differently (CVE-2026-24779)."""
+    router = FakeRouter(saying("x"))
+    client = make_http(router, text_pool=pool)
+    host, port = trap.getsockname()
+    for form in ("http://{}/x", "http://{}\\@example.com/x", "http://example.com\\@{}/x"):
+        for name, (route, field, body) in bodies(form.format(f"{host}:{port}")).items():
+            with subtests.test(f"{name}: {form}"):
+                reply = await client.post(route, json={"model": "tiny", **body})
+                assert reply.status_code == 400, reply.text
+                assert field in reply.text
+                assert not has_visitor(trap)
+    assert router.starts == []
+    socket.create_connection((host, port)).close()
+    assert has_visitor(trap), "the trap works"
+
+
+BROKEN = {
+    "pattern that does not parse": {"type": "string", "pattern": "(a"},
+    "pattern with a look-ahead": {"type": "string", "pattern": "(?=a)b"},
+    "pattern that is no text": {"type": "string", "pattern": 7},
+    "unknown type": {"type": "something"},
+    "type that is no text": {"type": 7},
+    "reference to nothing": {"$ref": "#/$defs/none"},
+}
+
+
+async def test_a_broken_schema_of_a_tool_harms_no_other_request(
+    make_http: Any, pool: Pool, subtests: pytest.Subtests
+) -> None:
+    """CVE-2025-48944: `pattern` and `type` in a tool's parameters."""
+    client = make_http(FakeRouter(saying("hello")), text_pool=pool)
+    plain = {"model": "tiny", "messages": HI}
+    for name, schema in BROKEN.items():
+        parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+        tool = {"name": "f", "parameters": parameters}
+        for strict in (False, True):
+            with subtests.test(f"{name}, strict: {strict}"):
+                tools = [{"type": "function", "function": {**tool, "strict": strict}}]
+                asked = {**plain, "tools": tools, "tool_choice": "required"}
+                reply = await client.post(CHAT, json=asked)
+                assert reply.status_code == 400, reply.text
+                assert (await client.post(CHAT, json=plain)).status_code == 200
