@@ -197,11 +197,11 @@ pin:
 	$(PYTHON) docker/pin.py
 
 docs: setup
-	$(BIN)/python tests/support/models_page.py > docs/models.md
-	$(BIN)/python tests/support/api_page.py > docs/api.md
-	$(BIN)/python tests/support/flags_page.py > docs/flags.md
-	$(BIN)/python tests/support/metrics_page.py > docs/metrics.md
-	$(BIN)/python tests/support/alerts_page.py > k8s/observability/compose/alerts.yml
+	$(BIN)/python tools/docs/models_page.py > docs/models.md
+	$(BIN)/python tools/docs/api_page.py > docs/api.md
+	$(BIN)/python tools/docs/flags_page.py > docs/flags.md
+	$(BIN)/python tools/docs/metrics_page.py > docs/metrics.md
+	$(BIN)/python tools/docs/alerts_page.py > k8s/observability/compose/alerts.yml
 
 fuzz: setup
 	PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.run $(ARGS)

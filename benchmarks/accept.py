@@ -72,7 +72,7 @@ def _environment() -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     own.pop("MFLAGS", None)
     own.pop("ARGS", None)
-    return own | {"PYTHONPATH": f"{HERE}:{ROOT}/tests/support"}
+    return own | {"PYTHONPATH": f"{HERE}:{ROOT}/tests/support:{ROOT}/tools/docs"}
 
 
 def tree_of(module: Path) -> str:

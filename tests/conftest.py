@@ -43,7 +43,7 @@ def _own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 @pytest.fixture(autouse=True)
 def _blocks_add_up() -> Iterator[None]:
     """Of every engine that the test has made, in whatever state it is left."""
-    kit = sys.modules.get("engine_kit")
+    kit = sys.modules.get("builders.engine_kit")
     if kit is not None:
         kit.made.clear()
     yield

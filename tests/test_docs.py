@@ -18,8 +18,8 @@ import models_page
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from served_gateway import served_gateway
 from starlette.types import ASGIApp
+from systems.served_gateway import served_gateway
 
 from pdserve.engine.architectures import find_spec
 from pdserve.gateway.http.app import create_app
@@ -46,7 +46,7 @@ FOLDERS = [p for p in ROOT.iterdir() if p.is_dir() and p.name[0] != "." and p.na
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 NOT_OURS = {"tokenizer.json", "config.json", "utils.py"}  # of models, and the one not wanted
 # They name metrics, too: what a check looks for must be there.
-READERS = ("services/cli", "benchmarks", "tests/support", "tests/system")
+READERS = ("services/cli", "benchmarks", "tests/support", "tests/system", "tools/docs")
 
 OPTIONS: dict[str, Option] = {
     flag: option
@@ -278,7 +278,7 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         apps.append(routes)
         return create_app(*args, routes=routes, **more)
 
-    monkeypatch.setattr("served_gateway.create_app", create)
+    monkeypatch.setattr("systems.served_gateway.create_app", create)
     with served_gateway():
         (app,) = apps
     return {r.path.replace(":path}", "}") for r in app.routes if isinstance(r, APIRoute)}

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from eventually import LIMIT_S, wait_until
-from fault_proxy import FaultProxy, Way
+from systems.eventually import LIMIT_S, wait_until
+from systems.fault_proxy import FaultProxy, Way
 
 FACE = b"\x10\x20\x30"
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from sampling_edges import inside, outside
+from builders.sampling_edges import inside, outside
 
 from pdserve.engine.api.errors import InvalidRequest
 from pdserve.engine.api.request import Request, SamplingParams

@@ -11,7 +11,7 @@ import venv
 from pathlib import Path
 from typing import Any
 
-from fleet import Fleet
+from systems.fleet import Fleet
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = Path(__file__).parent / "clients"

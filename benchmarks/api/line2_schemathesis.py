@@ -8,8 +8,8 @@ import random
 import sys
 from collections import Counter
 
-from api_cases import ANSWERED, run_cases
-from served_gateway import served_gateway
+from oracles.api_cases import ANSWERED, run_cases
+from systems.served_gateway import served_gateway
 
 CASES = 3000
 LEAST = 20  # answers of 200 from each route with a body: the others have seen little of it

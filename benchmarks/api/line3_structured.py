@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 import jsonschema
-from fleet import Fleet
+from builders.random_schemas import random_schema
 from pytest_line import run_tests
-from random_schemas import random_schema
+from systems.fleet import Fleet
 
 MODEL = "SmolLM2-135M-Instruct"
 NUM_SCHEMAS, WIDTH = 500, 16

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-from fleet import Fleet
 from matrix import Request, needs_thoughts, needs_tools, paths, requests
 from replies import ask
+from systems.fleet import Fleet
 
 MODEL = "SmolLM2-135M-Instruct"
 COMMON = ("--decode", "1", "--kv-tokens", "32768", "--open-metrics")

@@ -15,8 +15,8 @@ from typing import Any
 
 import openai
 import psutil
-from eventually import wait_until
-from fleet import Fleet
+from systems.eventually import wait_until
+from systems.fleet import Fleet
 
 LINES = 1000
 KILLS = (0.1, 0.4, 0.7)  # shares of the lines that are answered when the gateway is killed

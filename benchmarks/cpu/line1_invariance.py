@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from alike import Traces, differing, resumed, seeded_requests, traces
-from fleet import Fleet
 from machine import CORES
 from peers import say
 from prompts import prompts
 from pytest_line import run_tests
+from systems.fleet import Fleet
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import Request

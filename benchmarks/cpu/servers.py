@@ -16,11 +16,11 @@ from pathlib import Path
 
 import httpx
 from client import Wave, closed_loop
-from fleet import Fleet
 from machine import CORES
 from peers import LLAMA_BIN, ROOT, say
 from prompts import reference_tokenizer
 from ratios import judged
+from systems.fleet import Fleet
 from table import SERVER_BOUNDS
 from weights import q4_0_gguf, shipped_gguf
 

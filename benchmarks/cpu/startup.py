@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 from client import closed_loop
 from contender import Contender
-from fleet import Fleet
 from machine import CORES
 from peers import say
 from ratios import judged
 from servers import VOCAB, LlamaServer, free_port, model_name
+from systems.fleet import Fleet
 from table import IDLE_RSS_BOUND, READY_BOUND, X1
 from token_ids import prompt_ids
 from weights import shipped_gguf

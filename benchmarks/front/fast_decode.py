@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from byte_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, write_tokenizer
+from builders.byte_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, write_tokenizer
 from front.clock import MARKS, StepClock
 
 from pdserve.engine.api.config import EngineConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import psutil
 from front.clock import StepClock
-from single_processes import SingleProcesses, files_of
+from systems.single_processes import SingleProcesses, files_of
 
 from pdserve.services.host.auth.roles import Role
 

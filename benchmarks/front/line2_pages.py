@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from browser import CHROMIUM, DESKTOP, PHONE, WHY_NOT, Browser
-from fleet import Fleet
+from pages.browser import CHROMIUM, DESKTOP, PHONE, WHY_NOT, Browser
+from systems.fleet import Fleet
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = (

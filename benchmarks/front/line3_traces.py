@@ -15,9 +15,9 @@ import time
 from typing import Any
 
 import psutil
-from fleet import Fleet
-from otlp_collector import OtlpCollector
-from traced_requests import TracedClient, check_spans
+from fakes.otlp_collector import OtlpCollector
+from systems.fleet import Fleet
+from systems.traced_requests import TracedClient, check_spans
 
 FAR = ("--prefill", "1", "--remote-prefill", "always", "--kv-tokens", "8192")
 GONE = ("--otlp-traces-endpoint", "http://127.0.0.1:1")  # nobody listens there

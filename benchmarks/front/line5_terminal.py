@@ -23,11 +23,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
-from eventually import wait_until
-from fleet import Fleet
 from front.fast_decode import MODEL
 from front.fast_system import FastSystem
 from prometheus_client.parser import text_string_to_metric_families
+from systems.eventually import wait_until
+from systems.fleet import Fleet
 
 from pdserve.services.cli.async_client import AsyncApi
 from pdserve.services.cli.bench.prompts import make_prompts

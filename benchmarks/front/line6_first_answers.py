@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-from fleet import Fleet
+from systems.fleet import Fleet
 
 MODEL = "SmolLM2-135M-Instruct"
 TRIES = 20

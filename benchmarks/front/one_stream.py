@@ -7,8 +7,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import machine
-from fleet import Fleet
 from ratios import Bound, judged
+from systems.fleet import Fleet
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import NewTokens, Request, SamplingParams

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from cuda_orders import FAULTS, Handoff, Stuck, WrongBytes, orders_until_found
+from systems.cuda_orders import FAULTS, Handoff, Stuck, WrongBytes, orders_until_found
 
 from pdserve.engine.transport.device import DeviceError
 

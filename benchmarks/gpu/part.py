@@ -93,7 +93,7 @@ def run(measure: Callable[[MeasuredPart], None]) -> None:
 def fake_device() -> None:
     """Kernels are interpreted, as run.py has told this process: see triton_interpreter."""
     import torch
-    import triton_interpreter as _  # noqa: F401
+    from fakes import triton_interpreter as _  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from byte_tokenizer import VOCAB_SIZE, write_tokenizer
+from builders.byte_tokenizer import VOCAB_SIZE, write_tokenizer
 
 from pdserve.engine.architectures import find_spec
 from pdserve.engine.models.config import ModelConfig
@@ -145,7 +145,7 @@ def make_recorder(device: str) -> Recorder:
     """Of the thread's current stream; on the fake device, one that launches again."""
     if device != "cpu":
         return CudaRecorder(torch.cuda.current_stream())
-    from interpreted_engine import ReplayRecorder
+    from builders.interpreted_engine import ReplayRecorder
 
     return ReplayRecorder()
 

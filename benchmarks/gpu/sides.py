@@ -54,7 +54,7 @@ class Side:
 
     def _open(self, fake: bool) -> Any:
         if fake:
-            from fake_device import FakeDevice
+            from fakes.device import FakeDevice
 
             return FakeDevice()
         from pdserve.engine.transport.cuda_ipc.device_cupy import opener
@@ -117,7 +117,7 @@ class Taker:
     """decode's handler: frames wait in a queue for the thread that owns the pool."""
 
     def __init__(self, side: Side) -> None:
-        from link_ends import Recorder
+        from systems.link_ends import Recorder
 
         self._side = side
         self.recorder = Recorder()
@@ -191,7 +191,7 @@ def listen(side: Side, name: str, boot: bytes, taker: Taker) -> Any:
 
 
 def dial(side: Side, name: str, address: str, boot: bytes) -> Any:
-    from link_ends import HELLO, Recorder, claim_record
+    from systems.link_ends import HELLO, Recorder, claim_record
 
     from pdserve.engine.handoff.connection.link import DataLink
     from pdserve.engine.transport.base import Target
@@ -211,7 +211,7 @@ def pieces(side: Side, link: Any, num_blocks: int) -> list[Any]:
 
 
 def push(side: Side, link: Any, piece: Any, sequence: int) -> None:
-    from link_ends import TICKET
+    from systems.link_ends import TICKET
 
     from pdserve.engine.handoff.protocol.frames import TAG_BYTES, FrameHeader
     from pdserve.engine.transport.base import Frame

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from chaos.cluster import LINKS, Cluster, Shape, with_proxies
-from chaos.evidence import SEND, Evidence
-from chaos.model import write_chaos_model
-from chaos.streams import Clients, Stream, reference
-from chaos.strikes import FAULTS, HITS, Batch, Strike, Striker, lost_tries
-from eventually import wait_until
+from systems.chaos.cluster import LINKS, Cluster, Shape, with_proxies
+from systems.chaos.evidence import SEND, Evidence
+from systems.chaos.model import write_chaos_model
+from systems.chaos.streams import Clients, Stream, reference
+from systems.chaos.strikes import FAULTS, HITS, Batch, Strike, Striker, lost_tries
+from systems.eventually import wait_until
 
 TOKENS, FEW_TOKENS, MANY_TOKENS = 100, 40, 1200
 PARK_S = 5.0

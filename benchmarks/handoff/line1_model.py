@@ -11,9 +11,9 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from handoff_model.bugs import BUGS
-from handoff_model.check import Result, explore
-from handoff_model.config import WHOLE
+from oracles.handoff_model.bugs import BUGS
+from oracles.handoff_model.check import Result, explore
+from oracles.handoff_model.config import WHOLE
 
 
 def seeded(number: int) -> Result:

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine_kit import ask
-from handoff_pair import Pair
-from hostile_peer import Attack
-from shuffled_frames import ShuffledPair
-from victim import Victim
+from builders.engine_kit import ask
+from fakes.hostile_peer import Attack
+from systems.handoff_pair import Pair
+from systems.shuffled_frames import ShuffledPair
+from systems.victim import Victim
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine

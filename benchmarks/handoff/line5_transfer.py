@@ -23,11 +23,11 @@ from typing import Any
 
 import grpc
 from accept import exit_code, judged
-from cluster_secret import BEARER
-from fault_proxy import FaultProxy
-from fleet import Fleet
 from handoff.transfer_end import NUM_BYTES, NUM_TOKENS
 from handoff.transfer_ends import ADDRESSES, NAMESPACES, Ends, networks, no_networks
+from systems.cluster_secret import BEARER
+from systems.fault_proxy import FaultProxy
+from systems.fleet import Fleet
 
 from pdserve.protos import common_pb2, router_pb2, router_pb2_grpc
 

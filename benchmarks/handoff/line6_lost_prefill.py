@@ -7,9 +7,9 @@ was missing, and what is computed again.
 import json
 import sys
 
-from eventually import wait_until
-from fleet import Fleet
-from late_kill import Outcome, ask, kill_late, received
+from systems.eventually import wait_until
+from systems.fleet import Fleet
+from systems.late_kill import Outcome, ask, kill_late, received
 
 LENGTH, KILLS, SHARE = 4_000, 10, 0.8
 MOST_AGAIN = 0.25

@@ -16,10 +16,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from cluster_secret import open_channel
-from eventually import wait_until
-from fleet import Fleet
-from late_kill import computed, pid_of, received, workers
+from systems.cluster_secret import open_channel
+from systems.eventually import wait_until
+from systems.fleet import Fleet
+from systems.late_kill import computed, pid_of, received, workers
 
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, router_pb2_grpc
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from compose_project import KEY, ROLES, Project
-from docker_engine import DockerEngine, docker_engine, missing
-from eventually import eventually
 from steady_load import Load, OpenAiClient, RawClient, asks
+from systems.compose_project import KEY, ROLES, Project
+from systems.docker_engine import DockerEngine, docker_engine, missing
+from systems.eventually import eventually
 
 CLIENTS = 6
 GRACE_S = 45.0  # stop_grace_period: past it the container is killed

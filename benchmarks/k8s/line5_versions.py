@@ -24,11 +24,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from changed_weights import write_changed
-from eventually import eventually
+from builders.changed_weights import write_changed
 from handoff.steady_load import Ask, Load, RawClient, asks
 from releases import BuildFailed, NoRelease, last_release, python_of
-from replaceable import Replaceable, ReplaceableSystem, tail
+from systems.eventually import eventually
+from systems.replaceable import Replaceable, ReplaceableSystem, tail
 
 from pdserve.services.host.metrics.process_metrics import commit
 from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION

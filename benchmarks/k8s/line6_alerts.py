@@ -21,9 +21,9 @@ from typing import Any
 import httpx
 import yaml
 from alerts_page import page
-from promql import expressions
+from oracles.promql import expressions
 from pytest_line import run_tests
-from single_processes import SingleProcesses
+from systems.single_processes import SingleProcesses
 
 from pdserve.services.host.auth.roles import Role
 

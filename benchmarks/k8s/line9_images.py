@@ -1,14 +1,14 @@
 """Line 9: the images, built from the checkout on a Docker engine of its own: their sizes unpacked
 without the model, what is left in them, and what pip-audit knows of their packages.
 
-They stand on a Debian by debootstrap (tests/support/docker_engine.py), not on the base that the
-Dockerfile names."""
+They stand on a Debian by debootstrap (tests/support/systems/docker_engine.py), not on the base
+that the Dockerfile names."""
 
 import json
 import sys
 
-from docker_engine import missing
 from pytest_line import run_tests, skips_said
+from systems.docker_engine import missing
 
 if reason := missing():
     figures = {"ok": True, "skipped": reason}

@@ -11,10 +11,10 @@ from pathlib import Path
 import grpc
 import httpx
 import psutil
-from chaos.cluster import lasting_port
-from eventually import wait_until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from single_processes import PDSERVE, files_of, make_certificates
+from systems.chaos.cluster import lasting_port
+from systems.eventually import wait_until
+from systems.single_processes import PDSERVE, files_of, make_certificates
 
 from pdserve.services.host.auth.roles import Role
 

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 
 import torch
-from fleet import Fleet
 from parity import Difference, Judge, Tokens, requests, resumed_at, run
 from prompts import prompts, reference_greedy, reference_model
+from systems.fleet import Fleet
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import Request, SamplingParams

@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 import psutil
-from eventually import wait_until
-from fleet import Fleet
 from pytest_line import run_tests
+from systems.eventually import wait_until
+from systems.fleet import Fleet
 
 REQUESTS, CLIENTS, LEAVES = 1000, 16, 10
 WORDS = "one two three four five six seven eight nine ten eleven twelve "

@@ -5,8 +5,8 @@ import statistics
 import time
 
 import httpx
-from fleet import Fleet
 from pytest_line import run_tests
+from systems.fleet import Fleet
 
 RUNS = 3
 BOUND_S = 2.0  # on two idle cores

@@ -59,7 +59,7 @@ def run(*words: str | Path) -> str:
 def peaks(folder: Path) -> dict[str, Any]:
     """By type: the most bytes of a process that loads a model of bfloat16 safetensors."""
     import torch
-    from tiny_models import write_tiny
+    from builders.tiny_models import write_tiny
 
     model = write_tiny(folder / "wide", "llama", dtype=torch.bfloat16, **LLAMA)
     stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))

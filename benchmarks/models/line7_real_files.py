@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 import torch
-from engine_kit import ask, run, tokens
-from paged_runner import PagedRunner, load_decoder
+from builders.engine_kit import ask, run, tokens
+from builders.paged_runner import PagedRunner, load_decoder
 from tokenizers import Tokenizer
 
 from pdserve.engine.api.config import EngineConfig

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kv_quality import KvQuality, kv_quality, logits_of, write_biased
+from oracles.kv_quality import KvQuality, kv_quality, logits_of, write_biased
 from tokenizers import Tokenizer
 
 from pdserve.engine.load import open_checkpoint

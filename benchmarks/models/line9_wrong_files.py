@@ -11,7 +11,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from wrong_files import WRONG_FILES, good_models
+from builders.wrong_files import WRONG_FILES, good_models
 
 LEAST, PROCESSES = 80, 2
 ENVIRONMENT = {**os.environ, "PDSERVE_CLUSTER_SECRET": "x" * 32}

@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from byte_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, write_tokenizer
+from builders.byte_tokenizer import CHAT_TEMPLATE, VOCAB_SIZE, write_tokenizer
 from scale.shape import BLOCK, MODEL
 from scale.shared_prompts import IDENTITY
 

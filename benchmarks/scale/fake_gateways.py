@@ -21,10 +21,10 @@ from random import Random
 from typing import Any
 
 import uvloop
-from eventually import eventually
 from scale.processes import files_of
 from scale.shape import MARKS, MODEL, Shape
 from scale.shared_prompts import prompts
+from systems.eventually import eventually
 
 from pdserve.gateway.router_client.session import RouterConnection
 from pdserve.protos import common_pb2 as pb

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eventually import wait_until
 from scale.processes import END_S, HERE, Processes, cpu_s, free_address, memory_mib, read_line, stop
 from scale.shape import Shape
+from systems.eventually import wait_until
 
 from pdserve.services.host.auth.roles import Role
 

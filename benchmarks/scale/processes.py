@@ -10,8 +10,8 @@ from pathlib import Path
 
 import grpc
 import psutil
-from chaos.cluster import lasting_port
-from eventually import wait_until
+from systems.chaos.cluster import lasting_port
+from systems.eventually import wait_until
 
 from pdserve.protos.router_pb2 import FleetView, GetFleetRequest
 from pdserve.protos.router_pb2_grpc import RouterStub

@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import uvloop
-from eventually import wait_until
 from front.clients import Stream, stream
 from scale.processes import PDSERVE, Processes, cpu_s, free_address, read_line
 from scale.shape import MARKS, MODEL, Shape
+from systems.eventually import wait_until
 
 from pdserve.services.host.auth.roles import Role
 

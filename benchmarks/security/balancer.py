@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from eventually import eventually
 from system import HTTP_PORT, LOOK_S, WAIT_S
+from systems.eventually import eventually
 
 from pdserve.services.host.auth.roles import Role
 

@@ -26,8 +26,8 @@ from typing import Any
 
 import earlier
 import psutil
-from fleet import READY, Fleet
-from tiny_models import write_tiny
+from builders.tiny_models import write_tiny
+from systems.fleet import READY, Fleet
 
 sys.path.append(str(earlier.ROOT / "benchmarks/cpu"))
 

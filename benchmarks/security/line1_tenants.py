@@ -18,9 +18,9 @@ from typing import Any
 import grpc
 import httpx
 import psutil
-from eventually import wait_until
-from fleet import Fleet
-from listening import listening
+from systems.eventually import wait_until
+from systems.fleet import Fleet
+from systems.listening import listening
 
 from pdserve.protos import text_pb2, text_pb2_grpc
 

@@ -26,9 +26,9 @@ from typing import Any
 
 import httpx
 import psutil
-from fleet import Fleet
-from hostile_templates import ENDLESS, HUGE, LONG, ForkedWorker
-from tiny_models import shipped_model, write_tiny
+from builders.hostile_templates import ENDLESS, HUGE, LONG, ForkedWorker
+from builders.tiny_models import shipped_model, write_tiny
+from systems.fleet import Fleet
 
 from pdserve.gateway.main import make_text_limits
 from pdserve.gateway.settings import GatewaySettings

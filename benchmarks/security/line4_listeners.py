@@ -22,10 +22,10 @@ from typing import Any
 import grpc
 import httpx
 import psutil
-from eventually import wait_until
-from fleet import Fleet
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from listening import listening
+from systems.eventually import wait_until
+from systems.fleet import Fleet
+from systems.listening import listening
 
 from pdserve.gateway.settings import GatewaySettings
 

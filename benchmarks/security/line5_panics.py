@@ -15,7 +15,7 @@ SIZE = 64 << 10
 # Special tokens of the greatest length: every prefix and suffix of each was once kept by itself.
 LOAD = """
 import json, psutil
-from fake_router import tokenizer_json
+from fakes.router import tokenizer_json
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard
 
@@ -37,8 +37,8 @@ print(json.dumps({"file": len(hostile), "bytes": process.memory_info().rss - bef
 # A decode worker whose weights are read by a library in Rust that panics.
 WORKER = """
 import sys
-from broken_tokenizers import panics_on_load
-from fake_router import tokenizer_json
+from builders.broken_tokenizers import panics_on_load
+from fakes.router import tokenizer_json
 from pdserve.services.cli.main import main
 from pdserve.services.worker import role
 from tokenizers import Tokenizer

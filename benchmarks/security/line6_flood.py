@@ -26,8 +26,8 @@ from random import Random
 from typing import Any
 
 import httpx
-from fleet import Fleet
 from floods import FLOODS, LONG, MODEL
+from systems.fleet import Fleet
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 

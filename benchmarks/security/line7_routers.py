@@ -24,10 +24,10 @@ from typing import Any
 
 import httpx
 import psutil
-from eventually import eventually, wait_until
 from pytest_line import run_tests
 from raw_http import Connection, request
 from roles import make_certificates, start, trust
+from systems.eventually import eventually, wait_until
 
 ROUTERS, GATEWAYS, WORKERS = 10, 3, 2
 TIMES, SOON_S, SPAN_S, REQUESTS = 1.2, 30.0, 30.0, 4000

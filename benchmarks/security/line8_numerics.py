@@ -15,10 +15,10 @@ from typing import Any
 
 import grpc
 import httpx
-from chaos.cluster import lasting_port
-from eventually import eventually
+from builders.tiny_models import write_tiny
 from roles import SECRET, start, trust
-from tiny_models import write_tiny
+from systems.chaos.cluster import lasting_port
+from systems.eventually import eventually
 
 from pdserve.protos import router_pb2, router_pb2_grpc
 

@@ -8,8 +8,8 @@ import argparse
 import asyncio
 import signal
 
-from fake_router import served
-from one_token_worker import OneTokenWorker
+from fakes.one_token_worker import OneTokenWorker
+from fakes.router import served
 
 from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.spec import KvSpec

@@ -22,11 +22,11 @@ from typing import Any
 
 import grpc
 from balancer import Balancer, SteadyClients
-from eventually import eventually
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from roles import access_of, files, make_certificates, trust
 from system import NETWORK, RPC_PORT, System, place
+from systems.eventually import eventually
 
 from pdserve.protos.common_pb2 import BlobRequest
 from pdserve.protos.common_pb2_grpc import BlobsStub

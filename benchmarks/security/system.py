@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import grpc
-from eventually import eventually
 from roles import start
+from systems.eventually import eventually
 
 from pdserve.protos.router_pb2 import GetFleetRequest
 from pdserve.protos.router_pb2_grpc import RouterStub

@@ -11,8 +11,8 @@ import accept
 import psutil
 import pytest
 import pytest_line
-from eventually import wait_until
 from line9_promises import stands
+from systems.eventually import wait_until
 
 SCRIPT = """import json, sys
 open({ran!r}, "a").write("x")

@@ -1,7 +1,7 @@
 """The comparison of traces, on engines over the fake decoder."""
 
 from alike import differing, resumed, seeded_requests, traces
-from engine_kit import ask, fake_engine
+from builders.engine_kit import ask, fake_engine
 
 from pdserve.engine.api.request import Request
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from changed_weights import write_changed
-from compose_project import KEY, MODEL, Project
-from docker_engine import DockerEngine, docker_engine, missing
+from builders.changed_weights import write_changed
+from systems.compose_project import KEY, MODEL, Project
+from systems.docker_engine import DockerEngine, docker_engine, missing
 
 from pdserve.services.cli.http_client import ApiClient
 

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from compose_project import MODEL, ROLES, Project
-from docker_engine import DockerEngine
-from eventually import wait_until
+from systems.compose_project import MODEL, ROLES, Project
+from systems.docker_engine import DockerEngine
+from systems.eventually import wait_until
 
 from pdserve.services.cli.http_client import ApiClient, ApiError
 

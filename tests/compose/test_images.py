@@ -15,8 +15,8 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
-from docker_engine import DockerEngine
 from packaging.utils import NormalizedName, canonicalize_name
+from systems.docker_engine import DockerEngine
 
 MB = 1_000_000
 Record = Callable[[str, object], None]

@@ -3,8 +3,8 @@ each step launched before the tokens of the one before it are read."""
 
 from collections.abc import Iterator
 
-import engine_kit
 import pytest
+from builders import engine_kit
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

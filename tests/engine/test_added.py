@@ -1,6 +1,6 @@
 """What is one file to add: a part of a layer with its architecture, a weight format, a backend.
 
-Each is a file of tests/support that a test imports at run time.
+Each is a file of tests/support/builders that a test imports at run time.
 """
 
 import json
@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from engine_kit import ask, run, tokens
-from paged_runner import PagedRunner, load_decoder
+from builders.engine_kit import ask, run, tokens
+from builders.paged_runner import PagedRunner, load_decoder
+from builders.tiny_models import write_tiny
 from safetensors.numpy import load_file, save_file
-from tiny_models import write_tiny
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.backends import choose, names, register
@@ -33,7 +33,7 @@ def load(path: Path, **options: Any) -> Any:
 
 
 def test_a_part_of_a_layer(tmp_path: Path) -> None:
-    import_module("added_part")
+    import_module("builders.added_part")
     path = write_tiny(tmp_path / "arcee", "arcee", seed=3)
     prompt = list(range(3, 60))
     model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
@@ -60,7 +60,7 @@ def test_a_part_is_computed_by_one_class() -> None:
 
 
 def test_a_weight_format_of_three_parts(tmp_path: Path) -> None:
-    added = import_module("added_format")
+    added = import_module("builders.added_format")
     # Two folders: the parts as stored, and the values that they hold.
     sizes = {"intermediate_size": 96, "head_dim": 8}  # rows of whole groups
     stored, rounded = (write_tiny(tmp_path / n, "llama", **sizes) for n in ("stored", "rounded"))
@@ -96,7 +96,7 @@ def test_a_weight_format_of_three_parts(tmp_path: Path) -> None:
 
 
 def test_a_backend(tmp_path: Path) -> None:
-    added = import_module("added_backend")
+    added = import_module("builders.added_backend")
     path = write_tiny(tmp_path, "llama")
     config = EngineConfig(model=str(path), kernels="counting", kv_tokens=640)
     engine, _ = build_engine(config)

@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 import torch
-from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens, until
-from fake_decoder import fake_spec, reference, words
+from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens, until
+from fakes.decoder import fake_spec, reference, words
 
 from pdserve.engine.api.request import (
     ChoiceState,

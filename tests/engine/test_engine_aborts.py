@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
-from fake_decoder import FakeDecoder, fake_spec, reference
+from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
+from fakes.decoder import FakeDecoder, fake_spec, reference
 
 from pdserve.engine.api.request import (
     ChoiceState,

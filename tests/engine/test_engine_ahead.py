@@ -4,9 +4,9 @@ engine without it tells, whatever happens to a request in between."""
 from collections.abc import Callable
 
 import pytest
-from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
-from fake_decoder import FakeDecoder, fake_spec, reference
-from late_device import AheadEngine, LateSampling
+from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
+from fakes.decoder import FakeDecoder, fake_spec, reference
+from fakes.late_device import AheadEngine, LateSampling
 
 from pdserve.engine.api.request import (
     Event,

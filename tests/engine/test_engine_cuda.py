@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import ask, assert_at_rest, of, run, tokens
-from interpreted_engine import ReplayRecorder, interpreted_engine
-from tiny_models import write_tiny
+from builders.engine_kit import ask, assert_at_rest, of, run, tokens
+from builders.interpreted_engine import ReplayRecorder, interpreted_engine
+from builders.tiny_models import write_tiny
 
 from pdserve.engine.api.request import Finished
 

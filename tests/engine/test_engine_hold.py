@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
+from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
 
 from pdserve.engine.api.request import ChoiceState, Event, Finished, FinishReason
 from pdserve.engine.engine import Held

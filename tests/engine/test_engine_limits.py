@@ -1,8 +1,8 @@
 """What ends or refuses a request: stop ids, lengths, bounds of the pool and of the queue."""
 
 import pytest
-from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
-from fake_decoder import fake_spec, reference
+from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
+from fakes.decoder import fake_spec, reference
 
 from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from pdserve.engine.api.request import (

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_kit import ask, assert_at_rest, of, run, tokens
-from tiny_models import write_tiny
+from builders.engine_kit import ask, assert_at_rest, of, run, tokens
+from builders.tiny_models import write_tiny
 from transformers import AutoModelForCausalLM
 
 from pdserve.engine.api.config import EngineConfig

@@ -7,8 +7,8 @@ shared for writing shows as a failed request or as wrong tokens.
 from collections import Counter
 from itertools import count
 
-from engine_kit import ask, fake_engine
-from fake_decoder import fake_spec, reference
+from builders.engine_kit import ask, fake_engine
+from fakes.decoder import fake_spec, reference
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (

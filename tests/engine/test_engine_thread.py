@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
-from eventually import LIMIT_S, wait_until
-from fake_decoder import FakeDecoder, LosableDevice, fake_spec, reference
+from builders.engine_kit import ask, assert_at_rest, fake_engine, of, tokens
+from fakes.decoder import FakeDecoder, LosableDevice, fake_spec, reference
+from systems.eventually import LIMIT_S, wait_until
 
 from pdserve.engine.api.request import Event, Finished, RequestFailed, Scheduled, Step
 from pdserve.engine.engine import Engine

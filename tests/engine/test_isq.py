@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import ask, run, tokens
-from tiny_models import write_tiny
-from write_gguf import write_gguf
+from builders.engine_kit import ask, run, tokens
+from builders.tiny_models import write_tiny
+from builders.write_gguf import write_gguf
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.architectures import find_spec

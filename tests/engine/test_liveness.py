@@ -3,7 +3,7 @@
 from random import Random
 
 import pytest
-from engine_kit import ask, fake_engine
+from builders.engine_kit import ask, fake_engine
 
 from pdserve.engine.liveness import SLACK, LivenessCounter
 from pdserve.engine.scheduling.stats import GROWTH, StepMeter

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import ask, assert_at_rest, fake_engine, of, run
-from fake_decoder import VOCAB, FakeDecoder, fake_spec
-from tiny_embedder import Oracle, write_embedder
-from tiny_models import write_tiny
+from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run
+from builders.tiny_embedder import Oracle, write_embedder
+from builders.tiny_models import write_tiny
+from fakes.decoder import VOCAB, FakeDecoder, fake_spec
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from engine_kit import ask, assert_at_rest
-from fake_decoder import FakeDecoder
+from builders.engine_kit import ask, assert_at_rest
+from fakes.decoder import FakeDecoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,8 +4,8 @@ for ever for blocks that another waits for too."""
 import itertools
 
 import pytest
-from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
-from fake_decoder import FakeDecoder, fake_spec, reference
+from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
+from fakes.decoder import FakeDecoder, fake_spec, reference
 
 from pdserve.engine.api.request import ChoiceState, PrefillComputed
 from pdserve.engine.engine import Engine

@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from cluster_secret import ACCESS
-from eventually import LIMIT_S, eventually
-from fake_router import FakeRouter, Play
-from scripted_service import scripted_service
+from fakes.router import FakeRouter, Play
+from fakes.scripted_service import scripted_service
 from starlette.types import ASGIApp
+from systems.cluster_secret import ACCESS
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.content.answer_format import ParserChoice

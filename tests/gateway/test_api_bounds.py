@@ -5,8 +5,8 @@ from typing import Any
 
 import grpc
 import pytest
-from fake_router import FakeRouter, saying, served
-from sampling_edges import inside, outside
+from builders.sampling_edges import inside, outside
+from fakes.router import FakeRouter, saying, served
 
 from pdserve.engine.api.sampling_bounds import (
     BOUNDS,

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import tokenizers
-from fake_router import FakeRouter, saying, served, thinking_model
-from http_errors import CHAT, HI, check
-from scripted_service import scripted_service
+from fakes.router import FakeRouter, saying, served, thinking_model
+from fakes.scripted_service import scripted_service
+from oracles.http_errors import CHAT, HI, check
 from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.engine.api.sampling_bounds import MAX_SEQUENCE_IDS

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 import pytest
-from eventually import LIMIT_S, eventually
-from fake_router import saying, served
-from hostile_structures import HOSTILE
-from http_errors import CHAT, HI, PLAIN, check
-from text_pools import Pool, workers
+from builders.hostile_structures import HOSTILE
+from fakes.router import saying, served
+from oracles.http_errors import CHAT, HI, PLAIN, check
+from systems.eventually import LIMIT_S, eventually
+from systems.text_pools import Pool, workers
 
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError

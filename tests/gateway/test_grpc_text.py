@@ -4,10 +4,10 @@ import asyncio
 
 import grpc
 import pytest
-from eventually import LIMIT_S, eventually
-from fake_router import FakeRouter, finished, placed, saying, tokens
+from fakes.memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_of
+from fakes.router import FakeRouter, finished, placed, saying, tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_of
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.grpc_text import TEXT_METHODS
 from pdserve.protos import common_pb2 as pb

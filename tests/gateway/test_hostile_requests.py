@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, saying
-from http_errors import CHAT, HI, PLAIN
-from text_pools import Pool
+from fakes.router import FakeRouter, saying
+from oracles.http_errors import CHAT, HI, PLAIN
+from systems.text_pools import Pool
 
 pytestmark = pytest.mark.anyio
 RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"

@@ -14,13 +14,13 @@ from contextlib import suppress
 import httpx
 import psutil
 import pytest
-import tool_server
-from chaos.cluster import lasting_port
-from cluster_secret import SECRET
-from eventually import LIMIT_S, eventually
-from fake_router import FakeRouter, placed, saying, served, tokens
-from router_process import RouterServicer, serve_router
-from tool_model import ToolModel, calls
+from fakes import tool_server
+from fakes.router import FakeRouter, placed, saying, served, tokens
+from fakes.router_process import RouterServicer, serve_router
+from fakes.tool_model import ToolModel, calls
+from systems.chaos.cluster import lasting_port
+from systems.cluster_secret import SECRET
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.main import make_text_limits, run
 from pdserve.gateway.settings import GatewaySettings
@@ -336,7 +336,7 @@ async def test_it_calls_tools_of_a_program_that_ends_with_it(end, tmp_path):
     _, host, address = await serve_router(model)
     notes, config = tmp_path / "notes", tmp_path / "mcp.json"
     server = {
-        "command": sys.executable, "args": [tool_server.__file__, str(notes), "x"],
+        "command": sys.executable, "args": ["-P", tool_server.__file__, str(notes), "x"],
         "env": {"SOME": "s3cret"}, "autoApprove": ["add"],
     }  # fmt: skip
     config.write_text(json.dumps({"mcpServers": {"tools": server}}))

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_router import FakeRouter, saying
+from fakes.router import FakeRouter, saying
 from starlette.types import ASGIApp
 
 from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings

@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from eventually import wait_until
+from systems.eventually import wait_until
 
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings

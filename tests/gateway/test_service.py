@@ -4,11 +4,11 @@ import asyncio
 from functools import partial
 
 import pytest
-from broken_tokenizers import panics_on_load, panics_on_text
-from eventually import LIMIT_S, eventually
-from fake_router import FakeRouter, saying, served
-from in_process_text import InProcessPool
-from text_pools import Pool, workers
+from builders.broken_tokenizers import panics_on_load, panics_on_text
+from fakes.in_process_text import InProcessPool
+from fakes.router import FakeRouter, saying, served
+from systems.eventually import LIMIT_S, eventually
+from systems.text_pools import Pool, workers
 
 from pdserve.gateway.catalog import Catalog
 from pdserve.gateway.router_client.merge import merge

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from eventually import LIMIT_S, eventually
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError

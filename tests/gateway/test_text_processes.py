@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hostile_templates
 import pytest
-from eventually import LIMIT_S, eventually
-from hostile_templates import ENDLESS, HUGE
-from text_pools import LIMITS, Pool, text_processes, workers
-from tiny_spm import spm_metadata, spm_tokenizer
+from builders import hostile_templates
+from builders.hostile_templates import ENDLESS, HUGE
+from builders.tiny_spm import spm_metadata, spm_tokenizer
+from systems.eventually import LIMIT_S, eventually
+from systems.text_pools import LIMITS, Pool, text_processes, workers
 
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
@@ -145,8 +145,9 @@ def ends() -> Any:
     """How workers ended at each template of each kind, and what they said."""
     script = hostile_templates.__file__
     assert script is not None
-    env = os.environ | {"PYTHONPATH": str(Path(script).parent)}
-    done = subprocess.run([sys.executable, script], capture_output=True, env=env, check=True)
+    env = os.environ | {"PYTHONPATH": str(Path(script).parents[1])}
+    command = [sys.executable, "-P", "-m", hostile_templates.__name__]
+    done = subprocess.run(command, capture_output=True, env=env, check=True)
     return json.loads(done.stdout)
 
 

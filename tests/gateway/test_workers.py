@@ -11,11 +11,11 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from eventually import eventually
-from fake_router import Event, FakeRouter, finished, placed, saying, tokens
-from gateway_workers import GatewayWorkers
+from fakes.router import Event, FakeRouter, finished, placed, saying, tokens
+from fakes.router_process import RouterServicer, serve_router
 from prometheus_client.parser import text_string_to_metric_families
-from router_process import RouterServicer, serve_router
+from systems.eventually import eventually
+from systems.gateway_workers import GatewayWorkers
 
 from pdserve.gateway.http.body import MAX_VALUES, VALUE_BYTES
 from pdserve.gateway.http.serving.connection_counts import ConnectionCounts

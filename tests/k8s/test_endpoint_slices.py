@@ -3,7 +3,7 @@ pickers and the gateways of decode pods."""
 
 import kubernetes_validate
 import pytest
-from manifests import Manifest, of_kind, rendered, selects
+from builders.manifests import Manifest, of_kind, rendered, selects
 
 from pdserve.services.host.discovery.api_server import SERVICE_ACCOUNT
 from pdserve.services.host.discovery.target import parse_kubernetes

@@ -1,7 +1,7 @@
 """The component for Inference Gateways, over the overlay cpu: rendered, and true to the program."""
 
 import pytest
-from manifests import Manifest, rendered, selects, workloads
+from builders.manifests import Manifest, rendered, selects, workloads
 
 from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.picker.main import LIVE, NAMES

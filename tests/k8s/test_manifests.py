@@ -1,6 +1,6 @@
 """The overlays are true to the program: commands, ports, addresses, certificates, who meets whom.
 
-What holds of every object under k8s/ is a rule of tests/support/manifest_rules (test_policy.py).
+What holds of every object under k8s/ is a rule of support/oracles/manifest_rules (test_policy.py).
 """
 
 import re
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from manifest_rules.labels import WORKERS
-from manifests import Manifest, Workload, of_kind, rendered, selects, workloads
+from builders.manifests import Manifest, Workload, of_kind, rendered, selects, workloads
+from oracles.manifest_rules.labels import WORKERS
 
 from pdserve.engine.handoff.recorder.ring import KEPT
 from pdserve.services.cli.commands import COMMANDS, known_names

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fake_hub
 import pytest
-from manifests import SOURCES
+from builders.manifests import SOURCES
+from fakes import hub as fake_hub
 
 SCRIPT = SOURCES / "components/model-volume/pool/model_volume.py"
 MODEL = f"org/tiny@{fake_hub.COMMIT}"

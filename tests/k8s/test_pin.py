@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from manifests import NO_KUBECTL, SOURCES, Workload, workloads
+from builders.manifests import NO_KUBECTL, SOURCES, Workload, workloads
 
 CONTROL = f"localhost:5000/team/pdserve-control@sha256:{'c' * 64}"
 WORKER = f"localhost:5000/team/pdserve-worker@sha256:{'d' * 64}"

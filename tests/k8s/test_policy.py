@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from manifest_rules import ALWAYS, RELEASED, Rule, pods, scaling, traffic
-from manifests import PINNED, TOGETHER, Manifest, kustomizations, of_kind, rendered
+from builders.manifests import PINNED, TOGETHER, Manifest, kustomizations, of_kind, rendered
+from oracles.manifest_rules import ALWAYS, RELEASED, Rule, pods, scaling, traffic
 
 
 def test_all_are_found() -> None:

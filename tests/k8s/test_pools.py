@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from manifest_rules import ALWAYS
-from manifests import (
+from builders.manifests import (
     NO_KUBECTL,
     ROOT,
     SOURCES,
@@ -21,6 +20,7 @@ from manifests import (
     selects,
     workloads,
 )
+from oracles.manifest_rules import ALWAYS
 
 from pdserve.engine.checkpoints.resolve import served_name, shipped_model
 from pdserve.gateway.settings import GatewaySettings

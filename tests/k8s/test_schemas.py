@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import manifest_schemas
 import pytest
-from manifests import TOGETHER, Manifest, kustomizations, of_kind, rendered
+from builders.manifests import TOGETHER, Manifest, kustomizations, of_kind, rendered
+from oracles import manifest_schemas
 
 NO_PACKAGE = "NO SCHEMAS OF THE GATEWAY API: `make setup` packs them where there is npm"
 

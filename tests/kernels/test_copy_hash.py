@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from copy_hash_oracle import tag_of
 from numpy.typing import NDArray
-from nvcc import nvcc
+from oracles.copy_hash import tag_of
+from systems.nvcc import nvcc
 
 from pdserve.kernels import _native
 from pdserve.kernels.copy_hash import KEY_BYTES, PRIME, TILE_BYTES, expand_key

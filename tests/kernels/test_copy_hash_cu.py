@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from copy_hash_oracle import tag_of
-from fake_cuda import FENCES, copy_hash_on_host
+from fakes.cuda import FENCES, copy_hash_on_host
+from oracles.copy_hash import tag_of
 
 from pdserve.kernels.copy_hash import KEY_BYTES, TAG_BYTES, TILE_BYTES, UNIT_BYTES, expand_key
 from pdserve.kernels.cuda.copy_hash import INTACT, SHARE_BYTES, SHARES_AT

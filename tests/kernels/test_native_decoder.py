@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_parts import (
+from oracles.native_parts import (
     ADD,
     ADD_HELD,
     BLOCK,

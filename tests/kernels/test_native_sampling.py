@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.sampling_kit import EDITS, sample, some_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_kit import EDITS, sample, some_logits
 
 from pdserve.kernels import _native, reference
 from pdserve.kernels.cpu_sampling import CpuSampling

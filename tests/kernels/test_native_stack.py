@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from native_parts import (
+from oracles.native_parts import (
     ADD,
     ADD_HELD,
     BLOCK,

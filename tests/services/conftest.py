@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import assert_at_rest, fake_engine
-from handoff_pair import MakePair, Pair
-from rings import assert_conform
+from builders.engine_kit import assert_at_rest, fake_engine
+from oracles.rings import assert_conform
+from systems.handoff_pair import MakePair, Pair
 
 from pdserve.engine.transport.registry import transports
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from discovered_system import MAX_TOKENS, DiscoveredSystem
-from eventually import eventually
-from fake_kubernetes import FakeKubernetes
+from fakes.kubernetes import FakeKubernetes
+from systems.discovered import MAX_TOKENS, DiscoveredSystem
+from systems.eventually import eventually
 
 from pdserve.services.host.discovery import api_server, kubernetes
 

@@ -14,11 +14,11 @@ from typing import Any
 import grpc.aio
 import psutil
 import pytest
-from cluster_secret import SECRET, open_channel
-from eventually import LIMIT_S, eventually
+from fakes.odd_worker import FROZEN_S
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from odd_worker import FROZEN_S
-from worker_kit import expected, prompt
+from systems.cluster_secret import SECRET, open_channel
+from systems.eventually import LIMIT_S, eventually
+from systems.worker_kit import expected, prompt
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
@@ -39,13 +39,13 @@ STEP_S = 2.0  # that a step of the usual size may take
 
 
 class Odd:
-    """One process of tests/support/odd_worker.py."""
+    """One process of tests/support/fakes/odd_worker.py."""
 
     def __init__(self, router: str, folder: Path, model: str, token_s: float) -> None:
         folder.mkdir()
         self.folder = folder
         self.log = folder / "log"
-        command = [sys.executable, str(SUPPORT / "odd_worker.py"), router, str(folder), model]
+        command = [sys.executable, "-P", "-m", "fakes.odd_worker", router, str(folder), model]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, str(token_s)],

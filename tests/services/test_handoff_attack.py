@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from handoff_pair import DIRECT_TRANSPORTS
-from hostile_peer import Attack
-from shuffled_frames import ShuffledPair
-from victim import Victim
+from fakes.hostile_peer import Attack
+from systems.handoff_pair import DIRECT_TRANSPORTS
+from systems.shuffled_frames import ShuffledPair
+from systems.victim import Victim
 
 from pdserve.engine.transport.registry import transports
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import fake_engine
-from handoff_pair import Pair, local, request
-from link_ends import slots_returned
+from builders.engine_kit import fake_engine
+from systems.handoff_pair import Pair, local, request
+from systems.link_ends import slots_returned
 
 from pdserve.engine.handoff.connection import link as link_module
 from pdserve.engine.handoff.connection.link import DataLink

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_kit import fake_engine
-from eventually import LIMIT_S
-from fake_device import array_at
-from handoff_pair import MakePair, Pair, fresh, local, promise_anything, prompt, request
+from builders.engine_kit import fake_engine
+from fakes.device import array_at
+from systems.eventually import LIMIT_S
+from systems.handoff_pair import MakePair, Pair, fresh, local, promise_anything, prompt, request
 
 from pdserve.engine.api.request import PrefillComputed
 from pdserve.engine.handoff.connection.data_listeners import MAX_UNPROVEN

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_kit import fake_engine
-from eventually import LIMIT_S
-from fake_decoder import words
-from handoff_pair import DIRECT_TRANSPORTS, MakePair, Pair, fresh, local, request
-from link_ends import make_transport
+from builders.engine_kit import fake_engine
+from fakes.decoder import words
+from systems.eventually import LIMIT_S
+from systems.handoff_pair import DIRECT_TRANSPORTS, MakePair, Pair, fresh, local, request
+from systems.link_ends import make_transport
 
 from pdserve.engine.handoff.outgoing import OutgoingHandoff
 from pdserve.engine.handoff.protocol import frames, messages

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from eventually import LIMIT_S
-from handoff_pair import DIRECT_TRANSPORTS, MakePair, Pair, claims_of, fresh, local, request
+from systems.eventually import LIMIT_S
+from systems.handoff_pair import DIRECT_TRANSPORTS, MakePair, Pair, claims_of, fresh, local, request
 
 from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol import messages

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine_kit import ask, run, tokens
-from handoff_pair import Pair, fresh
-from paged_runner import read_config
-from tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
+from builders.engine_kit import ask, run, tokens
+from builders.paged_runner import read_config
+from builders.tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
+from systems.handoff_pair import Pair, fresh
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from eventually import LIMIT_S
-from handoff_pair import MakePair, Pair, claims_of, fresh, local, request
+from systems.eventually import LIMIT_S
+from systems.handoff_pair import MakePair, Pair, claims_of, fresh, local, request
 
 from pdserve.engine.api.request import ChoiceState, NewTokens, Request, Step
 from pdserve.engine.handoff.outgoing import Sent

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_kit import ask
-from eventually import LIMIT_S
-from handoff_pair import MakePair, Pair, claims_of, fresh, local, promise_anything, request
-from open_files import open_files
+from builders.engine_kit import ask
+from systems.eventually import LIMIT_S
+from systems.handoff_pair import MakePair, Pair, claims_of, fresh, local, promise_anything, request
+from systems.open_files import open_files
 
 from pdserve.engine.api.request import ChoiceState, PrefillComputed, Request, Step
 from pdserve.engine.handoff.protocol.machine import Action

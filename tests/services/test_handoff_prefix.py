@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import ask, fake_engine
-from eventually import LIMIT_S, wait_until
-from handoff_pair import MakePair, Pair, fresh, local, request
+from builders.engine_kit import ask, fake_engine
+from systems.eventually import LIMIT_S, wait_until
+from systems.handoff_pair import MakePair, Pair, fresh, local, request
 
 from pdserve.engine.api.request import PrefillComputed, Request
 from pdserve.engine.handoff.slow_peer import SLOW_RATIO

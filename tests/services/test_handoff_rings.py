@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_kit import fake_engine
-from eventually import wait_until
-from handoff_pair import Pair, local, request
-from rings import assert_conform
+from builders.engine_kit import fake_engine
+from oracles.rings import assert_conform
+from systems.eventually import wait_until
+from systems.handoff_pair import Pair, local, request
 
 from pdserve.engine.api.request import PrefillComputed, Step
 from pdserve.engine.handoff import endpoint

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
-from cluster_secret import ACCESS, SECRET
-from eventually import eventually
-from one_token_worker import OneTokenWorker
-from router_workers import card
+from fakes.one_token_worker import OneTokenWorker
+from fakes.router_workers import card
+from systems.cluster_secret import ACCESS, SECRET
+from systems.eventually import eventually
 
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.client import RouterClient

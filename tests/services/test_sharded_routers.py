@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from eventually import eventually
-from sharded_system import K, ShardedSystem, Stream
-from worker_kit import expected
+from systems.eventually import eventually
+from systems.sharded import K, ShardedSystem, Stream
+from systems.worker_kit import expected
 
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client import model_files

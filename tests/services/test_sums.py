@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
-from cluster_secret import ACCESS, SECRET
-from engine_kit import fake_engine
-from eventually import eventually
-from fake_router import tokenizer_json
+from builders.engine_kit import fake_engine
+from fakes.router import tokenizer_json
 from prometheus_client.parser import text_string_to_metric_families
-from watched import THRESHOLD, WatchedGateway, page_of, router_page, watched_gateway
-from worker_kit import CARD, start_worker
+from systems.cluster_secret import ACCESS, SECRET
+from systems.eventually import eventually
+from systems.watched import THRESHOLD, WatchedGateway, page_of, router_page, watched_gateway
+from systems.worker_kit import CARD, start_worker
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.gateway.router_client.client import RouterClient

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import openai
 import pytest
-from fleet import Fleet
-from rings import assert_conform
-from whole_system import KEY, WholeSystem
+from oracles.rings import assert_conform
+from systems.fleet import Fleet
+from systems.whole import KEY, WholeSystem
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import httpx
-from fleet import Fleet
+from systems.fleet import Fleet
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/architecture.md").read_text()

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos.cluster import LINKS, Cluster, Shape, with_proxies
-from chaos.evidence import Evidence
-from chaos.model import write_chaos_model
-from chaos.streams import Clients, reference
-from chaos.strikes import HITS, Batch, Striker, lost_tries
+from systems.chaos.cluster import LINKS, Cluster, Shape, with_proxies
+from systems.chaos.evidence import Evidence
+from systems.chaos.model import write_chaos_model
+from systems.chaos.streams import Clients, reference
+from systems.chaos.strikes import HITS, Batch, Striker, lost_tries
 
 TOKENS = 60
 

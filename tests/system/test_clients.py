@@ -8,9 +8,9 @@ from typing import Any, Literal
 import anthropic
 import openai
 import pytest
-from fleet import Fleet
 from pydantic import BaseModel, Field
-from whole_system import KEY
+from systems.fleet import Fleet
+from systems.whole import KEY
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION: Any = [{"role": "user", "content": "What is the weather in Paris?"}]

@@ -10,9 +10,9 @@ import grpc
 import openai
 import psutil
 import pytest
-from eventually import LIMIT_S, wait_until
-from fleet import Fleet
-from streams import WORDS, Stream
+from systems.eventually import LIMIT_S, wait_until
+from systems.fleet import Fleet
+from systems.streams import WORDS, Stream
 
 EXTRA = {"min_tokens": 100}
 LONG = "Too long to be computed where it is answered: " + WORDS * 50  # about 650 tokens

@@ -14,9 +14,9 @@ import grpc
 import httpx
 import psutil
 import pytest
-from eventually import LIMIT_S, wait_until
-from fleet import Fleet
-from tiny_models import write_tiny
+from builders.tiny_models import write_tiny
+from systems.eventually import LIMIT_S, wait_until
+from systems.fleet import Fleet
 
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, worker_pb2
 

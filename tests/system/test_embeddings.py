@@ -10,9 +10,9 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from eventually import wait_until
-from fleet import Fleet
-from tiny_embedder import Oracle, write_embedder
+from builders.tiny_embedder import Oracle, write_embedder
+from systems.eventually import wait_until
+from systems.fleet import Fleet
 
 EXACT = ("--weights", "float32", "--kernels", "native", "--kv-dtype", "float32")
 OPTIONS = ("--kv-tokens", "8192", "--chunk-size", "128", *EXACT)

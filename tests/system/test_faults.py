@@ -10,10 +10,10 @@ from typing import Any
 
 import openai
 import pytest
-from browser import CHROMIUM, WHY_NOT, Browser
-from eventually import wait_until
-from fleet import Fleet
-from late_kill import ask, kill_late, received
+from pages.browser import CHROMIUM, WHY_NOT, Browser
+from systems.eventually import wait_until
+from systems.fleet import Fleet
+from systems.late_kill import ask, kill_late, received
 
 WORDS = "one two three four five six seven eight nine ten eleven twelve "
 LENGTH, CHUNK = 1_600, 64

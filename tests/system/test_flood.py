@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 import psutil
-from eventually import wait_until
-from fleet import Fleet
-from tiny_models import write_tiny
+from builders.tiny_models import write_tiny
+from systems.eventually import wait_until
+from systems.fleet import Fleet
 
 MANY = 200
 QUEUE_S = 0.5  # in which no machine answers all that queue

@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 import pytest
-from chaos.cluster import Cluster, Shape
-from chaos.model import write_chaos_model
-from cluster_secret import BEARER
-from grammar_kit import of_regex
+from builders.grammar_kit import of_regex
+from systems.chaos.cluster import Cluster, Shape
+from systems.chaos.model import write_chaos_model
+from systems.cluster_secret import BEARER
 from tokenizers import Tokenizer
 
 from pdserve.protos import common_pb2 as pb

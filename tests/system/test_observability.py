@@ -10,10 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fleet import Fleet
+from oracles.promql import K8S, expressions, family, names
 from prometheus_client.parser import text_string_to_metric_families
-from promql import K8S, expressions, family, names
-from whole_system import KEY, KEY_SHOWN, MARK, MODEL, WholeSystem
+from systems.fleet import Fleet
+from systems.whole import KEY, KEY_SHOWN, MARK, MODEL, WholeSystem
 
 from pdserve.services.cli.main import main
 from pdserve.services.host.auth.roles import Role

@@ -6,9 +6,9 @@ import grpc
 import httpx
 import openai
 import pytest
-from eventually import wait_until
-from fleet import Fleet
-from whole_system import KEY
+from systems.eventually import wait_until
+from systems.fleet import Fleet
+from systems.whole import KEY
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 60
 

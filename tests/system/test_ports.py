@@ -13,13 +13,13 @@ import grpc
 import httpx
 import psutil
 import pytest
-from another_user import tried_by_another_user
+from fakes.kv_peer import admitted, guessed
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kv_peer import admitted, guessed
-from listening import listening
-from rights_tables import LISTENERS, METHODS, status
-from single_processes import WORKERS
-from whole_system import BACKENDS, KEY, KEY_SHOWN, MARK, PROBED, SECRET, WholeSystem
+from oracles.rights_tables import LISTENERS, METHODS, status
+from systems.another_user import tried_by_another_user
+from systems.listening import listening
+from systems.single_processes import WORKERS
+from systems.whole import BACKENDS, KEY, KEY_SHOWN, MARK, PROBED, SECRET, WholeSystem
 
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.recorder.ring import read_ring

@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 
 import httpx
-from eventually import wait_until
-from fleet import Fleet
-from rings import assert_conform
-from tiny_models import write_tiny
+from builders.tiny_models import write_tiny
+from oracles.rings import assert_conform
+from systems.eventually import wait_until
+from systems.fleet import Fleet
 
 OPTIONS = ("--kv-tokens", "8192", "--weights", "float32")
 REMOTE = ("--remote-prefill", "always", "--trace-mb", "1")

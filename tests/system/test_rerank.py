@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from fleet import Fleet
-from tiny_models import write_tiny
+from builders.tiny_models import write_tiny
+from systems.fleet import Fleet
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 

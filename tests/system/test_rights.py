@@ -10,9 +10,9 @@ import grpc
 import httpx
 import psutil
 import pytest
-from fleet import Fleet
-from listening import listening
-from rights_tables import METHODS, REFUSED, ROUTES, status
+from oracles.rights_tables import METHODS, REFUSED, ROUTES, status
+from systems.fleet import Fleet
+from systems.listening import listening
 
 from pdserve.gateway.grpc_text import TEXT_METHODS
 from pdserve.protos import common_pb2, fleet_pb2, router_pb2, text_pb2, worker_pb2

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from rights_tables import METHODS, REFUSED, status
-from single_processes import files_of, make_certificates, trusted
-from whole_system import KEY_SHOWN, WholeSystem
+from oracles.rights_tables import METHODS, REFUSED, status
+from systems.single_processes import files_of, make_certificates, trusted
+from systems.whole import KEY_SHOWN, WholeSystem
 
 from pdserve.protos import fleet_pb2
 from pdserve.protos.fleet_pb2_grpc import FleetStub

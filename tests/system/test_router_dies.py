@@ -6,9 +6,9 @@ import threading
 from typing import Any
 
 import openai
-from eventually import wait_until
-from fleet import Fleet
-from streams import LONG, WORDS, Stream
+from systems.eventually import wait_until
+from systems.fleet import Fleet
+from systems.streams import LONG, WORDS, Stream
 
 OPTIONS = ("--kv-tokens", "16384", "--chunk-size", "64", "--kv-transport", "tcp")
 

@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-from eventually import wait_until
-from fleet import Fleet
-from tiny_models import write_tiny
+from builders.tiny_models import write_tiny
+from systems.eventually import wait_until
+from systems.fleet import Fleet
 
 PROMPTS = [[(7 * i + 13 * k + 1) % 256 for i in range(80)] for k in range(12)]
 

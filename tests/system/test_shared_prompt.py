@@ -1,8 +1,8 @@
 """Equal long prompts at once: one is prefilled and transferred, the others share its blocks."""
 
-from engine_kit import ask
-from eventually import wait_until
-from fleet import Fleet
+from builders.engine_kit import ask
+from systems.eventually import wait_until
+from systems.fleet import Fleet
 
 from pdserve.protos import fleet_pb2
 

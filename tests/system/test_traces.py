@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from eventually import wait_until
-from fleet import Fleet
-from otlp_collector import OtlpCollector
-from traced_requests import TracedClient, check_spans
+from fakes.otlp_collector import OtlpCollector
+from systems.eventually import wait_until
+from systems.fleet import Fleet
+from systems.traced_requests import TracedClient, check_spans
 
 PARENT_ID = "b7ad6b7169203331"
 FAR = ("--prefill", "1", "--remote-prefill", "always", "--kv-tokens", "4096")

@@ -10,10 +10,10 @@ from typing import Any
 
 import openai
 import pytest
-from eventually import LIMIT_S, wait_until
-from replaceable import Replaceable, ReplaceableSystem
-from streams import Stream
-from tiny_models import write_tiny
+from builders.tiny_models import write_tiny
+from systems.eventually import LIMIT_S, wait_until
+from systems.replaceable import Replaceable, ReplaceableSystem
+from systems.streams import Stream
 
 from pdserve.services.host.options import ECHO_S
 

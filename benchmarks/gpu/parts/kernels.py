@@ -14,8 +14,8 @@ from functools import partial
 
 import numpy as np
 import torch
-from attention_rows import plan_rows
-from linear_cases import values_of
+from builders.attention_rows import plan_rows
+from builders.linear_cases import values_of
 from part import HELD, MeasuredPart, run
 from torch import Tensor
 

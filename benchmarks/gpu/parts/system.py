@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import numpy as np
-from fleet import Fleet
 from part import MeasuredPart, run
 from random_models import FAKE_QWEN3, QWEN3_0_6B, write_checkpoint
+from systems.fleet import Fleet
 
 Answer = tuple[list[int], Any]  # token ids, log-probabilities
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import httpx
 import psutil
-from fleet import Fleet
 from interference.arrivals import LONG, SHAPES, SHORT, Schedule, prompt_ids
 from interference.client import Answer, Asked, open_loop, request_bytes
 from interference.figures import SEPARATED, summary
 from prompts import ROOT, reference_tokenizer
+from systems.fleet import Fleet
 
 CHUNKS = (64, 128, 256, 512, 1024)
 KV_TOKENS = "131072"  # of each worker: no request waits for blocks

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import write_tiny
+from builders.tiny_models import write_tiny
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.source import CheckpointError

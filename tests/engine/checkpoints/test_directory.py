@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.tiny_models import write_tiny
 from safetensors.torch import load_file, save_file
-from tiny_models import write_tiny
 
 from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
 from pdserve.engine.checkpoints.hf.json_file import read_json

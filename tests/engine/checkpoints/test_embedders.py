@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import fake_hub
 import pytest
 import torch
-from engine_kit import ask, of, run
-from tiny_embedder import MODES, Oracle, write_embedder, write_modules, write_pooling
-from tiny_models import write_tiny
-from write_gguf import write_gguf
+from builders.engine_kit import ask, of, run
+from builders.tiny_embedder import MODES, Oracle, write_embedder, write_modules, write_pooling
+from builders.tiny_models import write_tiny
+from builders.write_gguf import write_gguf
+from fakes import hub as fake_hub
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import Pooled, Request

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import ARCHITECTURES, add_mtp, write_tiny
-from viewed import assert_same_tensors
-from write_gguf import write_gguf
+from builders.tiny_models import ARCHITECTURES, add_mtp, write_tiny
+from builders.viewed import assert_same_tensors
+from builders.write_gguf import write_gguf
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.architectures import parse_config

@@ -9,8 +9,8 @@ from typing import Any
 import gguf
 import pytest
 import tokenizers
-from hard_strings import HARD_STRINGS
-from tiny_spm import spm_metadata
+from builders.hard_strings import HARD_STRINGS
+from builders.tiny_spm import spm_metadata
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import shipped_model
+from builders.tiny_models import shipped_model
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders.paged_runner import PagedRunner, load_decoder
+from builders.tiny_models import shipped_model, write_tiny
+from builders.write_gguf import write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
-from paged_runner import PagedRunner, load_decoder
 from safetensors.torch import load_file, save_file
-from tiny_models import shipped_model, write_tiny
-from write_gguf import write_gguf
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.cache import DigestCache, TextCache

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import ask, run, tokens
-from paged_runner import PagedRunner, load_decoder
-from quantized import write_mxfp4_experts
+from builders.engine_kit import ask, run, tokens
+from builders.paged_runner import PagedRunner, load_decoder
+from builders.quantized import write_mxfp4_experts
+from builders.tiny_models import write_tiny
+from builders.viewed import viewed
 from safetensors.torch import load_file, save_file
-from tiny_models import write_tiny
-from viewed import viewed
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine

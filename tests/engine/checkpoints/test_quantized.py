@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import ask, run, tokens
-from paged_runner import PagedRunner, load_decoder
-from quantized import Quantized, awq, compressed, fp8, gptq, write_quantized
+from builders.engine_kit import ask, run, tokens
+from builders.paged_runner import PagedRunner, load_decoder
+from builders.quantized import Quantized, awq, compressed, fp8, gptq, write_quantized
+from builders.tiny_models import write_tiny
 from safetensors.torch import load_file, save_file
-from tiny_models import write_tiny
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine

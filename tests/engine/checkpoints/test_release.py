@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import write_tiny
-from write_gguf import write_gguf
+from builders.tiny_models import write_tiny
+from builders.write_gguf import write_gguf
 
 from pdserve.engine.checkpoints.weight_loader import WeightLoader
 from pdserve.engine.load import open_checkpoint

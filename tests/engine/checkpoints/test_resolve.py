@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import fake_hub
 import pytest
-from tiny_models import shipped_model, write_tiny
-from write_gguf import write_gguf
+from builders.tiny_models import shipped_model, write_tiny
+from builders.write_gguf import write_gguf
+from fakes import hub as fake_hub
 
 from pdserve.engine.checkpoints import hub as hub_module
 from pdserve.engine.checkpoints import resolve as resolve_module

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.tiny_models import write_tiny
+from builders.viewed import assert_same_tensors
 from safetensors.torch import load_file, save_file
-from tiny_models import write_tiny
 from torch import Tensor
-from viewed import assert_same_tensors
 
 from pdserve.engine.architectures.qwen3_moe import GGUF
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from builders.tiny_models import write_tiny
+from builders.write_gguf import write_gguf
 from safetensors.torch import load_file, save_file
-from tiny_models import write_tiny
-from write_gguf import write_gguf
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.source import CheckpointError

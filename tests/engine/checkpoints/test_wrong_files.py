@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from wrong_files import GOOD, WRONG_FILES, good_models
+from builders.wrong_files import GOOD, WRONG_FILES, good_models
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.source import CheckpointError

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grammar_kit import Maker, Runner
-from tiny_models import write_tiny
+from builders.grammar_kit import Maker, Runner
+from builders.tiny_models import write_tiny
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.build import build_engine

@@ -9,8 +9,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
-from grammar_kit import Maker, Runner, of_regex
+from builders.engine_kit import ask, assert_at_rest, fake_engine, of, tokens
+from builders.grammar_kit import Maker, Runner, of_regex
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
-from eventually import wait_until
-from grammar_kit import of_regex
+from builders.grammar_kit import of_regex
 from llguidance import LLMatcher
+from systems.eventually import wait_until
 
 from pdserve.engine.api.sampling_bounds import MAX_GRAMMAR_BYTES
 from pdserve.engine.constraints.grammars import sandbox

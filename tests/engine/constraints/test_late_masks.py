@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_kit import ask, assert_at_rest, of, tokens
-from eventually import wait_until
-from grammar_kit import Maker, Runner, of_regex
+from builders.engine_kit import ask, assert_at_rest, of, tokens
+from builders.grammar_kit import Maker, Runner, of_regex
+from systems.eventually import wait_until
 
 from pdserve.engine.api.request import ChoiceState, Grammar, NewTokens, RequestFailed
 from pdserve.engine.constraints.grammars import matcher

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from engine_kit import ask, assert_at_rest, of, tokens
-from grammar_kit import Maker, Runner, of_regex
+from builders.engine_kit import ask, assert_at_rest, of, tokens
+from builders.grammar_kit import Maker, Runner, of_regex
 
 from pdserve.engine.api.request import ChoiceState, Event, Finished, FinishReason, NewTokens
 from pdserve.engine.constraints import manager

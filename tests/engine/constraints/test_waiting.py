@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import ask, assert_at_rest, fake_engine, of, tokens
-from eventually import wait_until
-from grammar_kit import Runner, of_regex
-from late_device import AheadEngine
+from builders.engine_kit import ask, assert_at_rest, fake_engine, of, tokens
+from builders.grammar_kit import Runner, of_regex
+from fakes.late_device import AheadEngine
+from systems.eventually import wait_until
 
 from pdserve.engine.api.errors import QueueFull
 from pdserve.engine.api.request import (

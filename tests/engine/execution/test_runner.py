@@ -4,7 +4,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from engine_kit import ask
+from builders.engine_kit import ask
 
 from pdserve.engine.execution.batch import Batch, Ints
 from pdserve.engine.execution.runner import ModelRunner

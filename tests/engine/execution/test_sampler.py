@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_kit import ask
+from builders.engine_kit import ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_kit import ask, fake_engine, of
+from builders.engine_kit import ask, fake_engine, of
 
 from pdserve.engine.api.request import NewTokens, Request
 from pdserve.engine.handoff.claims import ClaimQueue

@@ -9,7 +9,7 @@ from itertools import count, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rings import CELLS, Notes, Played, whole_handoff
+from oracles.rings import CELLS, Notes, Played, whole_handoff
 
 from pdserve.engine.handoff.protocol.machine import (
     Claimed,

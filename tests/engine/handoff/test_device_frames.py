@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_kit import fake_engine
-from eventually import LIMIT_S, wait_until
-from fake_device import FakeDevice
-from handoff_pair import Pair, request
+from builders.engine_kit import fake_engine
+from fakes.device import FakeDevice
+from systems.eventually import LIMIT_S, wait_until
+from systems.handoff_pair import Pair, request
 
 from pdserve.engine.handoff.device_frames import DeviceFrames, ReceivedFrame
 from pdserve.engine.handoff.open_blocks import OpenBlocks

@@ -11,13 +11,13 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from engine_kit import ask, assert_at_rest, fake_engine
-from fake_decoder import reference
+from builders.engine_kit import ask, assert_at_rest, fake_engine
+from fakes.decoder import reference
+from fakes.memory_link import Frame, MemoryLink
+from fakes.memory_prefill import Worker
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from memory_link import Frame, MemoryLink
-from memory_prefill import Worker
 
 from pdserve.engine.api.request import Finished, NewTokens, Step, prefix_ids
 from pdserve.engine.handoff.incoming import Received

@@ -3,7 +3,7 @@
 from itertools import count
 
 import pytest
-from rings import Notes, play
+from oracles.rings import Notes, play
 
 from pdserve.engine.handoff.recorder import scenario
 from pdserve.engine.handoff.recorder.conform import check

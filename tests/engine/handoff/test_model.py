@@ -1,6 +1,6 @@
 """The model check of the hand-off: every interleaving in small runs, and eleven bugs it must find.
 
-`make modelcheck` covers the larger runs. See tests/support/handoff_model.
+`make modelcheck` covers the larger runs. See tests/support/oracles/handoff_model.
 """
 
 from collections import Counter
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
-from handoff_model import decode, faults, prefill, router
-from handoff_model.bugs import BUGS, Bug
-from handoff_model.check import Result, explore
-from handoff_model.config import IN_TEST, Config
-from handoff_model.rules import Rules
+from oracles.handoff_model import decode, faults, prefill, router
+from oracles.handoff_model.bugs import BUGS, Bug
+from oracles.handoff_model.check import Result, explore
+from oracles.handoff_model.config import IN_TEST, Config
+from oracles.handoff_model.rules import Rules
 
 from pdserve.services.router.requests import machine
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_kit import ask
-from eventually import LIMIT_S
-from memory_link import MemoryLink
+from builders.engine_kit import ask
+from fakes.memory_link import MemoryLink
+from systems.eventually import LIMIT_S
 
 from pdserve.engine.handoff.open_blocks import BlocksLeft, OpenBlocks
 from pdserve.engine.handoff.protocol.frames import FrameError, FrameHeader

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rings import assert_conform, whole_handoff
+from oracles.rings import assert_conform, whole_handoff
 
 from pdserve.engine.handoff.protocol.machine import Action, Handoff, HandoffEnded, Side, step
 from pdserve.engine.handoff.recorder import ring as ring_file

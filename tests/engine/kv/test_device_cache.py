@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_decoder import fake_spec
+from fakes.decoder import fake_spec
 
 from pdserve.engine.kv import torch_cache
 from pdserve.engine.kv.block_pool import BlockCopy

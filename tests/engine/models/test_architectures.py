@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from paged_runner import PagedRunner, load_decoder, read_config
-from tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
+from builders.paged_runner import PagedRunner, load_decoder, read_config
+from builders.tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
 from torch import Tensor
 
 KERNELS = ("reference", "native")

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from paged_runner import read_config
-from tiny_models import write_tiny
+from builders.paged_runner import read_config
+from builders.tiny_models import write_tiny
 from transformers import GptOssConfig
 
 from pdserve.engine.architectures import parse_config

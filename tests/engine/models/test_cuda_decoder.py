@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-import triton_interpreter as _  # noqa: F401  (before kernels run)
-from paged_runner import PagedRunner, load_decoder
-from tiny_models import ARCHITECTURES, write_tiny
+from builders.paged_runner import PagedRunner, load_decoder
+from builders.tiny_models import ARCHITECTURES, write_tiny
+from fakes import triton_interpreter as _  # noqa: F401  (before kernels run)
 from torch import Tensor
 
 from pdserve.engine.models.cuda import weights

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from paged_runner import read_config
-from tiny_models import write_tiny
+from builders.paged_runner import read_config
+from builders.tiny_models import write_tiny
 
 from pdserve.engine.architectures import find_spec
 from pdserve.engine.models.config import ModelConfig

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton_interpreter  # noqa: F401  (before kernels run)
-from linear_cases import BF16, F16, F32, parts_of
+from builders.linear_cases import BF16, F16, F32, parts_of
+from fakes import triton_interpreter  # noqa: F401  (before kernels run)
 from torch import Tensor
 
 from pdserve.engine.models.cuda.stacks import ExpertMatrices, ExpertProduct

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_quality import kv_quality, logits_of, write_biased
-from tiny_models import write_tiny
+from builders.tiny_models import write_tiny
+from oracles.kv_quality import kv_quality, logits_of, write_biased
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.architectures import parse_config

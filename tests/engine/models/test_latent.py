@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import ask, of, run, tokens
-from paged_runner import PagedRunner
-from quantized import QUANTIZED, Quantized, awq, compressed, fp8, gptq, write_quantized
-from tiny_models import write_tiny
-from viewed import assert_same_tensors, viewed
-from write_gguf import write_gguf
+from builders.engine_kit import ask, of, run, tokens
+from builders.paged_runner import PagedRunner
+from builders.quantized import QUANTIZED, Quantized, awq, compressed, fp8, gptq, write_quantized
+from builders.tiny_models import write_tiny
+from builders.viewed import assert_same_tensors, viewed
+from builders.write_gguf import write_gguf
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.api.request import Finished

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from paged_runner import PagedRunner
-from tiny_models import ARCHITECTURES, write_tiny
+from builders.paged_runner import PagedRunner
+from builders.tiny_models import ARCHITECTURES, write_tiny
+from builders.write_gguf import write_gguf
 from torch import Tensor
-from write_gguf import write_gguf
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.load import load_model

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from builders.paged_runner import PagedRunner, load_decoder, read_config
+from builders.tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_runner import PagedRunner, load_decoder, read_config
-from tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
 
 from pdserve.engine import architectures as registry
 from pdserve.engine.api.config import EngineConfig
@@ -59,7 +59,7 @@ def test_conformance(subtests: pytest.Subtests, models: Mapping[str, Path]) -> N
     """
     for name in SPECS:
         with subtests.test(name):
-            assert name in models, f"tests/support/tiny_models.py has no tiny {name}"
+            assert name in models, f"tests/support/builders/tiny_models.py has no tiny {name}"
             path = models[name]
             config = SPECS[name].parse(read_config(path))
             assert config.architecture == name

@@ -5,8 +5,8 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from paged_runner import PagedRunner, as_raw, read_config, read_tensors
-from tiny_models import write_tiny
+from builders.paged_runner import PagedRunner, as_raw, read_config, read_tensors
+from builders.tiny_models import write_tiny
 
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.models.decoder import Decoder

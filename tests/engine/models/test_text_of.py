@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from paged_runner import PagedRunner, load_decoder, read_config
+from builders.paged_runner import PagedRunner, load_decoder, read_config
+from builders.tiny_models import MULTIMODAL, write_tiny
 from safetensors.torch import load_file, save_file
-from tiny_models import MULTIMODAL, write_tiny
 
 from pdserve.engine.architectures import parse_config
 from pdserve.engine.models.config import UnsupportedModel

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_kit import ask, fake_engine, made
+from builders.engine_kit import ask, fake_engine, made
 
 from pdserve.engine.engine import Engine
 from pdserve.services.worker.runtime import BlockAudit

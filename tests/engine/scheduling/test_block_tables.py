@@ -8,7 +8,7 @@ import random
 from collections import Counter
 
 import pytest
-from job_kit import SEED_HASH, VOCAB, make_job, prompt_of, spec_of
+from builders.job_kit import SEED_HASH, VOCAB, make_job, prompt_of, spec_of
 
 from pdserve.engine.kv.block_pool import NULL_BLOCK, BlockCopy
 from pdserve.engine.kv.spec import blocks_for, pool_sizes

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
+from builders.job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
 
 from pdserve.engine.api.request import FinishReason
 from pdserve.engine.scheduling.limits import EngineLimits

@@ -6,8 +6,8 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from engine_kit import ask, fake_engine, run, tokens
-from job_kit import make_job, make_jobs
+from builders.engine_kit import ask, fake_engine, run, tokens
+from builders.job_kit import make_job, make_jobs
 
 from pdserve.engine.api.request import Event, Finished, Request, Scheduled
 from pdserve.engine.engine import Engine

@@ -3,8 +3,8 @@
 from itertools import product
 
 import pytest
-from engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
-from fake_decoder import fake_spec, reference
+from builders.engine_kit import ask, assert_at_rest, fake_engine, of, run, tokens
+from fakes.decoder import fake_spec, reference
 
 from pdserve.engine.api.errors import ContextLengthExceeded, InvalidRequest
 from pdserve.engine.api.request import (

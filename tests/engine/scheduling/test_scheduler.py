@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from engine_kit import ask, fake_engine
-from job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
+from builders.engine_kit import ask, fake_engine
+from builders.job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
 
 from pdserve.engine.api.errors import QueueFull
 from pdserve.engine.api.request import (

@@ -6,7 +6,7 @@ A reference counts what each choice was given. Events, finish reasons and blocks
 import random
 from collections import Counter, defaultdict
 
-from job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
+from builders.job_kit import VOCAB, check_table, make_job, make_jobs, prompt_of
 
 from pdserve.engine.api.request import (
     Event,

@@ -10,8 +10,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-from eventually import LIMIT_S, wait_until
-from link_ends import (
+from systems.eventually import LIMIT_S, wait_until
+from systems.link_ends import (
     SLOT_BYTES,
     Ends,
     Recorder,
@@ -21,7 +21,7 @@ from link_ends import (
     record_of,
     slots_returned,
 )
-from open_files import open_files
+from systems.open_files import open_files
 
 from pdserve.engine.handoff.protocol import messages
 from pdserve.engine.handoff.protocol.frames import MARK_BYTES, PREFIX_BYTES, Prefix

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_child import SIZE, frame, payload
-from eventually import wait_until
-from fake_device import FakeSignal, pages_of
-from link_ends import COPY_KEY, Ends, Recorder
-from open_files import open_files
+from fakes.device import FakeSignal, pages_of
+from systems.cuda_child import SIZE, frame, payload
+from systems.eventually import wait_until
+from systems.link_ends import COPY_KEY, Ends, Recorder
+from systems.open_files import open_files
 
 from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.handoff.protocol.frames import FrameHeader
 from pdserve.engine.transport.base import SLOTS, Payload
 
-CHILD = Path(__file__).parents[2] / "support/cuda_child.py"
+SUPPORT = Path(__file__).parents[2] / "support"
 KILLS = 6  # of each side; benchmarks/gpu/parts/kills.py does 40 of each on a GPU
 
 
@@ -48,9 +48,9 @@ def start(tmp_path: Path) -> Iterator[Any]:
     children: list[subprocess.Popen[str]] = []
 
     def run(mode: str) -> subprocess.Popen[str]:
-        path = os.pathsep.join([str(CHILD.parent), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
         child = subprocess.Popen(
-            [sys.executable, CHILD, mode, tmp_path],
+            [sys.executable, "-P", "-m", "systems.cuda_child", mode, tmp_path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_kit import fake_engine
-from fake_decoder import fake_spec
+from builders.engine_kit import fake_engine
+from fakes.decoder import fake_spec
 
 from pdserve.engine.kv.cache import KvCache
 from pdserve.engine.transport.cuda_ipc import device_cupy

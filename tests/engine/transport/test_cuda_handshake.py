@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from eventually import LIMIT_S, wait_until
-from fake_device import UUID, FakeDevice, FakeSignal, array_at
-from link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
-from open_files import open_files
+from fakes.device import UUID, FakeDevice, FakeSignal, array_at
+from systems.eventually import LIMIT_S, wait_until
+from systems.link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
+from systems.open_files import open_files
 
 from pdserve.engine.handoff.connection.dial import Dialer, usable
 from pdserve.engine.transport.base import (

@@ -1,12 +1,12 @@
-"""device_cupy.py on a fake GPU, in many orders of its streams (support/cuda_orders.py)."""
+"""device_cupy.py on a fake GPU, in many orders of its streams (support/systems/cuda_orders.py)."""
 
 from collections import Counter
 from random import Random
 from typing import Any
 
 import pytest
-from cuda_orders import FAULTS, SLOT_BYTES, Handoff, Process, orders_until_found
-from fake_cuda import FakeGpu
+from fakes.cuda import FakeGpu
+from systems.cuda_orders import FAULTS, SLOT_BYTES, Handoff, Process, orders_until_found
 
 from pdserve.engine.transport.cuda_ipc import device_cupy
 from pdserve.engine.transport.device import TAIL_BYTES, Slot

@@ -5,7 +5,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
+from systems.link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
 
 from pdserve.engine.handoff.connection.dial import Dialer
 from pdserve.engine.handoff.connection.link import DataLink

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from eventually import wait_until
+from systems.eventually import wait_until
 
 from pdserve.engine.transport.base import Listener
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from eventually import LIMIT_S
+from systems.eventually import LIMIT_S
 
 from pdserve.engine.transport.base import IOV_MAX, READ_AHEAD_BYTES, WireClosed
 from pdserve.engine.transport.tcp import AT_ONCE_S, TcpWire

@@ -41,7 +41,7 @@ def test_names_that_are_not_known(subtests: pytest.Subtests) -> None:
 
 
 def test_mixes_are_those_of_llama_cpp(subtests: pytest.Subtests) -> None:
-    """The table is what llama-quantize says; tests/support/golden_mixes.py has the command."""
+    """The table is what llama-quantize says; tools/tables/golden_mixes.py has the command."""
     for type, model in product(TYPES, GOLDEN):
         with subtests.test(type=type, model=model):
             metadata, shapes, formats = GOLDEN[model].values()

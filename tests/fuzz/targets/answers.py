@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tool_answers import TOOL_ANSWERS
+from builders.tool_answers import TOOL_ANSWERS
 
 from pdserve.gateway.content.answer_format import AnswerFormat
 from pdserve.gateway.text.parsing.arguments import ToolSchemas

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from random import Random
 
-from tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
+from builders.tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
 
 from fuzz.mutate import change
 from pdserve.engine.architectures import parse_config

@@ -3,8 +3,8 @@
 from pathlib import Path
 from random import Random
 
-from tiny_models import write_tiny
-from write_gguf import write_gguf
+from builders.tiny_models import write_tiny
+from builders.write_gguf import write_gguf
 
 from fuzz.mutate import mutate
 from fuzz.read_model import read_everything

@@ -7,9 +7,9 @@ from random import Random
 from typing import Any
 
 import httpx
-from fake_router import FakeRouter, saying
-from scripted_parts import MemoryStore
-from scripted_service import scripted_service
+from fakes.router import FakeRouter, saying
+from fakes.scripted_parts import MemoryStore
+from fakes.scripted_service import scripted_service
 
 from fuzz.mutate import change, mutate
 from pdserve.gateway.anthropic.dialect import AnthropicDialect

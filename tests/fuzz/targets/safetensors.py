@@ -3,7 +3,7 @@
 from pathlib import Path
 from random import Random
 
-from tiny_models import write_tiny
+from builders.tiny_models import write_tiny
 
 from fuzz.mutate import mutate
 from fuzz.read_model import read_everything

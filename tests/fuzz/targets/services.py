@@ -12,11 +12,11 @@ from random import Random
 from unittest import mock
 
 import grpc
-import worker_kit
-from cluster_secret import SECRET, open_channel
-from engine_kit import fake_engine
+from builders.engine_kit import fake_engine
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from systems import worker_kit
+from systems.cluster_secret import SECRET, open_channel
 
 from fuzz.messages import fill
 from fuzz.mutate import mutate

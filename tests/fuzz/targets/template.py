@@ -4,8 +4,8 @@ memory or die there, and nowhere else."""
 from pathlib import Path
 from random import Random
 
-from fake_router import TEMPLATE
-from hostile_templates import ForkedWorker
+from builders.hostile_templates import ForkedWorker
+from fakes.router import TEMPLATE
 
 from fuzz.mutate import mutate
 from pdserve.gateway.text_processes.protocol import TextLimits

@@ -9,10 +9,10 @@ from pathlib import Path
 from random import Random
 
 import grpc.aio
-from cluster_secret import ACCESS
-from fake_router import FakeRouter, saying
+from fakes.router import FakeRouter, saying
+from fakes.scripted_service import scripted_service
 from google.protobuf.message import Message
-from scripted_service import scripted_service
+from systems.cluster_secret import ACCESS
 
 from fuzz.messages import fill
 from fuzz.mutate import mutate

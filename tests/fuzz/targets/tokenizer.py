@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from random import Random
 
-from fake_router import tokenizer_json
-from tiny_spm import spm_metadata
+from builders.tiny_spm import spm_metadata
+from fakes.router import tokenizer_json
 
 from fuzz.mutate import STRINGS, change
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json as sentence_piece

@@ -6,9 +6,9 @@ from typing import Any
 
 import anthropic
 import pytest
-from eventually import eventually
-from fake_router import FakeRouter, failed, placed, saying, tokens
-from scripted_parts import CACHED, ScriptedParts, deltas
+from fakes.router import FakeRouter, failed, placed, saying, tokens
+from fakes.scripted_parts import CACHED, ScriptedParts, deltas
+from systems.eventually import eventually
 
 from pdserve.gateway.text.parts import ReasoningPart, TextPart, ToolCallPart
 from pdserve.protos import common_pb2 as pb

@@ -3,8 +3,8 @@
 import random
 from typing import Any
 
+from builders.random_parts import random_answer, said
 from pydantic_core import from_json
-from random_parts import random_answer, said
 
 from pdserve.gateway.anthropic.output import MessageContent
 from pdserve.gateway.choice import Delta

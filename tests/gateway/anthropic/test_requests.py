@@ -4,8 +4,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_router import FakeRouter, saying
-from http_errors import JSON, LARGE, nested
+from fakes.router import FakeRouter, saying
+from oracles.http_errors import JSON, LARGE, nested
 
 from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody, parse_messages

@@ -8,10 +8,10 @@ from itertools import product
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, saying, served
-from grammar_walks import Walk, compiler
-from scripted_service import scripted_service
-from tool_answers import TOOL_ANSWERS
+from builders.tool_answers import TOOL_ANSWERS
+from fakes.router import FakeRouter, saying, served
+from fakes.scripted_service import scripted_service
+from oracles.grammar_walks import Walk, compiler
 
 from pdserve.gateway.content.answer_format import (
     AnswerFormat,

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from grammar_walks import Walk, compiler, tokenizer
+from oracles.grammar_walks import Walk, compiler, tokenizer
 
 from pdserve.engine.api.sampling_bounds import MAX_GRAMMAR_BYTES
 from pdserve.gateway.requests.structure import Structure

@@ -7,8 +7,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-from grammar_walks import Walk, compiler
-from random_schemas import random_schema
+from builders.random_schemas import random_schema
+from oracles.grammar_walks import Walk, compiler
 
 from pdserve.gateway.requests.structure import Structure
 

@@ -1,7 +1,7 @@
 """A few of the requests of benchmarks/api/line2_schemathesis.py."""
 
-from api_cases import ANSWERED, run_cases
-from served_gateway import served_gateway
+from oracles.api_cases import ANSWERED, run_cases
+from systems.served_gateway import served_gateway
 
 CASES = 100
 

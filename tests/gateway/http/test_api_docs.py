@@ -7,14 +7,14 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_router import saying
+from fakes.router import saying
+from fakes.tool_model import THINKING, ToolModel, calls
 from fastapi import FastAPI
-from http_errors import CHAT, HI, PLAIN
 from jsonschema import Draft202012Validator
+from oracles.http_errors import CHAT, HI, PLAIN
+from oracles.sse import events
 from pydantic import BaseModel
-from served_gateway import served_gateway
-from sse import events
-from tool_model import THINKING, ToolModel, calls
+from systems.served_gateway import served_gateway
 
 from pdserve.gateway.http.docs.document import described, document
 from pdserve.gateway.http.docs.pages import PAGE, START

@@ -4,9 +4,9 @@ import asyncio
 import json
 
 import pytest
-from eventually import eventually
-from fake_router import FakeRouter, saying
-from http_errors import CHAT, HI, JSON, PLAIN, WIDE, check
+from fakes.router import FakeRouter, saying
+from oracles.http_errors import CHAT, HI, JSON, PLAIN, WIDE, check
+from systems.eventually import eventually
 
 from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.limits import AdmissionLimits

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from eventually import LIMIT_S, eventually
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.http.serving import server
 from pdserve.gateway.http.serving.sockets import listen

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import pytest
-from eventually import LIMIT_S, eventually
-from fake_router import FakeRouter, finished, placed, saying, tokens
+from fakes.router import FakeRouter, finished, placed, saying, tokens
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits

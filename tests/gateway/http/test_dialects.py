@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
-from fake_router import FakeRouter, saying
+from fakes.router import FakeRouter, saying
 from fastapi import Request
 from pydantic import BaseModel
 

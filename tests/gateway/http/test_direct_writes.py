@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from eventually import eventually
-from fake_router import FakeRouter, saying, served
+from fakes.router import FakeRouter, saying, served
+from systems.eventually import eventually
 
 from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.dialect import HttpLimits

@@ -5,8 +5,8 @@ import logging
 from itertools import product
 
 import pytest
-from fake_router import FakeRouter, saying, served
-from http_errors import CHAT, HI, JSON, PLAIN, check
+from fakes.router import FakeRouter, saying, served
+from oracles.http_errors import CHAT, HI, JSON, PLAIN, check
 
 pytestmark = pytest.mark.anyio
 

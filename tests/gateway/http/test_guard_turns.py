@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
-from fake_router import saying
+from fakes.router import saying
 
 from pdserve.gateway.http.guard import Guard
 from pdserve.services.host.tenants.keys import ApiKeys

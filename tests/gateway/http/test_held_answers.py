@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, suppress
 
 import pytest
-from eventually import LIMIT_S, eventually
 from starlette.types import Receive, Scope, Send
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.http.answers.held_answers import HeldAnswer, HeldAnswers
 from pdserve.gateway.http.answers.json_text import JsonPieces

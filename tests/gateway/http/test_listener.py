@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from eventually import LIMIT_S, eventually
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.http.serving import listener
 from pdserve.gateway.http.serving.connection_counts import ConnectionCounts

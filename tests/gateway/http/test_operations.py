@@ -5,10 +5,10 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, saying, served
-from http_errors import check
+from fakes.router import FakeRouter, saying, served
+from fakes.tool_model import THINKING
+from oracles.http_errors import check
 from prometheus_client.parser import text_string_to_metric_families
-from tool_model import THINKING
 
 from pdserve.gateway.content import model_texts
 from pdserve.gateway.content.answer_format import ParserChoice

@@ -1,7 +1,7 @@
 """A server without keys that only this machine reaches answers no page of a stranger."""
 
 import pytest
-from fake_router import saying
+from fakes.router import saying
 
 pytestmark = pytest.mark.anyio
 ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

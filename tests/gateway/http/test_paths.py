@@ -3,8 +3,8 @@
 import socket
 
 import pytest
-from fake_router import FakeRouter, saying
-from http_errors import CHAT, HI, check
+from fakes.router import FakeRouter, saying
+from oracles.http_errors import CHAT, HI, check
 
 from pdserve.gateway.http.serving.sockets import hold_port, unix_listener
 

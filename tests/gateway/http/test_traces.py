@@ -4,9 +4,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from eventually import eventually
-from fake_router import FakeRouter, failed, finished, placed, saying, tokens
-from memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_of
+from fakes.memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_of
+from fakes.router import FakeRouter, failed, finished, placed, saying, tokens
+from systems.eventually import eventually
 
 from pdserve.gateway.observability import request_log
 from pdserve.gateway.observability.timeline import timeline

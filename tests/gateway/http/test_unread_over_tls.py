@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from eventually import LIMIT_S, eventually
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.http.serving.server import HttpServer
 from pdserve.gateway.main import listen

@@ -14,13 +14,13 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from cluster_secret import ACCESS
-from eventually import eventually
-from fake_router import FakeRouter
-from scripted_service import scripted_service
-from sse import events
+from fakes.router import FakeRouter
+from fakes.scripted_service import scripted_service
+from fakes.tool_model import CONTEXT_LEN, TEMPLATE, THINKING, ToolModel, calls
+from oracles.sse import events
 from starlette.types import ASGIApp
-from tool_model import CONTEXT_LEN, TEMPLATE, THINKING, ToolModel, calls
+from systems.cluster_secret import ACCESS
+from systems.eventually import eventually
 
 from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.content.answer_format import ParserChoice

@@ -11,11 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
-import tool_server
-from chaos.cluster import lasting_port
-from eventually import eventually
+from fakes import tool_server
+from fakes.tool_server import http_tool_server
 from prometheus_client import CollectorRegistry, Counter
-from tool_server import http_tool_server
+from systems.chaos.cluster import lasting_port
+from systems.eventually import eventually
 
 from pdserve.gateway.mcp.config import McpServer
 from pdserve.gateway.mcp.offer import ServerTool, ToolResult
@@ -28,7 +28,7 @@ SECRET = "s3cret-value"
 
 
 def program(notes: Path, **fields: Any) -> McpServer:
-    command = (sys.executable, tool_server.__file__, str(notes), SECRET)
+    command = (sys.executable, "-P", tool_server.__file__, str(notes), SECRET)
     return McpServer("tools", command, {"TOLD": SECRET}, **fields)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from api_fields import GIVEN, LEAST, MESSAGES, OWN, RESPONSES, SCHEMA, TAG, TOOL
 from api_page import ROUTES
-from fake_router import saying
-from http_errors import CHAT, HI, LARGE, PLAIN
-from scripted_parts import MemoryStore
-from served_gateway import every_kind
-from tool_model import THINKING, calls
+from builders.api_fields import GIVEN, LEAST, MESSAGES, OWN, RESPONSES, SCHEMA, TAG, TOOL
+from fakes.router import saying
+from fakes.scripted_parts import MemoryStore
+from fakes.tool_model import THINKING, calls
+from oracles.http_errors import CHAT, HI, LARGE, PLAIN
+from systems.served_gateway import every_kind
 
 from pdserve.gateway import prompt_run
 

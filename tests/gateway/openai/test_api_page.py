@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
-from api_fields import (
+from api_page import IGNORED, REFUSED, ROUTES, SERVED, page
+from builders.api_fields import (
     BATCHES,
     COUNT,
     EMBEDDINGS,
@@ -21,9 +22,9 @@ from api_fields import (
     OWN,
     RESPONSES,
 )
-from api_page import IGNORED, REFUSED, ROUTES, SERVED, page
-from fake_router import FakeRouter
-from http_errors import CHAT, LARGE, PLAIN
+from fakes.router import FakeRouter
+from fakes.scripted_parts import MemoryStore
+from fakes.tool_model import THINKING
 from openai.types import (
     batch_create_params,
     completion_create_params,
@@ -32,9 +33,8 @@ from openai.types import (
 )
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
-from scripted_parts import MemoryStore
-from served_gateway import every_kind, served_gateway
-from tool_model import THINKING
+from oracles.http_errors import CHAT, LARGE, PLAIN
+from systems.served_gateway import every_kind, served_gateway
 
 pytestmark = pytest.mark.anyio
 PAGE = (Path(__file__).parents[3] / "docs/api.md").read_text()

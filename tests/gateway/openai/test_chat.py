@@ -1,8 +1,8 @@
 """/v1/chat/completions against a scripted router."""
 
 import pytest
-from fake_router import FakeRouter, finished, placed, saying, served, tokens
-from sse import events
+from fakes.router import FakeRouter, finished, placed, saying, served, tokens
+from oracles.sse import events
 
 from pdserve.protos import common_pb2 as pb
 

@@ -9,11 +9,11 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from byte_tokenizer import write_tokenizer
-from eventually import eventually
-from fake_router import FakeRouter, failed, placed, saying, served
-from memory_tracer import MemoryTracer
-from pooled_answers import HIDDEN, embedder, vector_of
+from builders.byte_tokenizer import write_tokenizer
+from fakes.memory_tracer import MemoryTracer
+from fakes.pooled_answers import HIDDEN, embedder, vector_of
+from fakes.router import FakeRouter, failed, placed, saying, served
+from systems.eventually import eventually
 
 from pdserve.gateway.openai.embeddings import MAX_INPUTS
 from pdserve.gateway.pooling.runs import AT_ONCE
@@ -267,7 +267,7 @@ async def test_an_answer_without_a_vector_is_an_error(make_http):
 
 
 async def test_the_text_ends_as_the_tokenizer_says(make_http, tmp_path):
-    from tiny_embedder import EOS, processors
+    from builders.tiny_embedder import EOS, processors
     from tokenizers import Tokenizer
 
     write_tokenizer(tmp_path)

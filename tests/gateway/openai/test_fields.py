@@ -4,9 +4,9 @@ they say."""
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, saying, served
-from http_errors import CHAT, HI, PLAIN, check
-from sse import events
+from fakes.router import FakeRouter, saying, served
+from oracles.http_errors import CHAT, HI, PLAIN, check
+from oracles.sse import events
 
 from pdserve.gateway.openai.bodies.fields import IGNORED, OTHER_NAMES, REFUSED
 from pdserve.gateway.openai.bodies.schema import ChatBody, CompletionBody

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import httpx2
 import openai
 import pytest
-from fake_router import FakeRouter, Play, failed, logprob, placed, saying, served, tokens
-from grammar_walks import Walk
+from fakes.router import FakeRouter, Play, failed, logprob, placed, saying, served, tokens
+from oracles.grammar_walks import Walk
 from pydantic import BaseModel, Field
 
 from pdserve.protos import common_pb2 as pb

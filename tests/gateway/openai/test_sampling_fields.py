@@ -7,9 +7,9 @@ from itertools import product
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, finished, logprob, saying, thinking_model, tokens
-from grammar_walks import tokenizer
-from http_errors import CHAT, HI, PLAIN, check
+from fakes.router import FakeRouter, finished, logprob, saying, thinking_model, tokens
+from oracles.grammar_walks import tokenizer
+from oracles.http_errors import CHAT, HI, PLAIN, check
 
 from pdserve.engine.api.sampling_bounds import MAX_BAD_WORD_CHARS
 from pdserve.gateway import sampling

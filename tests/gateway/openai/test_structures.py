@@ -5,9 +5,9 @@ from itertools import product
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, saying, served
-from grammar_walks import Walk
-from http_errors import CHAT, HI, PLAIN, check
+from fakes.router import FakeRouter, saying, served
+from oracles.grammar_walks import Walk
+from oracles.http_errors import CHAT, HI, PLAIN, check
 
 from pdserve.engine.api.sampling_bounds import (
     MAX_STRUCTURE_CHARS,

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import tokenizers
-from fake_router import FakeRouter, Play, saying, served, tokenizer_json
-from grammar_walks import Walk
-from sse import events
-from tool_answers import TOOL_ANSWERS
+from builders.tool_answers import TOOL_ANSWERS
+from fakes.router import FakeRouter, Play, saying, served, tokenizer_json
+from oracles.grammar_walks import Walk
+from oracles.sse import events
 
 from pdserve.gateway.content.answer_format import ParserChoice
 from pdserve.gateway.openai.bodies.tools import FunctionBody

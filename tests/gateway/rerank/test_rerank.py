@@ -6,9 +6,9 @@ from itertools import product
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, saying
-from memory_tracer import MemoryTracer
-from pooled_answers import embedder, reranker, vector_of
+from fakes.memory_tracer import MemoryTracer
+from fakes.pooled_answers import embedder, reranker, vector_of
+from fakes.router import FakeRouter, saying
 
 from pdserve.gateway.content.model_texts import ModelTexts
 from pdserve.gateway.rerank import prompt

@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from cluster_secret import ACCESS
-from scripted_router import Router, Served
+from fakes.scripted_router import Router, Served
+from systems.cluster_secret import ACCESS
 
 from pdserve.gateway.router_client.client import RouterClient
 

@@ -4,9 +4,9 @@ import asyncio
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
-from cluster_secret import ACCESS
-from eventually import LIMIT_S, eventually
-from scripted_router import Router, Served, connected, ids_of, start
+from fakes.scripted_router import Router, Served, connected, ids_of, start
+from systems.cluster_secret import ACCESS
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.client import RouterClient

@@ -4,9 +4,9 @@ import asyncio
 import hashlib
 
 import pytest
-from cluster_secret import ACCESS
-from eventually import LIMIT_S, eventually
-from scripted_router import BLOB, connected, ids_of, start
+from fakes.scripted_router import BLOB, connected, ids_of, start
+from systems.cluster_secret import ACCESS
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.router_client.client import RouterClient
 from pdserve.protos import common_pb2 as pb

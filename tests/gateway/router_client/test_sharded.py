@@ -5,9 +5,9 @@ import os
 from collections.abc import AsyncIterator
 
 import pytest
-from cluster_secret import ACCESS
-from eventually import LIMIT_S, eventually
-from scripted_router import Router, Served, ids_of, start
+from fakes.scripted_router import Router, Served, ids_of, start
+from systems.cluster_secret import ACCESS
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client import model_files

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
-from eventually import eventually
-from scripted_router import start
+from fakes.scripted_router import start
+from systems.eventually import eventually
 
 from pdserve.gateway.router_client import client as client_module
 from pdserve.gateway.router_client.client import RouterClient

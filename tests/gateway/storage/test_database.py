@@ -8,8 +8,8 @@ from pathlib import Path
 
 import aiosqlite
 import pytest
-from eventually import LIMIT_S, eventually
 from sqlalchemy import text
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.batches.files import FileLimits, Files
 from pdserve.gateway.observability.meter import RequestUsage

@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from eventually import eventually
-from fake_router import FakeRouter, saying, served
-from stored_gateway import (
+from fakes.router import FakeRouter, saying, served
+from systems.eventually import eventually
+from systems.stored_gateway import (
     content_of,
     ended,
     holding_after,

@@ -5,9 +5,9 @@ import json
 
 import openai
 import pytest
-from eventually import eventually
-from fake_router import FakeRouter, failed, placed, saying
-from stored_gateway import (
+from fakes.router import FakeRouter, failed, placed, saying
+from systems.eventually import eventually
+from systems.stored_gateway import (
     CHAT,
     content_of,
     ended,

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from eventually import LIMIT_S, eventually
-from fake_router import FakeRouter, saying
+from fakes.router import FakeRouter, saying
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
-from stored_gateway import ended, lines_of, start_batch, stored_gateway
+from systems.eventually import LIMIT_S, eventually
+from systems.stored_gateway import ended, lines_of, start_batch, stored_gateway
 
 from pdserve.gateway.batches.files import Files
 from pdserve.gateway.storage.database import Database

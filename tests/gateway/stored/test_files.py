@@ -4,9 +4,9 @@ import asyncio
 
 import openai
 import pytest
-from eventually import eventually
-from fake_router import FakeRouter, saying
-from stored_gateway import CHAT, lines_of, start_batch, stored_gateway
+from fakes.router import FakeRouter, saying
+from systems.eventually import eventually
+from systems.stored_gateway import CHAT, lines_of, start_batch, stored_gateway
 
 from pdserve.gateway.batches.files import now_us
 from pdserve.gateway.openai.stored import files as stored_files

@@ -6,10 +6,10 @@ from contextlib import closing
 
 import httpx
 import pytest
-from eventually import eventually
-from fake_router import FakeRouter, saying
-from scripted_service import scripted_service
-from stored_gateway import BOUNDS, CHAT
+from fakes.router import FakeRouter, saying
+from fakes.scripted_service import scripted_service
+from systems.eventually import eventually
+from systems.stored_gateway import BOUNDS, CHAT
 
 from pdserve.gateway.http.app import create_app, create_routes
 from pdserve.gateway.http.body import BodyReader

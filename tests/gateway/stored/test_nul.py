@@ -1,8 +1,8 @@
 """PostgreSQL has the character NUL in no text; what names it is refused alike on every database."""
 
 import pytest
-from fake_router import FakeRouter, saying
-from stored_gateway import CHAT, lines_of, stored_gateway
+from fakes.router import FakeRouter, saying
+from systems.stored_gateway import CHAT, lines_of, stored_gateway
 
 pytestmark = pytest.mark.anyio
 

@@ -7,12 +7,12 @@ from collections import Counter
 
 import openai
 import pytest
-from cluster_secret import SECRET
-from eventually import LIMIT_S, eventually
-from fake_router import FakeRouter, saying
-from gateway_process import GatewayProcess
-from router_process import serve_router
-from stored_gateway import (
+from fakes.router import FakeRouter, saying
+from fakes.router_process import serve_router
+from systems.cluster_secret import SECRET
+from systems.eventually import LIMIT_S, eventually
+from systems.gateway_process import GatewayProcess
+from systems.stored_gateway import (
     all_take_part,
     content_of,
     ended,

@@ -7,10 +7,10 @@ from typing import Any
 
 import openai
 import pytest
-from eventually import eventually
-from fake_router import FakeRouter, saying
-from postgres import postgres, programs
-from stored_gateway import (
+from fakes.router import FakeRouter, saying
+from systems.eventually import eventually
+from systems.postgres import postgres, programs
+from systems.stored_gateway import (
     CHAT,
     all_take_part,
     content_of,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import openai
 import pytest
-from eventually import LIMIT_S, eventually
-from fake_router import FakeRouter, saying
-from stored_gateway import CHAT, ended, lines_of, start_batch, stored_gateway
+from fakes.router import FakeRouter, saying
+from systems.eventually import LIMIT_S, eventually
+from systems.stored_gateway import CHAT, ended, lines_of, start_batch, stored_gateway
 
 from pdserve.gateway.observability.usage_log import ROWS_AT_ONCE
 

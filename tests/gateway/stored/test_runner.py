@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from eventually import LIMIT_S, eventually
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.gateway.batches import absent_models, runner
 from pdserve.gateway.batches.batches import Batches

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from eventually import eventually
-from fake_router import FakeRouter, saying, served, tokens
-from served_gateway import served_gateway
-from stored_gateway import CHAT, ended, lines_of, start_batch, stored_gateway
+from fakes.router import FakeRouter, saying, served, tokens
+from systems.eventually import eventually
+from systems.served_gateway import served_gateway
+from systems.stored_gateway import CHAT, ended, lines_of, start_batch, stored_gateway
 
 from pdserve.gateway.http.answers.json_text import AT_ONCE
 from pdserve.gateway.observability.meter import RequestUsage

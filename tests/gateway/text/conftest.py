@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hard_strings import SPECIALS
-from tiny_spm import spm_tokenizer
+from builders.hard_strings import SPECIALS
+from builders.tiny_spm import spm_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.engine.checkpoints.gguf.reader import GgufReader

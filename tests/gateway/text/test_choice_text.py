@@ -4,7 +4,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from byte_tokenizer import write_tokenizer
+from builders.byte_tokenizer import write_tokenizer
 
 from pdserve.gateway.text.choice_text import ChoiceText
 from pdserve.gateway.text.stop import StopMatcher

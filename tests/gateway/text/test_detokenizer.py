@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import tokenizers
-from hard_strings import HARD_STRINGS
+from builders.hard_strings import HARD_STRINGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

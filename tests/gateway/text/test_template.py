@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hard_strings import HARD_STRINGS, SPECIALS
+from builders.hard_strings import HARD_STRINGS, SPECIALS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,8 +8,8 @@ import tracemalloc
 
 import pytest
 import tokenizers
-from hard_strings import HARD_STRINGS
-from tiny_spm import spm_metadata, spm_tokenizer
+from builders.hard_strings import HARD_STRINGS
+from builders.tiny_spm import spm_metadata, spm_tokenizer
 
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer

@@ -10,9 +10,9 @@ from time import process_time
 from typing import Any
 
 import pytest
+from builders.tool_answers import TOOL_ANSWERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_answers import TOOL_ANSWERS
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import ContentParser

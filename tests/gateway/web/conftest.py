@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from browser import Browser
+from pages.browser import Browser
 
 
 @pytest.fixture(scope="package")

@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from browser import CHROMIUM, DESKTOP, PHONE, WHY_NOT, Browser, PageError
-from chat_model import HOSTILE, LONG_WORDS, ChatModel
-from served_gateway import served_gateway
+from pages.browser import CHROMIUM, DESKTOP, PHONE, WHY_NOT, Browser, PageError
+from pages.chat_model import HOSTILE, LONG_WORDS, ChatModel
+from systems.served_gateway import served_gateway
 
 pytestmark = [pytest.mark.extended, pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)]
 

@@ -6,9 +6,9 @@ from itertools import product
 
 import httpx
 import pytest
-from browser import CHROMIUM, DESKTOP, PHONE, WHY_NOT, Browser
-from chat_model import ChatModel
-from served_gateway import served_gateway
+from pages.browser import CHROMIUM, DESKTOP, PHONE, WHY_NOT, Browser
+from pages.chat_model import ChatModel
+from systems.served_gateway import served_gateway
 
 from pdserve.protos import fleet_pb2, router_pb2
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fake_router import Event, FakeRouter, placed, saying, tokens
+from fakes.router import Event, FakeRouter, placed, saying, tokens
 
 from pdserve.gateway.observability.request_log import MAX_SHOWN
 from pdserve.gateway.web import fleet, pages

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alert_causes import CASES, healthy
 from alerts_page import rules
-from dispatcher_world import World
+from oracles.promtool import Pages, firing, needs_promtool
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from promtool import Pages, firing, needs_promtool
-from watched import router_page
+from systems.alert_causes import CASES, healthy
+from systems.dispatcher_world import World
+from systems.watched import router_page
 
 from pdserve.engine.kv.identity import NO_MIXING
 from pdserve.protos.fleet_pb2 import DECODE

@@ -11,10 +11,10 @@ import metrics_page
 import pytest
 import yaml
 from alerts_page import rules
-from manifest_rules.labels import WORKERS
-from manifests import TOGETHER, Manifest, Workload, of_kind, rendered, selects, workloads
-from promql import BOARDS, K8S, expressions, family, labels, names, panels
-from promtool import PROMTOOL, needs_promtool
+from builders.manifests import TOGETHER, Manifest, Workload, of_kind, rendered, selects, workloads
+from oracles.manifest_rules.labels import WORKERS
+from oracles.promql import BOARDS, K8S, expressions, family, labels, names, panels
+from oracles.promtool import PROMTOOL, needs_promtool
 from scaled_cluster import SCRAPE_S
 
 WIDTH = 24

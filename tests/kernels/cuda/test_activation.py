@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import triton_interpreter as _  # noqa: F401  (before kernels run)
+from fakes import triton_interpreter as _  # noqa: F401  (before kernels run)
 
 from pdserve.kernels import reference
 from pdserve.kernels.cuda.layer.activation import activated, gated

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton_interpreter  # noqa: F401
-from attention_rows import plan_rows
+from builders.attention_rows import plan_rows
+from fakes import triton_interpreter  # noqa: F401
 from torch import Tensor
 
 from pdserve.kernels import reference
@@ -271,6 +271,7 @@ def test_decode_rows_of_one_split_have_the_same_bits_without_it() -> None:
     assert torch.equal(made.attend(), made.attend(max_kv_len=65))
 
 
+ROOT = Path(__file__).parents[3]
 REDUCTIONS = """
 import re, sys
 sys.path[:0] = sys.argv[1:]
@@ -306,7 +307,7 @@ for arch in (80, 90):
 
 def test_compiled_kernels_divide_sums_over_keys_in_the_same_way() -> None:
     """Which the interpreter cannot tell: how a tile's keys lie in the threads."""
-    folders = [Path(__file__).parents[2] / "support", Path(__file__).parent]
+    folders = [ROOT / "tests/support", ROOT / "tools/tables"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", REDUCTIONS, *map(str, folders)],

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-import triton_interpreter  # noqa: F401
-from linear_cases import BF16, F32, KINDS, error, made, tokens_for
+from builders.linear_cases import BF16, F32, KINDS, error, made, tokens_for
+from fakes import triton_interpreter  # noqa: F401
 from torch import Tensor
 
 from pdserve.engine.models.layers.routing import choose_experts

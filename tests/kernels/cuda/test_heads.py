@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import triton_interpreter as _  # noqa: F401  (before kernels run)
+from fakes import triton_interpreter as _  # noqa: F401  (before kernels run)
 from torch import Tensor
 
 from pdserve.kernels import reference

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton_interpreter  # noqa: F401
-from linear_cases import (
+from builders.linear_cases import (
     BF16,
     F16,
     F32,
@@ -24,6 +23,7 @@ from linear_cases import (
     tokens_for,
     values_of,
 )
+from fakes import triton_interpreter  # noqa: F401
 
 from pdserve.kernels.cuda.linear.packing import DeviceMatrix, pack
 from pdserve.kernels.cuda.linear.product import linear, product

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-import triton_interpreter  # noqa: F401
+from fakes import triton_interpreter  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import triton_interpreter  # noqa: F401  (before kernels run)
-from linear_cases import BF16, made
+from builders.linear_cases import BF16, made
+from fakes import triton_interpreter  # noqa: F401  (before kernels run)
 from torch import Tensor
 
 from pdserve.kernels.cuda.layer.activation import gated

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import triton
-import triton_interpreter  # noqa: F401
+from builders.sampling_kit import EDITS, sample, some_logits
+from fakes import triton_interpreter  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_kit import EDITS, sample, some_logits
 
 from pdserve.kernels import reference
 from pdserve.kernels.cuda.sampling import candidates, logit_edits, picks

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from api_server import ApiServer, api_server
+from fakes.api_server import ApiServer, api_server
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pdserve.services.cli.commands import STOPPED

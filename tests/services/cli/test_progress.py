@@ -2,7 +2,7 @@
 
 import sys
 
-from terminal import in_terminal
+from systems.terminal import in_terminal
 
 from pdserve.services.local.progress import Lines
 

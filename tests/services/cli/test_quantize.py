@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tiny_models import write_tiny
-from write_gguf import write_gguf
+from builders.tiny_models import write_tiny
+from builders.write_gguf import write_gguf
 
 from pdserve.services.cli.main import main
 

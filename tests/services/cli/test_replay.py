@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from rings import Played, play
+from oracles.rings import Played, play
 from simulation.run import simulate
 from simulation.scenario import Scenario
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fake_service
 import psutil
 import pytest
-from eventually import LIMIT_S
+from fakes import service as fake_service
+from systems.eventually import LIMIT_S
 
 from pdserve.services.local.child import Task
 from pdserve.services.local.cores import Share
@@ -41,12 +41,12 @@ def supervisor(events: Events) -> Iterator[Supervisor]:
 
 @pytest.fixture
 def forking(events: Events) -> Iterator[Supervisor]:
-    with Supervisor(noting(events), preload=["fake_service"]) as made:
+    with Supervisor(noting(events), preload=["fakes.service"]) as made:
         yield made
 
 
 def start(supervisor: Supervisor, behaviour: str, *args: Any, share: Share | None = None) -> Child:
-    task = Task(f"fake_service:{behaviour}", args, share)
+    task = Task(f"fakes.service:{behaviour}", args, share)
     return supervisor.start(behaviour, lambda: task)
 
 
@@ -123,7 +123,7 @@ def test_one_that_fails_while_the_system_serves(events: Events) -> None:
         starts.append(len(starts))
         if len(starts) == 2:
             raise BlockingIOError("no more processes")
-        return Task("fake_service:broken" if len(starts) == 1 else "fake_service:good", ())
+        return Task("fakes.service:broken" if len(starts) == 1 else "fakes.service:good", ())
 
     with Supervisor(noting(events), serving=lambda: True) as supervisor:
         child = supervisor.start("late", make)
@@ -131,7 +131,7 @@ def test_one_that_fails_while_the_system_serves(events: Events) -> None:
     assert [figures["code"] for _, event, figures in events if event == "died"][:2] == [1, None]
 
 
-@pytest.mark.parametrize("preload", [(), ("fake_service",)])
+@pytest.mark.parametrize("preload", [(), ("fakes.service",)])
 def test_a_hang_up_goes_on_to_who_reloads(preload: tuple[str, ...], events: Events) -> None:
     with Supervisor(noting(events), preload, reloading=("reloading",)) as supervisor:
         children = [start(supervisor, "reloading"), start(supervisor, "good")]
@@ -231,7 +231,7 @@ def test_a_forked_child_that_never_was_ready_is_an_error(forking: Supervisor) ->
 
 
 def test_the_fork_server_ends_with_the_supervisor(events: Events) -> None:
-    with Supervisor(noting(events), preload=["fake_service"]) as supervisor:
+    with Supervisor(noting(events), preload=["fakes.service"]) as supervisor:
         child = start(supervisor, "stubborn")
         assert all_ready(supervisor)
         server = psutil.Process(child.figures["pid"]).parent()
@@ -257,7 +257,7 @@ def test_children_come_back_when_the_fork_server_is_killed(
 
 
 def test_a_child_is_spawned_if_the_fork_server_dies(caplog: pytest.LogCaptureFixture) -> None:
-    with Supervisor(noting([]), preload=["fake_service", "fake_crash"]) as supervisor:
+    with Supervisor(noting([]), preload=["fakes.service", "fakes.crash"]) as supervisor:
         child = start(supervisor, "good")
         assert all_ready(supervisor)
         assert child.figures["imported_by"] == child.figures["pid"]
@@ -266,7 +266,7 @@ def test_a_child_is_spawned_if_the_fork_server_dies(caplog: pytest.LogCaptureFix
 
 
 def test_a_refused_fork_costs_no_sibling(caplog: pytest.LogCaptureFixture) -> None:
-    with Supervisor(noting([]), preload=["fake_service", "fake_refusal"]) as supervisor:
+    with Supervisor(noting([]), preload=["fakes.service", "fakes.refusal"]) as supervisor:
         spawned, child, other = (start(supervisor, "good") for _ in range(3))
         assert all_ready(supervisor)
         assert "could not be forked: no more processes" in caplog.text
@@ -316,7 +316,7 @@ def test_a_start_that_the_system_refuses(
         raise BlockingIOError("no more processes")
 
     monkeypatch.setattr("pdserve.services.local.supervisor.restart_delay", lambda deaths: 0.1)
-    preload = ["fake_service"] if forked else []
+    preload = ["fakes.service"] if forked else []
     with Supervisor(noting(events), preload) as supervisor:
         child, other = (start(supervisor, "good") for _ in range(2))
         assert all_ready(supervisor)
@@ -348,7 +348,7 @@ def test_what_up_preloads_starts_no_thread_and_imports_no_torch() -> None:
     )
 
 
-@pytest.mark.parametrize("preload", [(), ("fake_service",)])
+@pytest.mark.parametrize("preload", [(), ("fakes.service",)])
 def test_no_orphan_when_the_parent_is_killed(preload: tuple[str, ...]) -> None:
     """The whole tree goes, though the parent could do nothing."""
     code = (
@@ -357,7 +357,7 @@ def test_no_orphan_when_the_parent_is_killed(preload: tuple[str, ...]) -> None:
         "from pdserve.services.local.supervisor import Supervisor\n"
         "if __name__ == '__main__':\n"
         f"    with Supervisor(lambda *_: None, {preload}) as s:\n"
-        "        c = s.start('x', lambda: Task('fake_service:stubborn', ()))\n"
+        "        c = s.start('x', lambda: Task('fakes.service:stubborn', ()))\n"
         "        assert s.run_until(lambda: c.ready, 20)\n"
         "        print(c.figures['pid'], flush=True)\n"
         "        s.run_until(lambda: False)\n"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos.cluster import lasting_port
-from cluster_secret import SECRET
-from eventually import LIMIT_S
+from systems.chaos.cluster import lasting_port
+from systems.cluster_secret import SECRET
+from systems.eventually import LIMIT_S
 
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.cli.commands import COMMANDS
@@ -31,11 +31,11 @@ from pdserve.services.prefill.settings import PrefillSettings
 from pdserve.services.router.settings import RouterSettings
 
 FAKES = {
-    "router": "fake_service:router",
-    "gateway": "fake_service:gateway",
-    "gateway worker": "fake_service:gateway_worker",
-    "prefill": "fake_service:worker",
-    "decode": "fake_service:worker",
+    "router": "fakes.service:router",
+    "gateway": "fakes.service:gateway",
+    "gateway worker": "fakes.service:gateway_worker",
+    "prefill": "fakes.service:worker",
+    "decode": "fakes.service:worker",
 }
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -281,7 +281,7 @@ def test_traces_go_to_one_collector_from_every_process(monkeypatch: pytest.Monke
 
 def test_a_worker_that_cannot_start_ends_everything(tmp_path: Path) -> None:
     settings, _ = settle(COMMANDS["up"], "pdserve up", ["--port", "0"])
-    system = System(settings, {**FAKES, "prefill": "fake_service:broken_worker"})
+    system = System(settings, {**FAKES, "prefill": "fakes.service:broken_worker"})
     with run_dir(tmp_path) as folder, Supervisor(system.on_event) as supervisor:
         with pytest.raises(StartError, match="prefill 0 could not start: no such model"):
             system.serve(supervisor, folder)
@@ -397,7 +397,7 @@ def test_a_signal_leaves_nothing_behind(
 def test_the_second_signal_ends_it_at_once(
     process: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    up = process(drain_s=10 * LIMIT_S, decode="fake_service:stubborn_worker")
+    up = process(drain_s=10 * LIMIT_S, decode="fakes.service:stubborn_worker")
     children = family(up)
     up.send_signal(signal.SIGINT)
     assert up.stderr is not None

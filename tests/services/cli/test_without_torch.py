@@ -7,9 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_kit import ask
-from fleet import Fleet
-from tiny_models import write_tiny
+from builders.engine_kit import ask
+from builders.tiny_models import write_tiny
+from systems.fleet import Fleet
 
 LLM = """
 import sys

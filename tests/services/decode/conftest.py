@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_kit import (
+from systems.worker_kit import (
     Pair,
     build_with,
     engine_maker,

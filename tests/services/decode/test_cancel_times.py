@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from eventually import eventually
-from fake_decoder import FakeDecoder, fake_spec
-from handoff_pair import claims_of
-from no_timeouts import no_timeouts
-from worker_kit import Pair, SessionClient, prompt
+from fakes.decoder import FakeDecoder, fake_spec
+from systems.eventually import eventually
+from systems.handoff_pair import claims_of
+from systems.no_timeouts import no_timeouts
+from systems.worker_kit import Pair, SessionClient, prompt
 
 from pdserve.engine.api.request import Request, SamplingParams
 from pdserve.protos import worker_pb2 as wire

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from worker_kit import (
+from systems.worker_kit import (
     Pair,
     prompt,
 )

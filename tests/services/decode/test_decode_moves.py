@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from cluster_secret import SECRET
-from eventually import LIMIT_S, eventually
-from fake_decoder import FakeDecoder, fake_spec
-from worker_kit import Pair, SessionClient, expected, prompt, start_worker
+from fakes.decoder import FakeDecoder, fake_spec
+from systems.cluster_secret import SECRET
+from systems.eventually import LIMIT_S, eventually
+from systems.worker_kit import Pair, SessionClient, expected, prompt, start_worker
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.protos import common_pb2 as pb

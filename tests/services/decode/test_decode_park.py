@@ -6,10 +6,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from eventually import LIMIT_S, eventually
-from fake_decoder import FakeDecoder, fake_spec
-from parking import EPOCH, another, ask_again, engine_stats, figures, heard, load, lose, served_by
-from worker_kit import Pair, SessionClient, expected, prompt
+from fakes.decoder import FakeDecoder, fake_spec
+from systems.eventually import LIMIT_S, eventually
+from systems.parking import (
+    EPOCH,
+    another,
+    ask_again,
+    engine_stats,
+    figures,
+    heard,
+    load,
+    lose,
+    served_by,
+)
+from systems.worker_kit import Pair, SessionClient, expected, prompt
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine_kit import ask, fake_engine, of, run
-from parking import EPOCH, another, ask_again
-from worker_kit import Pair, prompt
+from builders.engine_kit import ask, fake_engine, of, run
+from systems.parking import EPOCH, another, ask_again
+from systems.worker_kit import Pair, prompt
 
 from pdserve.engine.api.request import Pooled
 from pdserve.protos import common_pb2 as pb

@@ -12,12 +12,12 @@ from typing import Any
 
 import grpc
 import pytest
-from cluster_secret import open_channel
-from eventually import LIMIT_S, eventually, wait_until
-from fake_decoder import FakeDecoder, LosableDevice, fake_spec
+from fakes.decoder import FakeDecoder, LosableDevice, fake_spec
+from fakes.memory_tracer import CLIENT, MemoryTracer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from memory_tracer import CLIENT, MemoryTracer
-from worker_kit import CARD, Pair, SessionClient, expected, prompt
+from systems.cluster_secret import open_channel
+from systems.eventually import LIMIT_S, eventually, wait_until
+from systems.worker_kit import CARD, Pair, SessionClient, expected, prompt
 
 from pdserve.engine.execution.runner import DeviceLost
 from pdserve.engine.kv.codec import decode_spec

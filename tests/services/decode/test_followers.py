@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from eventually import eventually
-from fake_decoder import FakeDecoder, fake_spec
-from memory_tracer import CLIENT, MemoryTracer
-from worker_kit import Pair, SessionClient, expected, prompt
+from fakes.decoder import FakeDecoder, fake_spec
+from fakes.memory_tracer import CLIENT, MemoryTracer
+from systems.eventually import eventually
+from systems.worker_kit import Pair, SessionClient, expected, prompt
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import worker_pb2 as wire

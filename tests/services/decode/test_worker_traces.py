@@ -3,8 +3,8 @@
 import os
 from collections.abc import Callable
 
-from memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_of
-from worker_kit import Pair, prompt
+from fakes.memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_of
+from systems.worker_kit import Pair, prompt
 
 from pdserve.protos import worker_pb2 as wire
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from cluster_secret import open_channel
-from worker_kit import Pair, prompt
+from systems.cluster_secret import open_channel
+from systems.worker_kit import Pair, prompt
 
 from pdserve.protos import worker_pb2 as wire
 from pdserve.protos.worker_pb2_grpc import DecodeStub, PrefillStub

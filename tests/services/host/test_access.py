@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 import pytest
-from chaos.cluster import lasting_port
 from cryptography import x509
-from eventually import LIMIT_S
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from systems.chaos.cluster import lasting_port
+from systems.eventually import LIMIT_S
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.common_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server

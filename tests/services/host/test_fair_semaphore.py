@@ -4,7 +4,7 @@ import asyncio
 from random import Random
 
 import pytest
-from eventually import eventually
+from systems.eventually import eventually
 
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from cluster_secret import ACCESS, open_channel
+from systems.cluster_secret import ACCESS, open_channel
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.common_pb2_grpc import BlobsServicer, add_BlobsServicer_to_server

@@ -4,9 +4,9 @@ import asyncio
 import time
 
 import pytest
-from cluster_secret import ACCESS, open_channel
-from eventually import LIMIT_S
-from fault_proxy import FaultProxy
+from systems.cluster_secret import ACCESS, open_channel
+from systems.eventually import LIMIT_S
+from systems.fault_proxy import FaultProxy
 
 from pdserve.protos.router_pb2 import GetFleetRequest
 from pdserve.protos.router_pb2_grpc import RouterStub

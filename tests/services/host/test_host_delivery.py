@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
-from eventually import LIMIT_S, eventually
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError

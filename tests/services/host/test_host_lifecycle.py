@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from eventually import LIMIT_S
+from systems.eventually import LIMIT_S
 
 from pdserve.services.host.lifecycle import run_until_signal
 from pdserve.services.host.options import ECHO_S

@@ -7,9 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from eventually import LIMIT_S
 from hypothesis import given
 from hypothesis import strategies as st
+from systems.eventually import LIMIT_S
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.router_pb2 import Placed, RequestEvent

@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 import pytest
-from cluster_secret import ACCESS, SECRET, open_channel
-from eventually import LIMIT_S, eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from systems.cluster_secret import ACCESS, SECRET, open_channel
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.common_pb2_grpc import BlobsServicer, BlobsStub, add_BlobsServicer_to_server

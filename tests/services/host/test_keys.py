@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from eventually import eventually
+from systems.eventually import eventually
 
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, hashed
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from eventually import LIMIT_S, wait_until
 from prometheus_client import CollectorRegistry, Counter
+from systems.eventually import LIMIT_S, wait_until
 
 from pdserve.services.host.metrics import metrics_http
 from pdserve.services.host.metrics.metrics_http import MAX_CONNECTIONS, MetricsHttp

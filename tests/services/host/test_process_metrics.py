@@ -7,9 +7,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from eventually import eventually
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
+from systems.eventually import eventually
 
 from pdserve.services.host.auth.certificates import issue, make_authority
 from pdserve.services.host.auth.roles import Role

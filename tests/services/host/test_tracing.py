@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from eventually import wait_until
-from memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_of
+from fakes.memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_of
+from fakes.otlp_collector import OtlpCollector
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from otlp_collector import OtlpCollector
+from systems.eventually import wait_until
 
 from pdserve.services.host import tracing as module
 from pdserve.services.host.options import HostSettings

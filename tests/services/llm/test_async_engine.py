@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eventually import eventually
-from llm_kit import engine_threads, held, is_idle, num_requests, slow, stats
-from tiny_embedder import write_embedder
-from tiny_models import write_tiny
+from builders.tiny_embedder import write_embedder
+from builders.tiny_models import write_tiny
+from systems.eventually import eventually
+from systems.llm_kit import engine_threads, held, is_idle, num_requests, slow, stats
 
 from pdserve import (
     LLM,

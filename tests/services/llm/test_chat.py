@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import write_tiny
-from tool_model import TEMPLATE, THINKING
+from builders.tiny_models import write_tiny
+from fakes.tool_model import TEMPLATE, THINKING
 
 from pdserve import LLM, InvalidRequest, Message, SamplingParams, StructuredOutputsParams
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from llm_kit import engine_threads, is_idle, model_of, slow, stats
-from tiny_embedder import Oracle, write_embedder
-from tiny_models import write_tiny
+from builders.tiny_embedder import Oracle, write_embedder
+from builders.tiny_models import write_tiny
+from systems.llm_kit import engine_threads, is_idle, model_of, slow, stats
 
 import pdserve
 from pdserve.engine.api.config import EngineConfig

@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from tiny_embedder import write_embedder
+from builders.tiny_embedder import write_embedder
 
 import pdserve
 

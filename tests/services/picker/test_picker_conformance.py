@@ -10,7 +10,7 @@ import json
 from collections import Counter
 
 import pytest
-from proxy_stream import (
+from fakes.proxy_stream import (
     BUFFERED,
     CHAT,
     MODELS,
@@ -23,7 +23,7 @@ from proxy_stream import (
     subset,
     tell,
 )
-from scripted_picker import ScriptedPicker
+from fakes.scripted_picker import ScriptedPicker
 
 from pdserve.protos import ext_proc_pb2 as pb
 from pdserve.services.picker import messages

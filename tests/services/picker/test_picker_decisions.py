@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from proxy_stream import CHAT, MODELS, body, head, metadata, subset, tell
-from scripted_picker import ScriptedPicker
+from fakes.proxy_stream import CHAT, MODELS, body, head, metadata, subset, tell
+from fakes.scripted_picker import ScriptedPicker
 
 from pdserve.protos import ext_proc_pb2 as pb
 from pdserve.services.host.errors import ServiceError

@@ -9,12 +9,12 @@ from typing import Any
 
 import grpc
 import pytest
-from cluster_secret import SECRET
-from eventually import eventually
-from fake_router import FakeRouter, saying, served
+from fakes.proxy_stream import CHAT, MODELS, body, head, set_headers
+from fakes.router import FakeRouter, saying, served
+from fakes.router_process import RouterServicer, serve_router
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from proxy_stream import CHAT, MODELS, body, head, set_headers
-from router_process import RouterServicer, serve_router
+from systems.cluster_secret import SECRET
+from systems.eventually import eventually
 
 from pdserve.protos import ext_proc_pb2 as pb
 from pdserve.protos.ext_proc_pb2_grpc import ExternalProcessorStub

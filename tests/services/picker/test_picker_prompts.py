@@ -6,9 +6,9 @@ from itertools import product
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, saying, served
-from in_process_text import InProcessPool
-from scripted_service import scripted_service
+from fakes.in_process_text import InProcessPool
+from fakes.router import FakeRouter, saying, served
+from fakes.scripted_service import scripted_service
 
 from pdserve.gateway.anthropic.dialect import AnthropicDialect
 from pdserve.gateway.http.app import create_routes

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eventually import LIMIT_S, eventually
-from fake_decoder import FakeDecoder, fake_spec
-from memory_tracer import CLIENT, MemoryTracer
-from worker_kit import Pair, SessionClient, build_with, engine_maker, worker_pair
+from fakes.decoder import FakeDecoder, fake_spec
+from fakes.memory_tracer import CLIENT, MemoryTracer
+from systems.eventually import LIMIT_S, eventually
+from systems.worker_kit import Pair, SessionClient, build_with, engine_maker, worker_pair
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.thread import EngineThread

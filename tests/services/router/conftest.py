@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_secret import SECRET, open_channel
-from eventually import eventually
-from rings import assert_conform
-from router_workers import FakeDecode, FakePrefill, FakeWorker, token
-from rows import SessionEvents
+from fakes.router_workers import FakeDecode, FakePrefill, FakeWorker, token
+from oracles.rings import assert_conform
+from systems.cluster_secret import SECRET, open_channel
+from systems.eventually import eventually
+from systems.rows import SessionEvents
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc

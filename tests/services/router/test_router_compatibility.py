@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import pytest
-from dispatcher_world import BLOCKS, NUMERICS, TOKENIZER, WEIGHTS, World
+from systems.dispatcher_world import BLOCKS, NUMERICS, TOKENIZER, WEIGHTS, World
 
 from pdserve.engine.kv.identity import Mixing
 from pdserve.protos import common_pb2 as pb

@@ -2,9 +2,9 @@
 
 from random import Random
 
-from dispatcher_machine import DispatcherMachine
+from fakes.recorder import HITS
 from hypothesis import settings
-from recorder import HITS
+from systems.dispatcher_machine import DispatcherMachine
 
 from pdserve.protos import fleet_pb2
 from pdserve.services.router.fleet.fleet import taking_work

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from handoff_model.bugs import counts_no_try, hears_every_attempt, retries_without_a_cancel
+from oracles.handoff_model.bugs import counts_no_try, hears_every_attempt, retries_without_a_cancel
 
 from pdserve.services import router
 from pdserve.services.router.requests import actions as do

@@ -9,7 +9,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-from eventually import LIMIT_S
+from systems.eventually import LIMIT_S
 
 from pdserve.services.host.tenants.keys import ApiKeys
 from pdserve.services.router.dispatcher import Dispatcher

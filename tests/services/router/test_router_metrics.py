@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from fakes.router_workers import card
 from prometheus_client.core import Sample
-from router_workers import card
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos.fleet_pb2 import DECODE, PREFILL, Load, Role, WorkerHello

@@ -5,8 +5,8 @@ import itertools
 from typing import Any
 
 import pytest
-from eventually import eventually
-from router_workers import FakeDecode
+from fakes.router_workers import FakeDecode
+from systems.eventually import eventually
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2

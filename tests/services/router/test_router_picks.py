@@ -5,8 +5,8 @@ from typing import Any
 
 import grpc
 import pytest
-from cluster_secret import open_channel
-from dispatcher_world import World
+from systems.cluster_secret import open_channel
+from systems.dispatcher_world import World
 
 from pdserve.engine.kv.identity import Mixing
 from pdserve.protos import common_pb2 as pb

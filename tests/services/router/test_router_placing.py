@@ -1,8 +1,8 @@
 """Which workers a placement may choose among, and what it knows of each."""
 
-from dispatcher_world import BLOCKS, NUMERICS, World
 from hypothesis import given
 from hypothesis import strategies as st
+from systems.dispatcher_world import BLOCKS, NUMERICS, World
 
 from pdserve.engine.kv.identity import Mixing
 from pdserve.protos import worker_pb2 as wire

@@ -7,13 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
-import router_workers
-from cluster_secret import ACCESS
-from dispatcher_world import World
-from eventually import LIMIT_S, eventually
-from fake_router import served
-from router_workers import FakeBlobs
-from scripted_service import scripted_service
+from fakes import router_workers
+from fakes.router import served
+from fakes.router_workers import FakeBlobs
+from fakes.scripted_service import scripted_service
+from systems.cluster_secret import ACCESS
+from systems.dispatcher_world import World
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.identity import Mixing

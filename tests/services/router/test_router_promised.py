@@ -3,9 +3,9 @@
 from dataclasses import replace
 from random import Random
 
+from builders.worker_kinds import kind
 from hypothesis import given
 from hypothesis import strategies as st
-from worker_kinds import kind
 
 from pdserve.services.router.fleet.worker_facts import WorkerFacts
 from pdserve.services.router.placement.policy import PromptFacts, Rules, awaited_tokens, decide

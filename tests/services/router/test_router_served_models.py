@@ -1,7 +1,7 @@
 """Which models a router says that it serves: those whose workers come back, not retired ones."""
 
 import pytest
-from dispatcher_world import World
+from systems.dispatcher_world import World
 
 from pdserve.engine.kv.identity import NO_MIXING
 from pdserve.protos import common_pb2 as pb

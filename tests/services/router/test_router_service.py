@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 import pytest
-from cluster_secret import BEARER, SECRET, open_channel
-from eventually import LIMIT_S, eventually
+from systems.cluster_secret import BEARER, SECRET, open_channel
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.spec import KvSpec, LayerGroup

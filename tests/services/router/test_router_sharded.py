@@ -2,7 +2,7 @@
 leaves takes nothing along."""
 
 import pytest
-from dispatcher_world import NUMERICS, World
+from systems.dispatcher_world import NUMERICS, World
 
 from pdserve.engine.kv.identity import NO_MIXING
 from pdserve.protos import common_pb2 as pb

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from dispatcher_world import CARD, NUMERICS, SAME, TOKENIZER, World, other
+from systems.dispatcher_world import CARD, NUMERICS, SAME, TOKENIZER, World, other
 
 from pdserve.engine.kv.identity import Mixing
 from pdserve.protos import common_pb2 as pb

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from cluster_secret import open_channel
-from memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_of
+from fakes.memory_tracer import CLIENT, MemoryTracer, own_id, parent_of, trace_of
+from systems.cluster_secret import open_channel
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc

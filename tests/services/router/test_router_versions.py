@@ -4,8 +4,8 @@ import logging
 from typing import Any
 
 import pytest
-from cluster_secret import open_channel
-from eventually import eventually
+from systems.cluster_secret import open_channel
+from systems.eventually import eventually
 
 from pdserve.engine.kv.codec import encode_spec
 from pdserve.engine.kv.spec import KvSpec

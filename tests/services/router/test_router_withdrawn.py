@@ -1,6 +1,6 @@
 """Answers whose weights are leaving: who waits for a worker that may come back, and how long."""
 
-from dispatcher_world import WEIGHTS, World
+from systems.dispatcher_world import WEIGHTS, World
 
 from pdserve.engine.kv.identity import Mixing
 from pdserve.protos import common_pb2 as pb

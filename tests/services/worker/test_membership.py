@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cluster_secret import ACCESS
-from eventually import LIMIT_S, eventually
+from systems.cluster_secret import ACCESS
+from systems.eventually import LIMIT_S, eventually
 
 from pdserve.protos import fleet_pb2 as pb
 from pdserve.protos.common_pb2 import INCOMPATIBLE_VERSION

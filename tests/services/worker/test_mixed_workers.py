@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import fake_engine
-from worker_kit import Pair, build_with, expected, prompt, worker_pair
+from builders.engine_kit import fake_engine
+from systems.worker_kit import Pair, build_with, expected, prompt, worker_pair
 
 from pdserve.engine.kv.identity import KvIdentity
 from pdserve.protos import common_pb2 as pb

@@ -3,8 +3,8 @@
 from dataclasses import fields, replace
 
 import pytest
-from fake_decoder import fake_spec
-from worker_kit import CARD
+from fakes.decoder import fake_spec
+from systems.worker_kit import CARD
 
 from pdserve.engine.kv.codec import decode_spec
 from pdserve.engine.kv.identity import KvIdentity

@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 import pytest
-from cluster_secret import BEARER, SECRET
-from eventually import wait_until
-from worker_kit import CARD, build_with, engine_maker
+from systems.cluster_secret import BEARER, SECRET
+from systems.eventually import wait_until
+from systems.worker_kit import CARD, build_with, engine_maker
 
 from pdserve.engine.api.config import EngineConfig
 from pdserve.engine.checkpoints.source import CheckpointError

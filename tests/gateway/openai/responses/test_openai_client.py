@@ -10,9 +10,9 @@ from typing import Any
 
 import openai
 import pytest
-from eventually import eventually
-from fake_router import FakeRouter, failed, placed, saying, tokens
-from scripted_parts import CACHED, MemoryStore, ScriptedParts, deltas
+from fakes.router import FakeRouter, failed, placed, saying, tokens
+from fakes.scripted_parts import CACHED, MemoryStore, ScriptedParts, deltas
+from systems.eventually import eventually
 
 from pdserve.gateway.text.parts import ReasoningPart, TextPart, ToolCallPart
 from pdserve.protos import common_pb2 as pb

@@ -4,7 +4,7 @@ import json
 import random
 from typing import Any
 
-from random_parts import random_answer, said
+from builders.random_parts import random_answer, said
 
 from pdserve.gateway.choice import Delta, LogprobEntry, ScoredToken
 from pdserve.gateway.http.answers.json_text import object_json

@@ -4,9 +4,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from fake_router import FakeRouter, finished, placed, saying, served, tokens
-from http_errors import LARGE, check, nested
-from scripted_parts import MemoryStore, ScriptedParts, deltas
+from fakes.router import FakeRouter, finished, placed, saying, served, tokens
+from fakes.scripted_parts import MemoryStore, ScriptedParts, deltas
+from oracles.http_errors import LARGE, check, nested
 
 from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED

@@ -11,8 +11,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from api_server import STALL, ApiServer, api_server, ends
-from eventually import wait_until
+from fakes.api_server import STALL, ApiServer, api_server, ends
+from systems.eventually import wait_until
 
 from pdserve.services.cli.async_client import AsyncApi
 from pdserve.services.cli.bench.load import open_loop

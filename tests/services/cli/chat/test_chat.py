@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from api_server import CONTEXT_FULL, ApiServer, api_server, ends, says
-from terminal import on_screen
+from fakes.api_server import CONTEXT_FULL, ApiServer, api_server, ends, says
+from systems.terminal import on_screen
 
 from pdserve.services.cli.chat.conversation import Conversation
 from pdserve.services.cli.chat.repl import COMMANDS, Repl

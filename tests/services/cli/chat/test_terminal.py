@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from api_server import CONTEXT_FULL, STALL, ApiServer, api_server, ends, says
-from eventually import wait_until
-from terminal import Terminal, in_terminal
+from fakes.api_server import CONTEXT_FULL, STALL, ApiServer, api_server, ends, says
+from systems.eventually import wait_until
+from systems.terminal import Terminal, in_terminal
 
 from pdserve.services.cli.commands import STOPPED
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_server import ApiServer, api_server
-from eventually import wait_until
+from fakes.api_server import ApiServer, api_server
+from systems.eventually import wait_until
 
 from pdserve.services.cli.commands import STOPPED
 from pdserve.services.cli.main import main

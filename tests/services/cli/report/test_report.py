@@ -17,9 +17,9 @@ from typing import Any
 import grpc
 import pytest
 import yaml
-from cluster_secret import SECRET
-from fake_endpoints import FakeEndpoints
-from fake_kubernetes import FakeKubernetes
+from fakes.endpoints import FakeEndpoints
+from fakes.kubernetes import FakeKubernetes
+from systems.cluster_secret import SECRET
 
 from pdserve.protos import router_pb2
 from pdserve.protos.router_pb2_grpc import RouterServicer, add_RouterServicer_to_server

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from api_server import ApiServer, api_server
-from terminal import in_terminal
+from fakes.api_server import ApiServer, api_server
+from systems.terminal import in_terminal
 
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.protos import common_pb2 as common

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_kubernetes import FakeKubernetes
+from fakes.kubernetes import FakeKubernetes
 
 from pdserve.services.host.discovery import api_server, kubernetes
 

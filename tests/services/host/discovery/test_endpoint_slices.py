@@ -4,7 +4,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from fake_kubernetes import endpoint_slice, status
+from fakes.kubernetes import endpoint_slice, status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

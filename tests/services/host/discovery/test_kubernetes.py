@@ -12,10 +12,10 @@ from itertools import product
 from random import Random
 
 import pytest
-from cluster_secret import SECRET
-from eventually import LIMIT_S, eventually, wait_until
-from fake_endpoints import FakeEndpoints
-from fake_kubernetes import EVENT_FAULTS, NAMESPACE, FakeKubernetes, endpoint_slice
+from fakes.endpoints import FakeEndpoints
+from fakes.kubernetes import EVENT_FAULTS, NAMESPACE, FakeKubernetes, endpoint_slice
+from systems.cluster_secret import SECRET
+from systems.eventually import LIMIT_S, eventually, wait_until
 
 from pdserve.gateway.settings import GatewaySettings
 from pdserve.services.host.discovery import kubernetes
@@ -152,7 +152,7 @@ def test_a_watch_that_breaks(
     discovery = find()
     says(discovery)
     wait_until(lambda: watched(api) == 1)
-    monkeypatch.setattr("fake_kubernetes.EVENT_FAULTS", (fault,))
+    monkeypatch.setattr("fakes.kubernetes.EVENT_FAULTS", (fault,))
     api.faults = 1.0
     pods.add("10.0.0.1", ready=True)
     wait_until(lambda: api.counts[fault])

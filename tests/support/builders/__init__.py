@@ -1,0 +1,1 @@
+"""Make the inputs of tests: models, checkpoints, requests, engines, hostile data."""

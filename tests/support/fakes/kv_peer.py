@@ -1,0 +1,100 @@
+"""A peer of a decode process that runs: it introduces itself as prefill does, and shows a ticket or
+none. With `admitted` decode makes one, as for a router."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import grpc
+from systems.eventually import LIMIT_S
+
+from pdserve.engine.handoff.protocol import messages
+from pdserve.engine.handoff.protocol.frames import PREFIX_BYTES, FrameHeader, Prefix
+from pdserve.engine.handoff.protocol.keys import Ticket, derive_keys
+from pdserve.engine.handoff.protocol.layout import slot_bytes
+from pdserve.engine.kv.codec import decode_spec, spec_digest
+from pdserve.engine.kv.identity import KvIdentity
+from pdserve.engine.transport.base import Target, TransportOptions, WireClosed
+from pdserve.engine.transport.registry import make_transports
+from pdserve.protos import common_pb2, fleet_pb2, worker_pb2
+from pdserve.protos.worker_pb2_grpc import DecodeStub
+
+PROMPT = range(100, 160)
+
+
+class KvPeer:
+    """A connection by a transport, introduced with a boot id; all that decode tells routers of
+    itself is known to it."""
+
+    def __init__(
+        self, decode: fleet_pb2.WorkerHello, transport: str, shm_dir: str, boot: bytes
+    ) -> None:
+        self._spec = decode_spec(decode.card.kv_spec)
+        self._identity = KvIdentity.of(decode.card.kv_identity)
+        options = TransportOptions(shm_dir=shm_dir, slot_bytes=slot_bytes(self._spec))
+        (made,) = make_transports(transport, options)
+        self.wire = made.dial(Target(decode.data_address, decode.boot), LIMIT_S)
+        self.wire.deadline = time.monotonic() + LIMIT_S
+        spec = decode.card.kv_spec
+        hello = messages.Hello(boot, decode.boot, self._identity, transport, spec)
+        self.wire.write(messages.encode(hello))
+        self.welcome = self.reply()
+
+    def reply(self) -> messages.Message | None:
+        """The next record; None: decode has closed the connection. Raises TimeoutError."""
+        try:
+            head = self.wire.take(PREFIX_BYTES)
+            return messages.decode(head + self.wire.take(Prefix.unpack(head).length))
+        except WireClosed as error:
+            assert self.wire.deadline is not None
+            if time.monotonic() >= self.wire.deadline:
+                raise TimeoutError("decode has not closed the connection") from error
+            return None
+
+    def claim(self, ticket: Ticket) -> messages.Message | messages.Body | None:
+        """What decode answers to a claim of PROMPT."""
+        keys = derive_keys(ticket, spec_digest(self._spec), self._identity.digest)
+        claim = messages.Claim(len(PROMPT) - 1, 0)
+        self.wire.write(messages.sign(claim, ticket.id, 1, keys.to_decode))
+        while isinstance(answer := self.reply(), messages.Signed):
+            if not isinstance(answer.body, messages.Progress):
+                return answer.body
+        return answer
+
+    def send_frame(self) -> None:
+        """A frame under no ticket."""
+        header = FrameHeader(bytes(16), 1, 0, 0, range(1), range(16), range(1), 1, bytes(16))
+        self.wire.write(header.pack() + bytes(16))
+
+    def close(self) -> None:
+        self.wire.close()
+
+
+def guessed(decode: fleet_pb2.WorkerHello, boot: bytes, id: bytes = b"") -> Ticket:
+    """A ticket that decode has not made, or one of its own by the id alone."""
+    return Ticket(id or os.urandom(16), os.urandom(32), os.urandom(16), boot, decode.boot)
+
+
+@contextmanager
+def admitted(channel: grpc.Channel, boot: bytes) -> Iterator[Ticket]:
+    """The ticket of a hand-off of PROMPT from that boot id, while it lasts. The channel is a
+    router's to decode."""
+    attempt = os.urandom(16)
+    params = common_pb2.SamplingParams(max_tokens=1)
+    start = common_pb2.Start(request="a request", prompt_ids=PROMPT, params=params, seed=1)
+    admit = worker_pb2.Admit(attempt=attempt, start=start, prefill_boot=boot)
+    cancel = worker_pb2.CancelAttempt(attempt=attempt)
+    commands: SimpleQueue[worker_pb2.DecodeCommand | None] = SimpleQueue()
+    commands.put(worker_pb2.DecodeCommand(admit=admit))
+    call = DecodeStub(channel).Session(iter(commands.get, None), timeout=LIMIT_S)
+    try:
+        event = next(event for message in call for event in message.events)
+        ticket = event.admitted.ticket
+        yield Ticket(ticket.id, ticket.secret, attempt, boot, ticket.decode_boot)
+    finally:
+        commands.put(worker_pb2.DecodeCommand(cancel=cancel))
+        commands.put(None)
+        for _ in call:
+            pass

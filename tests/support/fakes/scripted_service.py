@@ -1,0 +1,47 @@
+"""The gateway's Service over a router that answers from a script."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fakes.in_process_text import InProcessPool
+from fakes.router import FakeRouter
+from pdserve.gateway.content.answer_format import ParserChoice
+from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.observability.meter import CountUsage, uncounted
+from pdserve.gateway.observability.metrics import GatewayMetrics
+from pdserve.gateway.service import ServerTools, Service
+from pdserve.gateway.settings import GatewaySettings
+from pdserve.services.host.tenants.rate_limits import RateLimits, RateSettings
+from pdserve.services.host.tracing import NO_TRACER, Tracer
+
+
+def scripted_service(
+    router: FakeRouter,
+    limits: AdmissionLimits | None = None,
+    text_pool: Any = None,
+    rates: RateLimits | None = None,
+    template_kwargs: Sequence[str] = GatewaySettings().template_kwargs,
+    parsers: ParserChoice | None = None,
+    count_usage: CountUsage = uncounted,
+    server_tools: ServerTools | None = None,
+    clock: Callable[[], float] | None = None,
+    timeout_s: float = 600.0,
+    tracer: Tracer = NO_TRACER,
+) -> Service:
+    """Within a running loop."""
+    return Service(
+        router,
+        text_pool or InProcessPool(),
+        limits or AdmissionLimits(64, 32),
+        rates or RateLimits(RateSettings()),
+        GatewayMetrics(),
+        clock or asyncio.get_running_loop().time,
+        timeout_s=timeout_s,
+        queue_timeout_s=60.0,
+        template_kwargs=template_kwargs,
+        parsers=parsers,
+        count_usage=count_usage,
+        server_tools=server_tools,
+        tracer=tracer,
+    )

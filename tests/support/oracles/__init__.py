@@ -1,0 +1,1 @@
+"""Compute or check the right answer without the code under test."""

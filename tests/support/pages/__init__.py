@@ -1,0 +1,1 @@
+"""Drive the web pages in a browser, and serve them a model."""

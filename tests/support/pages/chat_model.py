@@ -1,0 +1,86 @@
+"""A model for tests of the pages: what it answers depends on the last message."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator
+
+from fakes.router import Event, FakeRouter, finished, placed, served, tokens
+from fakes.tool_model import THINKING, calls
+
+from pdserve.protos import common_pb2 as pb
+
+CONTEXT_LEN = 8192
+GENERATION: dict[str, object] = {"temperature": 0.25}
+LONG_WORDS = 6000  # half a minute: whoever stops it is never too late
+SAMPLE = """# A heading
+Some **bold** text, `code` and a [link](https://example.org/).
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+```python
+print("hello")
+```
+"""
+HOSTILE = """<script>window.hacked = 1</script>
+
+<img src=x onerror="window.hacked = 2">
+
+<a href="javascript:window.hacked=3" id="current">raw link</a>
+
+[markdown link](javascript:window.hacked=4) [data](data:text/html,<script>window.hacked=5</script>)
+
+![picture](https://tracker.invalid/p.png "t") ![x](x" onerror="window.hacked=6)
+
+<svg onload="window.hacked=7"><use href="data:image/svg+xml,x"/></svg>
+
+<iframe srcdoc="<script>parent.hacked=8</script>"></iframe>
+
+<form action="https://evil.invalid"><input name="a"><button>send</button></form>
+
+<style>body { display: none }</style>
+
+<details open ontoggle="window.hacked=9"></details>
+
+```"><img src=x onerror=window.hacked=10>
+code
+```
+
+<p style="position:fixed">the end</p>
+
+<math><mtext><style><img src onerror=window.hacked=11></style>
+"""
+
+
+class ChatModel(FakeRouter):
+    """Says SAMPLE to "sample", HOSTILE to "hostile", thinks at "think", calls a tool at "tool",
+    goes on until it is stopped at "long", and repeats all else."""
+
+    def __init__(self) -> None:
+        card, blobs = served(context_len=CONTEXT_LEN, generation=GENERATION)
+        card.template_digest = hashlib.sha256(THINKING.encode()).hexdigest()
+        blobs[card.template_digest] = THINKING.encode()
+        super().__init__(self._say, [card], blobs)
+
+    async def _say(self, router: FakeRouter, start: pb.Start) -> AsyncGenerator[Event, None]:
+        prompt = str(self.words.decode(list(start.prompt_ids), skip_special_tokens=False))
+        turns = prompt.split("<|im_start|>")
+        last = turns[-2].partition("\n")[2].partition("<|im_end|>")[0].strip()
+        role = turns[-2].partition("\n")[0]
+        text = {
+            "sample": SAMPLE,
+            "hostile": HOSTILE,
+            "think": "<think>\nLet me see.\n</think>\nSeen.",
+            "tool": calls("weather", '{"city": "Rome"}'),
+            "long": "word " * LONG_WORDS,
+        }.get(last, f"{role} said {last}")
+        yield placed(start)
+        whole = [*self.encode(text), self.eos]
+        ids = whole[: start.params.max_tokens or None]
+        for position, token in enumerate(ids):
+            ended = pb.STOP if token == self.eos else pb.LENGTH
+            finish = ended if position + 1 == len(ids) else pb.FINISH_REASON_UNSPECIFIED
+            yield tokens(start, [token], position, 0, finish)
+            await asyncio.sleep(0.005 if last == "long" else 0)
+        yield finished(start, cached_tokens=1)

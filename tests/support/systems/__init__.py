@@ -1,0 +1,1 @@
+"""Start processes and whole systems, drive them, and wait for what they do."""

@@ -1,0 +1,128 @@
+"""A router, workers and a gateway with certificates, each a process with its own command line."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from pdserve.protos import fleet_pb2, router_pb2
+from pdserve.protos.router_pb2_grpc import RouterStub
+from pdserve.services.host.auth.roles import Role
+from pdserve.services.host.auth.tls import TlsAccess
+from systems.chaos.cluster import lasting_port
+from systems.eventually import wait_until
+
+PDSERVE = (sys.executable, "-P", "-m", "pdserve.services.cli.main")
+START_S = 110.0  # a busy machine
+PICKER = "picker"  # it shows a gateway's certificate
+WORKERS = {Role.PREFILL: fleet_pb2.PREFILL, Role.DECODE: fleet_pb2.DECODE}
+
+
+def make_certificates(folder: Path) -> None:
+    """`pdserve certs`: an authority and a certificate for each role."""
+    subprocess.run([*PDSERVE, "certs", str(folder)], check=True, capture_output=True)
+
+
+def trusted(folder: Path, role: Role) -> TlsAccess:
+    """What a process of that role shows with the certificates of the folder."""
+    return TlsAccess(*files_of(folder, role))
+
+
+def files_of(folder: Path, role: Role) -> tuple[str, str, str]:
+    """The authority, the role's certificate and its key."""
+    return str(folder / "ca.pem"), str(folder / f"{role}.pem"), str(folder / f"{role}-key.pem")
+
+
+class SingleProcesses:
+    """`with SingleProcesses(folder) as system` makes the certificates; all that was started has
+    ended at its end. What a process says is in the folder, in a file with the name of its role."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.certificates = folder / "certificates"
+        self.address: dict[str, str] = {}  # by command
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._given: set[str] = set()
+
+    def __enter__(self) -> "SingleProcesses":
+        make_certificates(self.certificates)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self.processes.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def start(self, role: str, *words: str) -> None:
+        """Begins a process of that role, or a picker; the router must be the first."""
+        shown = Role.GATEWAY if role == PICKER else Role(role)
+        authority, own, key = files_of(self.certificates, shown)
+        command = [*PDSERVE, role, *words]
+        command += ["--cluster-ca", authority, "--cluster-cert", own, "--cluster-key", key]
+        if role != Role.GATEWAY:
+            self.address[role] = self.new_address()
+            command += ["--bind", self.address[role]]
+        if role != Role.ROUTER:
+            command += ["--routers", self.address[Role.ROUTER]]
+        # An LLM of another test has told this process how many threads it may have.
+        ours = {n: v for n, v in os.environ.items() if not n.endswith("_NUM_THREADS")}
+        with (self.folder / f"{role}.log").open("wb") as log:
+            self.processes[role] = subprocess.Popen(
+                command,
+                env=ours | {"PDSERVE_DRAIN_S": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def new_address(self) -> str:
+        """A free one that nothing else is given, neither here nor by the kernel."""
+        while (address := f"127.0.0.1:{lasting_port()}") in self._given:
+            pass
+        self._given.add(address)
+        return address
+
+    def access(self, role: Role) -> TlsAccess:
+        return trusted(self.certificates, role)
+
+    def wait_for(self, holds: Callable[[], object], what: str) -> None:
+        """Until it holds; raises with the log of a process that has ended meanwhile."""
+
+        def look() -> object:
+            for role, process in self.processes.items():
+                assert process.poll() is None, (self.folder / f"{role}.log").read_text()
+            return holds()
+
+        wait_until(look, what, START_S, 0.05)
+
+    def fleet(self) -> router_pb2.FleetView:
+        """What the router knows. Raises grpc.RpcError while it does not answer."""
+        access, router = self.access(Role.GATEWAY), self.address[Role.ROUTER]
+        with access.open_blocking_channel(router, Role.ROUTER) as channel:
+            return RouterStub(channel).GetFleet(router_pb2.GetFleetRequest(), timeout=5)
+
+    def wait_joined(self) -> None:
+        """Until the router knows every worker that was started."""
+        wanted = sorted(WORKERS[role] for role in self.processes if role in WORKERS)
+
+        def joined() -> bool:
+            try:
+                return sorted(w.hello.role for w in self.fleet().workers) == wanted
+            except grpc.RpcError:
+                return False
+
+        self.wait_for(joined, "the workers to join")
+
+    def hello(self, role: Role) -> fleet_pb2.WorkerHello:
+        """What the worker of that role has told the router of itself."""
+        (found,) = [w.hello for w in self.fleet().workers if w.hello.role == WORKERS[role]]
+        return found

@@ -1,0 +1,178 @@
+"""A gateway with a database, over a scripted router: the parts of a real one, on a socket."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from fakes.router import Event, FakeRouter, Play, saying
+from fakes.scripted_service import scripted_service
+
+from pdserve.gateway.http.app import create_app, create_routes
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.http.serving.server import HttpServer
+from pdserve.gateway.http.serving.sockets import listen
+from pdserve.gateway.limits import AdmissionLimits
+from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.openai.dialect import OpenAiDialect
+from pdserve.gateway.openai.stored.parts import StoredParts
+from pdserve.gateway.settings import GatewaySettings
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.host.tenants.keys import ApiKeys
+from pdserve.services.host.tenants.rate_limits import RateLimits
+from systems.eventually import eventually
+
+CHAT = "/v1/chat/completions"
+BOUNDS = HttpLimits(
+    max_body_bytes=1 << 20,
+    max_bodies_bytes=1 << 24,
+    body_timeout_s=10.0,
+    max_buffer_bytes=1 << 16,
+    stall_s=10.0,
+)
+
+
+@dataclass
+class StoredGateway:
+    """`stored` are its parts; its clients are closed with it."""
+
+    url: str
+    limits: AdmissionLimits
+    stored: StoredParts
+    clients: list[openai.AsyncOpenAI] = field(default_factory=list)
+
+    def client(self, key: str = "none") -> openai.AsyncOpenAI:
+        client = openai.AsyncOpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0)
+        self.clients.append(client)
+        return client
+
+    def http(self, key: str = "none") -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60)
+
+
+@asynccontextmanager
+async def stored_gateway(
+    router: FakeRouter,
+    folder: Path,
+    keys: Sequence[str] = (),
+    limits: AdmissionLimits | None = None,
+    runs: bool = True,
+    rates: RateLimits | None = None,
+    **settings: Any,
+) -> AsyncIterator[StoredGateway]:
+    """Its database is in `folder` unless `settings` have another. Without `runs` it runs no batch,
+    and writes no usage."""
+    made = GatewaySettings(**{"database_url": f"sqlite:///{folder}/gateway.db", **settings})
+    accepted = ApiKeys(keys)
+    limits = limits or AdmissionLimits(64, 32)
+    stored = StoredParts(made, accepted, limits)
+    service = scripted_service(router, limits, rates=rates, count_usage=stored.usage.count)
+    bodies = BodyReader(BOUNDS)
+    dialect = OpenAiDialect(service, BOUNDS, bodies, stored.responses, stored.routes)
+    readiness = Readiness(router, service.catalog)
+    routes = create_routes([dialect], service, readiness)
+    app = create_app([dialect], service, readiness, accepted, routes=routes)
+    listener = listen("127.0.0.1", 0)
+    http = HttpServer(app, dialect, BOUNDS.stall_s)
+    await stored.start()
+    tasks = [asyncio.create_task(http.serve([listener]))]
+    if runs:
+        tasks.append(asyncio.create_task(stored.run(routes)))
+    try:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        gateway = StoredGateway(url, limits, stored)
+        try:
+            yield gateway
+        finally:
+            for client in gateway.clients:
+                await client.close()
+    finally:
+        for task in tasks[1:]:
+            task.cancel()
+        http.should_exit = True
+        http.config.timeout_graceful_shutdown = 1
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await stored.close()
+
+
+def all_take_part(count: int) -> list[FakeRouter]:
+    """Routers of so many gateways, which answer nothing until each has been asked."""
+    asked: set[int] = set()
+    everybody = asyncio.Event()
+
+    async def play(router: FakeRouter, start: Any) -> AsyncGenerator[Any, None]:
+        asked.add(id(router))
+        if len(asked) == count:
+            everybody.set()
+        await everybody.wait()
+        async for event in saying("hello", cached=1)(router, start):
+            yield event
+
+    return [FakeRouter(play) for _ in range(count)]
+
+
+def holding_after(count: int, hold: asyncio.Event) -> Play:
+    """Says hello, but to requests after so many ones only when `hold` is set."""
+
+    async def play(router: FakeRouter, start: pb.Start) -> AsyncGenerator[Event, None]:
+        if len(router.starts) > count:
+            await hold.wait()
+        async for event in saying("hello")(router, start):
+            yield event
+
+    return play
+
+
+def lines_of(count: int, url: str = CHAT, **body: Any) -> bytes:
+    """A batch of so many requests, request-0 and on; each says its number."""
+    return b"".join(
+        json.dumps(
+            {
+                "custom_id": f"request-{number}",
+                "method": "POST",
+                "url": url,
+                "body": {
+                    "model": "tiny",
+                    "messages": [{"role": "user", "content": f"number {number}"}],
+                    **body,
+                },
+            }
+        ).encode()
+        + b"\n"
+        for number in range(count)
+    )
+
+
+async def start_batch(client: openai.AsyncOpenAI, data: bytes, url: Any = CHAT) -> str:
+    """The id of a new batch."""
+    file = await client.files.create(file=("in.jsonl", data), purpose="batch")
+    batch = await client.batches.create(
+        input_file_id=file.id, endpoint=url, completion_window="24h"
+    )
+    assert batch.status == "validating"
+    return batch.id
+
+
+async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
+    """The batch, once it has ended."""
+
+    async def found() -> Any:
+        batch = await client.batches.retrieve(batch_id)
+        return batch if batch.status in ("completed", "failed", "expired", "cancelled") else None
+
+    return await eventually(found)
+
+
+async def content_of(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    """The lines of an output or error file."""
+    if file_id is None:
+        return []
+    text = (await client.files.content(file_id)).text
+    return [json.loads(line) for line in text.splitlines()]
