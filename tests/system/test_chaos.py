@@ -10,6 +10,8 @@ from systems.chaos.model import write_chaos_model
 from systems.chaos.streams import Clients, reference
 from systems.chaos.strikes import HITS, Batch, Striker, lost_tries
 
+pytestmark = pytest.mark.extended
+
 TOKENS = 60
 
 
