@@ -26,6 +26,7 @@ ATTRIBUTES = {
     "torch.load", "torch.package", "yaml.load", "yaml.load_all", "yaml.unsafe_load",
     "yaml.full_load", "os.system", "os.popen", "builtins.eval", "builtins.exec",
 }  # fmt: skip
+ATTRIBUTE_NAMES = {name.rpartition(".")[2] for name in ATTRIBUTES}
 FLAGS = {"shell", "allow_pickle", "trust_remote_code"}
 
 
@@ -53,7 +54,7 @@ def dangers(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 if name.split(".")[0] in MODULES or name in ATTRIBUTES:
                     yield node.lineno, name
         elif isinstance(node, ast.Attribute):
-            if ast.unparse(node) in ATTRIBUTES:
+            if node.attr in ATTRIBUTE_NAMES and ast.unparse(node) in ATTRIBUTES:
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id in BUILTINS:

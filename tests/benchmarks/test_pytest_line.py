@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.extended
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RUN = """import json, sys
 from pytest_line import run_tests, skips_said

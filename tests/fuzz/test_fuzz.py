@@ -4,6 +4,8 @@ import pytest
 
 from fuzz.run import TARGETS, run
 
+pytestmark = pytest.mark.extended
+
 CASES = 100
 
 

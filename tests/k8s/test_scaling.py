@@ -15,7 +15,8 @@ from scripted_pods import Machine
 BRIEF = {"prefill": (Machine(), 150.0), "decode": (Machine(kv_tokens=8192), line.LOADED_S)}
 
 
-@pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_four_times_the_capacity(role: str) -> None:
     machine, loaded_s = BRIEF[role]
     found = line.run(line.LOADS[role], machine, 1, loaded_s)
@@ -23,6 +24,7 @@ def test_four_times_the_capacity(role: str) -> None:
     assert found["ends"]["ok"] > 500
 
 
+@pytest.mark.extended
 def test_the_verdict_finds_a_scaler_that_flaps_and_one_that_does_nothing() -> None:
     changed = deepcopy(line.scaled_objects())
     for scaled in changed:
@@ -34,6 +36,7 @@ def test_the_verdict_finds_a_scaler_that_flaps_and_one_that_does_nothing() -> No
     assert {"one reversal", "keeps the backlog"} <= set(line.broken(line.LOADS["prefill"], found))
 
 
+@pytest.mark.extended
 def test_the_verdict_finds_requests_that_nobody_served() -> None:
     """Pods come too late for what may wait: the routers' queues time out."""
     load, none = line.LOADS["decode"], {"pdserve-prefill": 0, "pdserve-decode": 0}

@@ -131,6 +131,7 @@ async def health_becomes(worker: Worker, status: int) -> None:
     await eventually(told, f"health {status}")
 
 
+@pytest.mark.extended
 async def test_a_hung_engine_is_found_within_ten_seconds_and_a_slow_one_never(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

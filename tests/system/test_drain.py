@@ -14,6 +14,8 @@ from systems.eventually import LIMIT_S, wait_until
 from systems.fleet import Fleet
 from systems.streams import WORDS, Stream
 
+pytestmark = pytest.mark.extended
+
 EXTRA = {"min_tokens": 100}
 LONG = "Too long to be computed where it is answered: " + WORDS * 50  # about 650 tokens
 OPTIONS = ("--kv-tokens", "8192", "--chunk-size", "64", "--kv-transport", "tcp", "--threads", "1")

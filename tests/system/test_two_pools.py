@@ -17,6 +17,8 @@ from systems.streams import Stream
 
 from pdserve.services.host.options import ECHO_S
 
+pytestmark = pytest.mark.extended
+
 NAME = "tiny"
 STREAMS = 20
 LONG = "a prompt that is long enough to be computed by a worker of its own. " * 2

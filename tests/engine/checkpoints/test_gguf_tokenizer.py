@@ -74,6 +74,7 @@ def added(tokenizer: Tokenizer) -> dict[int, tuple[str, bool]]:
     return {index: (token.content, token.special) for index, token in found.items()}
 
 
+@pytest.mark.extended
 def test_shipped_model_equals_transformers(smollm_path: Path, smollm: dict[str, Any]) -> None:
     theirs = AutoTokenizer.from_pretrained(smollm_path.parent, gguf_file=smollm_path.name)
     assert_equal(load(smollm), theirs)

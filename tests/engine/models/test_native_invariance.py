@@ -167,7 +167,8 @@ def test_invariant_under_shares(
             sequences = {"x": text(0)} | {f"o{i:02}": text(100 + i) for i in range(30)}
             sequences["long"] = text(1, longest + LENGTH)
             begin = dict.fromkeys(sequences, 1) | {"long": longest}
-            runner.step({name: ids[: begin[name]] for name, ids in sequences.items()})
+            prompts = {name: ids[: begin[name]] for name, ids in sequences.items()}
+            runner.step(prompts, kv_only=True)
             shares = set()
             for n in range(40):
                 step = {name: ids[begin[name] + n :][:1] for name, ids in sequences.items()}
