@@ -56,6 +56,7 @@ help:
 	@echo "make docs         models.md, api.md, flags.md and metrics.md in docs/, from the code, and the alerts of compose"
 	@echo "make lock         docker/*.txt: the images' packages and their hashes, from constraints.txt"
 	@echo "make pin          the digests of foreign images in Dockerfile and compose files, from their registry"
+	@echo "make mutation     how many of 200 small faults the tests find; hours"
 	@echo "make modelcheck   every interleaving of a small hand-off, and eleven seeded bugs"
 	@echo "make clean        remove .venv and everything built"
 
@@ -205,6 +206,15 @@ docs: setup
 
 fuzz: setup
 	PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.run $(ARGS)
+
+MUTATION := PYTHONPATH=tools $(BIN)/python -m mutation
+mutation: setup
+ifeq ($(ARGS),)
+	$(MUTATION) record
+	$(MUTATION) try
+else
+	$(MUTATION) $(ARGS)
+endif
 
 modelcheck: setup
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/handoff/line1_model.py

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from edits import Edit, apply, cpp_edits, python_edits
+from mutation.edits import Edit, apply, cpp_edits, python_edits
 
 PRODUCT = ("gateway", "services", "engine", "kernels")
 CPP = {".cpp", ".h", ".inl"}

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coverage import CoverageData
-from mutants import PRODUCT
+
+from mutation.mutants import PRODUCT
 
 DEFAULT_TEST_S = 1.0  # of a test without a record
 NEAREST_FILES = 12

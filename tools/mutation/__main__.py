@@ -1,8 +1,10 @@
 """Says how many small faults the tests find.
 
-    python tools/mutation/run.py record        # what each test executes, and how long it takes
-    python tools/mutation/run.py try           # 200 mutants, drawn with a seed
-    python tools/mutation/run.py report FILE   # counts by part, and what survived
+    python -m mutation record        # what each test executes, and how long it takes
+    python -m mutation try           # 200 mutants, drawn with a seed
+    python -m mutation report FILE   # counts by part, and what survived
+
+(with PYTHONPATH=tools; `make mutation ARGS="try --again FILE"`).
 
 `try` changes one line of a copy of the repository at a time, runs the tests that execute the line,
 and writes one JSON object a mutant: `killed` (a test fails that passes without the change),
@@ -24,9 +26,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from mutants import CPP, Mutant, draw, mutated
-from selection import Selection
-from tree import Run, Tree
+from mutation.mutants import CPP, Mutant, draw, mutated
+from mutation.selection import Selection
+from mutation.tree import Run, Tree
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -187,7 +189,7 @@ def report(path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="mutation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--source", type=Path, default=ROOT, help="the repository whose HEAD is tried"

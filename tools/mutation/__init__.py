@@ -1,0 +1,1 @@
+"""Says how many small faults in the product the tests find (`make mutation`)."""
