@@ -17,7 +17,7 @@ from pdserve.services.cli.commands import COMMANDS
 from pdserve.services.options.options import Option
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("gateway", "services", "engine", "kernels", ".src", "benchmarks", "tests")
+FOLDERS = ("gateway", "services", "engine", "kernels", ".src", "tools")
 
 # Each runs what it reads, or makes any object of it.
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -8,6 +8,8 @@ from collections import Counter
 from random import Random
 from statistics import mean
 
+import pytest
+
 from pdserve.protos import worker_pb2 as wire
 from simulation.clock import World
 from simulation.cluster import Cluster
@@ -50,6 +52,7 @@ def to_mean(loads: list[int]) -> float:
     return max(loads) * len(loads) / sum(loads)
 
 
+@pytest.mark.extended
 def test_a_burst_over_three_routers_spreads_over_eight_workers() -> None:
     running, placed = zip(*map(spread, SEEDS), strict=True)
     assert mean(running) <= MAX_TO_MEAN

@@ -5,6 +5,8 @@ from collections import Counter
 from random import Random
 from unittest.mock import patch
 
+import pytest
+
 from simulation.clock import World
 from simulation.cluster import Cluster
 from simulation.network import Network
@@ -31,6 +33,7 @@ def load() -> Scenario:
     return Scenario(SEED, asks, gateways=GATEWAYS, routers=ROUTERS + 1, prefills=0)
 
 
+@pytest.mark.extended
 def test_every_router_has_its_share_and_one_that_is_found_later_too() -> None:
     world = World(SEED)
     network = Network(world)

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 from systems.fleet import Fleet
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,7 @@ threading.setprofile(note)
 """
 
 
+@pytest.mark.extended
 def test_a_long_request_takes_this_path(tmp_path: Path) -> None:
     assert len(STEPS) == len(re.findall(r"^\d+\. ", TEXT, re.MULTILINE)) > 0
     (tmp_path / "sitecustomize.py").write_text(SITE)

@@ -192,7 +192,7 @@ def nothing_is_left(fleet: Fleet, family: list[psutil.Process], folder: Path) ->
         assert probe.connect_ex((host, int(port))) != 0
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.extended)])
 def test_remote_answers_are_the_same_field_by_field(
     model: Path, local: dict[str, Any], transport: str, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import httpx
+import pytest
 from builders.tiny_models import write_tiny
 from oracles.rings import assert_conform
 from systems.eventually import wait_until
@@ -30,6 +31,7 @@ def complete(url: str, seed: int, max_tokens: int) -> None:
     assert answer["usage"]["completion_tokens"] == max_tokens
 
 
+@pytest.mark.extended
 def test_what_a_killed_worker_has_noted_is_there(tmp_path: Path, rings: Path) -> None:
     model = str(write_tiny(tmp_path / "tiny", "llama"))
     with Fleet("--model", model, *OPTIONS, *REMOTE) as fleet:

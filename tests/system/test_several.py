@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import pytest
 from builders.tiny_models import write_tiny
 from systems.eventually import wait_until
 from systems.fleet import Fleet
@@ -11,6 +12,7 @@ from systems.fleet import Fleet
 PROMPTS = [[(7 * i + 13 * k + 1) % 256 for i in range(80)] for k in range(12)]
 
 
+@pytest.mark.extended
 def test_two_models_and_several_workers(tmp_path: Path) -> None:
     models = {name: write_tiny(tmp_path / name, name, seed=5) for name in ("llama", "qwen3")}
     options = [word for path in models.values() for word in ("--model", str(path))]

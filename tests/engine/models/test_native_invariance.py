@@ -154,14 +154,29 @@ def test_invariant_under_company(decoder: NativeDecoder, one_by_one: Tensor) -> 
     assert torch.equal(torch.cat(logits), one_by_one)
 
 
+@pytest.mark.parametrize("contexts", [(1, 100), pytest.param((8000,), marks=pytest.mark.extended)])
 def test_invariant_under_shares(
-    subtests: pytest.Subtests, model: EngineConfig, one_by_one: Tensor
+    subtests: pytest.Subtests, model: EngineConfig, one_by_one: Tensor, contexts: Sequence[int]
 ) -> None:
     """Threads take rows of like contexts through all layers by themselves, others together."""
+    shares_change_nothing(subtests, model, one_by_one, contexts)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2", "mixtral"], indirect=True)
+def test_invariant_under_shares_beside_a_long_context(
+    subtests: pytest.Subtests, model: EngineConfig, one_by_one: Tensor
+) -> None:
+    """With full attention alone, with windows, with experts."""
+    shares_change_nothing(subtests, model, one_by_one, (8000,))
+
+
+def shares_change_nothing(
+    subtests: pytest.Subtests, model: EngineConfig, one_by_one: Tensor, contexts: Sequence[int]
+) -> None:
     decoder = decoder_of(model, threads=2)
     layers = decoder.config.layers
     full = sum(not layer.window for layer in layers)  # windows make rows alike
-    for longest in (1, 100, 8000):
+    for longest in contexts:
         with subtests.test(longest=longest):
             runner = PagedRunner(decoder, num_blocks=700)
             sequences = {"x": text(0)} | {f"o{i:02}": text(100 + i) for i in range(30)}

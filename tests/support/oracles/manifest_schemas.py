@@ -81,6 +81,12 @@ LISTED: dict[tuple[str, str], dict[str, Any]] = {
 
 def errors(manifest: dict[str, Any]) -> list[str]:
     """What is wrong with an object, as its schema sees it."""
+    return list(_errors(json.dumps(manifest)))
+
+
+@cache  # many kustomizations have the same objects
+def _errors(text: str) -> list[str]:
+    manifest = json.loads(text)
     api, kind = manifest["apiVersion"], manifest["kind"]
     if api in MODELS:
         return list(_of_model(manifest))
