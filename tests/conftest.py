@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -18,6 +19,34 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)  # two that wait for each other took ten times as long under load
+
+
+class WholeTest:
+    """pytest's subtests, except that a skip or a timeout within one ends the whole test: the others
+    would run without a clock, and nothing would say that they were skipped."""
+
+    def __init__(self, inner: pytest.Subtests) -> None:
+        self._inner = inner
+
+    @contextmanager
+    def test(self, msg: str | None = None, **names: object) -> Iterator[None]:
+        ending: BaseException | None = None
+        with self._inner.test(msg, **names):
+            try:
+                yield
+            except pytest.skip.Exception as skip:
+                ending = skip
+            except pytest.fail.Exception as failure:
+                if not str(failure).startswith("Timeout"):
+                    raise
+                ending = failure
+        if ending is not None:
+            raise ending
+
+
+@pytest.fixture
+def subtests(subtests: pytest.Subtests) -> WholeTest:
+    return WholeTest(subtests)
 
 
 @pytest.fixture(scope="session")

@@ -45,11 +45,15 @@ def may_skip(file: str, name: str) -> bool:
     return says or any(may_skip(file, fixture) for fixture in used if fixture != name)
 
 
+# Options that leave tests out.
+CHOOSING = ("keyword", "deselect", "lf", "ignore", "ignore_glob")
+
+
 def is_whole(config: pytest.Config) -> bool:
     """Whether a run is of all tests, but for what the project's settings and make leave out."""
     args = [Path(config.invocation_params.dir, arg.partition("::")[0]) for arg in config.args]
     everything = any(arg.resolve() in (ROOT, ROOT / "tests") for arg in args)
-    chosen = any(config.getoption(option, None) for option in ("keyword", "deselect", "lf"))
+    chosen = any(config.getoption(option, None) for option in CHOOSING)
     return everything and not chosen
 
 

@@ -106,8 +106,10 @@ async def test_no_address_of_a_client_is_connected_to(
                 assert field in reply.text
                 assert not has_visitor(trap)
     assert router.starts == []
+    assert not has_visitor(trap)
     socket.create_connection((host, port)).close()
     assert has_visitor(trap), "the trap works"
+    assert not has_visitor(trap), "the only visitor was this test"
 
 
 BROKEN = {

@@ -1,6 +1,7 @@
 """Routers of which each worker joins two of three: a router that goes costs no stream a token, nor
 does one that comes back, and models and figures are those of the whole fleet."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -142,6 +143,8 @@ async def test_a_router_that_comes_back_takes_its_workers_and_no_stream_ends(
         while not (system.uses(b) & {"other-ac", "other-ca"} or "tiny-ab" in system.uses(c)):
             for stream in asked:  # more than these do not run at once
                 stream.task.cancel()
+            await asyncio.gather(*(stream.task for stream in asked), return_exceptions=True)
+            await eventually(lambda: not any(map(system.uses, (b, c))))
             asked = streams(system, 10, LONG, first=num_asked)
             num_asked += len(asked)
             await under_way(asked)

@@ -7,10 +7,18 @@
 (with PYTHONPATH=tools; `make mutation ARGS="try --again FILE"`).
 
 `try` changes one line of a copy of the repository at a time, runs the tests that execute the line,
-and writes one JSON object a mutant: `killed` (a test fails that passes without the change),
-`survived`, or `invalid` (it does not compile). What FILE already has is not tried again.
-`--again FILE` takes the mutants of an earlier run, on another tree too, `--survivors` only those
-that survived there.
+and writes one JSON object a mutant. Its verdict is
+
+    killed      a test fails that passes without the change
+    survived    all tests pass
+    late        the tests did not end in time, and did without the change
+    untested    no test is known to execute the line or to import its module
+    invalid     the line is gone, or does not compile
+    error       the tests do not run without the change either
+
+A run that was interrupted goes on where it was, unless the commit has changed. `--again FILE` takes
+the mutants of an earlier run instead, on another commit too; `--survivors` only those that were not
+killed there. Tests marked `kernels` run, those marked `extended` do not.
 """
 
 import argparse
@@ -34,14 +42,18 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 LIMIT_S = 90.0  # of the tests of one mutant
 BUDGET_S = 40.0  # of their recorded seconds; the rest is for imports
+NO_TESTS = 5  # pytest's exit code
 TEST_LIMIT_S = 60  # of one test: a mutant that hangs is found by it
-KILLED, SURVIVED, INVALID = "killed", "survived", "invalid"
+MARKS = "not extended and not compose"
+KILLED, SURVIVED, LATE = "killed", "survived", "late"
+UNTESTED, INVALID, ERROR = "untested", "invalid", "error"
+MISSED = (SURVIVED, LATE, UNTESTED)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a mutant: the verdict, the test that found it, and whether the tests that ran
-    are known to execute its line."""
+    """The verdict on a mutant, the test that found it, and whether the tests that ran are known to
+    execute its line."""
 
     verdict: str
     found_by: str = ""
@@ -67,14 +79,18 @@ class Trial:
             return Outcome(INVALID, "the line is gone")
         tests, executes = self._selection.tests(mutant.path, line, BUDGET_S)
         while True:
-            chosen = [test for test in tests if test not in self._broken]
-            run = self._run_mutated(mutant, text, chosen) if chosen else Run(0, "", 0.0, "")
+            chosen = [test for test in tests if not self._is_broken(test)]
+            if not chosen:
+                return Outcome(UNTESTED)
+            run = self._run_mutated(mutant, text, chosen)
             if run is None:
                 return Outcome(INVALID, "it does not compile")
-            found = self._found(run, chosen)
-            if run.code == 0 or found:
-                verdict = KILLED if found else SURVIVED
-                return Outcome(verdict, found, len(chosen), executes, round(run.seconds, 1))
+            verdict, found_by = self._verdict(run, chosen)
+            if verdict:
+                return Outcome(verdict, found_by, len(chosen), executes, round(run.seconds, 1))
+
+    def _is_broken(self, test: str) -> bool:
+        return test in self._broken or test.partition("::")[0] in self._broken
 
     def _run_mutated(self, mutant: Mutant, text: str, tests: list[str]) -> Run | None:
         """None if the mutant does not compile."""
@@ -93,23 +109,28 @@ class Trial:
 
     def _run(self, tests: list[str]) -> Run:
         broken = [f"--deselect={test}" for test in sorted(self._broken)]
-        return self._tree.pytest(["-x", f"--timeout={TEST_LIMIT_S}", *broken, *tests], LIMIT_S)
+        words = ["-x", "-m", MARKS, f"--timeout={TEST_LIMIT_S}", *broken]
+        return self._tree.pytest([*words, *tests], LIMIT_S)
 
-    def _found(self, run: Run, tests: list[str]) -> str:
-        """The test that fails for the mutant alone; one that always fails is left out from now."""
+    def _verdict(self, run: Run, tests: list[str]) -> tuple[str, str]:
+        """With the test that found the mutant. Empty if that test fails without the mutant, too: it
+        is left out from now on."""
         if run.code == 0:
-            return ""
+            return SURVIVED, ""
+        if run.code == NO_TESTS:
+            return UNTESTED, ""
         suspects = [run.failed] if run.failed else tests
         sound = self._run(suspects)
         if sound.code == 0:
-            return run.failed or f"ended with {run.code}"
-        if not sound.failed:
-            raise RuntimeError(f"the tests do not run: {sound.output[-2000:]}")
+            return (LATE, "") if run.code is None else (KILLED, run.failed or f"exit {run.code}")
+        if not sound.failed or self._is_broken(sound.failed):
+            return ERROR, sound.output[-500:]
+        print(f"fails without any mutant: {sound.failed}", flush=True)
         self._broken.add(sound.failed)
-        return ""
+        return "", ""
 
 
-def record(source: Path, work: Path, tests: list[str], jobs: int) -> None:
+def record(source: Path, work: Path, tests: list[str], jobs: int) -> int:
     tree = Tree(source, work / "tree0")
     data = work.resolve() / "coverage"
     for old in work.glob("coverage*"):
@@ -121,22 +142,24 @@ def record(source: Path, work: Path, tests: list[str], jobs: int) -> None:
         f"--junitxml={work.resolve()}/junit.xml",
     ]
     words += ["-ojunit_duration_report=total", "--cov", f"--cov-config={HERE / 'coverage.ini'}"]
-    words += ["--cov-context=test", "--cov-report=", *tests]
+    words += ["--cov-context=test", "--cov-report=", "-m", MARKS, *tests]
     run = tree.pytest(words, 7200, COVERAGE_FILE=str(data), COVERAGE_CORE="ctrace")
     print(run.output[-3000:])
+    return 1 if run.code is None else run.code
 
 
 def try_all(args: argparse.Namespace) -> None:
     work: Path = args.work
-    known = read(args.out) if args.out.exists() else []
-    done = {Mutant(**entry["mutant"]) for entry in known}
-    wanted = (
-        again(args.again, args.survivors)
-        if args.again
-        else draw(args.source, args.seed, args.count)
-    )
-    waiting = [mutant for mutant in wanted if mutant not in done]
+    out: Path = args.out or work / ("again.jsonl" if args.again else "mutants.jsonl")
     trees = [Tree(args.source, work / f"tree{i}") for i in range(args.jobs)]
+    (commit,) = {tree.commit for tree in trees}
+    if args.again:
+        wanted = again(args.again, args.survivors)
+    else:
+        wanted = draw(trees[0].root, args.seed, args.count)
+    known = [entry for entry in read(out) if entry["commit"] == commit]
+    out.write_text("".join(json.dumps(entry) + "\n" for entry in known))
+    done = {Mutant(**entry["mutant"]) for entry in known}
     free: SimpleQueue[Trial] = SimpleQueue()
     for tree in trees:
         free.put(Trial(tree, Selection(tree.root, work / "coverage", work / "junit.xml")))
@@ -148,43 +171,39 @@ def try_all(args: argparse.Namespace) -> None:
             outcome = trial.outcome(mutant)
         finally:
             free.put(trial)
-        entry = {"mutant": asdict(mutant), "area": mutant.area, **asdict(outcome)}
-        with writing, args.out.open("a") as out:
-            out.write(json.dumps(entry) + "\n")
-            print(
-                f"{outcome.verdict:9}{outcome.seconds:6} s  {mutant.path}: {mutant.becomes}",
-                flush=True,
-            )
+        entry = {"mutant": asdict(mutant), "area": mutant.area, "commit": commit, **asdict(outcome)}
+        with writing, out.open("a") as lines:
+            lines.write(json.dumps(entry) + "\n")
+            said = f"{outcome.verdict:9}{outcome.seconds:6} s  {mutant.path}: {mutant.becomes}"
+            print(said, flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(one, waiting))
-    report(args.out)
+        list(pool.map(one, [mutant for mutant in wanted if mutant not in done]))
+    report(out)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
 def again(earlier: Path, survivors: bool) -> list[Mutant]:
-    kept = [e for e in read(earlier) if not survivors or e["verdict"] == SURVIVED]
+    kept = [e for e in read(earlier) if not survivors or e["verdict"] in MISSED]
     return [Mutant(**entry["mutant"]) for entry in kept]
 
 
 def report(path: Path) -> None:
     entries = read(path)
-    counts = Counter((entry["area"], entry["verdict"]) for entry in entries)
-    total = Counter(entry["verdict"] for entry in entries)
-    for area in sorted({entry["area"] for entry in entries}):
-        print(f"{area:10} {counts[area, KILLED]:4} killed {counts[area, SURVIVED]:4} survived")
-    valid = total[KILLED] + total[SURVIVED]
-    print(
-        f"all        {total[KILLED]:4} killed {total[SURVIVED]:4} survived"
-        f" {total[INVALID]:4} invalid; {total[KILLED] / max(1, valid):.1%} found"
-    )
-    for entry in entries:
-        if entry["verdict"] == SURVIVED:
-            mutant = Mutant(**entry["mutant"])
-            print(f"{entry['area']}: {mutant.path}: {mutant.line.strip()}: {mutant.becomes}")
+    missed = [entry for entry in entries if entry["verdict"] in MISSED]
+    for area in ("all", *sorted({entry["area"] for entry in entries})):
+        verdicts = Counter(e["verdict"] for e in entries if area in ("all", e["area"]))
+        print(f"{area:10}" + ", ".join(f"{verdicts[v]} {v}" for v in sorted(verdicts)))
+    num_killed = sum(entry["verdict"] == KILLED for entry in entries)
+    print(f"{num_killed / max(1, num_killed + len(missed)):.1%} are found")
+    for entry in missed:
+        mutant = Mutant(**entry["mutant"])
+        print(f"{entry['area']}: {mutant.path}: {mutant.line.strip()}: {mutant.becomes}")
 
 
 def main() -> int:
@@ -198,20 +217,20 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record")
-    recording.add_argument("tests", nargs="*", default=["tests"], help="words for pytest")
+    recording.add_argument("tests", nargs="*", default=["tests"], help="arguments of pytest")
     trying = commands.add_parser("try")
     trying.add_argument("--seed", type=int, default=1)
     trying.add_argument("--count", type=int, default=200)
     trying.add_argument("--again", type=Path)
     trying.add_argument("--survivors", action="store_true")
-    trying.add_argument("--out", type=Path, default=ROOT / "build/mutation/mutants.jsonl")
+    trying.add_argument("--out", type=Path, help="mutants.jsonl or again.jsonl in the work folder")
     reporting = commands.add_parser("report")
     reporting.add_argument("file", type=Path)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     if args.command == "record":
-        record(args.source, args.work, args.tests, args.jobs)
-    elif args.command == "try":
+        return record(args.source, args.work, args.tests, args.jobs)
+    if args.command == "try":
         try_all(args)
     else:
         report(args.file)

@@ -59,13 +59,14 @@ class Selection:
             for test in {_node(c) for c in contexts} - {""}:
                 num_lines[test] = num_lines.get(test, 0) + 1
         on_line = {_node(context) for context in by_line.get(line, [])} - {""}
-        if not on_line:  # executed on import: by whatever test looks at the module at all
-            on_line = set(num_lines) if line in by_line else set()
+        if "" in by_line.get(line, []):  # executed on import, so any test may depend on it
+            on_line = set(num_lines)
         by_use = sorted(
             (test for test in on_line if (self._root / test.split("::")[0]).exists()),
             key=lambda test: (-num_lines[test] / (0.05 + self._cost(test)), test),
         )
-        chosen, left_s = [], budget_s
+        chosen: list[str] = []
+        left_s = budget_s
         for test in by_use:
             if (cost_s := self._cost(test)) <= left_s or not chosen:
                 chosen.append(test)
@@ -80,7 +81,8 @@ class Selection:
         if self._importers is None:
             self._importers = _importers(self._root)
         module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-        seen, front, found = {f"pdserve.{module}"}, [f"pdserve.{module}"], []
+        found: list[str] = []
+        seen, front = {f"pdserve.{module}"}, [f"pdserve.{module}"]
         while front and len(found) < NEAREST_FILES:
             reached = sorted({i for name in front for i in self._importers.get(name, [])} - seen)
             seen |= set(reached)
@@ -90,11 +92,12 @@ class Selection:
 
 
 def _node(context: str) -> str:
-    """The node id in a context of pytest-cov ("id|run") or of a child process ("id (call)|")."""
-    for part in context.split("|"):
-        if "::" in part:
-            return part.split(" (")[0] if part.endswith(")") else part
-    return ""
+    """The node id in a context of pytest-cov ("id|run") or of a child process ("id (call)")."""
+    if context.endswith(("|run", "|setup", "|teardown")):
+        context = context.rpartition("|")[0]
+    if context.endswith((" (call)", " (setup)", " (teardown)")):
+        context = context.rpartition(" (")[0]
+    return context if "::" in context else ""
 
 
 def _seconds(root: Path, junit: Path) -> Iterator[tuple[str, float]]:

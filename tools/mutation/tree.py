@@ -1,4 +1,4 @@
-"""A working copy of the repository with an environment of its own, in which mutants are tried."""
+"""A working copy of the repository with its own environment, in which mutants are tried."""
 
 import os
 import re
@@ -34,7 +34,7 @@ class Run:
 
 class Tree:
     """`folder` is a clone of `source` at its HEAD. Packages are those of the environment that runs
-    this program; only pdserve itself is installed anew."""
+    this program; only pdserve itself is installed."""
 
     def __init__(self, source: Path, folder: Path) -> None:
         self.root = folder
@@ -43,16 +43,18 @@ class Tree:
         # Apart from the others: grpcio-tools brings an older protobuf.
         self._build_packages = folder / "build/packages"
         if self._python.exists():
-            _call("git", "-C", str(folder), "checkout", "-q", "--", ".")
+            _call("git", "-C", str(folder), "fetch", "-q", str(source.resolve()), "HEAD")
+            _call("git", "-C", str(folder), "checkout", "-q", "--force", "FETCH_HEAD")
         else:
             _call("git", "clone", "-q", str(source), str(folder))
             _call(sys.executable, "-m", "venv", str(folder / ".venv"))
             (self._site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
             shutil.copy(Path(sysconfig.get_path("purelib")) / "a1_coverage.pth", self._site)
             self._pip("--target", str(self._build_packages), *BUILD_PACKAGES)
-            self.install()
             for schemas in (source / "build").glob("*.tgz"):
                 shutil.copy(schemas, folder / "build")
+        self.install()  # an earlier run may have left the extension of a mutant
+        self.commit = _call("git", "-C", str(folder), "rev-parse", "HEAD").strip()
 
     def install(self) -> None:
         """Builds the extension and the stubs; only what has changed is compiled.
@@ -81,7 +83,15 @@ class Tree:
         started = time.monotonic()
         arguments = self.root / "build/arguments.txt"
         arguments.write_text("\n".join(words))
-        command = [self._python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"@{arguments}"]
+        command = [
+            str(self._python),
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"@{arguments}",
+        ]
         out = self.root / "build/output.txt"
         with out.open("w") as stdout:
             process = subprocess.Popen(
@@ -117,11 +127,12 @@ class Tree:
         _call(str(self._python), "-m", "pip", "install", *quiet, *words, **environment)
 
 
-def _call(*command: str, **environment: str) -> None:
-    subprocess.run(
+def _call(*command: str, **environment: str) -> str:
+    done = subprocess.run(
         command,
         env=os.environ | environment,
         check=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        capture_output=True,
+        text=True,
     )
+    return done.stdout

@@ -148,24 +148,25 @@ def run_schedule(runner: PagedRunner, ids: dict[str, list[int]]) -> dict[str, Te
     return {name: torch.cat(logits) for name, logits in parts.items()}
 
 
-def test_logits_equal_transformers(subtests: pytest.Subtests, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers(subtests: pytest.Subtests, variant: str, tmp_path: Path) -> None:
     ids = sequences()
-    for variant, (arch, overrides) in VARIANTS.items():
-        path = write_tiny(tmp_path / variant, arch, seed=3, **overrides)
-        model = reference(path)
-        with torch.inference_mode():
-            theirs = {x: model(torch.tensor([tokens])).logits[0] for x, tokens in ids.items()}
-        for kernels in KERNELS:
-            with subtests.test(variant, kernels=kernels):
-                runner = PagedRunner(load_decoder(path, kernels=kernels))
-                ours = run_schedule(runner, ids)
-                for name, logits in theirs.items():
-                    torch.testing.assert_close(ours[name], logits, atol=1e-4, rtol=0)
-                    assert logits.std() > 0.3, "logits too flat to tell anything"
-                assert runner.mixed_steps >= 3
-                windows = {layer.window for layer in runner.decoder.config.layers} - {0}
-                assert (runner.freed_blocks > 0) == bool(windows)
-                assert all(window < LENS["b"] for window in windows)
+    arch, overrides = VARIANTS[variant]
+    path = write_tiny(tmp_path, arch, seed=3, **overrides)
+    model = reference(path)
+    with torch.inference_mode():
+        theirs = {x: model(torch.tensor([tokens])).logits[0] for x, tokens in ids.items()}
+    for kernels in KERNELS:
+        with subtests.test(kernels=kernels):
+            runner = PagedRunner(load_decoder(path, kernels=kernels))
+            ours = run_schedule(runner, ids)
+            for name, logits in theirs.items():
+                torch.testing.assert_close(ours[name], logits, atol=1e-4, rtol=0)
+                assert logits.std() > 0.3, "logits too flat to tell anything"
+            assert runner.mixed_steps >= 3
+            windows = {layer.window for layer in runner.decoder.config.layers} - {0}
+            assert (runner.freed_blocks > 0) == bool(windows)
+            assert all(window < LENS["b"] for window in windows)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

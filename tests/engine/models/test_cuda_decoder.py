@@ -41,7 +41,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"q_lora_rank": 20, "topk_method": "greedy", **LATENT},
     ),
 }
-# Nearly every part is in one: caps and windows, sinks and biases, latent attention, experts.
+# Caps and windows; sinks, biases and experts; latent attention and groups of experts.
 FEW = ("gemma2", "gpt_oss", "deepseek_v3")
 
 
