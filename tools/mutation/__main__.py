@@ -18,7 +18,7 @@ and writes one JSON object a mutant. Its verdict is
 
 A run that was interrupted goes on where it was, unless the commit has changed. `--again FILE` takes
 the mutants of an earlier run instead, on another commit too; `--survivors` only those that were not
-killed there. Tests marked `kernels` run, those marked `extended` do not.
+killed there. The tests are those of `make test` and `make test-kernels`, or `--marks`.
 """
 
 import argparse
@@ -65,9 +65,10 @@ class Outcome:
 class Trial:
     """Tries mutants in one working tree."""
 
-    def __init__(self, tree: Tree, selection: Selection) -> None:
+    def __init__(self, tree: Tree, selection: Selection, marks: str) -> None:
         self._tree = tree
         self._selection = selection
+        self._marks = marks
         self._sound = tree.root / "build/sound_extension.so"
         shutil.copy2(tree.extension(), self._sound)
         self._broken: set[str] = set()  # tests that fail without any mutant
@@ -109,7 +110,7 @@ class Trial:
 
     def _run(self, tests: list[str]) -> Run:
         broken = [f"--deselect={test}" for test in sorted(self._broken)]
-        words = ["-x", "-m", MARKS, f"--timeout={TEST_LIMIT_S}", *broken]
+        words = ["-x", "-m", self._marks, f"--timeout={TEST_LIMIT_S}", *broken]
         return self._tree.pytest([*words, *tests], LIMIT_S)
 
     def _verdict(self, run: Run, tests: list[str]) -> tuple[str, str]:
@@ -130,7 +131,7 @@ class Trial:
         return "", ""
 
 
-def record(source: Path, work: Path, tests: list[str], jobs: int) -> int:
+def record(source: Path, work: Path, tests: list[str], marks: str, jobs: int) -> int:
     tree = Tree(source, work / "tree0")
     data = work.resolve() / "coverage"
     for old in work.glob("coverage*"):
@@ -142,7 +143,7 @@ def record(source: Path, work: Path, tests: list[str], jobs: int) -> int:
         f"--junitxml={work.resolve()}/junit.xml",
     ]
     words += ["-ojunit_duration_report=total", "--cov", f"--cov-config={HERE / 'coverage.ini'}"]
-    words += ["--cov-context=test", "--cov-report=", "-m", MARKS, *tests]
+    words += ["--cov-context=test", "--cov-report=", "-m", marks, *tests]
     run = tree.pytest(words, 7200, COVERAGE_FILE=str(data), COVERAGE_CORE="ctrace")
     print(run.output[-3000:])
     return 1 if run.code is None else run.code
@@ -162,7 +163,8 @@ def try_all(args: argparse.Namespace) -> None:
     done = {Mutant(**entry["mutant"]) for entry in known}
     free: SimpleQueue[Trial] = SimpleQueue()
     for tree in trees:
-        free.put(Trial(tree, Selection(tree.root, work / "coverage", work / "junit.xml")))
+        selection = Selection(tree.root, work / "coverage", work / "junit.xml")
+        free.put(Trial(tree, selection, args.marks))
     writing = threading.Lock()
 
     def one(mutant: Mutant) -> None:
@@ -215,6 +217,7 @@ def main() -> int:
     )
     parser.add_argument("--work", type=Path, default=ROOT / "build/mutation")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--marks", default=MARKS, help="which tests, as pytest's -m has it")
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record")
     recording.add_argument("tests", nargs="*", default=["tests"], help="arguments of pytest")
@@ -229,7 +232,7 @@ def main() -> int:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     if args.command == "record":
-        return record(args.source, args.work, args.tests, args.jobs)
+        return record(args.source, args.work, args.tests, args.marks, args.jobs)
     if args.command == "try":
         try_all(args)
     else:
