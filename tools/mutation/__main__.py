@@ -123,7 +123,9 @@ class Trial:
         suspects = [run.failed] if run.failed else tests
         sound = self._run(suspects)
         if sound.code == 0:
-            return (LATE, "") if run.code is None else (KILLED, run.failed or f"exit {run.code}")
+            if run.code is None and not run.failed:
+                return LATE, ""
+            return KILLED, run.failed or f"exit {run.code}"
         if not sound.failed or self._is_broken(sound.failed):
             return ERROR, sound.output[-500:]
         print(f"fails without any mutant: {sound.failed}", flush=True)

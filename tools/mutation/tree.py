@@ -17,9 +17,8 @@ import psutil
 
 BUILD_PACKAGES = ("scikit-build-core>=0.10", "nanobind>=2", "grpcio-tools==1.80.0")
 MARK = "PDSERVE_MUTATION_TREE"  # in the environment of everything that a run has started
-FAILED = re.compile(
-    r"^(?:SUB)?(?:FAILED|ERROR)(?:\([^)]*\))? (tests/\S+?(?:\[.*?\])?)(?: - .*)?$", re.M
-)
+# What pytest -v says of a test as it ends, and at its own end of files that it cannot import.
+FAILED = re.compile(r"^(tests/.+?) (?:SUB)?(?:FAILED|ERROR)\b|^ERROR (tests/\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Tree:
             str(self._python),
             "-m",
             "pytest",
-            "-q",
+            "-v",
             "-p",
             "no:cacheprovider",
             f"@{arguments}",
@@ -112,7 +111,8 @@ class Tree:
                 process.wait()
         output = out.read_text(errors="replace")
         failure = FAILED.search(output)
-        return Run(code, failure[1] if failure else "", time.monotonic() - started, output)
+        failed = (failure[1] or failure[2]) if failure else ""
+        return Run(code, failed, time.monotonic() - started, output)
 
     def _end_processes(self) -> None:
         """Of everything that carries this tree's mark: tests start processes in sessions of their
