@@ -22,8 +22,10 @@ def pytest_collection_finish() -> None:
 
 
 class WholeTest:
-    """pytest's subtests, except that a skip or a timeout within one ends the whole test: the others
-    would run without a clock, and nothing would say that they were skipped."""
+    """pytest's subtests, except that a skip or a timeout in one of them ends the whole test.
+
+    pytest catches both: the remaining subtests would run without a timeout, and the report would not
+    mention the skip."""
 
     def __init__(self, inner: pytest.Subtests) -> None:
         self._inner = inner

@@ -50,7 +50,7 @@ CHOOSING = ("keyword", "deselect", "lf", "ignore", "ignore_glob")
 
 
 def is_whole(config: pytest.Config) -> bool:
-    """Whether a run is of all tests, but for what the project's settings and make leave out."""
+    """Return whether a run collects every test that `make test` runs."""
     args = [Path(config.invocation_params.dir, arg.partition("::")[0]) for arg in config.args]
     everything = any(arg.resolve() in (ROOT, ROOT / "tests") for arg in args)
     chosen = any(config.getoption(option, None) for option in CHOOSING)

@@ -141,7 +141,7 @@ async def test_a_router_that_comes_back_takes_its_workers_and_no_stream_ends(
         num_asked = 0
         # Streams run by a router that their worker will leave: of ten there nearly always are.
         while not (system.uses(b) & {"other-ac", "other-ca"} or "tiny-ab" in system.uses(c)):
-            for stream in asked:  # more than these do not run at once
+            for stream in asked:  # the workers run no more than these at once
                 stream.task.cancel()
             await asyncio.gather(*(stream.task for stream in asked), return_exceptions=True)
             await eventually(lambda: not any(map(system.uses, (b, c))))

@@ -154,6 +154,8 @@ def record(source: Path, work: Path, tests: list[str], marks: str, jobs: int) ->
 def try_all(args: argparse.Namespace) -> None:
     work: Path = args.work
     out: Path = args.out or work / ("again.jsonl" if args.again else "mutants.jsonl")
+    if args.again and out.resolve() == args.again.resolve():
+        raise SystemExit("--out must be another file than --again")
     trees = [Tree(args.source, work / f"tree{i}") for i in range(args.jobs)]
     (commit,) = {tree.commit for tree in trees}
     if args.again:

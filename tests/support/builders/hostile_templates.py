@@ -1,7 +1,7 @@
 """Chat templates that want for ever, or more memory than there is, in one step that no sandbox
 within the process can interrupt.
 
-`python -m builders.hostile_templates` renders each in a process of its own, the endless ones
+`python -m builders.hostile_templates` renders each in its own process, the endless ones
 under a limit of time and the huge ones under one of memory, and prints as JSON how each
 ended.
 """
