@@ -24,7 +24,7 @@ def pytest_collection_finish() -> None:
 class WholeTest:
     """pytest's subtests, except that a skip or a timeout in one of them ends the whole test.
 
-    pytest catches both: the remaining subtests would run without a timeout, and the report would not
+    pytest catches both: the remaining subtests would run without a timeout, and no report would
     mention the skip."""
 
     def __init__(self, inner: pytest.Subtests) -> None:
