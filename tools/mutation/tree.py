@@ -16,7 +16,9 @@ from pathlib import Path
 import psutil
 
 BUILD_PACKAGES = ("scikit-build-core>=0.10", "nanobind>=2", "grpcio-tools==1.80.0")
-MARK = "PDSERVE_MUTATION_TREE"  # in the environment of everything that a run has started
+# In the environment of everything that a run has started. Without the prefix PDSERVE_, under which
+# pdserve refuses names that it does not know.
+MARK = "MUTATION_TREE"
 # What pytest -v says of a test as it ends, and at its own end of files that it cannot import.
 FAILED = re.compile(r"^(tests/.+?) (?:SUB)?(?:FAILED|ERROR)\b|^ERROR (tests/\S+)", re.MULTILINE)
 
