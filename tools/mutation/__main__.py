@@ -22,6 +22,7 @@ killed there. The tests are those of `make test` and `make test-kernels`, or `--
 """
 
 import argparse
+import fcntl
 import json
 import shutil
 import subprocess
@@ -234,13 +235,18 @@ def main() -> int:
     reporting = commands.add_parser("report")
     reporting.add_argument("file", type=Path)
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    if args.command == "record":
-        return record(args.source, args.work, args.tests, args.marks, args.jobs)
-    if args.command == "try":
-        try_all(args)
-    else:
+    if args.command == "report":
         report(args.file)
+        return 0
+    args.work.mkdir(parents=True, exist_ok=True)
+    with (args.work / "lock").open("w") as lock:  # each run ends what another has started there
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"another run uses {args.work}") from None
+        if args.command == "record":
+            return record(args.source, args.work, args.tests, args.marks, args.jobs)
+        try_all(args)
     return 0
 
 
