@@ -1,5 +1,6 @@
 """device_cupy.py on a fake GPU, in many orders of its streams (support/systems/cuda_orders.py)."""
 
+import ctypes
 from collections import Counter
 from random import Random
 from typing import Any
@@ -39,6 +40,17 @@ def test_host_copies_do_not_wait_for_the_engine() -> None:
     memory = process.device.allocate(64)
     process.device.put(memory.address, bytes(range(64)))
     assert process.device.get(memory.address, 64) == bytes(range(64))
+
+
+def test_host_copies_and_zeros_are_there_when_the_call_returns() -> None:
+    """Another process may read or write the memory at once, in no order with this one's streams."""
+    device = Process(FakeGpu(Random(1))).device
+    used = device.allocate(64)
+    device.put(used.address, bytes(range(64)))
+    assert ctypes.string_at(used.address, 64) == bytes(range(64))
+    device.put(used.address, b"\xff" * 64)
+    assert ctypes.string_at(used.address, 64) == b"\xff" * 64
+    assert ctypes.string_at(device.allocate(64).address, 64) == bytes(64)
 
 
 def slot_of(process: Process, stream: Any = None) -> Slot:
