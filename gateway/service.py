@@ -127,6 +127,7 @@ class Service:
                 await self.rates.count_tokens(owner, num_tokens)
             meter.begin(model.card.name, num_tokens)
             meter.span.set(gen_ai__operation__name="text_completion" if text else "chat")
+            caller.acceptance.note()
             yield PreparedCompletion(
                 id=caller.request_id,
                 model=model,

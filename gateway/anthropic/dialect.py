@@ -31,6 +31,7 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+PING = framed({"type": "ping"})
 
 
 class AnthropicDialect:
@@ -73,7 +74,7 @@ class AnthropicDialect:
             body = await self._bodies.read(request, parse_messages)
             reply = MessageReply(service, body, caller)
             if body.stream:
-                return EventStream(reply.framed(), self, self._limits)
+                return EventStream(reply.framed(), self, self._limits, ping=lambda: PING)
             return Reply(reply.whole(), self)
 
         @app.post("/v1/messages/count_tokens", **described(CountBody, answer=TokenCount))

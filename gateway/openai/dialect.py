@@ -59,6 +59,7 @@ from pdserve.gateway.storage.response_store import ResponseStore
 
 END = "[DONE]"  # the data of a stream's last event
 DONE = f"data: {END}\n\n".encode()
+PING = b": ping\n\n"  # a comment, which clients skip
 STORED = ("/v1/files", "/v1/batches", "/v1/usage")
 
 
@@ -186,7 +187,8 @@ class OpenAiDialect:
     def _answer(self, reply: ChatReply | CompletionReply, stream: bool | None) -> Response:
         if stream:
             direct = DirectWrite()
-            return EventStream(_events(reply.chunks(direct)), self, self._limits, direct)
+            events = _events(reply.chunks(direct))
+            return EventStream(events, self, self._limits, direct, lambda: PING)
         return Reply(reply.whole(), self)
 
 
