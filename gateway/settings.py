@@ -78,6 +78,11 @@ class GatewaySettings(PromptSettings, PublicSettings):
         "origins whose web pages may call, e.g. https://chat.example; *: any",
         flag="allow-origin",
     )
+    strict_max_tokens: bool = option(
+        False,
+        "a max_tokens beyond what the context leaves is refused; otherwise the answer ends where "
+        "the context does",
+    )
     request_timeout_s: float = option(
         600.0, "seconds a request may take in all", min=0.001, max=86400
     )
