@@ -160,6 +160,8 @@ async def _serve(
         tracer,
         siblings,
         settings.strict_max_tokens,
+        settings.aliases,
+        settings.any_model,
     )
     readiness = Readiness(client, service.catalog)
     http_limits = HttpLimits(

@@ -175,6 +175,8 @@ def _recommended(
     for name in (own.name for own in fields(defaults)):
         value = getattr(requested, name)
         found[name] = getattr(defaults, name) if value is None else value
+    if found["top_p"] == 0:
+        found |= {"top_p": 1.0, "top_k": 1}
     if found["top_k"] is not None:
         found["top_k"] = min(max(found["top_k"], 0), card.vocab_size)
     return found

@@ -78,12 +78,15 @@ class Service:
         tracer: Tracer = NO_TRACER,
         siblings: Siblings | None = None,
         strict_max_tokens: bool = False,
+        aliases: Sequence[str] = (),
+        any_model: bool = False,
     ) -> None:
         """`template_kwargs`: names that clients may give a chat template. `count_usage` is told of
         each request that has used a model. `siblings` know of the requests of the others.
-        `strict_max_tokens`: one beyond the context is refused."""
+        `strict_max_tokens`: one beyond the context is refused. `aliases` and `any_model` are the
+        Catalog's."""
         self.upstream = upstream
-        self.catalog = Catalog(upstream, text_pool)
+        self.catalog = Catalog(upstream, text_pool, aliases, any_model)
         self.completions = Completions(upstream, clock)
         self.pooling = PoolingRuns(upstream, clock)
         self.parsers = parsers or ParserChoice()
