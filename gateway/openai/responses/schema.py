@@ -126,6 +126,7 @@ class ResponsesBody(InputTokensBody):
         """Raises ServiceError for fields that contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", f"top_logprobs needs include: ['{LOGPROBS}']")
+        ((field, budget),) = self.thinking_bounds().items() or (("", None),)
         return RequestedSampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -134,6 +135,8 @@ class ResponsesBody(InputTokensBody):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             logprobs_field="top_logprobs",
             structure=self.structure(),
+            thinking_budget=budget,
+            thinking_budget_field=field,
         )
 
 
