@@ -37,9 +37,19 @@ class ServedModel:
 
 
 class Catalog:
-    """Finds a model by the name a client wrote."""
+    """Finds a model by the name a client wrote: its own, or an alias."""
 
-    def __init__(self, upstream: Upstream, text_pool: TextPool) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        text_pool: TextPool,
+        aliases: Sequence[str] = (),
+        any_model: bool = False,
+    ) -> None:
+        """An alias is NAME=MODEL, or the NAME of the only model that is served; `any_model`: so is
+        any unknown name."""
+        self.aliases = dict(_alias(text) for text in aliases)
+        self._any_model = any_model
         self._upstream = upstream
         self._text_pool = text_pool
         self._seen: dict[str, ModelCard] = {}
@@ -80,19 +90,22 @@ class Catalog:
         return load.result()
 
     async def get(self, name: str) -> ServedModel:
-        """The model of that name; "" names the only one.
+        """The model of that name or alias; "" names the only one.
 
         A model whose workers are all away for the moment is still found: the router decides
         whether a request for it waits. Raises ServiceError MODEL_NOT_FOUND, UNAVAILABLE.
         """
+        card: ModelCard | None = None
         if name:
             try:
-                card = await self.card(name)
-            except ServiceError:
-                if name not in self._seen:
+                card = await self.card(self.aliases.get(name) or name)
+            except ServiceError as error:
+                card = self._seen.get(self.aliases.get(name) or name)
+                unknown = error.code == MODEL_NOT_FOUND
+                means_the_only = unknown and (self._any_model or self.aliases.get(name) == "")
+                if card is None and not means_the_only:
                     raise
-                card = self._seen[name]
-        else:
+        if card is None:
             cards = await self.cards()
             if not cards:
                 raise _no_model_yet()
@@ -199,6 +212,12 @@ class Catalog:
         """Ends the text processes."""
         closing = [_close(load) for load in self._loads.values()]
         await asyncio.gather(*closing, *self._closing, self._text_pool.close())
+
+
+def _alias(text: str) -> tuple[str, str]:
+    """A name, and that of its model; "" is the only one that is served."""
+    name, _, model = text.partition("=")
+    return name, model
 
 
 async def _close(load: "asyncio.Task[LoadedText]") -> None:

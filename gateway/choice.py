@@ -53,8 +53,8 @@ class ScoredToken:
 
 class Delta(NamedTuple):
     """What is new in one choice. `finish` is "stop", "length" or "tool_calls" (it has stopped to
-    have them answered), set on the last one, and `stop` the stop string that ended it, if one
-    did."""
+    have them answered), set on the last one, `stop` the stop string that ended it, if one did, and
+    `stop_id` the one of the client's stop_token_ids."""
 
     choice: int
     content: tuple[ContentPart, ...]
@@ -63,6 +63,12 @@ class Delta(NamedTuple):
     finish: str | None
     ids: tuple[int, ...] = ()  # of the tokens that this delta counts
     stop: str | None = None
+    stop_id: int | None = None
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """What of the client's has ended the choice, as vLLM says it."""
+        return self.stop_id if self.stop is None else self.stop
 
 
 def only_text(delta: Delta) -> str:
@@ -140,6 +146,7 @@ class Choice:
         self._scored = sampling.logprobs is not None
         self._parser = parser
         self._calls = False  # its content has some
+        self._stop_ids = frozenset(sampling.stop_token_ids) - set(vocabulary.card.eos_ids)
         self._text = ChoiceText(
             vocabulary.incremental(
                 skip_special_tokens=sampling.skip_special_tokens, keep=keep, continues=continues
@@ -196,7 +203,12 @@ class Choice:
             content = self._parsed(self._parser, update.text, cut=update.finish == "length")
         finish = "tool_calls" if self._calls and update.finish == "stop" else update.finish
         ids = tuple(new[:counted])
-        return Delta(self.index, content, scores, self.num_tokens, finish, ids, update.stop)
+        stop_id = None
+        if update.finish == "stop" and update.stop is None and ids and ids[-1] in self._stop_ids:
+            stop_id = ids[-1]
+        return Delta(
+            self.index, content, scores, self.num_tokens, finish, ids, update.stop, stop_id
+        )
 
     def _parsed(self, parser: ContentParser, text: str, *, cut: bool) -> tuple[ContentPart, ...]:
         parts = parser.push(text) if text else []

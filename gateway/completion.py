@@ -37,6 +37,7 @@ class CompletionResult(Generic[S]):
     content: list[ContentPart] = field(default_factory=list)
     num_tokens: int = 0
     finish: str = ""
+    stop: str | int | None = None  # what has ended it, as Delta.stop_reason
     ids: list[int] = field(default_factory=list)  # of the generated tokens
     prompt_scores: Sequence[TokenLogprob] = ()  # of its prompt's tokens but the first
 
@@ -45,7 +46,8 @@ class CompletionResult(Generic[S]):
         await self.scores.add(delta.tokens)
         self.ids += delta.ids
         self.num_tokens = delta.num_tokens
-        self.finish = delta.finish or self.finish
+        if delta.finish is not None:
+            self.finish, self.stop = delta.finish, delta.stop_reason
 
 
 class HeldLogprobs:

@@ -159,6 +159,9 @@ async def _serve(
         None if mcp is None else McpTools(mcp, settings.mcp_max_rounds, time.monotonic),
         tracer,
         siblings,
+        settings.strict_max_tokens,
+        settings.aliases,
+        settings.any_model,
     )
     readiness = Readiness(client, service.catalog)
     http_limits = HttpLimits(

@@ -27,13 +27,30 @@ from pdserve.protos.common_pb2 import (
     ModelCard,
     SamplingParams,
 )
-from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
+from pdserve.services.host.errors import MAX_QUOTED, ServiceError, context_exceeded, cut
 
+MAX_SHOWN = 10**18  # of the numbers of a client that errors show
 MAX_LOGPROBS = 1 << 20  # of an answer that is held until it is complete: some 70 MB of it
 
 
 def refuse(param: str, message: str) -> ServiceError:
     return ServiceError(INVALID_ARGUMENT, message, param=param)
+
+
+def context_overflow(
+    card: ModelCard,
+    prompt_len: int,
+    prompt_field: str,
+    max_tokens: int | None = None,
+    param: str = "",
+) -> ServiceError:
+    """The error of a prompt, or of one and its answer, that do not fit into the context. `param`:
+    the field at fault, if it is not that of the prompt. Without `max_tokens` the answer has one
+    token, or none if the model generates nothing."""
+    least = 0 if card.pooling else 1
+    asked = least if max_tokens is None else min(max_tokens, MAX_SHOWN)
+    text = context_exceeded(card.context_len, prompt_len, asked, prompt_field)
+    return ServiceError(CONTEXT_LENGTH_EXCEEDED, text, param or prompt_field)
 
 
 @contextmanager
@@ -104,26 +121,25 @@ def resolve(
     defaults: GenerationDefaults,
     prompt_len: int,
     param: str,
+    *,
+    strict: bool = False,
 ) -> SamplingParams:
-    """The engine's parameters for a prompt of `prompt_len` tokens. Without a max_tokens it is 0,
-    which asks for the room that is left: the engine alone knows how much n choices have.
+    """The engine's parameters for a prompt of `prompt_len` tokens. Without a max_tokens, and with
+    one beyond the context, it is 0, which asks for the room that is left: the engine alone knows
+    how much n choices have. `strict`: one beyond the context is refused.
 
-    `param` names the prompt's field. Raises ServiceError CONTEXT_LENGTH_EXCEEDED when prompt
-    and answer can never fit, INVALID_ARGUMENT.
+    `param` names the prompt's field. Raises ServiceError CONTEXT_LENGTH_EXCEEDED, INVALID_ARGUMENT.
     """
     r = requested
     left = card.context_len - prompt_len
     if prompt_len < 1:
         raise refuse(param, "the prompt has no tokens")
-    if left < (r.max_tokens or 1):
-        asked = f" and asks for {str(r.max_tokens)[:20]} more" if r.max_tokens else ""
-        raise ServiceError(
-            CONTEXT_LENGTH_EXCEEDED,
-            f"the model's context is {card.context_len} tokens; "
-            f"this request has {prompt_len} in its prompt{asked}",
-            param=r.max_tokens_field if left >= 1 else param,
-        )
-    max_tokens = r.max_tokens or left
+    if left < 1:
+        raise context_overflow(card, prompt_len, param, r.max_tokens)
+    fits = r.max_tokens is not None and r.max_tokens <= left
+    if strict and r.max_tokens is not None and not fits:
+        raise context_overflow(card, prompt_len, param, r.max_tokens, r.max_tokens_field)
+    max_tokens = r.max_tokens if r.max_tokens is not None and fits else left
     if r.min_tokens > max_tokens:
         raise refuse("min_tokens", f"min_tokens must be at most max_tokens ({max_tokens})")
     params = SamplingParams(
@@ -134,7 +150,7 @@ def resolve(
         stop_token_ids=r.stop_token_ids,
         ignore_eos=r.ignore_eos,
         min_tokens=r.min_tokens,
-        max_tokens=r.max_tokens or 0,
+        max_tokens=max_tokens if fits else 0,
         n=r.best_of or r.n,
         allowed_token_ids=r.allowed_token_ids,
         logprob_token_ids=r.logprob_token_ids,
@@ -159,6 +175,8 @@ def _recommended(
     for name in (own.name for own in fields(defaults)):
         value = getattr(requested, name)
         found[name] = getattr(defaults, name) if value is None else value
+    if found["top_p"] == 0:
+        found |= {"top_p": 1.0, "top_k": 1}
     if found["top_k"] is not None:
         found["top_k"] = min(max(found["top_k"], 0), card.vocab_size)
     return found

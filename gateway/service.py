@@ -36,6 +36,7 @@ from pdserve.gateway.sampling import check, client_errors, refuse, resolve
 from pdserve.gateway.text.messages import final_text
 from pdserve.gateway.text_processes.constraints import bind, prepared
 from pdserve.gateway.text_processes.pool import LoadedText, TextPool
+from pdserve.protos.common_pb2 import SamplingParams
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.rate_limits import RateLimits
 from pdserve.services.host.tracing import NO_TRACER, Tracer
@@ -76,11 +77,16 @@ class Service:
         server_tools: ServerTools | None = None,
         tracer: Tracer = NO_TRACER,
         siblings: Siblings | None = None,
+        strict_max_tokens: bool = False,
+        aliases: Sequence[str] = (),
+        any_model: bool = False,
     ) -> None:
         """`template_kwargs`: names that clients may give a chat template. `count_usage` is told of
-        each request that has used a model. `siblings` know of the requests of the others."""
+        each request that has used a model. `siblings` know of the requests of the others.
+        `strict_max_tokens`: one beyond the context is refused. `aliases` and `any_model` are the
+        Catalog's."""
         self.upstream = upstream
-        self.catalog = Catalog(upstream, text_pool)
+        self.catalog = Catalog(upstream, text_pool, aliases, any_model)
         self.completions = Completions(upstream, clock)
         self.pooling = PoolingRuns(upstream, clock)
         self.parsers = parsers or ParserChoice()
@@ -94,6 +100,7 @@ class Service:
         self._queue_timeout_s = queue_timeout_s
         self._count_usage = count_usage
         self._server_tools = server_tools
+        self._strict_max_tokens = strict_max_tokens
         self.tracer = tracer
         self.siblings = siblings or Siblings()
 
@@ -127,6 +134,7 @@ class Service:
                 await self.rates.count_tokens(owner, num_tokens)
             meter.begin(model.card.name, num_tokens)
             meter.span.set(gen_ai__operation__name="text_completion" if text else "chat")
+            caller.acceptance.note()
             yield PreparedCompletion(
                 id=caller.request_id,
                 model=model,
@@ -285,8 +293,13 @@ class Service:
         whole = await self._chat_ids(asked, model, owner)
         ids = _kept(whole, asked.kept_tokens, asked.sampling, model)
         field = asked.conversation.messages_field
-        params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), field)
-        return Prompt(ids, "", params)
+        return Prompt(ids, "", self._params(asked.sampling, model, len(ids), field))
+
+    def _params(
+        self, sampling: RequestedSampling, model: ServedModel, prompt_len: int, field: str
+    ) -> SamplingParams:
+        defaults, strict = model.text.defaults, self._strict_max_tokens
+        return resolve(sampling, model.card, defaults, prompt_len, field, strict=strict)
 
     async def _chat_ids(
         self, asked: ChatCompletionRequest, model: ServedModel, owner: bytes
@@ -352,7 +365,7 @@ class Service:
                 ids = _kept(prompt, asked.kept_tokens, asked.sampling, model)
                 check_room(len(ids), 1, model, field)
                 text = await self._echo_text(asked, model, ids, owner)
-            params = resolve(asked.sampling, model.card, model.text.defaults, len(ids), field)
+            params = self._params(asked.sampling, model, len(ids), field)
             prompts.append(Prompt(ids, text, params))
         return prompts
 
@@ -369,8 +382,10 @@ class Service:
 def _kept(
     ids: Sequence[int], kept: int | None, sampling: RequestedSampling, model: ServedModel
 ) -> Sequence[int]:
-    """`kept_ids` that leave room for the answer asked for."""
-    return kept_ids(ids, kept, model, model.card.context_len - (sampling.max_tokens or 1))
+    """`kept_ids` that leave room for the answer asked for, in at most half of the context."""
+    context_len = model.card.context_len
+    room = min(sampling.max_tokens or 1, context_len // 2)
+    return kept_ids(ids, kept, model, context_len - room)
 
 
 def not_supported(api: str) -> ServiceError:

@@ -78,6 +78,19 @@ class GatewaySettings(PromptSettings, PublicSettings):
         "origins whose web pages may call, e.g. https://chat.example; *: any",
         flag="allow-origin",
     )
+    aliases: tuple[str, ...] = option(
+        (),
+        "another name of the served model, or NAME=MODEL; requests may have either",
+        flag="alias",
+    )
+    any_model: bool = option(
+        False, "an unknown model name in a request means the served model, if it is the only one"
+    )
+    strict_max_tokens: bool = option(
+        False,
+        "a max_tokens beyond what the context leaves is refused; otherwise the answer ends where "
+        "the context does",
+    )
     request_timeout_s: float = option(
         600.0, "seconds a request may take in all", min=0.001, max=86400
     )

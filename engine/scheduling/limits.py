@@ -76,19 +76,20 @@ class EngineLimits:
             if params.prompt_logprobs is not None or request.choices:
                 raise InvalidRequest("a prompt alone has no choices and no logprobs", "prompt")
             if prompt_len > self.context_len:
-                raise ContextLengthExceeded(self._too_long(prompt_len, 0), "prompt")
+                raise ContextLengthExceeded(self._too_long(prompt_len, 0, 1), "prompt")
             if blocks_for(prompt_len, self.block_size) > self.num_blocks:
                 raise ContextLengthExceeded("the prompt exceeds the KV pool", "prompt")
             return 0
         room = min(self.context_len - prompt_len, self._pool_room(prompt_len, params.n))
         if params.max_tokens is None:
             if room < 1:
-                raise ContextLengthExceeded(self._too_long(prompt_len, 1), "prompt")
+                raise ContextLengthExceeded(self._too_long(prompt_len, 1, params.n), "prompt")
             max_tokens = room
         else:
             max_tokens = params.max_tokens
             if max_tokens > room:
-                raise ContextLengthExceeded(self._too_long(prompt_len, max_tokens), "max_tokens")
+                too_long = self._too_long(prompt_len, max_tokens, params.n)
+                raise ContextLengthExceeded(too_long, "max_tokens")
         if params.min_tokens > max_tokens:
             raise InvalidRequest("min_tokens is more than max_tokens", "min_tokens")
         return max_tokens
@@ -122,11 +123,15 @@ class EngineLimits:
         each = (self.num_blocks - shared) // n
         return max(0, each * self.block_size - prompt_len % self.block_size + 1)
 
-    def _too_long(self, prompt_len: int, max_tokens: int) -> str:
+    def _too_long(self, prompt_len: int, max_tokens: int, n: int) -> str:
+        """In OpenAI's words: clients look for them."""
+        each = f" of each of {n} choices" if n > 1 else ""
         return (
-            f"This model's maximum context length is {self.context_len} tokens, and its KV pool "
-            f"holds {self.num_blocks * self.block_size}. The request needs {prompt_len} for the "
-            f"prompt and {max_tokens} for each completion."
+            f"This model's maximum context length is {self.context_len} tokens. However, you "
+            f"requested {prompt_len + n * max_tokens} tokens ({prompt_len} in the prompt, "
+            f"{max_tokens} in the completion{each}), and the KV pool holds "
+            f"{self.num_blocks * self.block_size}. Please reduce the length of the prompt or "
+            "completion."
         )
 
 

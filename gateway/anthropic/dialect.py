@@ -21,6 +21,7 @@ from pdserve.gateway.http.dialect import HttpError, HttpLimits
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.service import Service
+from pdserve.services.host.errors import CONTEXT_EXCEEDED
 
 _TYPES = {
     401: "authentication_error",
@@ -31,6 +32,7 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+PING = framed({"type": "ping"})
 
 
 class AnthropicDialect:
@@ -50,7 +52,9 @@ class AnthropicDialect:
     def error_object(self, error: HttpError) -> dict[str, Any]:
         other = "api_error" if error.status >= 500 else "invalid_request_error"
         message = error.message
-        if error.param and error.param not in message:
+        if error.code == "context_length_exceeded":
+            message = _overflow(message)
+        elif error.param and error.param not in message:
             message = f"{error.param}: {message}"
         return {
             "type": "error",
@@ -73,7 +77,7 @@ class AnthropicDialect:
             body = await self._bodies.read(request, parse_messages)
             reply = MessageReply(service, body, caller)
             if body.stream:
-                return EventStream(reply.framed(), self, self._limits)
+                return EventStream(reply.framed(), self, self._limits, ping=lambda: PING)
             return Reply(reply.whole(), self)
 
         @app.post("/v1/messages/count_tokens", **described(CountBody, answer=TokenCount))
@@ -82,3 +86,15 @@ class AnthropicDialect:
             caller = caller_of(request)
             body = await self._bodies.read(request, parse_count)
             return Reply(count_tokens(service, body, caller), self)
+
+
+def _overflow(message: str) -> str:
+    """The same in Anthropic's words, for which its clients look."""
+    found = CONTEXT_EXCEEDED.search(message)
+    if found is None:
+        return message
+    context_len, prompt_len, max_tokens = map(int, found.groups())
+    if prompt_len >= context_len:
+        return f"prompt is too long: {prompt_len} tokens > {context_len - 1} maximum"
+    text = f"input length and `max_tokens` exceed context limit: {prompt_len} + {max_tokens}"
+    return f"{text} > {context_len}, decrease input length or `max_tokens` and try again"

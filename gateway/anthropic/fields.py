@@ -23,6 +23,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ),
         NOTHING,
     ),
+    "enable_thinking": (None,),
+    "think": (None,),
     "n": (None, 1),
     "speed": (None, "standard"),
     # Templates drop earlier thoughts or keep them; nothing else is ever cleared here.
@@ -53,6 +55,8 @@ INSTEAD: dict[str, str] = {
     "instructions": "system",
     "functions": "tools",
     "reasoning": "thinking",
+    "enable_thinking": "thinking",
+    "think": "thinking",
     "reasoning_effort": "output_config.effort",
 }
 # fmt: on

@@ -11,6 +11,7 @@ from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
     ArgumentSchema,
+    ModelName,
     StrictModel,
     TextOrObjects,
     ToolDescription,
@@ -79,7 +80,7 @@ class OutputConfig(StrictModel):
 class CountBody(StrictModel):
     """Body of /v1/messages/count_tokens, and what other bodies share with it."""
 
-    model: str
+    model: ModelName = ""
     messages: list[MessageTurn] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: TextOrObjects | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)

@@ -8,11 +8,10 @@ from typing import TypeVar
 
 from pdserve.gateway.catalog import ServedModel
 from pdserve.gateway.content.answer_format import ParserChoice
-from pdserve.gateway.sampling import client_errors, refuse
+from pdserve.gateway.sampling import client_errors, context_overflow, refuse
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import TemplateInput
-from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED
-from pdserve.services.host.errors import ServiceError, quoted
+from pdserve.services.host.errors import quoted
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.rate_limits import RateLimits
 
@@ -102,7 +101,7 @@ class ModelTexts:
     ) -> str:
         """The text of token ids, at most as many as the model's context has; owners take turns."""
         if len(ids) > model.card.context_len:
-            raise _too_long(len(ids), model, param)
+            raise context_overflow(model.card, len(ids), param)
         check_ids(ids, model, param)
         detokenizer = model.text.vocabulary.incremental(skip_special_tokens=skip_special)
         parts = await self._in_turn(ids, owner, detokenizer.push)
@@ -154,25 +153,12 @@ def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
 def check_room(count: int, more: int, model: ServedModel, param: str) -> None:
     """Raises ServiceError for a prompt of `count` tokens after which `more` do not fit."""
     if count + more > model.card.context_len:
-        raise _too_long(count, model, param)
-
-
-def _too_long(count: int, model: ServedModel, param: str) -> ServiceError:
-    return ServiceError(
-        CONTEXT_LENGTH_EXCEEDED,
-        f"the model's context is {model.card.context_len} tokens; the prompt has {count}",
-        param=param,
-    )
+        raise context_overflow(model.card, count, param)
 
 
 def _most_chars(count: int, model: ServedModel, param: str) -> int:
     """The most characters that a prompt of the model can have; `count` are there."""
     most = int(model.card.context_len) * CHARS_PER_TOKEN
     if count > most:
-        raise ServiceError(
-            CONTEXT_LENGTH_EXCEEDED,
-            f"the model's context is {model.card.context_len} tokens; "
-            f"a prompt of {count} characters cannot fit",
-            param=param,
-        )
+        raise context_overflow(model.card, -(-count // CHARS_PER_TOKEN), param)  # at least so many
     return most

@@ -26,7 +26,11 @@ Event = bytes | JsonPieces
 
 def json_event(head: bytes, text: JsonPieces) -> Event:
     """The event whose data are a JSON text."""
-    pieces = JsonPieces((head, *text, b"\n\n"))
+    return sent_event(JsonPieces((head, *text, b"\n\n")))
+
+
+def sent_event(pieces: JsonPieces) -> Event:
+    """An event that is framed already."""
     return pieces if pieces.num_bytes > PIECE_BYTES else pieces.text()
 
 

@@ -3,16 +3,19 @@ not served, and the words for what is wrong."""
 
 import logging
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, TypeVar
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
     ValidationError,
     WithJsonSchema,
+    model_validator,
 )
 
 from pdserve.gateway.sampling import refuse
@@ -84,9 +87,67 @@ ToolDescription = Annotated[str, StringConstraints(max_length=1 << 16)]
 
 
 class StrictModel(BaseModel):
-    """Strict types: no "5" for 5, no true for 1, no NaN."""
+    """Strict types: no "5" for 5, no true for 1, no NaN. An integer may be written as 16.0."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        whole = {
+            name: _whole(given[name])
+            for name in _integer_fields(cls)
+            if _has_float(given.get(name))
+        }
+        return {**given, **whole} if whole else given
+
+
+@cache
+def _integer_fields(kind: type[BaseModel]) -> tuple[str, ...]:
+    """Names of fields that are an integer, or a list of some."""
+    return tuple(
+        field.alias or name
+        for name, field in kind.model_fields.items()
+        if _takes_integers(field.annotation)
+    )
+
+
+def _takes_integers(annotation: Any) -> bool:
+    return annotation is int or any(map(_takes_integers, get_args(annotation)))
+
+
+def _has_float(value: Any) -> bool:
+    return float in map(type, value) if isinstance(value, list) else type(value) is float
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+ModelName = Annotated[
+    str,
+    BeforeValidator(lambda name: "" if name is None else name),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
+]
+"""The name of a model; null and an empty one take the only model that is served."""
+
+
+def _unbounded(value: int | None) -> int | None:
+    return None if value == -1 else value
+
+
+def _described_limit(schema: dict[str, Any]) -> None:
+    schema["anyOf"].insert(1, {"const": -1})
+
+
+TokenLimit = Annotated[
+    int | None, AfterValidator(_unbounded), Field(json_schema_extra=_described_limit)
+]
+"""The most tokens of an answer; null and -1: what the context has room for."""
 
 
 M = TypeVar("M", bound=StrictModel)

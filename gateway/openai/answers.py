@@ -108,6 +108,7 @@ class ChatChoice(AnswerModel):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    stop_reason: str | int | None
     token_ids: list[int] | None = None
 
 
@@ -151,6 +152,7 @@ class ChunkChoice(AnswerModel):
     delta: MessageDelta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
 
@@ -178,6 +180,7 @@ class CompletionChoice(AnswerModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
@@ -219,12 +222,14 @@ class EmbeddingList(AnswerModel):
 
 
 class ModelObject(AnswerModel):
-    """A model that is served. Capabilities and default sampling are null until they are known."""
+    """A model that is served; `root` is its own name where `id` is an alias. Capabilities and
+    default sampling are null until they are known."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int
     capabilities: dict[str, bool | None]
     default_sampling_params: dict[str, float] | None

@@ -63,6 +63,7 @@ class ChatReply:
                     "message": self._message(answer.content),
                     "logprobs": answer.scores.pieces() if self._body.logprobs else None,
                     "finish_reason": self._finish(answer.finish),
+                    "stop_reason": answer.stop,
                 }
                 for answer in answers
             ]
@@ -120,6 +121,7 @@ class ChatReply:
                             yield {**head, "choices": [choice]} | after
                     if item.finish is not None:
                         ending = _choice(item.choice, {}, self._finish(item.finish))
+                        ending["stop_reason"] = item.stop_reason
                         yield {**head, "choices": [ending]} | after
 
     @staticmethod
@@ -147,7 +149,7 @@ class ChatReply:
             "content": text if text or not (calls or thought) else None,
             "refusal": None,
         }
-        if thought and self._body.include_reasoning is not False:
+        if thought and self._body.shows_reasoning:
             message["reasoning_content"] = thought
         if calls:
             message["tool_calls"] = [_call(call) for call in calls]
@@ -170,7 +172,7 @@ class ChatReply:
     def _pieces(self, content: Sequence[ContentPart]) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         text, thought = text_of(content), reasoning_of(content)
-        if thought and self._body.include_reasoning is not False:
+        if thought and self._body.shows_reasoning:
             deltas.append({"reasoning_content": thought})
         if text:
             deltas.append({"content": text})

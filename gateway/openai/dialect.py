@@ -49,7 +49,7 @@ from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.completions import CompletionReply
 from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
 from pdserve.gateway.openai.errors import error_object
-from pdserve.gateway.openai.models import model_object
+from pdserve.gateway.openai.models import model_object, model_objects
 from pdserve.gateway.openai.responses.routes import add_response_routes
 from pdserve.gateway.openai.tokens import detokenize, tokenize
 from pdserve.gateway.requests.caller import Caller
@@ -59,6 +59,7 @@ from pdserve.gateway.storage.response_store import ResponseStore
 
 END = "[DONE]"  # the data of a stream's last event
 DONE = f"data: {END}\n\n".encode()
+PING = b": ping\n\n"  # a comment, which clients skip
 STORED = ("/v1/files", "/v1/batches", "/v1/usage")
 
 
@@ -164,10 +165,7 @@ class OpenAiDialect:
         @app.get("/v1/models", **described(answer=ModelList))
         async def models() -> Response:
             """The models that are served."""
-            cards = await service.catalog.cards()
-            data = [
-                model_object(service, card) for card in sorted(cards, key=lambda card: card.name)
-            ]
+            data = model_objects(service, await service.catalog.cards())
             return JSONResponse({"object": "list", "data": data})
 
         @app.get("/v1/models/{name:path}", **described(answer=ModelObject))
@@ -186,7 +184,8 @@ class OpenAiDialect:
     def _answer(self, reply: ChatReply | CompletionReply, stream: bool | None) -> Response:
         if stream:
             direct = DirectWrite()
-            return EventStream(_events(reply.chunks(direct)), self, self._limits, direct)
+            events = _events(reply.chunks(direct))
+            return EventStream(events, self, self._limits, direct, lambda: PING)
         return Reply(reply.whole(), self)
 
 

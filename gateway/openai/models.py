@@ -1,5 +1,6 @@
 """/v1/models: the models of the fleet as OpenAI lists them, with further fields of their cards."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -31,12 +32,25 @@ def default_sampling(service: Service, card: ModelCard) -> dict[str, float] | No
     return {name: value for name, value in asdict(text.defaults).items() if value is not None}
 
 
+def model_objects(service: Service, cards: Sequence[ModelCard]) -> list[dict[str, Any]]:
+    """All models, and all aliases that name one."""
+    by_name = {card.name: card for card in sorted(cards, key=lambda card: card.name)}
+    objects = [model_object(service, card) for card in by_name.values()]
+    only = next(iter(by_name), "") if len(by_name) == 1 else ""
+    for alias, name in service.catalog.aliases.items():
+        card = by_name.get(name or only)
+        if card is not None and alias not in by_name:
+            objects.append({**model_object(service, card), "id": alias})
+    return objects
+
+
 def model_object(service: Service, card: ModelCard) -> dict[str, Any]:
     return {
         "id": card.name,
         "object": "model",
         "created": card.created,
         "owned_by": "pdserve",
+        "root": card.name,
         "max_model_len": card.context_len,
         "capabilities": capabilities(service, card),
         "default_sampling_params": default_sampling(service, card),

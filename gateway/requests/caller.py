@@ -3,12 +3,22 @@
 import hashlib
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any
 
 from pdserve.services.host.tenants.keys import EVERYBODY, Tenant
 from pdserve.services.host.tracing import NOWHERE, TraceContext
 
 MAX_SESSION = 128  # characters of what usage is counted under
+
+
+class Acceptance:
+    """When the prompt of a request was accepted, by time.monotonic; None: it is not yet."""
+
+    at: float | None = None
+
+    def note(self) -> None:
+        self.at = monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,7 @@ class Caller:
     header_id: str = ""
     received: float | None = None
     trace: TraceContext = NOWHERE
+    acceptance: Acceptance = field(default_factory=Acceptance, compare=False)
 
     def of_body(self, request_id: str, session_id: str | None, user: Any) -> "Caller":
         """The caller of a body, which has an id of its own: its session counts before that of the

@@ -18,6 +18,7 @@ class RequestedSampling:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repetition_penalty_field: str = "repetition_penalty"
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -51,6 +52,7 @@ class RequestedSampling:
         return {
             "max_tokens": self.max_tokens_field,
             "logprobs": self.logprobs_field,
+            "repetition_penalty": self.repetition_penalty_field,
             "grammar": structure,
             "thinking": self.thinking_budget_field,
         }.get(param, param)

@@ -50,7 +50,7 @@ def suggested_variables(effort: str | None, verbosity: str | None) -> dict[str, 
     if effort is not None:
         suggested["reasoning_effort"] = effort
         if effort == "none":
-            suggested["enable_thinking"] = False
+            suggested |= {"enable_thinking": False, "thinking": False}
     if verbosity is not None:
         suggested["verbosity"] = verbosity
     return suggested

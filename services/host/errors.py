@@ -4,6 +4,7 @@ The message of a ServiceError is public text. Internal detail goes to the log, n
 """
 
 import math
+import re
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
@@ -73,6 +74,22 @@ def _sent_bytes(character: str) -> int:
 
 def _rest(text: str) -> str:
     return f"... ({len(text)} characters)"
+
+
+# What `context_exceeded` says, and workers: the context, the prompt and the answer, in tokens.
+CONTEXT_EXCEEDED = re.compile(
+    r"maximum context length is (\d+) tokens\..* \((\d+) in the \w+, (\d+) in the completion"
+)
+
+
+def context_exceeded(context_len: int, prompt_len: int, max_tokens: int, what: str) -> str:
+    """What is said of a prompt and an answer that do not fit, in OpenAI's words: clients look for
+    them. `what`: what the client calls the prompt."""
+    return (
+        f"This model's maximum context length is {context_len} tokens. However, you requested "
+        f"{prompt_len + max_tokens} tokens ({prompt_len} in the {what}, {max_tokens} in the "
+        f"completion). Please reduce the length of the {what} or completion."
+    )
 
 
 def quoted(text: str) -> str:

@@ -17,7 +17,7 @@ from pdserve.protos import router_pb2 as rpc
 from pdserve.protos.router_pb2_grpc import RouterServicer
 from pdserve.services.host.auth.access import Access
 from pdserve.services.host.auth.roles import Role
-from pdserve.services.host.errors import ServiceError, abort
+from pdserve.services.host.errors import ServiceError, abort, context_exceeded
 from pdserve.services.host.rpc.backpressure import Backpressure, deliver
 from pdserve.services.host.rpc.channel import AUTHORIZATION
 from pdserve.services.host.rpc.fragments import IdsCollector
@@ -218,7 +218,7 @@ class RouterService(RouterServicer):
         num_tokens = len(request.prompt_ids)
         if model in cards and num_tokens > cards[model].context_len:
             most = cards[model].context_len
-            text = f"the model's context is {most} tokens; the prompt has {num_tokens}"
+            text = context_exceeded(most, num_tokens, request.params.max_tokens, "prompt")
             raise ServiceError(pb.CONTEXT_LENGTH_EXCEEDED, text, "prompt_ids")
         seed = request.seed if request.HasField("seed") else int.from_bytes(os.urandom(8))
         return pb.Start(

@@ -86,9 +86,15 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         pages: bool = False,
         root_path: str = "",
         fleet_metrics: bool = True,
+        strict_max_tokens: bool = False,
+        aliases: Sequence[str] = (),
+        any_model: bool = False,
         **guard: Any,
     ) -> ASGIApp:
-        service = make_service(router, limits, text_pool, rates, template_kwargs, parsers)
+        service = make_service(
+            router, limits, text_pool, rates, template_kwargs, parsers,
+            strict_max_tokens=strict_max_tokens, aliases=aliases, any_model=any_model,
+        )  # fmt: skip
         arrange(service)
         bodies = BodyReader(bounds)
         dialects = [

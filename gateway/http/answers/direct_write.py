@@ -1,6 +1,7 @@
 """A way past the tasks of a streamed answer, for an event that can go to its client at once."""
 
 from collections.abc import Callable
+from time import monotonic
 
 
 class DirectWrite:
@@ -8,6 +9,7 @@ class DirectWrite:
 
     def __init__(self) -> None:
         self._write: Callable[[bytes], bool] | None = None
+        self.last_write = 0.0  # a reading of time.monotonic
 
     def open(self, write: Callable[[bytes], bool] | None) -> None:
         """`write` sends a piece of the body at once, or does nothing and returns False."""
@@ -21,4 +23,7 @@ class DirectWrite:
 
         Only for whoever knows that all events before have been sent.
         """
-        return self._write is not None and self._write(event)
+        if self._write is None or not self._write(event):
+            return False
+        self.last_write = monotonic()
+        return True

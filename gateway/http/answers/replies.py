@@ -4,14 +4,19 @@ All watch the connection while they work: when the client leaves, the work is ca
 server ends the connection of one that takes nothing (serving/protocol.py), and bounds what is made
 and not taken of all answers together (held_answers.py).
 An error before the first byte is an ordinary error response; later it is the last event.
+The head of a stream is sent HEAD_S after its prompt is accepted, if no event has come before: what
+is refused sooner, by a router or a worker too, has its own status.
 """
 
 import asyncio
 import logging
+from asyncio import FIRST_COMPLETED
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
+from time import monotonic
 from typing import Any
 
 from pydantic_core import to_json
@@ -28,6 +33,8 @@ from pdserve.services.host.rpc.backpressure import Backpressure, SlowReaderError
 log = logging.getLogger("pdserve.gateway.http")
 
 NO_ROOM = "other answers needed the room"
+HEAD_S = 0.25
+SILENCE_S = 10.0  # after which a stream says that it goes on
 STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -67,7 +74,7 @@ class Reply(Response):
         working = asyncio.ensure_future(self._work)
         watching = asyncio.create_task(_left(receive))
         try:
-            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((working, watching), return_when=FIRST_COMPLETED)
             if not working.done():
                 return
             try:
@@ -101,7 +108,7 @@ async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
         held.hold(answer, pieces.num_bytes)
         sending = asyncio.create_task(_send_json(pieces, send))
         try:
-            await asyncio.wait((sending, answer.given_up), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, answer.given_up), return_when=FIRST_COMPLETED)
             if sending.done():
                 sending.result()
                 return
@@ -139,7 +146,7 @@ class PieceStream(Response):
         sending = asyncio.create_task(self._send(send))
         watching = asyncio.create_task(_left(receive))
         try:
-            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, watching), return_when=FIRST_COMPLETED)
             if sending.done():
                 sending.result()
                 return
@@ -166,7 +173,8 @@ class EventStream(Response):
     progress; beyond either the generator is closed, which cancels its requests. Long events are
     bounded as whole answers are: several may come at once, which no client can take in time.
     `direct` is open from the first event until the client lags: whoever makes the events may write
-    the next one by it instead of yielding it.
+    the next one by it instead of yielding it. `ping` makes an event for a client that has got
+    nothing for SILENCE_S.
     """
 
     def __init__(
@@ -175,12 +183,17 @@ class EventStream(Response):
         errors: ErrorShape,
         limits: HttpLimits,
         direct: DirectWrite | None = None,
+        ping: Callable[[], Event] | None = None,
     ) -> None:
         self._events = events
         self._direct = direct or DirectWrite()
+        self._ping = ping
         self._errors = errors
         self._backpressure = Backpressure(limits.max_buffer_bytes, limits.stall_s)
+        self._begun = False  # the head is sent
         self._complete = False  # the whole response is sent
+        self._num_writing = 0
+        self._last_event = 0.0  # when one was made, or the head was sent; by time.monotonic
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -191,7 +204,12 @@ class EventStream(Response):
             watching = asyncio.create_task(_left(receive))
             ends = (sending, watching, answer.given_up)
             try:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                wait_s = HEAD_S
+                while True:
+                    done, _ = await asyncio.wait(ends, timeout=wait_s, return_when=FIRST_COMPLETED)
+                    if done:
+                        break
+                    wait_s = await self._keep_alive(scope, send)
                 if sending.done():
                     sending.result()
                 elif answer.given_up.done():
@@ -203,19 +221,47 @@ class EventStream(Response):
                 if not self._complete:
                     await _drop_connection(scope)
 
-    async def _send(self, scope: Scope, receive: Receive, send: Send, long: "_LongEvents") -> None:
-        begun = False
+    async def _keep_alive(self, scope: Scope, send: Send) -> float:
+        """Send the head, or a ping, if it is time for it. Returns the seconds until the next look.
 
-        async def begin() -> None:
-            nonlocal begun
-            if not begun:
-                begun = True
-                await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+        Another task writes events; it waits for the next one meanwhile, or for the client, which
+        needs no ping then.
+        """
+        if not self._begun:
+            caller = scope.get("state", {}).get("caller")
+            accepted = caller.acceptance.at if caller else None
+            waited_s = 0.0 if accepted is None else monotonic() - accepted
+            if waited_s < HEAD_S:
+                return HEAD_S - waited_s
+            await self._begin(send)
+            return SILENCE_S
+        last = max(self._last_event, self._direct.last_write)
+        silent_s = monotonic() - last
+        if silent_s < SILENCE_S:
+            return SILENCE_S - silent_s
+        keeps_up = scope.get("extensions", {}).get(KEEPS_UP, lambda: True)
+        if self._ping is not None and not self._num_writing and keeps_up():
+            self._last_event = monotonic()
+            event = self._ping()
+            await self._write(send, event if isinstance(event, bytes) else event.text())
+        return SILENCE_S
 
-        async def write(data: bytes, more: bool = True) -> None:
-            await begin()
+    async def _begin(self, send: Send) -> None:
+        if not self._begun:
+            self._begun = True
+            self._last_event = monotonic()
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+
+    async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
+        self._num_writing += 1
+        try:
+            await self._begin(send)
             await send({"type": "http.response.body", "body": data, "more_body": more})
+        finally:
+            self._num_writing -= 1
 
+    async def _send(self, scope: Scope, receive: Receive, send: Send, long: "_LongEvents") -> None:
+        begin, write = partial(self._begin, send), partial(self._write, send)
         try:
             async with aclosing(self._with_error_event(scope, long)) as events:
                 try:
@@ -235,7 +281,9 @@ class EventStream(Response):
             await write(b"", more=False)
         except SlowReaderError:
             raise
-        except Exception as error:
+        except Exception as error:  # before the first event
+            if self._begun:
+                raise
             await error_response(self._errors, _public(error, scope))(scope, receive, send)
         self._complete = True
 
@@ -263,16 +311,18 @@ class EventStream(Response):
     async def _with_error_event(
         self, scope: Scope, long: "_LongEvents"
     ) -> AsyncGenerator[Event, None]:
-        """The events. An error after the first is the last event; one before it is raised."""
+        """The events. An error after the first, or after the head, is the last event; one before is
+        raised."""
         begun = False
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
                     begun = True
+                    self._last_event = monotonic()
                     long.made(event)
                     yield event
         except Exception as error:
-            if not begun:
+            if not (begun or self._begun):
                 raise
             last = self._errors.error_event(_public(error, scope))
             long.made(last)

@@ -47,9 +47,6 @@ B = TypeVar("B", bound=Body)
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
     """Raises ServiceError INVALID_ARGUMENT naming the first wrong field as OpenAI writes it."""
     check_num_fields(body)
-    model = kind.model_fields.get("model")
-    if model is not None and model.is_required() and body.get("model") in (None, ""):
-        raise refuse("model", "you must provide a model parameter")
     asked = body if kind.generates else {k: v for k, v in body.items() if k in OF_PROMPTS}
     if refused := refused_field(asked, kind.model_fields):
         raise refuse(*refused)

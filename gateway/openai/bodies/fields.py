@@ -45,19 +45,33 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             "audio_data", "return_logprob",
             # llama.cpp
             "grammar_lazy", "lora", "id_slot", "input_prefix", "input_extra",
-            "samplers", "dry_sequence_breakers", "response_fields", "return_progress",
+            "response_fields", "return_progress",
             "post_sampling_probs", "return_tokens", "multimodal_data", "n_discard",
             # text-generation-inference, Mistral, Hugging Face, text-generation-webui
             "adapter_id", "decoder_input_details", "watermark", "details", "parameters", "inputs",
-            "safe_prompt", "bad_words_ids", "penalty_alpha", "guidance_scale", "early_stopping",
+            "safe_prompt", "bad_words_ids", "early_stopping",
             "banned_tokens", "banned_strings",
             # Ollama
-            "options", "format", "images", "raw", "think", "system",
-            # Of thinking: GLM, DeepSeek, Qwen, llama.cpp, OpenRouter
-            "thinking", "enable_thinking", "reasoning", "reasoning_format",
+            "options", "format", "images", "raw", "system",
+            # Other servers' names, below
+            "stop_words", "stop_token", "stop_sequences",
         ),
         NOTHING,
     ),
+    # Of thinking, and of what false or an empty value asks for something.
+    **dict.fromkeys(
+        ("enable_thinking", "think", "thinking", "reasoning", "samplers"),
+        (None,),
+    ),
+    "reasoning_format": (None, "", "auto", "deepseek"),
+    **dict.fromkeys(
+        ("n_predict", "num_predict", "max_new_tokens", "max_output_tokens", "max_length"),
+        (None, -1),
+    ),
+    "min_new_tokens": (None, 0),
+    "n_cmpl": (None, 1),
+    "penalty_alpha": (None, 0.0),
+    "guidance_scale": (None, 1.0),
     "best_of": (None, 1),
     "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none", "auto"),
@@ -72,8 +86,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (None, 0),
     "min_length": (None, 0),
     "truncation_side": (None, "left"),
-    "repeat_last_n": (None, -1),
-    "repeat_penalty": (None, 1.0),
     "typical_p": (None, 1.0),
     "tfs_z": (None, 1.0),
     "epsilon_cutoff": (None, 0.0),
@@ -112,7 +124,6 @@ OTHER_NAMES: dict[str, str] = {
     "stop_token": "stop",
     "prompt_truncate_len": "truncate_prompt_tokens",
     "min_new_tokens": "min_tokens",
-    "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
     "truncate": "truncate_prompt_tokens",
     "n_probs": "logprobs",
@@ -135,6 +146,7 @@ IGNORED: frozenset[str] = frozenset(
         # llama.cpp
         "cache_prompt", "timings_per_token", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
         "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+        "dry_sequence_breakers",
         # Ollama
         "keep_alive",
     )

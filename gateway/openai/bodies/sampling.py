@@ -1,11 +1,12 @@
 """The fields that chat and plain completions share; their bounds are in gateway/sampling.py."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES
+from pdserve.gateway.http.validation import ModelName, TokenLimit
 from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import Body, OwnedBody
 from pdserve.gateway.openai.bodies.structure import StructureFields
@@ -17,6 +18,7 @@ _SAME_NAMES = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "ignore_eos", "min_tokens", "n", "seed", "skip_special_tokens",
 )  # fmt: skip
+_PENALTIES = ("presence_penalty", "frequency_penalty")
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids")
 # One bound under the names that servers have for it: vLLM, Qwen and SGLang, llama.cpp.
 _THINKING = ("thinking_token_budget", "thinking_budget", "reasoning_budget")
@@ -54,7 +56,7 @@ class Sampling(StructureFields, OwnedBody):
 
     model_config = ConfigDict(json_schema_extra=described.completion)
     generates = True
-    model: str = Field(json_schema_extra={"minLength": 1})
+    model: ModelName = ""
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -63,6 +65,8 @@ class Sampling(StructureFields, OwnedBody):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None  # the same, as llama.cpp calls it
+    repeat_last_n: Literal[-1, 0] | None = None  # tokens that penalties look at: all, or none
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, _few("logit_bias")] = None
@@ -81,7 +85,7 @@ class Sampling(StructureFields, OwnedBody):
     reasoning_budget: int | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    max_tokens: int | None = None
+    max_tokens: TokenLimit = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
@@ -106,6 +110,13 @@ class Sampling(StructureFields, OwnedBody):
         if self.prompt_logprobs is not None and self.stream:
             raise refuse("prompt_logprobs", "prompt_logprobs cannot be streamed")
         given = {name: getattr(self, name) for name in _SAME_NAMES}
+        if self.repeat_penalty is not None:
+            if self.repetition_penalty not in (None, self.repeat_penalty):
+                raise refuse("repeat_penalty", "give either repetition_penalty or repeat_penalty")
+            given["repetition_penalty"] = self.repeat_penalty
+            given["repetition_penalty_field"] = "repeat_penalty"
+        if self.repeat_last_n == 0:
+            given |= {**dict.fromkeys(_PENALTIES, 0.0), "repetition_penalty": 1.0}
         return {
             **{name: value for name, value in given.items() if value is not None},
             **{name: tuple(getattr(self, name) or ()) for name in _LISTS},
@@ -117,12 +128,18 @@ class Sampling(StructureFields, OwnedBody):
 
     def _thinking(self) -> dict[str, Any]:
         """The bound of thinking, of which -1 says that there is none."""
-        given = [name for name in _THINKING if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise refuse(given[1], f"give either {given[0]} or {given[1]}")
-        if not given or getattr(self, given[0]) == -1:
+        given = self._bounds_of_thinking()
+        names = list(given)
+        if len(names) > 1:
+            raise refuse(names[1], f"give either {names[0]} or {names[1]}")
+        if not names or given[names[0]] == -1:
             return {}
-        return {"thinking_budget": getattr(self, given[0]), "thinking_budget_field": given[0]}
+        return {"thinking_budget": given[names[0]], "thinking_budget_field": names[0]}
+
+    def _bounds_of_thinking(self) -> dict[str, int]:
+        """Those that are given, by their field."""
+        given = {name: getattr(self, name) for name in _THINKING}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

@@ -1,15 +1,16 @@
 """Request bodies of the OpenAI API: strict types here, bounds in gateway/sampling.py."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field, WithJsonSchema
 
-from pdserve.gateway.http.validation import MAX_TOOLS
+from pdserve.gateway.http.validation import MAX_TOOLS, ModelName, TokenLimit
 from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
 from pdserve.gateway.openai.bodies.structure import StructureFields
+from pdserve.gateway.openai.bodies.thinking import ReasoningConfig, Thinking, ThinkingFields
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
 from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
@@ -20,7 +21,6 @@ from pdserve.gateway.text.messages import (
     ROLES,
     VERBOSITIES,
     TemplateInput,
-    suggested_variables,
 )
 
 MAX_MESSAGES = 4096
@@ -78,7 +78,7 @@ class Message(Body):
     tool_calls: list[Any] | None = Field(None, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
     function_call: None = None  # not served
-    prefix: Literal[False] | None = None  # not served: continue_final_message is
+    prefix: bool | None = None  # of the last one: the answer goes on with it (Mistral, DeepSeek)
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates expect it."""
@@ -89,7 +89,7 @@ class Message(Body):
         return {"role": self.role, "content": self.content, **given}
 
 
-class ConversationBody(Body):
+class ConversationBody(ThinkingFields, Body):
     """Messages, and how the chat template is filled with them."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -102,6 +102,7 @@ class ConversationBody(Body):
         AfterValidator(_scalars),
     ] = None
     reasoning_effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
+    reasoning: ReasoningConfig | None = None
     verbosity: Literal[*VERBOSITIES] | None = None  # type: ignore[valid-type]
     tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
 
@@ -111,15 +112,33 @@ class ConversationBody(Body):
             text = "add_special_tokens: the chat template writes every special token of a chat"
             raise refuse("add_special_tokens", text)
         opens = self.add_generation_prompt
-        continues = bool(self.continue_final_message)
+        *before, last = self.messages
+        for index, message in enumerate(before):
+            if message.prefix:
+                where = f"messages[{index}].prefix"
+                raise refuse(where, f"{where}: only the last message can be continued")
+        continues = bool(self.continue_final_message or last.prefix)
+        variables = self.thinking_variables()
+        if self.verbosity is not None:
+            variables["verbosity"] = self.verbosity
         with client_errors():
             return TemplateInput(
                 [message.as_template() for message in self.messages],
                 add_generation_prompt=not continues if opens is None else opens,
                 continue_final_message=continues,
                 variables=self.chat_template_kwargs or {},
-                suggested=suggested_variables(self.reasoning_effort, self.verbosity),
+                suggested=variables,
             )
+
+    def _thinking_fields(self) -> Iterator[Thinking]:
+        yield from super()._thinking_fields()
+        if self.reasoning_effort is not None:
+            yield Thinking("reasoning_effort", effort=self.reasoning_effort)
+        if (asked := self.reasoning) is not None:
+            enabled = asked.enabled
+            if enabled is None and asked.max_tokens is not None:
+                enabled = True
+            yield Thinking("reasoning", enabled, asked.effort, asked.max_tokens)
 
 
 class ChatBody(ConversationBody, Sampling):
@@ -127,11 +146,20 @@ class ChatBody(ConversationBody, Sampling):
 
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: TokenLimit = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None  # false: what the model thinks is left out
     separate_reasoning: bool | None = None  # false: it is part of the content
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """Whether the answer has what the model thinks."""
+        excluded = self.reasoning is not None and self.reasoning.exclude
+        return self.include_reasoning is not False and not excluded
+
+    def _bounds_of_thinking(self) -> dict[str, int]:
+        return super()._bounds_of_thinking() | self.thinking_bounds()
 
     def tool_use(self) -> ToolUse | None:
         """Raises ServiceError for a wrong tool_choice."""
@@ -163,7 +191,7 @@ class CompletionBody(Sampling):
     prompt_token_ids: Annotated[
         Any, AfterValidator(_ids), WithJsonSchema(described.ids(MAX_PROMPTS))
     ] = None
-    max_tokens: int | None = 16  # OpenAI's default and vLLM's; null: what is left of the context
+    max_tokens: TokenLimit = 16  # OpenAI's default and vLLM's; null: what is left of the context
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -209,7 +237,7 @@ class CompletionBody(Sampling):
 class TokenizeBody(Body):
     """Body of /tokenize for a prompt."""
 
-    model: str = ""
+    model: ModelName = ""
     prompt: str
     add_special_tokens: bool = True
     return_token_strs: bool = False
@@ -219,7 +247,7 @@ class TokenizeChatBody(StructureFields, ConversationBody):
     """Body of /tokenize for messages: of a chat what decides on its prompt, and which tools of MCP
     servers are in it."""
 
-    model: str = ""
+    model: ModelName = ""
     tool_choice: Any = None
     prompt_logprobs: int | None = None
     return_token_strs: bool = False
@@ -245,6 +273,6 @@ def parse_tokenize(body: Mapping[str, Any]) -> TokenizeBody | TokenizeChatBody:
 class DetokenizeBody(Body):
     """Body of /detokenize."""
 
-    model: str = ""
+    model: ModelName = ""
     tokens: Annotated[list[int], FailFast()]
     skip_special_tokens: bool = False

@@ -5,7 +5,7 @@ only OpenAI's json_schema without `strict` is best effort, as there: they bind n
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
@@ -194,6 +194,8 @@ class StructureFields(Body):
     json_schema: Schema = None
     grammar: str | None = None
     structural_tag: Tag = None
+    constraint: str | None = None  # vLLM.rs: of the kind that constraint_type says
+    constraint_type: Literal["regex", "lark", "json_schema", "json"] | None = None
 
     def structure(self) -> Structure | None:
         """The one that is asked for. Raises ServiceError for more than one."""
@@ -212,3 +214,14 @@ class StructureFields(Body):
             yield from self.structured_outputs.structures("structured_outputs")
         given = {name: getattr(self, name) for name in _KINDS}
         yield from _of_fields(_KINDS, given, "", whitespace=True)
+        if self.constraint:
+            yield self._constraint(self.constraint)
+
+    def _constraint(self, text: str) -> Structure:
+        kind = self.constraint_type or "regex"
+        if kind == "regex" or kind == "lark":
+            return Structure(kind, text, "constraint")
+        try:
+            return Structure("json_schema", _parsed(text), "constraint")
+        except ValueError as error:
+            raise refuse("constraint", f"constraint: {error}") from None

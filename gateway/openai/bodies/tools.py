@@ -33,9 +33,15 @@ class ToolBody(Body):
         )
 
 
+# Of a choice that is an object, as Anthropic writes it.
+_MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
+
+
 def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> ToolUse | None:
     """What `tools`, `tool_choice` and `parallel_tool_calls` ask for. Raises ServiceError."""
     tools = [body.tool() for body in bodies]
+    if isinstance(choice, dict) and choice.get("type") in _MODES:
+        choice = _MODES[choice["type"]]
     names = [tool.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:

@@ -31,6 +31,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         NOTHING,
     ),
     "truncation": (None, "disabled"),
+    "repeat_penalty": (None, 1.0),
+    "repeat_last_n": (None, -1),
     "n": (None, 1),
     "skip_special_tokens": (None, True),
 }

@@ -13,7 +13,7 @@ from pdserve.gateway.completion import HeldLogprobs
 from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Event as SentEvent
-from pdserve.gateway.http.dialect import HttpError, json_event
+from pdserve.gateway.http.dialect import HttpError, sent_event
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.openai.responses.items import Item
 from pdserve.gateway.openai.responses.output import Event, ResponseOutput
@@ -25,6 +25,8 @@ from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore
 from pdserve.services.host.errors import ServiceError
 
+CONTEXT_CODE = "context_length_exceeded"
+IN_PROGRESS = "response.in_progress"
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 Object = dict[str, Any]
 
@@ -92,9 +94,8 @@ class ResponseReply:
             async with aclosing(self._service.completions.stream(completion)) as items:
                 async for item in items:
                     if not self._num_events:
-                        opening = object_json(self._object("in_progress"))
-                        yield self._numbered({"type": "response.created", "response": opening})
-                        yield self._numbered({"type": "response.in_progress", "response": opening})
+                        for event in self._opening():
+                            yield event
                     if isinstance(item, Usage):
                         usage = item
                         continue
@@ -111,14 +112,30 @@ class ResponseReply:
     def error_object(self, error: HttpError) -> Object:
         return error_object(error)
 
+    def ping(self) -> SentEvent:
+        """Events that say that the response goes on: clients count no others as a sign of life."""
+        if not self._num_events:
+            return _framed(*self._opening())
+        going_on = object_json(self._object("in_progress"))
+        return _framed(self._numbered({"type": IN_PROGRESS, "response": going_on}))
+
+    def _opening(self) -> list[Event]:
+        """The first two events."""
+        response = object_json(self._object("in_progress"))
+        kinds = ("response.created", IN_PROGRESS)
+        return [self._numbered({"type": kind, "response": response}) for kind in kinds]
+
     def error_event(self, error: HttpError) -> SentEvent:
         if error.status == 429:
             code = "rate_limit_exceeded"
+        elif error.code == CONTEXT_CODE:
+            code = CONTEXT_CODE
         else:
             code = "invalid_prompt" if error.status < 500 else "server_error"
         response = self._object("failed", error={"code": code, "message": error.message})
         failed = {"type": "response.failed", "response": object_json(response)}
-        return _framed(self._numbered(failed))
+        opening = [] if self._num_events else self._opening()
+        return _framed(*opening, self._numbered(failed))
 
     def _learn(self, completion: PreparedCompletion) -> None:
         """What the answer says of the model and of the sampling that it got."""
@@ -206,5 +223,8 @@ class ResponseReply:
         }
 
 
-def _framed(event: Event) -> SentEvent:
-    return json_event(b"event: %b\ndata: " % event["type"].encode(), object_json(event))
+def _framed(*events: Event) -> SentEvent:
+    pieces = JsonPieces()
+    for event in events:
+        pieces += (b"event: %b\ndata: " % event["type"].encode(), *object_json(event), b"\n\n")
+    return sent_event(pieces)

@@ -69,7 +69,7 @@ def add_response_routes(
         body = await bodies.read(request, parse_responses)
         reply = ResponseReply(service, body, caller_of(request), bodies, store)
         if body.stream:
-            return EventStream(reply.framed(), reply, limits)
+            return EventStream(reply.framed(), reply, limits, ping=reply.ping)
         return Reply(reply.whole(), errors)
 
     @app.post("/v1/responses/input_tokens", **described(InputTokensBody, answer=InputTokens))

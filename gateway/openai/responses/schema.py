@@ -7,11 +7,14 @@ from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
+    ModelName,
     Priority,
     StrictModel,
     TextOrObjects,
+    TokenLimit,
     parse_body,
 )
+from pdserve.gateway.openai.bodies.thinking import ThinkingFields
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.requests.caller import MAX_SESSION
 from pdserve.gateway.requests.sampling import RequestedSampling
@@ -58,10 +61,10 @@ class ReasoningConfig(StrictModel):
     summary: Literal["auto"] | None = None  # the whole reasoning is shown, so there is none
 
 
-class InputTokensBody(StrictModel):
+class InputTokensBody(ThinkingFields):
     """Body of /v1/responses/input_tokens, and what /v1/responses shares with it."""
 
-    model: str = Field(min_length=1)
+    model: ModelName = ""
     input: TextOrObjects
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -77,7 +80,8 @@ class InputTokensBody(StrictModel):
 
     def template_variables(self) -> dict[str, Any]:
         """Variables of a template."""
-        return suggested_variables(self.effort, self.text.verbosity if self.text else None)
+        told = suggested_variables(self.effort, self.text.verbosity if self.text else None)
+        return self.thinking_variables() | told
 
     def structure(self) -> Structure | None:
         """Raises ServiceError for a schema that is missing."""
@@ -101,7 +105,7 @@ class ResponsesBody(InputTokensBody):
     stream: bool | None = None
     store: bool | None = None
     include: list[Literal[*INCLUDABLE]] | None = None  # type: ignore[valid-type]
-    max_output_tokens: int | None = None
+    max_output_tokens: TokenLimit = None
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
@@ -122,6 +126,7 @@ class ResponsesBody(InputTokensBody):
         """Raises ServiceError for fields that contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", f"top_logprobs needs include: ['{LOGPROBS}']")
+        ((field, budget),) = self.thinking_bounds().items() or (("", None),)
         return RequestedSampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -130,6 +135,8 @@ class ResponsesBody(InputTokensBody):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             logprobs_field="top_logprobs",
             structure=self.structure(),
+            thinking_budget=budget,
+            thinking_budget_field=field,
         )
 
 

@@ -2,11 +2,16 @@
 
 import json
 import logging
+import re
 from itertools import product
+from typing import Any
 
 import pytest
-from fakes.router import FakeRouter, saying, served
+from fakes.router import FakeRouter, failed, saying, served
 from oracles.http_errors import CHAT, HI, JSON, PLAIN, check
+
+from pdserve.protos import common_pb2 as pb
+from pdserve.services.host.errors import context_exceeded
 
 pytestmark = pytest.mark.anyio
 
@@ -17,7 +22,7 @@ WRONG_VALUES = [
     ("temperature", "1"),
     ("temperature", True),
     ("temperature", []),
-    ("top_p", 0),
+    ("top_p", -0.1),
     ("top_p", 1.5),
     ("top_k", -2),
     ("top_k", 1.5),
@@ -33,7 +38,7 @@ WRONG_VALUES = [
     ("n", 129),
     ("n", "2"),
     ("n", True),
-    ("n", 1.0),
+    ("n", 1.5),
     ("seed", 2**63),
     ("seed", -(2**63) - 1),
     ("seed", "a"),
@@ -227,17 +232,25 @@ async def test_a_long_model_name_is_cut(make_http, caplog):
     assert max(map(len, caplog.messages)) < 1000
 
 
-async def test_a_model_must_be_named(make_http, subtests):
-    router = FakeRouter(saying("x"))
-    client = make_http(router)
-    unnamed = {}, {"model": ""}, {"model": None}, {"model": "", "n": 0}
-    for url, body in product((CHAT, PLAIN), unnamed):
-        with subtests.test(url=url, body=body):
-            router.starts.clear()
-            asked = {"messages": HI} if url == CHAT else {"prompt": "a"}
-            error = check(await client.post(url, json=asked | body), 400, "model")
-            assert error["message"] == "you must provide a model parameter"
-            assert router.starts == []
+async def test_a_request_without_a_model_takes_the_one_that_is_served(make_http, subtests):
+    two = FakeRouter(saying("x"), [served(name)[0] for name in ("one", "two")])
+    client, of_two = make_http(saying("x")), make_http(two)
+    unnamed: tuple[dict[str, str | None], ...] = {}, {"model": ""}, {"model": None}
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": HI},
+        PLAIN: {"prompt": "a"},
+        "/v1/responses": {"input": "a"},
+        "/v1/messages": {"messages": HI, "max_tokens": 5},
+    }
+    for (url, body), more in product(bodies.items(), unnamed):
+        with subtests.test(url=url, more=more):
+            reply = await client.post(url, json=body | more)
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["model"] == "tiny"
+            refused = await of_two.post(url, json=body | more)
+            assert refused.status_code == 400
+            assert "one, two" in refused.json()["error"]["message"]
+    assert two.starts == []
 
 
 @pytest.mark.parametrize(
@@ -285,13 +298,17 @@ async def test_a_model_without_template_still_completes(make_http):
 
 TOO_LONG = [
     (CHAT, {"messages": [{"role": "user", "content": "a b " * 400}]}, "messages"),
-    (CHAT, {"messages": HI, "max_tokens": 512}, "max_tokens"),
-    (CHAT, {"messages": HI, "max_completion_tokens": 512}, "max_completion_tokens"),
-    (CHAT, {"messages": HI, "max_tokens": 10**400}, "max_tokens"),
     (CHAT, {"messages": [{"role": "user", "content": " " * 40_000}]}, "messages"),
     (PLAIN, {"prompt": "a b " * 400}, "prompt"),
     (PLAIN, {"prompt": [1] * 512}, "prompt"),
-    (PLAIN, {"prompt": [1] * 500, "max_tokens": 13}, "max_tokens"),
+]
+BEYOND: list[tuple[str, dict[str, Any], str, str]] = [
+    (CHAT, {"messages": HI, "max_tokens": 512}, "max_tokens", "messages"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 32_000}, "max_completion_tokens", "messages"),
+    (CHAT, {"messages": HI, "max_tokens": 10**400}, "max_tokens", "messages"),
+    (PLAIN, {"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", "prompt"),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 600}, "max_output_tokens", "input"),
+    ("/v1/messages", {"messages": HI, "max_tokens": 65_535}, "max_tokens", "messages"),
 ]
 
 
@@ -302,8 +319,82 @@ async def test_too_long_for_the_context(make_http, subtests):
         with subtests.test(url=url, body=body):
             router.starts.clear()
             reply = await client.post(url, json={"model": "tiny", **body})
-            check(reply, 400, param, "context_length_exceeded")
+            error = check(reply, 400, param, "context_length_exceeded")
+            words = "This model's maximum context length is 512 tokens. However, you requested "
+            assert error["message"].startswith(words)
+            assert re.search(rf" \d+ tokens \(\d+ in the {param}, \d+ in the", error["message"])
             assert router.starts == []
+
+
+async def test_max_tokens_is_a_bound(make_http, subtests):
+    """The answer has what the context leaves; a gateway may refuse it instead."""
+    router = FakeRouter(saying("never ending " * 200))
+    client, strict = make_http(router), make_http(router, strict_max_tokens=True)
+    for url, body, param, prompt in BEYOND:
+        with subtests.test(url=url, param=param):
+            router.starts.clear()
+            reply = await client.post(url, json={"model": "tiny", **body})
+            assert reply.status_code == 200, reply.text
+            answer, (start,) = reply.json(), router.starts
+            usage = answer["usage"]
+            left = 512 - len(start.prompt_ids)
+            assert usage.get("completion_tokens", usage.get("output_tokens")) == left
+            ended = (
+                answer["choices"][0]["finish_reason"] if "choices" in answer
+                else answer.get("stop_reason") or answer["incomplete_details"]["reason"]
+            )  # fmt: skip
+            assert ended in ("length", "max_tokens", "max_output_tokens")
+            refused = await strict.post(url, json={"model": "tiny", **body})
+            assert refused.status_code == 400
+            message = refused.json()["error"]["message"]
+            if url == "/v1/messages":
+                numbers = f"{512 - left} + 65535 > 512"
+                assert f"input length and `max_tokens` exceed context limit: {numbers}" in message
+            else:
+                check(refused, 400, param, "context_length_exceeded")
+                assert f"({512 - left} in the {prompt}, " in message
+
+
+async def test_an_endless_answer_is_asked_for_by_minus_one(make_http):
+    router = FakeRouter(saying("hello"))
+    client = make_http(router)
+    for url, body, names in (
+        (CHAT, {"messages": HI}, ("max_tokens", "max_completion_tokens", "n_predict")),
+        (PLAIN, {"prompt": "a", "max_tokens": None}, ("max_tokens", "n_predict", "num_predict")),
+        ("/v1/responses", {"input": "a"}, ("max_output_tokens",)),
+    ):
+        for name in names:
+            reply = await client.post(url, json={"model": "tiny", **body, name: -1})
+            assert reply.status_code == 200, reply.text
+            assert router.starts[-1].params.max_tokens == 0
+
+
+async def test_overflow_in_the_words_of_anthropic(make_http):
+    client = make_http(saying("x"))
+    for text in ("a b " * 400, " " * 40_000):
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 5}
+        error = (await client.post("/v1/messages", json=body)).json()["error"]
+        assert error["type"] == "invalid_request_error"
+        found = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", error["message"])
+        assert found is not None, error
+        assert int(found[1]) > int(found[2]) == 511
+
+
+async def test_a_workers_refusal_has_the_same_words(make_http):
+    """Of an error that a worker or router makes, as it travels."""
+
+    async def play(router: FakeRouter, start: pb.Start) -> Any:
+        text = context_exceeded(512, 500, 40, "prompt")
+        yield failed(start, pb.CONTEXT_LENGTH_EXCEEDED, text)
+
+    client = make_http(play)
+    for stream in (False, True):
+        body = {"messages": HI, "max_tokens": 40, "stream": stream}
+        error = check(await client.post(CHAT, json=body), 400, code="context_length_exceeded")
+        assert "maximum context length is 512 tokens" in error["message"]
+        reply = await client.post("/v1/messages", json=body)
+        assert reply.status_code == 400
+        assert "exceed context limit: 500 + 40 > 512, decrease" in reply.json()["error"]["message"]
 
 
 async def test_the_whole_context_can_be_used(make_http):

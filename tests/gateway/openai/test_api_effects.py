@@ -40,7 +40,7 @@ WITHOUT: dict[tuple[str, str], str] = {
         (RESPONSES, name): SHOWN
         for name in ("metadata", "safety_identifier", "prompt_cache_key")
     },
-    (RESPONSES, "reasoning.summary"): ONE,
+    **{(path, "reasoning.summary"): ONE for path in (CHAT, RESPONSES)},
     (MESSAGES, "thinking.display"): ONE,
     **{(MESSAGES, name): WHOSE for name in ("metadata", "metadata.user_id")},
     **{
@@ -152,6 +152,9 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text.format": ({"text": {"format": ENUM}}, {"text": {"format": {**ENUM, "schema": INTEGER}}}),
     "text.verbosity": ({"text": {"verbosity": "low"}}, {"text": {"verbosity": "high"}}),
     "reasoning.effort": ({"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "high"}}),
+    "reasoning.enabled": tuple({"reasoning": {"enabled": on}} for on in (True, False)),
+    "reasoning.max_tokens": tuple({"reasoning": {"max_tokens": n}} for n in (2, 3)),
+    "reasoning.exclude": tuple({"reasoning": {"exclude": out}} for out in (True, False)),
     "thinking.type": ({"thinking": {"type": "adaptive"}}, {"thinking": {"type": "disabled"}}),
     "thinking.budget_tokens": tuple(
         {"thinking": {"type": "enabled", "budget_tokens": n}} for n in (2, 3)

@@ -124,8 +124,6 @@ async def test_the_context_may_be_all_prompt(make_http):
 
 
 REFUSED = [
-    ({"model": None}, "model", "must provide a model"),
-    ({"model": ""}, "model", "must provide a model"),
     ({"input": None}, "input", "must be a string, a list"),
     ({"input": []}, "input", "must be a string, a list"),
     ({"input": [[]]}, "input", "must be a string, a list"),

@@ -210,7 +210,7 @@ REFUSED = [
     ("/rerank", {"rank_fields": ["a"]}, "rank_fields", "should be None"),
     ("/rerank", {"use_activation": False}, "use_activation", "should be True"),
     ("/rerank", {"messages": [{}]}, "messages", "not a field"),
-    ("/rerank", {"documents": ["hello " * 600]}, "documents", "context is 512"),
+    ("/rerank", {"documents": ["hello " * 600]}, "documents", "context length is 512"),
     ("/rerank", {"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "-1, or from"),
     ("/rerank", {"truncate_prompt_tokens": 600}, "truncate_prompt_tokens", "to 511"),
     ("/score", {"text_2": None}, "text_2", "give text_1 and text_2, or"),

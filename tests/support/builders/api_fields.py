@@ -6,6 +6,7 @@ from typing import Any
 from oracles.http_errors import CHAT, HI, PLAIN
 
 from pdserve.gateway.openai.bodies.structure import StructureFields
+from pdserve.gateway.openai.bodies.thinking import ThinkingFields
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 INPUT_TOKENS = f"{RESPONSES}/input_tokens"
@@ -43,6 +44,12 @@ GIVEN: dict[str, dict[str, Any]] = {
     "json_schema": {"json_schema": SCHEMA},
     "grammar": {"grammar": 'root ::= "a"'},
     "structural_tag": {"structural_tag": {"structures": [TAG], "triggers": ["<"]}},
+    "constraint": {"constraint": "a", "constraint_type": "regex"},
+    "constraint_type": {"constraint": "true", "constraint_type": "json_schema"},
+    "enable_thinking": {"enable_thinking": False},
+    "think": {"think": "low"},
+    "repeat_penalty": {"repeat_penalty": 1.1},
+    "repeat_last_n": {"repeat_last_n": 0, "presence_penalty": 1.0},
     "allowed_token_ids": {"allowed_token_ids": [3]},
     "bad_words": {"bad_words": ["x"]},
     "logprob_token_ids": {"logprobs": True, "logprob_token_ids": [3]},
@@ -164,6 +171,12 @@ OWN = {  # where a route has another value
     ("/tokenize", "prompt"): {"prompt": "x"},
     **{
         ("/tokenize", name): {"messages": HI, **GIVEN[name]}
-        for name in (*StructureFields.model_fields, "tool_choice", "prompt_logprobs")
+        for name in (
+            *StructureFields.model_fields,
+            *ThinkingFields.model_fields,
+            "tool_choice",
+            "prompt_logprobs",
+            "reasoning",
+        )
     },
 }

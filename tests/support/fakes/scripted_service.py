@@ -28,6 +28,7 @@ def scripted_service(
     clock: Callable[[], float] | None = None,
     timeout_s: float = 600.0,
     tracer: Tracer = NO_TRACER,
+    **options: Any,
 ) -> Service:
     """Within a running loop."""
     return Service(
@@ -44,4 +45,5 @@ def scripted_service(
         count_usage=count_usage,
         server_tools=server_tools,
         tracer=tracer,
+        **options,
     )

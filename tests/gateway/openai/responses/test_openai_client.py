@@ -365,7 +365,7 @@ async def test_structure_and_effort_reach_the_pipeline(connect):
     assert (structure.kind, structure.value) == ("json_schema", schema)
     assert structure.param == "text.format.schema"
     assert asked.conversation.suggested == {
-        "reasoning_effort": "none", "enable_thinking": False, "verbosity": "low"
+        "reasoning_effort": "none", "enable_thinking": False, "thinking": False, "verbosity": "low"
     }  # fmt: skip
     assert answer.text.format.schema_ == schema
     assert answer.reasoning.effort == "none"

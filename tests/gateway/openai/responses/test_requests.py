@@ -109,8 +109,6 @@ WRONG = [
     ({"input": [{"role": "user", "content": "x"}] * (MAX_ITEMS + 1)}, "input"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"name": "f"}]}, "tools[0].type"),
-    ({"model": ""}, "model"),
-    ({"model": None}, "model"),
     ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name"),
     ({"tools": [TOOL, TOOL]}, "tools[1].name"),
     ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters"),

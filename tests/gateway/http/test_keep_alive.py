@@ -1,0 +1,184 @@
+"""The head of a stream comes before its first token, and a silent stream says that it goes on."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from fakes.router import FakeRouter, failed, placed, saying
+from oracles.http_errors import CHAT, HI, PLAIN
+
+from pdserve.gateway.http.answers import replies
+from pdserve.gateway.http.answers.replies import HEAD_S
+from pdserve.protos import common_pb2 as pb
+
+pytestmark = pytest.mark.anyio
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HI, "stream": True},
+    PLAIN: {"prompt": "hi", "stream": True},
+    RESPONSES: {"input": "hi", "stream": True},
+    MESSAGES: {"messages": HI, "max_tokens": 50, "stream": True},
+}
+SILENCE_S = 0.2
+LATE_S = 0.5  # after a request, whose model is loaded by then
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pings come sooner than by default."""
+    monkeypatch.setattr(replies, "SILENCE_S", SILENCE_S)
+
+
+class Model:
+    """Says its text when it is let, or fails then; in the middle of it it is silent again."""
+
+    def __init__(self, ends: Callable[[pb.Start], Any] | None = None) -> None:
+        self.goes_on = asyncio.Event()
+        self.first_s = self.pause_s = 0.0  # of silence
+        self._ends = ends
+
+    async def play(self, router: FakeRouter, start: pb.Start) -> Any:
+        yield placed(start)
+        await asyncio.sleep(self.first_s)
+        await self.goes_on.wait()
+        if self._ends is not None:
+            yield self._ends(start)
+            return
+        number = 0
+        async for event in saying("hello wide world")(router, start):
+            if event.HasField("tokens"):
+                number += 1
+                await asyncio.sleep(self.pause_s if number == 4 else 0)
+            yield event
+
+
+def sent(text: str) -> list[dict[str, Any]]:
+    """The objects of a stream, without its comments."""
+    lines = [line for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
+
+
+async def test_the_head_comes_before_the_first_token(serve, subtests):
+    for url, body in BODIES.items():
+        with subtests.test(url):
+            model = Model()
+            base = await serve(model.play)
+            async with (
+                httpx.AsyncClient(trust_env=False) as client,
+                client.stream("POST", base + url, json=body) as reply,
+            ):
+                assert reply.status_code == 200
+                assert reply.headers["content-type"].startswith("text/event-stream")
+                assert not model.goes_on.is_set()
+                model.goes_on.set()
+                text = (await reply.aread()).decode()
+            assert "ping" not in text
+            assert len(sent(text)) > 3
+
+
+def _text_of(url: str, events: list[dict[str, Any]]) -> str:
+    if url == CHAT:
+        return "".join(c["delta"].get("content", "") for e in events for c in e["choices"])
+    if url == PLAIN:
+        return "".join(choice["text"] for event in events for choice in event["choices"])
+    if url == RESPONSES:
+        kind = "response.output_text.delta"
+        return "".join(event["delta"] for event in events if event["type"] == kind)
+    kind = "content_block_delta"
+    return "".join(event["delta"]["text"] for event in events if event["type"] == kind)
+
+
+@pytest.mark.parametrize("over_a_socket", [True, False])
+async def test_a_silent_stream_has_pings(serve, make_http, short, subtests, over_a_socket):
+    """With and without the extensions of our server; before its first token and between two."""
+    for url, body in BODIES.items():
+        with subtests.test(url):
+            model = Model()
+            model.first_s, model.pause_s = HEAD_S + 2.5 * SILENCE_S, 2.5 * SILENCE_S
+            model.goes_on.set()
+            client = httpx.AsyncClient(trust_env=False) if over_a_socket else make_http(model.play)
+            base = await serve(model.play) if over_a_socket else ""
+            text = (await client.post(base + url, json=body)).text
+            await client.aclose()
+            events = sent(text)
+            assert _text_of(url, events) == "hello wide world"
+            if url == RESPONSES:
+                kinds = [event["type"] for event in events]
+                assert kinds[:2] == ["response.created", "response.in_progress"]
+                assert kinds.count("response.created") == 1
+                first = kinds.index("response.output_item.added")
+                assert "response.in_progress" in kinds[first:]
+                numbers = [event["sequence_number"] for event in events]
+                assert numbers == list(range(len(events)))
+            elif url == MESSAGES:
+                assert 2 <= text.count("event: ping\ndata: ") <= 4
+            else:
+                assert 2 <= text.count(": ping\n\n") <= 4
+
+
+async def test_an_early_refusal_keeps_its_status(serve, subtests):
+    for code, status in (
+        (pb.CONTEXT_LENGTH_EXCEEDED, 400), (pb.MODEL_NOT_FOUND, 404), (pb.OVERLOADED, 429),
+        (pb.UNAVAILABLE, 503), (pb.QUEUE_TIMEOUT, 503),
+    ):  # fmt: skip
+        for url, body in BODIES.items():
+            with subtests.test(url=url, code=code):
+                model = Model(lambda start, code=code: failed(start, code))
+                model.goes_on.set()
+                base = await serve(model.play)
+                async with httpx.AsyncClient(trust_env=False) as client:
+                    reply = await client.post(base + url, json=body)
+                assert reply.status_code == (529 if url == MESSAGES and status == 503 else status)
+                assert reply.json()["error"]["message"]
+
+
+async def test_an_error_after_the_head_is_an_event(serve, make_http, subtests):
+    for url, body in BODIES.items():
+        for over_a_socket in (True, False):
+            with subtests.test(url=url, over_a_socket=over_a_socket):
+                model = Model(lambda start: failed(start, pb.CONTEXT_LENGTH_EXCEEDED, "too long"))
+                plain = httpx.AsyncClient(trust_env=False)
+                client = plain if over_a_socket else make_http(model.play)
+                base = await serve(model.play) if over_a_socket else ""
+                asyncio.get_running_loop().call_later(LATE_S, model.goes_on.set)
+                reply = await client.post(base + url, json=body)
+                await plain.aclose()
+                assert reply.status_code == 200
+                last = sent(reply.text)[-1]
+                if url == RESPONSES:
+                    kinds = [event["type"] for event in sent(reply.text)]
+                    started = ["response.created", "response.in_progress"]
+                    assert kinds == [*started, "response.failed"]
+                    last = last["response"]
+                    assert last["error"]["code"] == "context_length_exceeded"
+                assert "too long" in last["error"]["message"]
+                assert "[DONE]" not in reply.text
+
+
+async def test_a_slow_prompt_sends_no_head(make_http):
+    """What is wrong with it is known late, and keeps its status."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.waited_s = 0.0
+
+        async def check_text(self, owner: bytes) -> None:
+            began = time.monotonic()
+            await asyncio.sleep(2 * HEAD_S)
+            self.waited_s += time.monotonic() - began
+
+    slow = Slow()
+
+    def arrange(service: Any) -> None:
+        service.texts._rates = slow
+
+    client = make_http(saying("x"), arrange=arrange)
+    body = {"messages": [{"role": "user", "content": "a b " * 400}], "stream": True}
+    reply = await client.post(CHAT, json=body)
+    assert slow.waited_s > HEAD_S
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "context_length_exceeded"

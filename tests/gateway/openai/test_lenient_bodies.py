@@ -1,0 +1,267 @@
+"""Bodies of other servers' clients: their names of fields, neutral values, and names of models."""
+
+from typing import Any
+
+import pytest
+from fakes.router import FakeRouter, saying, served, thinking_model
+from oracles.http_errors import CHAT, HI, PLAIN, check
+from oracles.sse import events
+
+pytestmark = pytest.mark.anyio
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "tiny", "messages": HI},
+    PLAIN: {"model": "tiny", "prompt": "a"},
+}
+TOLD = (
+    "{{ messages[0].content }}{% if reasoning_effort is defined %} effort {{ reasoning_effort }}"
+    "{% endif %}{% if enable_thinking is defined %} thinking {{ enable_thinking }} {{ thinking }}"
+    "{% endif %}{# </think> #}"
+)
+THINKING: list[tuple[dict[str, Any], str]] = [
+    ({"enable_thinking": False}, "hi thinking False False"),
+    ({"enable_thinking": True}, "hi thinking True True"),
+    ({"think": False}, "hi thinking False False"),
+    ({"think": True}, "hi thinking True True"),
+    ({"think": "high"}, "hi effort high thinking True True"),
+    ({"thinking": False}, "hi thinking False False"),
+    ({"thinking": True}, "hi thinking True True"),
+    ({"thinking": {"type": "disabled"}}, "hi thinking False False"),
+    ({"thinking": {"type": "enabled"}}, "hi thinking True True"),
+    ({"thinking": {"type": "adaptive"}}, "hi thinking True True"),
+    ({"reasoning": {"enabled": False}}, "hi thinking False False"),
+    ({"reasoning": {"enabled": True}}, "hi thinking True True"),
+    ({"reasoning": {"effort": "low"}}, "hi effort low"),
+    ({"reasoning": {"effort": "none"}}, "hi effort none thinking False False"),
+    ({"reasoning": {"max_tokens": 9}}, "hi thinking True True"),
+    ({"reasoning_effort": "none"}, "hi effort none thinking False False"),
+    ({"reasoning_effort": "none", "enable_thinking": False}, "hi effort none thinking False False"),
+    ({"enable_thinking": None, "think": None, "thinking": None, "reasoning": None}, "hi"),
+]
+
+
+def templated() -> FakeRouter:
+    card, blobs = served(template=TOLD)
+    return FakeRouter(saying("<think>hm</think>hello"), [card], blobs)
+
+
+async def test_thinking_by_every_name(make_http, subtests):
+    for fields, text in THINKING:
+        with subtests.test(fields=fields):
+            router = templated()
+            reply = await make_http(router).post(CHAT, json={**BODIES[CHAT], **fields})
+            assert reply.status_code == 200, reply.text
+            (start,) = router.starts
+            assert list(start.prompt_ids) == router.encode(text)
+            budget = fields.get("reasoning") and fields["reasoning"].get("max_tokens")
+            assert start.params.thinking.max_tokens == (budget or 0)
+    router = templated()
+    client = make_http(router)
+    body = {**BODIES[CHAT], "thinking": {"type": "enabled", "budget_tokens": 7}}
+    assert (await client.post(CHAT, json=body)).status_code == 200
+    assert router.starts[-1].params.thinking.max_tokens == 7
+    for wrong in (
+        {"enable_thinking": True, "thinking": False},
+        {"think": False, "reasoning": {"enabled": True}},
+        {"enable_thinking": True, "reasoning_effort": "none"},
+    ):
+        reply = await client.post(CHAT, json=BODIES[CHAT] | wrong)
+        assert "contradicts" in check(reply, 400, list(wrong)[1])["message"]
+    reply = await client.post("/v1/responses", json={"input": "hi", "enable_thinking": False})
+    assert reply.status_code == 200, reply.text
+    assert list(router.starts[-1].prompt_ids) == router.encode("hi thinking False False")
+
+
+async def test_false_is_refused_where_it_cannot_be_honoured(make_http, subtests):
+    client = make_http(saying("x"))
+    for name, value in (
+        ("enable_thinking", False), ("think", False), ("thinking", {}), ("reasoning", {}),
+        ("samplers", []), ("do_sample", False),
+    ):  # fmt: skip
+        with subtests.test(name):
+            check(await client.post(PLAIN, json={**BODIES[PLAIN], name: value}), 400, name)
+    for name in ("enable_thinking", "think"):
+        body = {"messages": HI, "max_tokens": 5, name: False}
+        error = (await client.post("/v1/messages", json=body)).json()["error"]
+        assert error["message"] == f"{name} is not supported by this server; use thinking"
+
+
+async def test_thoughts_are_left_out_by_reasoning_exclude(make_http):
+    client = make_http(templated())
+    for exclude, thought in ((True, None), (False, "hm")):
+        body = {**BODIES[CHAT], "reasoning": {"exclude": exclude}}
+        message = (await client.post(CHAT, json=body)).json()["choices"][0]["message"]
+        assert message["content"] == "hello"
+        assert message.get("reasoning_content") == thought
+        parts = events((await client.post(CHAT, json=body | {"stream": True})).text)
+        deltas = [choice["delta"] for part in parts for choice in part["choices"]]
+        thoughts = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        assert thoughts == (thought or "")
+
+
+async def test_a_constraint_of_vllm_rs(make_http, subtests):
+    router = FakeRouter(saying("x"))
+    client = make_http(router)
+    for more, same in (
+        ({"constraint": "[0-9]{3}"}, {"guided_regex": "[0-9]{3}"}),
+        ({"constraint": "a", "constraint_type": "regex"}, {"guided_regex": "a"}),
+        ({"constraint": 'start: "y"', "constraint_type": "lark"}, {"grammar": 'start: "y"'}),
+        ({"constraint": '{"type": "null"}', "constraint_type": "json"},
+         {"guided_json": {"type": "null"}}),
+    ):  # fmt: skip
+        with subtests.test(more):
+            for body in (more, same):
+                reply = await client.post(PLAIN, json=BODIES[PLAIN] | body)
+                assert reply.status_code == 200, reply.text
+            one, other = (start.params.grammar for start in router.starts[-2:])
+            assert one == other
+            assert one.ByteSize()
+    for wrong in ({"constraint_type": "json"}, {"regex": "x"}):
+        check(await client.post(PLAIN, json={**BODIES[PLAIN], "constraint": "[", **wrong}), 400,
+              "constraint")  # fmt: skip
+
+
+async def test_neutral_samplers_and_other_names(make_http, subtests):
+    neutral = {
+        "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1,
+        "dry_sequence_breakers": ["\n"], "guidance_scale": 1.0, "penalty_alpha": 0,
+        "repeat_penalty": 1.0, "repeat_last_n": -1, "stop_words": [], "stop_sequences": [],
+        "min_new_tokens": 0, "n_cmpl": 1, "typical_p": 1.0, "xtc_probability": 0,
+    }  # fmt: skip
+    for url, body in BODIES.items():
+        with subtests.test(url):
+            router = FakeRouter(saying("x"))
+            client = make_http(router)
+            assert (await client.post(url, json=body)).status_code == 200
+            reply = await client.post(url, json=body | neutral)
+            assert reply.status_code == 200, reply.text
+            plain, told = (start.params for start in router.starts)
+            assert told.repetition_penalty == 1.0
+            told.ClearField("repetition_penalty")
+            assert told == plain
+            more = {"repeat_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0}
+            for last, wanted in ((None, (1.5, 1, 1)), (-1, (1.5, 1, 1)), (0, (1, 0, 0))):
+                reply = await client.post(url, json=body | more | {"repeat_last_n": last})
+                assert reply.status_code == 200, reply.text
+                params = router.starts[-1].params
+                found = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+                assert found == wanted
+            for wrong, param in (
+                ({"repeat_last_n": 64}, "repeat_last_n"),
+                ({"repeat_penalty": 11}, "repeat_penalty"),
+                ({"repeat_penalty": 1.5, "repetition_penalty": 1.2}, "repeat_penalty"),
+                ({"guidance_scale": 2.0}, "guidance_scale"),
+                ({"dry_multiplier": 0.8}, "dry_multiplier"),
+            ):
+                check(await client.post(url, json=body | wrong), 400, param)
+
+
+async def test_top_p_0_is_greedy(make_http):
+    router = FakeRouter(saying("x"))
+    client = make_http(router)
+    for url, body in (
+        *BODIES.items(), ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 5}),
+    ):  # fmt: skip
+        reply = await client.post(url, json={**body, "top_p": 0})
+        assert reply.status_code == 200, reply.text
+        params = router.starts[-1].params
+        assert (params.top_k, params.top_p) == (1, 1.0)
+
+
+async def test_integers_may_be_written_with_a_point(make_http, subtests):
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    for url, body, whole in (
+        (CHAT, BODIES[CHAT], {
+            "n": 2, "max_tokens": 16, "top_k": 3, "seed": 7, "min_tokens": 1, "top_logprobs": 2,
+            "stop_token_ids": [5, 6], "truncate_prompt_tokens": 9, "priority": 1,
+        }),
+        (PLAIN, BODIES[PLAIN], {"logprobs": 2, "best_of": 2, "max_tokens": 3, "n": 1}),
+        ("/v1/responses", {"input": "a"}, {"max_output_tokens": 5}),
+        ("/v1/messages", {"messages": HI, "tools": [tool]}, {"max_tokens": 8, "top_k": 2}),
+    ):  # fmt: skip
+        with subtests.test(url):
+            router = FakeRouter(saying("x"))
+            client = make_http(router)
+            if "top_logprobs" in whole:
+                body = {**body, "logprobs": True}
+            floats = {
+                name: [float(one) for one in value] if isinstance(value, list) else float(value)
+                for name, value in whole.items()
+            }
+            for more in (whole, floats):
+                reply = await client.post(url, json={**body, **more})
+                assert reply.status_code == 200, reply.text
+            one, other = (start.params for start in router.starts)
+            assert one == other
+            for name in floats:
+                reply = await client.post(url, json={**body, **floats, name: 2.5})
+                assert reply.status_code == 400
+
+
+async def test_what_has_ended_a_choice_is_said(make_http, subtests):
+    router = FakeRouter(saying("hello world"))
+    client = make_http(router)
+    space = router.encode(" wor")[0]
+    for url, body in BODIES.items():
+        for more, wanted in (
+            ({}, None), ({"stop": ["wor"]}, "wor"), ({"stop_token_ids": [space]}, space),
+            ({"max_tokens": 1}, None), ({"stop_token_ids": [router.eos]}, None),
+        ):  # fmt: skip
+            with subtests.test(url=url, more=more):
+                (choice,) = (await client.post(url, json=body | more)).json()["choices"]
+                assert choice["stop_reason"] == wanted
+                parts = events((await client.post(url, json=body | more | {"stream": True})).text)
+                ended = [c for p in parts for c in p["choices"] if c["finish_reason"]]
+                assert [c["stop_reason"] for c in ended] == [wanted]
+
+
+async def test_aliases_and_any_name(make_http):
+    router = FakeRouter(saying("x"))
+    client = make_http(router, aliases=("gpt-4o", "claude=tiny", "lost=other"))
+    for name, status in (("gpt-4o", 200), ("claude", 200), ("tiny", 200), ("x", 404)):
+        reply = await client.post(CHAT, json={"model": name, "messages": HI})
+        assert reply.status_code == status
+        if status == 200:
+            assert reply.json()["model"] == "tiny"
+    check(await client.post(CHAT, json={"model": "lost", "messages": HI}), 404, "model",
+          "model_not_found")  # fmt: skip
+    listed = (await client.get("/v1/models")).json()["data"]
+    ids = [(one["id"], one["root"]) for one in listed]
+    assert ids == [("tiny", "tiny"), ("gpt-4o", "tiny"), ("claude", "tiny")]
+    assert (await client.get("/v1/models/gpt-4o")).status_code == 404
+    anything = make_http(router, any_model=True)
+    assert (await anything.post(CHAT, json={"model": "x", "messages": HI})).status_code == 200
+    two = FakeRouter(saying("x"), [served(name)[0] for name in ("one", "two")])
+    both = make_http(two, any_model=True, aliases=("gpt-4o", "second=two"))
+    for name in ("x", "gpt-4o"):
+        reply = await both.post(CHAT, json={"model": name, "messages": HI})
+        assert "one, two" in check(reply, 400, "model")["message"]
+    assert (await both.post(CHAT, json={"model": "two", "messages": HI})).status_code == 200
+    reply = await both.post(CHAT, json={"model": "second", "messages": HI})
+    assert reply.json()["model"] == "two"
+
+
+async def test_the_last_message_is_a_prefix(make_http):
+    card, blobs = served(template="{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    router = FakeRouter(saying("hello"), [card], blobs)
+    client = make_http(router)
+    last = {"role": "assistant", "content": "so", "prefix": True}
+    reply = await client.post(CHAT, json={"model": "tiny", "messages": [*HI, last]})
+    assert reply.status_code == 200, reply.text
+    assert list(router.starts[-1].prompt_ids) == router.encode("[hi][so")
+    reply = await client.post(CHAT, json={"model": "tiny", "messages": [last, *HI]})
+    check(reply, 400, "messages[0].prefix")
+
+
+async def test_a_choice_of_tools_as_an_object(make_http, subtests):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    for kind in ("auto", "none", "required"):
+        with subtests.test(kind):
+            router = FakeRouter(saying("x"), *thinking_model())
+            client = make_http(router)
+            for choice in (kind, {"type": kind}):
+                body = {**BODIES[CHAT], "tools": [tool], "tool_choice": choice}
+                assert (await client.post(CHAT, json=body)).status_code == 200
+            one, other = router.starts
+            assert one.params == other.params
+            assert list(one.prompt_ids) == list(other.prompt_ids)
