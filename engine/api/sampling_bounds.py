@@ -48,7 +48,8 @@ BOUNDS: dict[str, Bounds] = {
     "temperature": Bounds(api=Range(0, 2), engine=Range(0, 100)),
     # Clients may write -1 for "all", as with vLLM; the engine has only 0 for it.
     "top_k": Bounds(api=Range(-1, 2**31 - 1), engine=Range(0)),
-    "top_p": Bounds(api=Range(0, 1, open_low=True), engine=Range(0, 1, open_low=True)),
+    # Clients may write 0 for "the best one"; the engine has top_k for it.
+    "top_p": Bounds(api=Range(0, 1), engine=Range(0, 1, open_low=True)),
     "min_p": Bounds(api=Range(0, 1), engine=Range(0, 1)),
     # From 1/128 on, so that 0.01 is in as the float32 just below it, too.
     "repetition_penalty": Bounds(api=Range(1 / 128, 10), engine=Range(1 / 128, 100)),
