@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ),
         NOTHING,
     ),
-    "truncation": (None, "disabled"),
+    "truncation": (None, "disabled", "auto"),  # nothing is left out of a prompt
     "n": (None, 1),
     "skip_special_tokens": (None, True),
 }
