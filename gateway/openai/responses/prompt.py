@@ -75,10 +75,8 @@ class ResponsePrompt:
     def _offer(self, items: Sequence[Item]) -> Offer:
         """The tools of the request and of its items."""
         offer = parse_tools(self._body.tools or ())
-        for item in items:
-            if "tools" in item and ITEMS.get(item["type"]) is SERVED:
-                offer = offer.with_more(item["tools"], "input: tools")
-        return offer
+        lists = [i["tools"] for i in items if "tools" in i and ITEMS.get(i["type"]) is SERVED]
+        return offer.with_more(lists) if lists else offer
 
     async def _resolved(self, earlier: Sequence[Item]) -> list[Item]:
         """The items of the request, with those that it refers to."""

@@ -43,28 +43,26 @@ class Offer:
     tools: Mapping[str, OfferedTool] = field(default_factory=dict)
     shown: Sequence[dict[str, Any]] = ()
 
-    def with_more(self, tools: Sequence[Mapping[str, Any]], at: str) -> "Offer":
-        """The offer with tools that an item has, where their names are new. Raises ServiceError."""
-        more = parse_tools(tools, at).tools
-        new = {name: one for name, one in more.items() if name not in self.tools}
-        made = Offer({**self.tools, **new}, self.shown)
-        check_tools([one.tool for one in made.tools.values()])
+    def with_more(self, lists: Sequence[Sequence[Mapping[str, Any]]]) -> "Offer":
+        """The offer with tools that items have, where their names are new. Raises ServiceError."""
+        tools = dict(self.tools)
+        for more in lists:
+            for name, one in parse_tools(more, "input: tools").tools.items():
+                tools.setdefault(name, one)
+        check_tools([one.tool for one in tools.values()])
+        return Offer(tools, self.shown)
+
+    def index(self) -> dict[tuple[Any, Any], list[str]]:
+        """The models' names of tools by namespace and name, by name alone, and by namespace
+        alone."""
+        made: dict[tuple[Any, Any], list[str]] = {}
+        for key, one in self.tools.items():
+            for words in {(one.namespace, one.name), (None, one.name), (one.namespace, None)}:
+                made.setdefault(words, []).append(key)
         return made
 
-    def named(self, choice: Mapping[str, Any], at: str) -> str:
-        """The tool that an entry of tool_choice names. Raises ServiceError."""
-        name, namespace = choice.get("name"), choice.get("namespace")
-        if not isinstance(name, str):
-            raise refuse(f"{at}.name", f"{at}.name must be a string")
-        if namespace is None and name in self.tools:
-            return name
-        for key, one in self.tools.items():
-            if one.name == name and namespace in (None, one.namespace):
-                return key
-        raise refuse("tool_choice", f"tool_choice: no tool has the name {quoted(name)}")
 
-    def within(self, namespace: Any) -> list[str]:
-        return [key for key, one in self.tools.items() if one.namespace == namespace]
+Index = Mapping[tuple[Any, Any], Sequence[str]]
 
 
 def joined_name(namespace: str | None, name: str) -> str:
@@ -210,27 +208,42 @@ def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
     if not isinstance(choice, Mapping):
         allowed = ", ".join(MODES)
         raise refuse("tool_choice", f"tool_choice must be one of {allowed}, or an object")
+    index = offer.index()
     if kind != "allowed_tools":
-        return "required", tuple(_chosen(choice, offer, "tool_choice"))
+        return "required", tuple(_chosen(choice, index, "tool_choice"))
     allowed_tools = _parsed(_Allowed, choice, "tool_choice")
-    names: list[str] = []
-    for index, tool in enumerate(allowed_tools.tools):
+    names: dict[str, None] = {}
+    groups: set[str] = set()
+    for place, tool in enumerate(allowed_tools.tools):
         kind = tool.get("type")
         if isinstance(kind, str) and TOOLS.get(kind, LEFT_OUT).fate is Fate.LEFT_OUT:
             continue  # it is not offered either
-        names += _chosen(tool, offer, f"tool_choice.tools[{index}]")
-    if not names:
-        if allowed_tools.mode == "required":
-            raise refuse("tool_choice.tools", "tool_choice.tools has no tool that is offered here")
-        return "none", ()
-    return allowed_tools.mode, tuple(dict.fromkeys(names))
+        group = str(tool.get("name")) if kind == "namespace" else ""
+        if group not in groups:
+            names.update(dict.fromkeys(_chosen(tool, index, f"tool_choice.tools[{place}]")))
+        if group:
+            groups.add(group)
+    if names:
+        return allowed_tools.mode, tuple(names)
+    if allowed_tools.mode == "required":
+        raise refuse("tool_choice.tools", "tool_choice.tools has no tool that is offered here")
+    return "none", ()
 
 
-def _chosen(choice: Mapping[str, Any], offer: Offer, at: str) -> list[str]:
-    kind = choice.get("type")
-    if kind == "namespace" and (names := offer.within(choice.get("name"))):
-        return names
+def _chosen(choice: Mapping[str, Any], index: Index, at: str) -> Sequence[str]:
+    """The tools that an object of tool_choice names. Raises ServiceError."""
+    kind, name, namespace = (choice.get(key) for key in ("type", "name", "namespace"))
     if TOOL_CHOICES.get(str(kind), REFUSED).fate is Fate.REFUSED:
         what = "is not supported by this server, only 'function' and 'custom'"
         raise refuse(f"{at}.type", f"{at}.type: {quoted(str(kind))} {what}")
-    return [offer.named(choice, at)]
+    if not isinstance(name, str):
+        raise refuse(f"{at}.name", f"{at}.name must be a string")
+    words = (name, None) if kind == "namespace" else (_text(namespace), name)
+    found = index.get(words, ())
+    if not found:
+        raise refuse("tool_choice", f"tool_choice: no tool has the name {quoted(name)}")
+    return found if kind == "namespace" else found[:1]
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
