@@ -56,7 +56,8 @@ class Offer:
         """The models' names of tools by namespace and name, by name alone, and by namespace
         alone."""
         made: dict[tuple[Any, Any], list[str]] = {}
-        for key, one in self.tools.items():
+        plain_first = sorted(self.tools.items(), key=lambda item: item[1].namespace is not None)
+        for key, one in plain_first:
             for words in {(one.namespace, one.name), (None, one.name), (one.namespace, None)}:
                 made.setdefault(words, []).append(key)
         return made
@@ -164,7 +165,10 @@ def _parsed_tools(
         if kind not in ("function", "custom"):
             what = "is not supported by this server, only 'function' and 'custom'"
             raise refuse(f"{here}.type", f"{here}.type: {quoted(kind)} {what}")
-        yield here, _parsed(FunctionTool if kind == "function" else CustomTool, tool, here)
+        if kind == "function":
+            yield here, _parsed(FunctionTool, tool, here)
+        else:
+            yield here, _parsed(CustomTool, tool, here)
 
 
 def _add(tools: dict[str, OfferedTool], name: str, one: OfferedTool, at: str) -> None:
