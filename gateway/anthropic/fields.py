@@ -25,6 +25,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     "n": (None, 1),
     "speed": (None, "standard"),
+    # And any other edits that clear thoughts alone.
+    "context_management": (
+        *NOTHING,
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
 }
 
 # They change no answer of this server. The provider's own tools run in a container.

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -19,7 +18,6 @@ from pdserve.gateway.anthropic.fields import LEFT_OUT as LEFT_OUT_FIELDS
 from pdserve.gateway.anthropic.members import ROLES, THINKING, TOOL_CHOICES, TOOLS
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
-    NOTHING,
     ArgumentSchema,
     StrictModel,
     TextOrObjects,
@@ -72,20 +70,6 @@ def _as_object(choice: Any) -> Any:
     return {"type": {"required": "any"}.get(choice, choice)} if isinstance(choice, str) else choice
 
 
-def _clears_thoughts(given: Any) -> Any:
-    """Takes edits that clear thoughts alone: templates keep earlier ones or leave them out, and
-    nothing else is ever cleared here."""
-    edits = given.get("edits") if isinstance(given, dict) else given
-    if given in NOTHING or edits in NOTHING:
-        return given
-    if isinstance(edits, list) and all(
-        isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking_")
-        for edit in edits
-    ):
-        return given
-    raise ValueError("only edits that clear thinking are supported by this server")
-
-
 class Thinking(StrictModel):
     """Without it the model's template decides whether the model thinks."""
 
@@ -116,7 +100,6 @@ class CountBody(StrictModel):
     system: TextOrObjects | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[AnthropicToolChoice | None, BeforeValidator(_as_object)] = None
-    context_management: Annotated[Any, AfterValidator(_clears_thoughts)] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
@@ -261,6 +244,17 @@ B = TypeVar("B", bound=CountBody)
 
 
 def _parse(kind: type[B], body: Mapping[str, Any], ignored: Collection[str]) -> B:
+    if _only_clears_thoughts(body.get("context_management")):
+        body = {name: value for name, value in body.items() if name != "context_management"}
     return parse_body(
         kind, body, refused=REFUSED, ignored=ignored, instead=INSTEAD, left_out=LEFT_OUT_FIELDS
+    )
+
+
+def _only_clears_thoughts(management: Any) -> bool:
+    """Templates keep earlier thoughts or leave them out, and nothing else is ever cleared here."""
+    edits = management.get("edits") if isinstance(management, dict) else None
+    return isinstance(edits, list) and all(
+        isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking_")
+        for edit in edits
     )

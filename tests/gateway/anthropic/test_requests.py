@@ -4,6 +4,7 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic.types import ModelInfo
 from fakes.router import FakeRouter, saying
 from fakes.scripted_parts import deltas
 from fakes.tool_model import THINKING, ToolModel
@@ -194,10 +195,18 @@ async def test_limits_are_those_of_every_api(make_http, url):
     assert reply.headers["retry-after"] == "1"
 
 
-async def test_the_models_stay_openais(make_http):
+async def test_models_are_listed_in_the_shape_of_the_api(make_http):
     client = make_http(saying("x"))
-    reply = await client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
-    assert reply.json()["object"] == "list"
+    for path in ("/v1/models", "/v1/models/tiny"):
+        plain = (await client.get(path)).json()
+        assert plain["object"] in ("list", "model")
+        reply = await client.get(path, headers={"anthropic-version": "2023-06-01"})
+        page = reply.json()
+        info = page["data"][0] if "data" in page else page
+        assert (info["type"], info["id"], info["display_name"]) == ("model", "tiny", "tiny")
+        assert ModelInfo.model_validate(info).max_input_tokens
+    page = (await client.get("/v1/models", headers={"anthropic-version": "x"})).json()
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (False, "tiny", "tiny")
 
 
 def test_no_tools_at_all_can_be_asked_for_without_any() -> None:
