@@ -179,6 +179,8 @@ def _recommended(
         found |= {"top_p": 1.0, "top_k": 1}
     if found["top_k"] is not None:
         found["top_k"] = min(max(found["top_k"], 0), card.vocab_size)
+    if found["top_p"] == 0:  # the best token alone, which the engine knows as top_k
+        found |= {"top_p": 1.0, "top_k": 1}
     return found
 
 

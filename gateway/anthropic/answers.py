@@ -21,11 +21,10 @@ class MessagesError(AnswerModel):
 class TextBlock(AnswerModel):
     type: Literal["text"]
     text: str
-    citations: None
 
 
 class ThinkingBlock(AnswerModel):
-    """What the model has thought. Nothing is signed here."""
+    """What the model has thought. Clients send the signature back with it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -80,9 +79,12 @@ class MessageObject(AnswerModel):
 class BlockDelta(AnswerModel):
     """A piece of a block, or at the end why the message ended."""
 
-    type: Literal["text_delta", "thinking_delta", "input_json_delta"] | None = None
+    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"] | None = (
+        None
+    )
     text: str | None = None
     thinking: str | None = None
+    signature: str | None = None
     partial_json: str | None = None
     stop_reason: str | None = None
     stop_sequence: str | None = None

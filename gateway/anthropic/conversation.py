@@ -4,12 +4,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any
 
+from pydantic_core import to_json
+
+from pdserve.gateway.anthropic.members import (
+    ASSISTANT_BLOCKS,
+    RESULT_BLOCKS,
+    SYSTEM_BLOCKS,
+    USER_BLOCKS,
+)
+from pdserve.gateway.anthropic.signature import hidden_thought
+from pdserve.gateway.requests.members import DROPPED, REFUSED, Fate, Member, Table, note
 from pdserve.gateway.sampling import refuse
-from pdserve.services.host.errors import ServiceError, quoted
+from pdserve.services.host.errors import quoted
 
 Block = Mapping[str, Any]
-_IGNORED = ("redacted_thinking",)  # another provider's secret, which no template can show
 Part = dict[str, str]
+_BILLING = "x-anthropic-billing-header:"  # a line of Claude Code that is another in each request
 
 
 def conversation(
@@ -19,78 +29,123 @@ def conversation(
 
     Messages of the assistant that follow each other are one turn. Results of tools are turns of
     their own, and texts of the user that follow each other are one turn, since many templates want
-    turns to alternate. Raises ServiceError for a block that is not
-    served, that has another role's kind, or that answers a call which nobody made, and if there is
-    no turn at all.
+    turns to alternate. Each system message is a turn in its place. Raises ServiceError for a block
+    that is not served, that has another role's kind, or that answers a call which is not there, and
+    if the messages have no content at all.
     """
-    turns: list[dict[str, Any]] = []
-    rules = _texts(system or (), "system")
-    if rules:
-        turns.append({"role": "system", "content": rules})
-    calls: set[str] = set()
+    made = _Turns()
+    made.add_system(system or (), "system")
+    num_rules = len(made.turns)
     for role, run in groupby(enumerate(messages), lambda numbered: numbered[1][0]):
-        blocks = chain.from_iterable(
-            _blocks(content, f"messages[{index}].content") for index, (_, content) in run
-        )
+        contents = [(content, f"messages[{index}].content") for index, (_, content) in run]
+        if role == "system":
+            for content, at in contents:
+                made.add_system(content, at)
+            continue
+        blocks = chain.from_iterable(_blocks(content, at) for content, at in contents)
         if role == "assistant":
-            turns.append(_assistant(blocks, calls))
+            made.add_assistant(blocks)
         else:
-            _add_user(turns, blocks, calls)
-    if all(turn["role"] == "system" for turn in turns):
+            made.add_user(blocks)
+    note(Fate.DROPPED, "blocks", made.dropped)
+    if len(made.turns) == num_rules:
         raise refuse("messages", "messages: they have no content")
-    return turns
+    return made.turns
 
 
-def _assistant(blocks: Iterable[tuple[Block, str]], calls: set[str]) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": "assistant", "content": None}
-    texts: list[str] = []
-    thoughts: list[str] = []
-    made = []
-    for block, here in blocks:
+class _Turns:
+    """Builds the turns, and notes the kinds of blocks that are `dropped`."""
+
+    def __init__(self) -> None:
+        self.turns: list[dict[str, Any]] = []
+        self.dropped: set[str] = set()
+        self._calls: set[str] = set()  # their ids
+
+    def add_system(self, content: str | Sequence[Block], at: str) -> None:
+        parts = self._texts(content, at, SYSTEM_BLOCKS)
+        for part in parts:
+            if part["text"].startswith(_BILLING):
+                part["text"] = part["text"].partition("\n")[2]
+        if parts := [part for part in parts if part["text"]]:
+            self.turns.append({"role": "system", "content": parts})
+
+    def add_assistant(self, blocks: Iterable[tuple[Block, str]]) -> None:
+        turn: dict[str, Any] = {"role": "assistant", "content": None}
+        texts: list[str] = []
+        thoughts: list[str] = []
+        made = []
+        for block, here in blocks:
+            kind = block["type"]
+            if kind == "thinking":
+                thought = _string(block, "thinking", here)
+                thoughts.append(thought or hidden_thought(block.get("signature")))
+            elif kind == "tool_use":
+                name, function = _string(block, "id", here), _string(block, "name", here)
+                self._calls.add(name)
+                called = {"name": function, "arguments": _arguments(block.get("input"))}
+                made.append({"id": name, "type": "function", "function": called})
+            else:
+                member = ASSISTANT_BLOCKS.get(kind, DROPPED)
+                texts += self._text(block, here, member, " in a message of the assistant")
+        if texts or not made:
+            turn["content"] = "\n".join(texts)
+        if any(thoughts):
+            turn["reasoning_content"] = "\n".join(filter(None, thoughts))
+        if made:
+            turn["tool_calls"] = made
+        self.turns.append(turn)
+
+    def add_user(self, blocks: Iterable[tuple[Block, str]]) -> None:
+        for block, here in blocks:
+            if block["type"] == "tool_result":
+                self._add_result(block, here)
+                continue
+            member = USER_BLOCKS.get(block["type"], REFUSED)
+            for text in self._text(block, here, member, " in a message of the user"):
+                if not self.turns or self.turns[-1]["role"] != "user":
+                    self.turns.append({"role": "user", "content": []})
+                self.turns[-1]["content"].append({"type": "text", "text": text})
+
+    def _add_result(self, block: Block, here: str) -> None:
+        name = _string(block, "tool_use_id", here)
+        if name not in self._calls:
+            text = f"no tool_use before it has the id {quoted(name)}"
+            raise refuse(f"{here}.tool_use_id", f"{here}.tool_use_id: {text}")
+        texts = self._texts(block.get("content") or (), f"{here}.content", RESULT_BLOCKS)
+        if block.get("is_error") is True:  # a chat has no other place for it
+            texts.insert(0, {"type": "text", "text": "Error:"})
+        self.turns.append({"role": "tool", "tool_call_id": name, "content": texts})
+
+    def _texts(self, content: str | Sequence[Block], at: str, table: Table) -> list[Part]:
+        """Raises ServiceError for a block that has no text."""
+        if not isinstance(content, str | list | tuple):
+            raise refuse(at, f"{at} must be a string or a list of blocks")
+        return [
+            {"type": "text", "text": text}
+            for block, here in _blocks(content, at)
+            for text in self._text(block, here, table.get(block["type"], REFUSED), " here")
+        ]
+
+    def _text(self, block: Block, at: str, member: Member, where: str) -> list[str]:
+        """The text of a block; empty for one that is dropped. Raises ServiceError if it is
+        refused."""
         kind = block["type"]
         if kind == "text":
-            texts.append(_string(block, "text", here))
-        elif kind == "thinking":
-            thoughts.append(_string(block, "thinking", here))
-        elif kind == "tool_use":
-            name, function = _string(block, "id", here), _string(block, "name", here)
-            arguments = block.get("input")
-            if not isinstance(arguments, Mapping):
-                raise refuse(f"{here}.input", f"{here}.input must be an object")
-            calls.add(name)
-            called = {"name": function, "arguments": arguments}
-            made.append({"id": name, "type": "function", "function": called})
-        elif kind not in _IGNORED:
-            raise _unsupported(kind, here, "assistant")
-    if texts or not made:
-        turn["content"] = "\n".join(texts)
-    if thoughts:
-        turn["reasoning_content"] = "\n".join(thoughts)
-    if made:
-        turn["tool_calls"] = made
-    return turn
+            return [_string(block, "text", at)]
+        if member.fate is Fate.AS_TEXT:
+            return [member.as_text(kind, block)]
+        if member.fate is not Fate.DROPPED:
+            text = f"blocks of type {quoted(kind)} are not supported by this server{where}"
+            raise refuse(f"{at}.type", f"{at}.type: {text}")
+        self.dropped.add(kind)
+        return []
 
 
-def _add_user(
-    turns: list[dict[str, Any]], blocks: Iterable[tuple[Block, str]], calls: set[str]
-) -> None:
-    for block, here in blocks:
-        kind = block["type"]
-        if kind == "text":
-            if not turns or turns[-1]["role"] != "user":
-                turns.append({"role": "user", "content": []})
-            turns[-1]["content"].append(_part(block, here))
-        elif kind == "tool_result":
-            name = _string(block, "tool_use_id", here)
-            if name not in calls:
-                text = f"no tool_use before it has the id {quoted(name)}"
-                raise refuse(f"{here}.tool_use_id", f"{here}.tool_use_id: {text}")
-            texts = _texts(block.get("content") or (), f"{here}.content")
-            if block.get("is_error") is True:  # a chat has no other place for it
-                texts.insert(0, {"type": "text", "text": "Error:"})
-            turns.append({"role": "tool", "tool_call_id": name, "content": texts})
-        else:
-            raise _unsupported(kind, here, "user")
+def _arguments(given: Any) -> Any:
+    """An object as it is, anything else as the text that the model has written."""
+    if given is None:
+        return {}
+    return given if isinstance(given, Mapping | str) else to_json(given).decode()
 
 
 def _blocks(content: str | Sequence[Block], at: str) -> list[tuple[Block, str]]:
@@ -105,30 +160,8 @@ def _blocks(content: str | Sequence[Block], at: str) -> list[tuple[Block, str]]:
     return found
 
 
-def _texts(content: str | Sequence[Block], at: str) -> list[Part]:
-    """Raises ServiceError for a block that is no text."""
-    if not isinstance(content, str | list | tuple):
-        raise refuse(at, f"{at} must be a string or a list of blocks")
-    parts = []
-    for block, here in _blocks(content, at):
-        if block["type"] != "text":
-            raise _unsupported(block["type"], here, "")
-        parts.append(_part(block, here))
-    return parts
-
-
-def _part(block: Block, at: str) -> Part:
-    return {"type": "text", "text": _string(block, "text", at)}
-
-
 def _string(block: Any, key: str, at: str) -> str:
     value = block.get(key) if isinstance(block, Mapping) else None
     if not isinstance(value, str):
         raise refuse(f"{at}.{key}", f"{at}.{key} must be a string")
     return value
-
-
-def _unsupported(kind: str, at: str, role: str) -> ServiceError:
-    where = f" in a message of the {role}" if role else " here"
-    text = f"blocks of type {quoted(kind)} are not supported by this server{where}"
-    return refuse(f"{at}.type", f"{at}.type: {text}")

@@ -13,7 +13,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             # Anthropic, with betas
-            "container", "mcp_servers", "compaction", "fallbacks", "thread", "user_profile_id",
+            "compaction", "fallbacks", "thread", "user_profile_id",
             # OpenAI, vLLM
             "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p",
             "logit_bias", "logprobs", "top_logprobs", "response_format", "functions", "input",
@@ -27,7 +27,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "think": (None,),
     "n": (None, 1),
     "speed": (None, "standard"),
-    # Templates drop earlier thoughts or keep them; nothing else is ever cleared here.
+    # And any other edits that clear thoughts alone.
     "context_management": (
         *NOTHING,
         {"edits": []},
@@ -35,13 +35,16 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
 }
 
-# They change no answer of this server.
+# They change no answer of this server. The provider's own tools run in a container.
 IGNORED: frozenset[str] = frozenset(
     (
-        "service_tier", "cache_control", "diagnostics", "inference_geo", "betas",
+        "service_tier", "cache_control", "container", "diagnostics", "inference_geo", "betas",
         "billing_policy", "fallback_credit_token", "workspace_id",
     )
 )
+
+# They offer tools that cannot be run here.
+LEFT_OUT: frozenset[str] = frozenset(("mcp_servers",))
 
 # OpenAI's names of what this API calls otherwise.
 INSTEAD: dict[str, str] = {

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from pdserve.gateway.anthropic.signature import signature_of
 from pdserve.gateway.choice import Delta
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
@@ -18,7 +19,9 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessageContent:
     """Parts of one kind that follow each other are one block."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows_thinking: bool = True) -> None:
+        """Without `shows_thinking` a block of thinking has its signature alone."""
+        self._shows_thinking = shows_thinking
         self.blocks: list[dict[str, Any]] = []
         self.thinking_tokens = 0
         self.stop_reason: str | None = None
@@ -42,6 +45,7 @@ class MessageContent:
             name, piece = _piece(part)
             if piece:
                 self._pieces.append(piece)
+            if piece and (self._shows_thinking or name != "thinking_delta"):
                 yield {
                     "type": "content_block_delta",
                     "index": len(self.blocks),
@@ -54,10 +58,20 @@ class MessageContent:
             self.stop_reason = ended if delta.stop is None else "stop_sequence"
 
     def _close(self) -> Iterator[Event]:
-        if self._first is not None:
-            yield {"type": "content_block_stop", "index": len(self.blocks)}
-            self.blocks.append(_block(self._first, "".join(self._pieces)))
-            self._first, self._pieces = None, []
+        if self._first is None:
+            return
+        index = len(self.blocks)
+        block = _block(self._first, "".join(self._pieces))
+        if block["type"] == "thinking":
+            hidden = not self._shows_thinking
+            block["signature"] = signature_of(block["thinking"], hidden=hidden)
+            if hidden:
+                block["thinking"] = ""
+            delta = {"type": "signature_delta", "signature": block["signature"]}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+        self.blocks.append(block)
+        self._first, self._pieces = None, []
 
 
 _KEYS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
@@ -79,7 +93,7 @@ def _same_block(one: ContentPart, other: ContentPart) -> bool:
 def _block(first: ContentPart, whole: str) -> dict[str, Any]:
     """A block whose first part is given, with its whole text."""
     if isinstance(first, TextPart):
-        return {"type": "text", "text": whole, "citations": None}
+        return {"type": "text", "text": whole}
     if isinstance(first, ReasoningPart):
         return {"type": "thinking", "thinking": whole, "signature": ""}
     return {"type": "tool_use", "id": first.id, "name": first.name, "input": _arguments(whole)}

@@ -26,7 +26,7 @@ class MessageReply:
         )
         self._id = f"msg_{caller.request_id}"
         self._caller = caller.of_body(self._id, None, body.user)
-        self._content = MessageContent()
+        self._content = MessageContent(shows_thinking=body.shows_thinking)
         self._model = body.model
         self._usage = Usage(0, 0, 0)
 

@@ -1,13 +1,21 @@
 """Request bodies of Anthropic's API: strict types here, bounds in gateway/sampling.py."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
 
 from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.anthropic.conversation import conversation
 from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
+from pdserve.gateway.anthropic.fields import LEFT_OUT as LEFT_OUT_FIELDS
+from pdserve.gateway.anthropic.members import ROLES, THINKING, TOOL_CHOICES, TOOLS
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
     ArgumentSchema,
@@ -16,9 +24,11 @@ from pdserve.gateway.http.validation import (
     TextOrObjects,
     ToolDescription,
     ToolName,
+    check_tools,
     first_error,
     parse_body,
 )
+from pdserve.gateway.requests.members import LEFT_OUT, Fate, note
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.requests.tool_use import Tool, ToolUse
@@ -33,12 +43,12 @@ StopSequence = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STO
 class MessageTurn(StrictModel):
     """One message."""
 
-    role: Literal["user", "assistant"]
+    role: Literal[*ROLES]  # type: ignore[valid-type]
     content: TextOrObjects
 
 
 class AnthropicTool(StrictModel):
-    """A function of the client's, which alone is served."""
+    """A function of the client's."""
 
     name: ToolName
     description: ToolDescription | None = None
@@ -50,21 +60,26 @@ class AnthropicTool(StrictModel):
 
 
 class AnthropicToolChoice(StrictModel):
-    type: Literal["auto", "any", "tool", "none"]
+    type: Literal[*TOOL_CHOICES]  # type: ignore[valid-type]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+
+def _as_object(choice: Any) -> Any:
+    """OpenAI's modes mean the same."""
+    return {"type": {"required": "any"}.get(choice, choice)} if isinstance(choice, str) else choice
 
 
 class Thinking(StrictModel):
     """Without it the model's template decides whether the model thinks."""
 
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Literal[*THINKING]  # type: ignore[valid-type]
     budget_tokens: int | None = Field(None, ge=1)
-    display: Literal["summarized"] | None = None  # which shows all here
+    display: Any = None  # "omitted" leaves the thoughts out; any other value shows them
 
 
 class RequestMetadata(StrictModel):
-    user_id: str | None = None
+    user_id: Any = None
 
 
 class OutputFormat(StrictModel):
@@ -84,7 +99,7 @@ class CountBody(StrictModel):
     messages: list[MessageTurn] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: TextOrObjects | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: AnthropicToolChoice | None = None
+    tool_choice: Annotated[AnthropicToolChoice | None, BeforeValidator(_as_object)] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
@@ -106,7 +121,7 @@ class CountBody(StrictModel):
 
     def tool_use(self) -> ToolUse | None:
         """None without tools. Raises ServiceError."""
-        tools = [tool.as_tool() for tool in _parse_tools(self.tools or ())]
+        tools = _parse_tools(self.tools or ())
         choice = self.tool_choice or AnthropicToolChoice(type="auto")
         known = {tool.name for tool in tools}
         if choice.type == "tool" and choice.name not in known:
@@ -156,7 +171,12 @@ class MessagesBody(CountBody):
 
     @property
     def user(self) -> str | None:
-        return self.metadata.user_id if self.metadata else None
+        user = self.metadata.user_id if self.metadata else None
+        return user if isinstance(user, str) else None
+
+    @property
+    def shows_thinking(self) -> bool:
+        return self.thinking is None or self.thinking.display != "omitted"
 
     def sampling(self) -> RequestedSampling:
         """Raises ServiceError for fields that contradict each other."""
@@ -183,32 +203,58 @@ class MessagesBody(CountBody):
         return thinking.budget_tokens
 
 
-def _parse_tools(given: list[dict[str, Any]] | tuple[()]) -> list[AnthropicTool]:
-    tools: list[AnthropicTool] = []
-    names: set[str] = set()
+def _parse_tools(given: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
+    """The tools that can be served. Raises ServiceError for a wrong one."""
+    tools: dict[str, Tool] = {}
+    left_out = []
     for index, tool in enumerate(given):
         at = f"tools[{index}]"
-        kind = tool.get("type")
-        if kind not in (None, "custom"):
-            text = f"{quoted(str(kind))} is not supported by this server, only tools of the client"
+        kind = str(tool.get("type") or "custom")
+        fate = TOOLS.get(kind, LEFT_OUT).fate
+        if fate is Fate.LEFT_OUT:
+            left_out.append(kind)
+            continue
+        if fate is Fate.REFUSED:
+            text = f"{quoted(kind)} is not supported by this server, only tools of the client"
             raise refuse(f"{at}.type", f"{at}.type: {text}")
         try:
             parsed = AnthropicTool.model_validate(tool)
         except ValidationError as error:
             raise first_error(error, at) from None
-        if parsed.name in names:
+        if parsed.name in tools:
             raise refuse(f"{at}.name", f"{at}.name: two tools are called {quoted(parsed.name)}")
-        names.add(parsed.name)
-        tools.append(parsed)
-    return tools
+        tools[parsed.name] = parsed.as_tool()
+    note(Fate.LEFT_OUT, "tools", left_out)
+    found = list(tools.values())
+    check_tools(found)
+    return found
 
 
 def parse_messages(body: Mapping[str, Any]) -> MessagesBody:
     """Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
-    return parse_body(MessagesBody, body, refused=REFUSED, ignored=IGNORED, instead=INSTEAD)
+    return _parse(MessagesBody, body, IGNORED)
 
 
 def parse_count(body: Mapping[str, Any]) -> CountBody:
     """Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
-    ignored = IGNORED | MessagesBody.model_fields.keys()
-    return parse_body(CountBody, body, refused=REFUSED, ignored=ignored, instead=INSTEAD)
+    return _parse(CountBody, body, IGNORED | MessagesBody.model_fields.keys())
+
+
+B = TypeVar("B", bound=CountBody)
+
+
+def _parse(kind: type[B], body: Mapping[str, Any], ignored: Collection[str]) -> B:
+    if _only_clears_thoughts(body.get("context_management")):
+        body = {name: value for name, value in body.items() if name != "context_management"}
+    return parse_body(
+        kind, body, refused=REFUSED, ignored=ignored, instead=INSTEAD, left_out=LEFT_OUT_FIELDS
+    )
+
+
+def _only_clears_thoughts(management: Any) -> bool:
+    """Templates keep earlier thoughts or leave them out, and nothing else is ever cleared here."""
+    edits = management.get("edits") if isinstance(management, dict) else None
+    return isinstance(edits, list) and all(
+        isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking_")
+        for edit in edits
+    )

@@ -2,7 +2,7 @@
 not served, and the words for what is wrong."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -18,16 +18,20 @@ from pydantic import (
     model_validator,
 )
 
+from pdserve.gateway.requests.members import Fate, note
+from pdserve.gateway.requests.tool_use import Tool
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 
 log = logging.getLogger("pdserve.gateway.http")
 
 MAX_FIELDS = 1024  # of a body, unknown ones too
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 MAX_SCHEMA_DEPTH = 32
 MAX_SCHEMA_VALUES = 4096  # of one tool
 MAX_SCHEMA_CHARS = 1 << 16
+MAX_TOOLS_VALUES = 1 << 16  # of the schemas of a request's tools
+MAX_TOOLS_CHARS = 1 << 20  # of their schemas and descriptions
 MAX_LOGGED_NAMES = 20  # unknown fields that are named in the log
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values that ask for nothing, unless a field has others."""
@@ -57,6 +61,13 @@ def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
     """Takes less than a millisecond, however large the schema is."""
     if schema.get("type", "object") != "object":
         raise ValueError("must be the JSON schema of an object")
+    _schema_size(schema)
+    return schema
+
+
+def _schema_size(schema: Mapping[str, Any]) -> tuple[int, int]:
+    """How many values and characters it has. Raises ValueError for too many of them or too many
+    levels."""
     level: list[Any] = [schema]
     num_values = num_chars = 0
     for _ in range(MAX_SCHEMA_DEPTH):
@@ -73,10 +84,25 @@ def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
                 most = f"{MAX_SCHEMA_VALUES} values and {MAX_SCHEMA_CHARS} characters"
                 raise ValueError(f"must have at most {most}")
         if not within:
-            return schema
+            return num_values, num_chars
         num_values += len(within)
         level = within
     raise ValueError(f"must have at most {MAX_SCHEMA_DEPTH} levels")
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises ServiceError if the tools of a request are too many, or too large together. Their
+    schemas have been checked one by one."""
+    if len(tools) > MAX_TOOLS:
+        raise refuse("tools", f"tools: at most {MAX_TOOLS} tools, not {len(tools)}")
+    num_values = num_chars = 0
+    for tool in tools:
+        values, chars = _schema_size(tool.parameters or {})
+        num_values += values
+        num_chars += chars + len(tool.description)
+    if num_values > MAX_TOOLS_VALUES or num_chars > MAX_TOOLS_CHARS:
+        most = f"{MAX_TOOLS_VALUES} values and {MAX_TOOLS_CHARS} characters"
+        raise refuse("tools", f"tools: their schemas and descriptions must have at most {most}")
 
 
 ArgumentSchema = Annotated[dict[str, Any], AfterValidator(_bounded)]
@@ -160,10 +186,12 @@ def parse_body(
     refused: Mapping[str, tuple[Any, ...]],
     ignored: Collection[str],
     instead: Mapping[str, str],
+    left_out: Collection[str] = (),
 ) -> M:
     """A body whose fields are those of `kind`. One that is `refused` may have only the values that
-    are listed for it, since they ask for nothing; `instead` names what to use for it. Unknown
-    fields are ignored. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    are listed for it, since they ask for nothing; `instead` names what to use for it. One that is
+    `left_out` is ignored, and named in the log. Unknown fields are ignored. Raises ServiceError
+    INVALID_ARGUMENT naming the first wrong field."""
     check_num_fields(body)
     for name, value in body.items():
         if name in kind.model_fields or name not in refused:
@@ -171,7 +199,8 @@ def parse_body(
         if not asks_nothing(value, refused[name]):
             hint = f"; use {instead[name]}" if name in instead else ""
             raise refuse(name, f"{name} is not supported by this server{hint}")
-    return parse_fields(kind, body, {*ignored, *refused})
+    note(Fate.LEFT_OUT, "fields", (name for name in left_out if body.get(name)))
+    return parse_fields(kind, body, {*ignored, *refused, *left_out})
 
 
 def parse_fields(kind: type[M], body: Mapping[str, Any], known: Collection[str]) -> M:

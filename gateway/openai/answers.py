@@ -93,6 +93,19 @@ class ToolCall(AnswerModel):
     function: CalledFunction
 
 
+class CalledCustom(AnswerModel):
+    name: str
+    input: str
+
+
+class CustomCall(AnswerModel):
+    """A call of a tool whose input is a text."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CalledCustom
+
+
 class AnswerMessage(AnswerModel):
     """The content is null if there are only calls or thoughts."""
 
@@ -100,7 +113,7 @@ class AnswerMessage(AnswerModel):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall | CustomCall] | None = None
 
 
 class ChatChoice(AnswerModel):
@@ -130,13 +143,19 @@ class FunctionDelta(AnswerModel):
     arguments: str
 
 
+class CustomDelta(AnswerModel):
+    name: str | None = None
+    input: str
+
+
 class ToolCallDelta(AnswerModel):
     """A piece of a call: the first has its id and name, the others go on with its arguments."""
 
     index: int
     id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionDelta
+    type: Literal["function", "custom"] | None = None
+    function: FunctionDelta | None = None
+    custom: CustomDelta | None = None
 
 
 class MessageDelta(AnswerModel):

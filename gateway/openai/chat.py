@@ -1,7 +1,7 @@
 """/v1/chat/completions: a conversation in, whole messages or chunks of them out."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, object_json
 from pdserve.gateway.openai import logprobs
 from pdserve.gateway.openai.bodies.schema import ChatBody
+from pdserve.gateway.openai.custom_input import CustomInput
 from pdserve.gateway.openai.text_chunk import TextChunk
 from pdserve.gateway.openai.usage import StreamUsage, usage_object
 from pdserve.gateway.prepared_completion import Usage
@@ -47,6 +48,8 @@ class ChatReply:
         self._caller = body.called_by(caller, self._id)
         self._created = int(time.time())
         self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._custom = body.custom_tools
+        self._inputs: dict[tuple[int, int], CustomInput] = {}  # by choice and call
 
     async def whole(self) -> JsonPieces:
         """The JSON text, made piece by piece: log-probabilities all at once would hold up the
@@ -120,6 +123,8 @@ class ChatReply:
                         for choice in self._contents(item):
                             yield {**head, "choices": [choice]} | after
                     if item.finish is not None:
+                        for one in self._late_inputs(item.choice):
+                            yield {**head, "choices": [_choice(item.choice, one)]} | after
                         ending = _choice(item.choice, {}, self._finish(item.finish))
                         ending["stop_reason"] = item.stop_reason
                         yield {**head, "choices": [ending]} | after
@@ -138,7 +143,7 @@ class ChatReply:
         """A call that the client has asked for by name is an answer like others, as OpenAI and
         vLLM have it."""
         choice = self._body.tool_choice
-        named = isinstance(choice, dict) and choice.get("type") == "function"
+        named = isinstance(choice, dict) and choice.get("type") in ("function", "custom")
         return "stop" if named and finish == "tool_calls" else finish
 
     def _message(self, content: Sequence[ContentPart]) -> dict[str, Any]:
@@ -152,13 +157,13 @@ class ChatReply:
         if thought and self._body.shows_reasoning:
             message["reasoning_content"] = thought
         if calls:
-            message["tool_calls"] = [_call(call) for call in calls]
+            message["tool_calls"] = [self._whole_call(call) for call in calls]
         return message
 
     def _contents(self, delta: Delta) -> list[dict[str, Any]]:
         """The text of a delta and each piece of its calls, as choices of chunks of their own; the
         first has its tokens."""
-        deltas = self._pieces(delta.content)
+        deltas = self._pieces(delta.choice, delta.content)
         if not deltas:
             if not (delta.tokens or self._body.return_token_ids):
                 return []  # a thought that is left out
@@ -169,7 +174,7 @@ class ChatReply:
             choices[0]["token_ids"] = list(delta.ids)
         return choices
 
-    def _pieces(self, content: Sequence[ContentPart]) -> list[dict[str, Any]]:
+    def _pieces(self, choice: int, content: Sequence[ContentPart]) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         text, thought = text_of(content), reasoning_of(content)
         if thought and self._body.shows_reasoning:
@@ -177,9 +182,32 @@ class ChatReply:
         if text:
             deltas.append({"content": text})
         for part in content:
-            if isinstance(part, ToolCallPart):
-                deltas.append({"tool_calls": [{"index": part.index, **_call(part)}]})
+            if isinstance(part, ToolCallPart) and (call := self._call_piece(choice, part)):
+                deltas.append({"tool_calls": [{"index": part.index, **call}]})
         return deltas
+
+    def _call_piece(self, choice: int, part: ToolCallPart) -> dict[str, Any] | None:
+        """A piece of a call; None if it has nothing of the input of a custom tool."""
+        if part.id and part.name in self._custom:
+            read = self._inputs[choice, part.index] = CustomInput()
+            return _custom_call(part, read.push(part.arguments))
+        reading = self._inputs.get((choice, part.index))
+        if reading is None:
+            return _call(part)
+        piece = reading.push(part.arguments)
+        return {"custom": {"input": piece}} if piece else None
+
+    def _late_inputs(self, choice: int) -> Iterator[dict[str, Any]]:
+        """What is known of the inputs of a choice at its end alone."""
+        for (owner, index), read in self._inputs.items():
+            if owner == choice and (rest := read.finish()):
+                yield {"tool_calls": [{"index": index, "custom": {"input": rest}}]}
+
+    def _whole_call(self, call: ToolCallPart) -> dict[str, Any]:
+        if call.name not in self._custom:
+            return _call(call)
+        read = CustomInput()
+        return _custom_call(call, read.push(call.arguments) + read.finish())
 
     def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -197,3 +225,7 @@ def _call(part: ToolCallPart) -> dict[str, Any]:
         return {"function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}
     return {"id": part.id, "type": "function", "function": function}
+
+
+def _custom_call(part: ToolCallPart, text: str) -> dict[str, Any]:
+    return {"id": part.id, "type": "custom", "custom": {"name": part.name, "input": text}}

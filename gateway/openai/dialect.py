@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
+from pdserve.gateway.anthropic.models import VERSION_HEADER, model_info, model_page
 from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import JsonPieces
 from pdserve.gateway.http.answers.replies import EventStream, Reply
@@ -163,15 +164,22 @@ class OpenAiDialect:
             return Reply(detokenize(service, body, caller_of(request)), self)
 
         @app.get("/v1/models", **described(answer=ModelList))
-        async def models() -> Response:
-            """The models that are served."""
-            data = model_objects(service, await service.catalog.cards())
+        async def models(request: Request) -> Response:
+            """The models that are served; to a request with `anthropic-version`, as its API
+            lists them."""
+            cards = await service.catalog.cards()
+            if VERSION_HEADER in request.headers:
+                return JSONResponse(model_page(sorted(cards, key=lambda card: card.name)))
+            data = model_objects(service, cards)
             return JSONResponse({"object": "list", "data": data})
 
         @app.get("/v1/models/{name:path}", **described(answer=ModelObject))
-        async def model(name: str) -> Response:
+        async def model(request: Request, name: str) -> Response:
             """One model that is served."""
-            return JSONResponse(model_object(service, await service.catalog.card(name)))
+            card = await service.catalog.card(name)
+            if VERSION_HEADER in request.headers:
+                return JSONResponse(model_info(card))
+            return JSONResponse(model_object(service, card))
 
         if self._stored is None:
             _add_refusals(app)

@@ -7,14 +7,17 @@ running application. A further route is an entry of ROUTES.
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
 
 from pdserve.gateway.anthropic import fields as anthropic
+from pdserve.gateway.anthropic import members as anthropic_members
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
 from pdserve.gateway.http.validation import NOTHING
 from pdserve.gateway.openai.bodies import fields
+from pdserve.gateway.openai.bodies import members as chat_members
 from pdserve.gateway.openai.bodies.schema import (
     Body,
     ChatBody,
@@ -25,9 +28,11 @@ from pdserve.gateway.openai.bodies.schema import (
 )
 from pdserve.gateway.openai.embeddings import EmbeddingBody
 from pdserve.gateway.openai.responses import fields as responses
+from pdserve.gateway.openai.responses import members as responses_members
 from pdserve.gateway.openai.responses.schema import InputTokensBody, ResponsesBody
 from pdserve.gateway.openai.stored.answers import FileUpload
 from pdserve.gateway.openai.stored.batches import BatchBody
+from pdserve.gateway.requests.members import Fate, Member, Table
 from pdserve.gateway.rerank.schema import RerankBody, ScoreBody
 
 HEAD = """\
@@ -41,6 +46,17 @@ A field is served; or refused with a 400 that names it, because it would change 
 ignored, because it changes no answer here. A refused field may be there with a value that asks for
 nothing: null, false and what is empty, or the values that stand beside it. Fields that are in no
 table are ignored, and named in the debug log.
+
+Roles, content, tools and items follow one rule on every route:
+
+- What would change the answer and cannot be honoured is refused by name.
+- A tool that is offered to the model and cannot be run here, such as a provider's web search, is
+  left out and named in the log. A tool choice that asks for it is refused.
+- History is kept as text, or dropped and named in the log where it says nothing to a model here.
+- A hint is taken, whatever its value.
+
+Below the fields of /v1/chat/completions, /v1/responses and /v1/messages are the members of their
+unions, as the packages of OpenAI and Anthropic have them (tests/gateway/test_unions.py compares).
 """
 SERVED, IGNORED, REFUSED = "served", "ignored", "refused"
 USUAL = {repr(value) for value in NOTHING}
@@ -57,9 +73,15 @@ class Route:
     ignored: Collection[str] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
     remark: str = ""
+    unions: Mapping[str, Table] = field(default_factory=dict)
 
 
-def _openai(path: str, *bodies: type[Body], remark: str = "") -> Route:
+def _openai(
+    path: str,
+    *bodies: type[Body],
+    remark: str = "",
+    unions: Mapping[str, Table] = MappingProxyType({}),
+) -> Route:
     """A route of gateway/openai, whose fields are those of fields.py."""
     served = {name for body in bodies for name in _served_by(body)}
     refused = {name: (None,) for body in bodies for name in body.model_fields.keys() - served}
@@ -69,15 +91,24 @@ def _openai(path: str, *bodies: type[Body], remark: str = "") -> Route:
         refused |= {name: known[name] for name in fields.OF_PROMPTS if name not in served}
         return Route(path, bodies, refused, ignored, remark=remark)
     refused |= {name: values for name, values in known.items() if name not in served}
-    return Route(path, bodies, refused, fields.IGNORED | ignored, fields.OTHER_NAMES, remark)
+    every = fields.IGNORED | ignored
+    return Route(path, bodies, refused, every, fields.OTHER_NAMES, remark, unions)
 
 
-def _other(path: str, body: type[BaseModel], table: Any, ignored: Collection[str] = ()) -> Route:
+def _other(
+    path: str,
+    body: type[BaseModel],
+    table: Any,
+    ignored: Collection[str] = (),
+    *,
+    remark: str = "",
+    unions: Mapping[str, Table] = MappingProxyType({}),
+) -> Route:
     """A route that has its own table of fields."""
     served = _served_by(body)
-    ignored = {*table.IGNORED, *ignored} - served
+    ignored = {*table.IGNORED, *getattr(table, "LEFT_OUT", ()), *ignored} - served
     refused = {n: values for n, values in table.REFUSED.items() if n not in served | ignored}
-    return Route(path, (body,), refused, ignored, table.INSTEAD)
+    return Route(path, (body,), refused, ignored, table.INSTEAD, remark, unions)
 
 
 def _served_by(body: type[BaseModel]) -> set[str]:
@@ -90,12 +121,17 @@ def _served_by(body: type[BaseModel]) -> set[str]:
 
 
 ROUTES = (
-    _openai("/v1/chat/completions", ChatBody),
+    _openai("/v1/chat/completions", ChatBody, unions=chat_members.UNIONS),
     _openai(
         "/v1/completions", CompletionBody,
         remark="It takes either `prompt` or `prompt_token_ids`.",
     ),
-    _other("/v1/responses", ResponsesBody, responses),
+    _other(
+        "/v1/responses", ResponsesBody, responses,
+        remark="The input of a custom tool is kept to its regular expression; its Lark grammar is "
+        "only shown to the model.",
+        unions=responses_members.UNIONS,
+    ),
     _other("/v1/responses/input_tokens", InputTokensBody, responses, ResponsesBody.model_fields),
     _openai("/v1/embeddings", EmbeddingBody),
     _openai("/rerank", RerankBody, remark="`/v1/rerank` is the same."),
@@ -104,7 +140,11 @@ ROUTES = (
         remark="`/v1/score` is the same. It takes one pair of texts: `text_1` and `text_2`, "
         "`queries` and `documents`, `queries` and `items`, or `data_1` and `data_2`.",
     ),
-    _other("/v1/messages", MessagesBody, anthropic),
+    _other(
+        "/v1/messages", MessagesBody, anthropic,
+        remark="The tools of `mcp_servers` cannot be run here, and are left out.",
+        unions=anthropic_members.UNIONS,
+    ),
     _other("/v1/messages/count_tokens", CountBody, anthropic, MessagesBody.model_fields),
     _openai(
         "/tokenize", TokenizeBody, TokenizeChatBody,
@@ -135,6 +175,21 @@ def _lines() -> Iterator[str]:
             yield f"| `{name}` | | {IGNORED} |"
         for name, taken in sorted(route.refused.items()):
             yield f"| `{name}` | {_taken(taken)} | {REFUSED}{_instead(route, name)} |"
+        for title, table in route.unions.items():
+            yield f"\n### {title[0].upper()}{title[1:]} of {route.path}\n"
+            yield "| member | here |"
+            yield "|---|---|"
+            for name, member in sorted(table.items(), key=_place):
+                yield f"| `{name}` | {member.fate}{_texts(member)} |"
+
+
+def _place(row: tuple[str, Member]) -> tuple[int, str]:
+    name, member = row
+    return list(Fate).index(member.fate), name
+
+
+def _texts(member: Member) -> str:
+    return f": {', '.join(f'`{name}`' for name in member.text)}" if member.text else ""
 
 
 def _served(route: Route) -> Iterator[tuple[str, str]]:

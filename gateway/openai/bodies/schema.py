@@ -6,19 +6,20 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, FailFast, Field, WithJsonSchema
 
 from pdserve.gateway.http.validation import MAX_TOOLS, ModelName, TokenLimit
-from pdserve.gateway.openai.bodies import described
+from pdserve.gateway.openai.bodies import described, members
 from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
 from pdserve.gateway.openai.bodies.structure import StructureFields
 from pdserve.gateway.openai.bodies.thinking import ReasoningConfig, Thinking, ThinkingFields
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
+from pdserve.gateway.openai.custom_input import custom_arguments
 from pdserve.gateway.requests.completions import ChatCompletionRequest
+from pdserve.gateway.requests.members import DROPPED, SERVED, Fate
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.tool_use import ToolUse
 from pdserve.gateway.sampling import client_errors, refuse
 from pdserve.gateway.text.messages import (
     EFFORTS,
-    ROLES,
     VERBOSITIES,
     TemplateInput,
 )
@@ -67,17 +68,25 @@ def _scalars(given: dict[str, Any] | None) -> dict[str, Any] | None:
     return given
 
 
+class CalledFunction(Body):
+    """A call's function; `arguments` is a JSON text."""
+
+    name: str
+    arguments: str = ""
+
+
 class Message(Body):
     """One message. gateway/text checks its role and content when it fills the template."""
 
-    role: Annotated[str, WithJsonSchema({**described.TEXT, "enum": list(ROLES)})]
+    role: Annotated[str, WithJsonSchema({**described.TEXT, "enum": list(members.ROLES)})]
     content: Annotated[Any, WithJsonSchema(described.CONTENT)] = None
+    refusal: str | None = None
     name: str | None = None
     reasoning_content: str | None = None  # of an assistant's turn, for templates that show it
     reasoning: str | None = None  # the same, as newer vLLM writes it
     tool_calls: list[Any] | None = Field(None, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
-    function_call: None = None  # not served
+    function_call: CalledFunction | None = None  # the one call of an older client
     prefix: bool | None = None  # of the last one: the answer goes on with it (Mistral, DeepSeek)
 
     def as_template(self) -> dict[str, Any]:
@@ -86,7 +95,57 @@ class Message(Body):
         given = {name: value for name, value in more.items() if value is not None}
         if self.reasoning is not None:
             given.setdefault("reasoning_content", self.reasoning)
-        return {"role": self.role, "content": self.content, **given}
+        if self.function_call is not None and not self.tool_calls:
+            function = self.function_call.model_dump()
+            call = {"id": _call_id(function["name"]), "type": "function", "function": function}
+            given["tool_calls"] = [call]
+        elif self.tool_calls:
+            given["tool_calls"] = [_as_function(call) for call in self.tool_calls]
+        role, content = self.role, self.content
+        if role == "assistant":
+            content = _history(content if content is not None else self.refusal)
+            if content is None and not given.keys() & {"tool_calls", "reasoning_content"}:
+                content = ""
+        elif role == "function":
+            role, content = "tool", "" if content is None else content
+            given["tool_call_id"] = _call_id(self.name or "")
+        if isinstance(content, list):
+            content = [_as_text(part) for part in content]
+        return {"role": role, "content": content, **given}
+
+
+def _call_id(name: str) -> str:
+    """Of a call that has none."""
+    return f"call_{name}"
+
+
+def _as_function(call: Any) -> Any:
+    """A call of a custom tool as that of the function that the model sees."""
+    custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
+    if not isinstance(custom, dict) or not isinstance(custom.get("input"), str):
+        return call
+    function = {"name": custom.get("name"), "arguments": custom_arguments(custom["input"])}
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+def _history(content: Any) -> Any:
+    """The content of an assistant's message without the parts that say nothing to a model here."""
+    if not isinstance(content, list):
+        return content
+    return [
+        part
+        for part in content
+        if not isinstance(part, dict)
+        or members.PARTS.get(str(part.get("type")), DROPPED).fate is not Fate.DROPPED
+    ]
+
+
+def _as_text(part: Any) -> Any:
+    """A part that has a text, under whatever name."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind == "text" or members.PARTS.get(kind) is not SERVED:
+        return part
+    return {"type": "text", "text": part.get("refusal" if kind == "refusal" else "text")}
 
 
 class ConversationBody(ThinkingFields, Body):
@@ -160,6 +219,11 @@ class ChatBody(ConversationBody, Sampling):
 
     def _bounds_of_thinking(self) -> dict[str, int]:
         return super()._bounds_of_thinking() | self.thinking_bounds()
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of those that are called with a text."""
+        return frozenset(tool.custom.name for tool in self.tools or () if tool.custom)
 
     def tool_use(self) -> ToolUse | None:
         """Raises ServiceError for a wrong tool_choice."""

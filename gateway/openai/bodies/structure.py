@@ -76,7 +76,7 @@ Tag = Annotated[StructuralTag | None, JsonText]
 class JsonSchemaFormat(Body):
     """`json_schema` of a response format."""
 
-    name: str = Field(min_length=1, max_length=MAX_NAME)
+    name: str | None = Field(None, max_length=MAX_NAME)
     description: str | None = None
     content: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -100,6 +100,8 @@ class ResponseFormatBody(Body):
                 return Structure("json_object", None, param)
             case "json_object":
                 return Structure("json_schema", self.content, param)
+            case "json_schema" if self.json_schema is None and self.content is not None:
+                return Structure("json_schema", self.content, param, lenient=True)
             case "json_schema":
                 asked = self.json_schema
                 if asked is None or asked.content is None:

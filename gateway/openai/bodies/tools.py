@@ -1,15 +1,37 @@
 """The fields of a chat that say which tools its model may call, and how."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from pdserve.gateway.http.validation import MAX_TOOLS, ArgumentSchema, ToolDescription
+from pdserve.gateway.http.validation import (
+    MAX_TOOLS,
+    ArgumentSchema,
+    ToolDescription,
+    check_tools,
+)
 from pdserve.gateway.openai.bodies.body import Body
+from pdserve.gateway.openai.bodies.members import TOOLS
+from pdserve.gateway.openai.custom_input import CustomFormat, custom_tool
+from pdserve.gateway.requests.members import LEFT_OUT, Fate, note
 from pdserve.gateway.requests.tool_use import Tool, ToolUse
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import quoted
+
+MODES = {
+    "none": "none",
+    "auto": "auto",
+    "required": "required",
+    "any": "required",
+}  # "any" is Anthropic's word
+
+
+def _flat(form: Any) -> Any:
+    """A format whose grammar is an object of its own, as this API has it."""
+    if isinstance(form, dict) and isinstance(form.get("grammar"), dict):
+        return {**form["grammar"], "type": form.get("type")}
+    return form
 
 
 class FunctionBody(Body):
@@ -19,12 +41,37 @@ class FunctionBody(Body):
     strict: bool | None = None
 
 
-class ToolBody(Body):
-    type: Literal["function"]
-    function: FunctionBody
+class CustomBody(Body):
+    """A tool whose input is a text."""
 
-    def tool(self) -> Tool:
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: ToolDescription | None = None
+    format: Annotated[CustomFormat | None, BeforeValidator(_flat)] = None
+
+
+class ToolBody(Body):
+    """A tool. One that no client carries out is left out."""
+
+    type: str
+    function: FunctionBody | None = None
+    custom: CustomBody | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare(cls, value: Any) -> Any:
+        return {"type": value["type"]} if _is_left_out(value) else value
+
+    def tool(self, at: str) -> Tool | None:
+        """None for one that is left out. Raises ServiceError."""
+        if TOOLS.get(self.type, LEFT_OUT).fate is Fate.LEFT_OUT:
+            return None
+        if self.type == "custom":
+            if self.custom is None:
+                raise refuse(f"{at}.custom", f"{at}.custom is required")
+            return custom_tool(self.custom.name, self.custom.description or "", self.custom.format)
         function = self.function
+        if function is None:
+            raise refuse(f"{at}.function", f"{at}.function is required")
         return Tool(
             function.name,
             function.description or "",
@@ -33,20 +80,24 @@ class ToolBody(Body):
         )
 
 
-# Of a choice that is an object, as Anthropic writes it.
-_MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
-
-
 def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> ToolUse | None:
     """What `tools`, `tool_choice` and `parallel_tool_calls` ask for. Raises ServiceError."""
-    tools = [body.tool() for body in bodies]
-    if isinstance(choice, dict) and choice.get("type") in _MODES:
-        choice = _MODES[choice["type"]]
-    names = [tool.name for tool in tools]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            text = f"two tools have the name {quoted(name)}"
-            raise refuse(f"tools[{index}].function.name", text)
+    found: dict[str, Tool] = {}
+    left_out = []
+    for index, body in enumerate(bodies):
+        tool = body.tool(f"tools[{index}]")
+        if tool is None:
+            left_out.append(body.type)
+        elif tool.name in found:
+            text = f"two tools have the name {quoted(tool.name)}"
+            raise refuse(f"tools[{index}].{body.type}.name", text)
+        else:
+            found[tool.name] = tool
+    note(Fate.LEFT_OUT, "tools", left_out)
+    tools, names = list(found.values()), found.keys()
+    check_tools(tools)
+    if isinstance(choice, dict):
+        choice = MODES.get(str(choice.get("type")), choice)
     if not tools:
         if choice not in (None, "none", "auto"):
             raise refuse("tool_choice", "tool_choice needs tools")
@@ -59,14 +110,15 @@ def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> 
     if choice == "required":
         return ToolUse(tools, "required", parallel=several)
     kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "function":
+    if kind in ("function", "custom"):
         only = _named(choice, names, "tool_choice")
         return ToolUse(tools, "required", (only,), parallel=False)
     if kind == "allowed_tools":
         return _allowed(tools, choice, several)
     raise refuse(
         "tool_choice",
-        "tool_choice must be none, auto, required, or an object of type function or allowed_tools",
+        "tool_choice must be none, auto, required, or an object of type function, custom or "
+        "allowed_tools",
     )
 
 
@@ -80,15 +132,30 @@ def _allowed(tools: Sequence[Tool], choice: Mapping[str, Any], parallel: bool) -
         raise refuse(f"{where}.mode", f"{where}.mode must be auto or required")
     if not isinstance(allowed, list) or not 1 <= len(allowed) <= MAX_TOOLS:
         raise refuse(f"{where}.tools", f"{where}.tools must be a list of 1 to {MAX_TOOLS} tools")
-    names = [tool.name for tool in tools]
-    only = [_named(tool, names, f"{where}.tools[{at}]") for at, tool in enumerate(allowed)]
+    names = {tool.name for tool in tools}
+    only = [
+        _named(tool, names, f"{where}.tools[{at}]")
+        for at, tool in enumerate(allowed)
+        if not _is_left_out(tool)
+    ]
+    if not only and mode == "auto":
+        return ToolUse(tools, "none", parallel=parallel)
+    if not only:
+        raise refuse(f"{where}.tools", f"{where}.tools has no tool that is offered here")
     required: Literal["auto", "required"] = "required" if mode == "required" else "auto"
     return ToolUse(tools, required, tuple(dict.fromkeys(only)), parallel=parallel)
 
 
-def _named(value: Any, names: Sequence[str], where: str) -> str:
-    """The name of a tool, as {"function": {"name"}} or {"name"}. Raises ServiceError."""
-    function = value.get("function", value) if isinstance(value, dict) else None
+def _is_left_out(tool: Any) -> bool:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and TOOLS.get(kind, LEFT_OUT).fate is Fate.LEFT_OUT
+
+
+def _named(value: Any, names: Collection[str], where: str) -> str:
+    """The name of a tool, as {"function": {"name"}}, {"custom": {"name"}} or {"name"}. Raises
+    ServiceError."""
+    kind = "custom" if isinstance(value, dict) and value.get("type") == "custom" else "function"
+    function = value.get(kind, value) if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise refuse(where, f"{where} must name a function")

@@ -56,18 +56,38 @@ class ResponseCall(AnswerModel):
     status: Status
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
+
+
+class ResponseCustomCall(AnswerModel):
+    """A call of a custom tool of the client's."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: Status
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
 
 
 class ResponseCallOutput(AnswerModel):
     id: str
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     status: Status
     call_id: str
     output: str | list[InputText]
 
 
-OutputItem = ResponseMessage | ResponseReasoning | ResponseCall
+class OtherItem(AnswerModel):
+    """What a client has sent of another provider's tools, as it was."""
+
+    id: str
+    type: str
+
+
+OutputItem = ResponseMessage | ResponseReasoning | ResponseCall | ResponseCustomCall
 
 
 class InputTokensDetails(AnswerModel):
@@ -110,9 +130,23 @@ class TextShown(AnswerModel):
 class FunctionShown(AnswerModel):
     type: Literal["function"]
     name: str
-    description: str | None
+    description: str | None = None
     parameters: dict[str, Any] | None
     strict: bool
+
+
+class CustomShown(AnswerModel):
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class NamespaceShown(AnswerModel):
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: list[FunctionShown | CustomShown]
 
 
 class ResponseObject(AnswerModel):
@@ -143,7 +177,7 @@ class ResponseObject(AnswerModel):
     top_p: float | None = None
     text: TextShown
     tool_choice: str | dict[str, Any]
-    tools: list[FunctionShown]
+    tools: list[FunctionShown | CustomShown | NamespaceShown]
     top_logprobs: int
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
@@ -167,13 +201,14 @@ class ResponseEvent(AnswerModel):
     logprobs: list[ScoredChatToken] | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
 
 
 class InputItemList(AnswerModel):
     """The newest first, unless `order` says otherwise."""
 
     object: Literal["list"]
-    data: list[OutputItem | ResponseCallOutput]
+    data: list[OutputItem | ResponseCallOutput | OtherItem]
     first_id: str | None
     last_id: str | None
     has_more: bool

@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ),
         NOTHING,
     ),
-    "truncation": (None, "disabled"),
+    "truncation": (None, "disabled", "auto"),  # nothing is left out of a prompt
     "repeat_penalty": (None, 1.0),
     "repeat_last_n": (None, -1),
     "n": (None, 1),

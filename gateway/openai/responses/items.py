@@ -4,10 +4,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import ValidationError
-from pydantic_core import from_json
+from pydantic_core import to_json
 
 from pdserve.gateway.http.validation import StrictModel, TextOrObjects, first_error
+from pdserve.gateway.openai.custom_input import custom_arguments
+from pdserve.gateway.openai.responses.members import ITEMS, PARTS, ROLES, UNKNOWN_ITEM
+from pdserve.gateway.openai.responses.tools import joined_name
+from pdserve.gateway.requests.members import DROPPED, REFUSED, Fate, note
 from pdserve.gateway.sampling import refuse
+from pdserve.gateway.text.messages import EFFORTS
 from pdserve.services.host.errors import quoted
 
 MAX_ITEMS = 4096  # of one conversation
@@ -18,36 +23,67 @@ class MessageItem(StrictModel):
     """A turn of the user, an earlier one of the assistant, or a rule for it."""
 
     id: str | None = None
-    role: Literal["user", "assistant", "system", "developer"]
-    content: TextOrObjects
+    role: Literal[*ROLES]  # type: ignore[valid-type]
+    content: TextOrObjects | None = None
 
     def normalized(self, at: str) -> Item:
-        kind = "output_text" if self.role == "assistant" else "input_text"
-        texts = _texts(self.content, f"{at}.content")
-        more: Item = {"annotations": []} if self.role == "assistant" else {}
+        of_assistant = self.role == "assistant"
+        if self.content is None and not of_assistant:
+            raise refuse(f"{at}.content", f"{at}.content is required")
+        kind = "output_text" if of_assistant else "input_text"
+        texts = _texts(self.content or (), f"{at}.content", history=of_assistant)
+        more: Item = {"annotations": []} if of_assistant else {}
         parts = [{"type": kind, "text": text, **more} for text in texts]
         return {"type": "message", "role": self.role, "content": parts, "status": "completed"}
 
 
 class FunctionCallItem(StrictModel):
-    """A call that the assistant has made."""
+    """A call that the assistant has made. Arguments that are no JSON stay as they are written."""
 
     id: str | None = None
     call_id: str
     name: str
-    arguments: str
+    namespace: str | None = None
+    arguments: Any = None
 
     def normalized(self, at: str) -> Item:
-        if self.arguments and not _is_object(self.arguments):
-            text = f"{at}.arguments must be a JSON object, written as a string"
-            raise refuse(f"{at}.arguments", text)
-        call = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
-        return {"type": "function_call", **call, "status": "completed"}
+        given = self.arguments
+        if not isinstance(given, str):
+            given = "" if given is None else to_json(given).decode()
+        return {
+            "type": "function_call",
+            "call_id": self.call_id,
+            "name": self.name,
+            **_namespace(self.namespace),
+            "arguments": given,
+            "status": "completed",
+        }
 
 
-class FunctionOutputItem(StrictModel):
-    """What the client's function has returned."""
+class CustomCallItem(StrictModel):
+    """A call of a custom tool that the assistant has made."""
 
+    id: str | None = None
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+    def normalized(self, at: str) -> Item:
+        return {
+            "type": "custom_tool_call",
+            "call_id": self.call_id,
+            "name": self.name,
+            **_namespace(self.namespace),
+            "input": self.input,
+            "status": "completed",
+        }
+
+
+class CallOutputItem(StrictModel):
+    """What the client's function or custom tool has returned."""
+
+    type: str
     id: str | None = None
     call_id: str
     output: TextOrObjects
@@ -58,7 +94,7 @@ class FunctionOutputItem(StrictModel):
             texts = _texts(output, f"{at}.output")
             output = [{"type": "input_text", "text": text} for text in texts]
         return {
-            "type": "function_call_output",
+            "type": self.type,
             "call_id": self.call_id,
             "output": output,
             "status": "completed",
@@ -73,8 +109,8 @@ class ReasoningItem(StrictModel):
     content: TextOrObjects | None = None
 
     def normalized(self, at: str) -> Item:
-        thoughts = _texts(self.content or (), f"{at}.content")
-        summary = _texts(self.summary or (), f"{at}.summary")
+        thoughts = _texts(self.content or (), f"{at}.content", history=True)
+        summary = _texts(self.summary or (), f"{at}.summary", history=True)
         return {
             "type": "reasoning",
             "summary": [{"type": "summary_text", "text": text} for text in summary],
@@ -83,13 +119,55 @@ class ReasoningItem(StrictModel):
         }
 
 
-KINDS: dict[str, type[MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem]] = {
+class ReferenceItem(StrictModel):
+    """An item of a response that is kept."""
+
+    id: str
+
+    def normalized(self, at: str) -> Item:
+        return {"type": REFERENCE, "at": f"{at}.id"}
+
+
+class ToolsItem(StrictModel):
+    """Tools that are offered from here on."""
+
+    type: str
+    id: str | None = None
+    tools: list[dict[str, Any]]
+
+    def normalized(self, at: str) -> Item:
+        return {"type": self.type, "tools": self.tools, "status": "completed"}
+
+
+class _Effort(StrictModel):
+    effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
+
+
+class ConfigurationItem(StrictModel):
+    """Another effort of reasoning from here on."""
+
+    id: str | None = None
+    reasoning: _Effort | None = None
+    text: None = None  # not served
+
+    def normalized(self, at: str) -> Item:
+        effort = self.reasoning.effort if self.reasoning else None
+        return {"type": "configuration_update", "reasoning": {"effort": effort}}
+
+
+REFERENCE = "item_reference"
+KINDS: dict[str, Any] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
-    "function_call_output": FunctionOutputItem,
+    "function_call_output": CallOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
+    REFERENCE: ReferenceItem,
+    "additional_tools": ToolsItem,
+    "tool_search_output": ToolsItem,
+    "configuration_update": ConfigurationItem,
 }
-_TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
 def parse_input(given: str | Sequence[Mapping[str, Any]]) -> list[Item]:
@@ -99,19 +177,41 @@ def parse_input(given: str | Sequence[Mapping[str, Any]]) -> list[Item]:
     if not 1 <= len(given) <= MAX_ITEMS:
         raise refuse("input", f"input must have 1 to {MAX_ITEMS} items, not {len(given)}")
     items = []
+    dropped = []
     for index, item in enumerate(given):
         at = f"input[{index}]"
-        kind = item.get("type", "message" if "role" in item else None)
-        if not isinstance(kind, str) or kind not in KINDS:
-            text = f"{at}.type: items of type {quoted(str(kind))} are not supported by this server"
+        kind = _kind(item, at)
+        member = ITEMS.get(kind) or PARTS.get(kind, UNKNOWN_ITEM)
+        if member.fate is Fate.DROPPED:
+            dropped.append(kind)
+        elif member.fate is Fate.AS_TEXT:
+            items.append({**item, "type": kind})
+        elif kind in KINDS:
+            items.append(_parsed(KINDS[kind], item, at))
+        else:
+            text = f"{at}.type: items of type {quoted(kind)} are not supported by this server"
             raise refuse(f"{at}.type", text)
-        try:
-            parsed = KINDS[kind].model_validate(item)
-        except ValidationError as error:
-            raise first_error(error, at) from None
-        made = parsed.normalized(at)
-        items.append({**made, "id": parsed.id} if parsed.id else made)
+    note(Fate.DROPPED, "items", dropped)
     return items
+
+
+def _kind(item: Mapping[str, Any], at: str) -> str:
+    """The type of an item: that of a reference if it has nothing but its id."""
+    if "id" in item and not item.keys() - {"id", "type", "status"}:
+        return REFERENCE
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if not isinstance(kind, str):
+        raise refuse(f"{at}.type", f"{at}.type must be a string")
+    return kind
+
+
+def _parsed(kind: Any, item: Mapping[str, Any], at: str) -> Item:
+    try:
+        parsed = kind.model_validate(item)
+    except ValidationError as error:
+        raise first_error(error, at) from None
+    made: Item = parsed.normalized(at)
+    return {**made, "id": parsed.id} if parsed.id else made
 
 
 def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -119,27 +219,41 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
 
     Instructions and the rules right after them are one message, since many templates take one at
     the beginning. Reasoning, text and calls that follow each other are one turn of the assistant.
-    Raises ServiceError for the output of a call that nobody made.
+    Raises ServiceError for the output of a call that is not there.
     """
     turns = _Turns()
     calls: set[str] = set()
     if instructions:
         turns.say("system", [instructions])
     for item in items:
-        kind = item["type"]
-        if kind == "message":
-            turns.say(item["role"], _texts_of(item["content"]))
-        elif kind == "reasoning":
-            turns.think(_texts_of(item["content"] or item["summary"]))
-        elif kind == "function_call":
-            calls.add(item["call_id"])
-            turns.call(item)
-        else:
-            if item["call_id"] not in calls:
-                text = f"no function_call before it has the call_id {quoted(item['call_id'])}"
-                raise refuse("input", f"input: a function_call_output: {text}")
-            turns.answer(item)
+        match item["type"]:
+            case "message":
+                turns.say(item["role"], _texts_of(item["content"]))
+            case "reasoning":
+                turns.think(_texts_of(item["content"] or item["summary"]))
+            case "function_call":
+                calls.add(item["call_id"])
+                turns.call(item, item["arguments"])
+            case "custom_tool_call":
+                calls.add(item["call_id"])
+                turns.call(item, custom_arguments(item["input"]))
+            case "function_call_output" | "custom_tool_call_output" as kind:
+                if item["call_id"] not in calls:
+                    text = f"no call before it has the call_id {quoted(item['call_id'])}"
+                    raise refuse("input", f"input: a {kind}: {text}")
+                turns.answer(item)
+            case kind:
+                member = ITEMS.get(kind, UNKNOWN_ITEM)
+                if member.fate is Fate.AS_TEXT:
+                    turns.note(member.as_text(kind, item), of_client=member.of_client)
+    turns.end()
     return turns.messages
+
+
+def last_effort(items: Sequence[Item]) -> str | None:
+    """The effort that the last item of its kind asks for."""
+    efforts = [i["reasoning"]["effort"] for i in items if i["type"] == "configuration_update"]
+    return next((effort for effort in reversed(efforts) if effort), None)
 
 
 class _Turns:
@@ -147,8 +261,29 @@ class _Turns:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
+        self._unanswered: set[str] = set()  # the ids of calls
+        self._held: list[str] = []  # texts of the client, until these are answered
+
+    def end(self) -> None:
+        held, self._held = self._held, []
+        for text in held:
+            self.note(text, of_client=True)
+
+    def note(self, text: str, *, of_client: bool) -> None:
+        """Adds what is kept of an item to a turn that is there, or to a new one: nothing stands
+        between calls and their answers."""
+        if of_client and self._unanswered:
+            self._held.append(text)
+            return
+        role = "user" if of_client else "assistant"
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": None})
+        turn = self.messages[-1]
+        turn["content"] = [*(turn["content"] or ()), {"type": "text", "text": text}]
 
     def say(self, role: str, texts: list[str]) -> None:
+        self._unanswered.clear()
+        self.end()
         parts = [{"type": "text", "text": text} for text in texts]
         rules = ("system", "developer")
         if role == "assistant":
@@ -165,9 +300,11 @@ class _Turns:
             before = [turn["reasoning_content"]] if "reasoning_content" in turn else []
             turn["reasoning_content"] = "\n".join([*before, *texts])
 
-    def call(self, item: Item) -> None:
+    def call(self, item: Item, arguments: str) -> None:
         turn = self._turn(open_to=("reasoning_content", "content", "tool_calls"))
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        self._unanswered.add(item["call_id"])
+        name = joined_name(item.get("namespace"), item["name"])
+        function = {"name": name, "arguments": arguments}
         made = {"id": item["call_id"], "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(made)
 
@@ -177,6 +314,9 @@ class _Turns:
             output = [{"type": "text", "text": text} for text in _texts_of(output)]
         message = {"role": "tool", "tool_call_id": item["call_id"], "content": output}
         self.messages.append(message)
+        self._unanswered.discard(item["call_id"])
+        if not self._unanswered:
+            self.end()
 
     def _turn(self, open_to: tuple[str, ...]) -> dict[str, Any]:
         """The assistant's last turn if it has nothing else yet, or a new one."""
@@ -189,15 +329,20 @@ class _Turns:
         return last
 
 
-def _texts(content: str | Sequence[Mapping[str, Any]], at: str) -> list[str]:
-    """Raises ServiceError for a part that is no text."""
+def _texts(
+    content: str | Sequence[Mapping[str, Any]], at: str, *, history: bool = False
+) -> list[str]:
+    """Raises ServiceError for a part that is no text; `history`: unknown ones are dropped."""
     if isinstance(content, str):
         return [content]
     texts = []
     for index, part in enumerate(content):
-        kind = part.get("type")
-        if kind not in _TEXTS:
-            text = f"parts of type {quoted(str(kind))} are not supported by this server, only text"
+        kind = str(part.get("type"))
+        fate = PARTS.get(kind, DROPPED if history else REFUSED).fate
+        if fate is Fate.DROPPED:
+            continue
+        if fate is Fate.REFUSED:
+            text = f"parts of type {quoted(kind)} are not supported by this server, only text"
             raise refuse(f"{at}[{index}].type", f"{at}[{index}].type: {text}")
         key = "refusal" if kind == "refusal" else "text"
         if not isinstance(part.get(key), str):
@@ -206,11 +351,8 @@ def _texts(content: str | Sequence[Mapping[str, Any]], at: str) -> list[str]:
     return texts
 
 
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(from_json(text, allow_inf_nan=False), dict)
-    except ValueError:
-        return False
+def _namespace(name: str | None) -> Item:
+    return {"namespace": name} if name else {}
 
 
 def _texts_of(parts: Iterable[Mapping[str, Any]]) -> list[str]:

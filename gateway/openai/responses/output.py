@@ -4,25 +4,33 @@ Pure. Invariant: what the events of a stream add up to is what `items` has in th
 events may be JsonPieces: an answer holds its log-probabilities as their text.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.http.answers.json_text import JsonList, JsonPieces, array_json, object_json
+from pdserve.gateway.openai.custom_input import CustomInput
 from pdserve.gateway.openai.logprobs import with_top
+from pdserve.gateway.openai.responses.tools import OfferedTool
+from pdserve.gateway.requests.tool_use import Tool
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 Event = dict[str, Any]
+_NO_TOOLS: Mapping[str, OfferedTool] = {}
 
 
 class ResponseOutput:
     """Parts of one kind that follow each other are one item."""
 
-    def __init__(self, suffix: str, *, logprobs: bool) -> None:
-        """`suffix` makes the items' ids this response's."""
+    def __init__(
+        self, suffix: str, *, logprobs: bool, offered: Mapping[str, OfferedTool] = _NO_TOOLS
+    ) -> None:
+        """`suffix` makes the items' ids this response's. `offered`: the client's tools by the
+        names that the model knows."""
         self.items: list[JsonPieces] = []
         self._suffix = suffix
         self._logprobs = logprobs
+        self.offered = offered
         self._open: _OpenItem | None = None
         self._unplaced: list[ScoredToken] = []  # of text that is yet to come
 
@@ -48,7 +56,9 @@ class ResponseOutput:
     def _begin(self, part: ContentPart) -> Iterator[Event]:
         number = len(self.items)
         if isinstance(part, ToolCallPart):
-            self._open = _OpenCall(f"fc_{self._suffix}_{number}", number, part)
+            tool = self.offered.get(part.name) or OfferedTool(Tool(part.name), part.name)
+            kind = "ctc" if tool.custom else "fc"
+            self._open = _OpenCall(f"{kind}_{self._suffix}_{number}", number, part, tool)
         elif isinstance(part, ReasoningPart):
             self._open = _OpenText(f"rs_{self._suffix}_{number}", number, _REASONING)
         else:
@@ -78,6 +88,11 @@ class _OpenItem(Protocol):
     def push(self, part: ContentPart, logprobs: list[dict[str, Any]]) -> Iterator[Event]: ...
 
     def close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]: ...
+
+
+# The type of a call's item, the field of what it is called with, and the beginning of its events.
+_FUNCTION = "function_call", "arguments", "response.function_call_arguments"
+_CUSTOM = "custom_tool_call", "input", "response.custom_tool_call_input"
 
 
 class _TextKind:
@@ -148,16 +163,20 @@ class _OpenText:
 
 
 class _OpenCall:
-    """The call of a function."""
+    """The call of a function or of a custom tool."""
 
-    def __init__(self, name: str, index: int, first: ToolCallPart) -> None:
+    def __init__(self, name: str, index: int, first: ToolCallPart, tool: OfferedTool) -> None:
+        kind, self._key, self._event = _CUSTOM if tool.custom else _FUNCTION
+        self._input = CustomInput() if tool.custom else None
+        namespace = {"namespace": tool.namespace} if tool.namespace else {}
         self.item = {
             "id": name,
-            "type": "function_call",
+            "type": kind,
             "status": "in_progress",
             "call_id": first.id,
-            "name": first.name,
-            "arguments": "",
+            "name": tool.name,
+            **namespace,
+            self._key: "",
         }
         self._at = {"item_id": name, "output_index": index}
         self._number = first.index
@@ -171,17 +190,22 @@ class _OpenCall:
 
     def push(self, part: ContentPart, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         assert isinstance(part, ToolCallPart)
-        if part.arguments:
-            self._pieces.append(part.arguments)
-            kind = "response.function_call_arguments.delta"
-            yield {"type": kind, **self._at, "delta": part.arguments}
+        piece = part.arguments if self._input is None else self._input.push(part.arguments)
+        yield from self._add(piece)
 
     def close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
-        arguments = "".join(self._pieces)
-        said = {"name": self.item["name"], "arguments": arguments}
-        yield {"type": "response.function_call_arguments.done", **self._at, **said}
-        self.item = {**self.item, "status": status, "arguments": arguments}
+        if self._input is not None:
+            yield from self._add(self._input.finish())
+        whole = "".join(self._pieces)
+        said = {"name": self.item["name"]} if self._input is None else {}
+        yield {"type": f"{self._event}.done", **self._at, **said, self._key: whole}
+        self.item = {**self.item, "status": status, self._key: whole}
         yield _item_event("done", self._at, self.item)
+
+    def _add(self, piece: str) -> Iterator[Event]:
+        if piece:
+            self._pieces.append(piece)
+            yield {"type": f"{self._event}.delta", **self._at, "delta": piece}
 
 
 def _item_event(what: str, at: dict[str, Any], item: dict[str, Any]) -> Event:

@@ -1,17 +1,28 @@
 """What /v1/responses and /v1/responses/input_tokens ask a model: the conversation, with what is
 kept of it, and the tools."""
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import CodedError
-from pdserve.gateway.openai.responses.items import MAX_ITEMS, Item, conversation, parse_input
+from pdserve.gateway.openai.responses.items import (
+    MAX_ITEMS,
+    REFERENCE,
+    Item,
+    conversation,
+    last_effort,
+    parse_input,
+)
+from pdserve.gateway.openai.responses.members import ITEMS
 from pdserve.gateway.openai.responses.schema import InputTokensBody
-from pdserve.gateway.openai.responses.tools import parse_tools, tool_use
+from pdserve.gateway.openai.responses.tools import Offer, parse_tools, tool_use
 from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.requests.completions import ChatCompletionRequest
+from pdserve.gateway.requests.members import SERVED
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
@@ -20,6 +31,8 @@ from pdserve.gateway.text.messages import TemplateInput
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.host.errors import quoted
 
+# How a response names its items: by its own id, the input's with "in" before their number.
+_ITEM_ID = re.compile(r"[a-z]+_([^/]+)_(in)?[0-9]+")
 PARSED_RATIO = 3  # bytes that a kept response takes while it is used, to those of its text
 
 
@@ -36,14 +49,12 @@ class ResponsePrompt:
         self._bodies = bodies
         self._store = store
         self._items = parse_input(body.input)
-        self.tools = parse_tools(body.tools or ())
-        self._tool_use = tool_use(
-            self.tools, body.tool_choice, body.parallel_tool_calls is not False
-        )
+        self.offer = self._offer(self._items)
 
     async def items(self) -> list[Item]:
         """The whole conversation. Raises ServiceError."""
-        items = [*await self._earlier_items(), *self._items]
+        earlier = await self._earlier_items()
+        items = [*earlier, *await self._resolved(earlier)]
         if len(items) > MAX_ITEMS:
             text = f"at most {MAX_ITEMS} items with those before, not {len(items)}"
             raise refuse("input", text)
@@ -51,12 +62,50 @@ class ResponsePrompt:
 
     def request(self, items: list[Item], sampling: RequestedSampling) -> ChatCompletionRequest:
         """Raises ServiceError."""
+        self.offer = self._offer(items)
+        body = self._body
         template = TemplateInput(
-            conversation(self._body.instructions, items),
-            suggested=self._body.template_variables(),
+            conversation(body.instructions, items),
+            suggested=body.template_variables(last_effort(items)),
             messages_field="input",
         )
-        return ChatCompletionRequest(self._body.model, template, sampling, tool_use=self._tool_use)
+        use = tool_use(self.offer, body.tool_choice, body.parallel_tool_calls is not False)
+        return ChatCompletionRequest(body.model, template, sampling, tool_use=use)
+
+    def _offer(self, items: Sequence[Item]) -> Offer:
+        """The tools of the request and of its items."""
+        offer = parse_tools(self._body.tools or ())
+        lists = [i["tools"] for i in items if "tools" in i and ITEMS.get(i["type"]) is SERVED]
+        return offer.with_more(lists) if lists else offer
+
+    async def _resolved(self, earlier: Sequence[Item]) -> list[Item]:
+        """The items of the request, with those that it refers to."""
+        if all(item["type"] != REFERENCE for item in self._items):
+            return self._items
+        every = [*earlier, *self._items]
+        known = {i["id"]: i for i in every if "id" in i and i["type"] != REFERENCE}
+        resolved = []
+        for item in self._items:
+            if item["type"] == REFERENCE and item["id"] not in known:
+                await self._learn(item["id"], item["at"], known)
+            resolved.append(known[item["id"]] if item["type"] == REFERENCE else item)
+        return resolved
+
+    async def _learn(self, name: str, at: str, known: dict[str, Item]) -> None:
+        """Adds the items of the response that has an item of this name. Raises ServiceError if
+        there is none."""
+        written = _ITEM_ID.fullmatch(name)
+        if written is not None and self._store is not None:
+            found = await self._store.find(self._caller.tenant.id, f"resp_{written[1]}")
+            if found is not None:
+                text = found.items if written[2] else found.response
+                self._bodies.hold(self._caller, PARSED_RATIO * len(text))
+                value = from_json(text)
+                items = value if written[2] else value["output"]
+                known.update((item["id"], item) for item in items)
+        if name not in known:
+            where = "was not found" if self._store else "is not kept: this server keeps none"
+            raise refuse(at, f"{at}: the item {quoted(name)} {where}")
 
     async def _earlier_items(self) -> list[Item]:
         """The conversation that the request goes on with."""

@@ -27,7 +27,14 @@ from pdserve.services.host.errors import ServiceError
 
 CONTEXT_CODE = "context_length_exceeded"
 IN_PROGRESS = "response.in_progress"
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
 Object = dict[str, Any]
 
 
@@ -87,6 +94,7 @@ class ResponseReply:
             priority=self._body.priority or 0,
             max_tool_calls=self._body.max_tool_calls,
         )
+        self._output.offered = self._prompt.offer.tools
         async with self._service.prepare(asked, self._caller) as completion:
             self._learn(completion)
             held = HeldLogprobs(completion, instead="")  # a stream's last event has them all, too
@@ -163,7 +171,7 @@ class ResponseReply:
         return {**response, "store": stored}
 
     def _item_id(self, index: int, item: Item) -> str:
-        return f"{_PREFIXES.get(item['type'], 'fco')}_{self._suffix}_in{index}"
+        return f"{_PREFIXES.get(item['type'], 'item')}_{self._suffix}_in{index}"
 
     def _numbered(self, event: Event) -> Event:
         numbered = {**event, "sequence_number": self._num_events}
@@ -215,7 +223,7 @@ class ResponseReply:
             **self._params,
             "text": {"format": {"type": "text"}, **text},
             "tool_choice": body.tool_choice or "auto",
-            "tools": [tool.as_object() for tool in self._prompt.tools],
+            "tools": list(self._prompt.offer.shown),
             "top_logprobs": body.top_logprobs or 0,
             "truncation": "disabled",
             "usage": usage,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic_core import to_json
 
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
@@ -34,11 +35,18 @@ Key = Annotated[str, StringConstraints(max_length=64)]
 Value = Annotated[str, StringConstraints(max_length=512)]
 
 
-def _few_pairs(value: Any) -> Any:
-    """Refuses too many unseen: an error for each takes long."""
-    if isinstance(value, dict) and len(value) > MAX_PAIRS:
+def _few_texts(value: Any) -> Any:
+    """The pairs of metadata, with JSON for a value that is no text. Refuses too many unseen: an
+    error for each takes long."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_PAIRS:
         raise ValueError(f"at most {MAX_PAIRS} pairs, not {len(value)}")
-    return value
+    return {
+        name: one if isinstance(one, str) else to_json(one).decode()
+        for name, one in value.items()
+        if one is not None
+    }
 
 
 class ResponseFormat(StrictModel):
@@ -58,7 +66,7 @@ class TextConfig(StrictModel):
 
 class ReasoningConfig(StrictModel):
     effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
-    summary: Literal["auto"] | None = None  # the whole reasoning is shown, so there is none
+    summary: Any = None  # the whole reasoning is shown, so there is none
 
 
 class InputTokensBody(ThinkingFields):
@@ -78,10 +86,10 @@ class InputTokensBody(ThinkingFields):
     def effort(self) -> str | None:
         return self.reasoning.effort if self.reasoning else None
 
-    def template_variables(self) -> dict[str, Any]:
-        """Variables of a template."""
-        told = suggested_variables(self.effort, self.text.verbosity if self.text else None)
-        return self.thinking_variables() | told
+    def template_variables(self, effort: str | None) -> dict[str, Any]:
+        """Variables of a template; `effort`: that which an item asks for."""
+        verbosity = self.text.verbosity if self.text else None
+        return self.thinking_variables() | suggested_variables(effort or self.effort, verbosity)
 
     def structure(self) -> Structure | None:
         """Raises ServiceError for a schema that is missing."""
@@ -90,9 +98,8 @@ class InputTokensBody(ThinkingFields):
             return None
         if asked.type == "json_object":
             return Structure("json_object", None, "text.format")
-        if asked.schema_ is None or not asked.name:
-            missing = "schema" if asked.schema_ is None else "name"
-            raise refuse(f"text.format.{missing}", f"text.format.{missing} is required")
+        if asked.schema_ is None:
+            raise refuse("text.format.schema", "text.format.schema is required")
         return Structure(
             "json_schema", asked.schema_, "text.format.schema", lenient=not asked.strict
         )
@@ -111,7 +118,7 @@ class ResponsesBody(InputTokensBody):
     top_logprobs: int | None = None
     max_tool_calls: int | None = Field(None, ge=1)  # of tools that the gateway calls
     priority: Priority | None = None
-    metadata: Annotated[dict[Key, Value] | None, BeforeValidator(_few_pairs)] = None
+    metadata: Annotated[dict[Key, Value] | None, BeforeValidator(_few_texts)] = None
     session_id: str | None = Field(None, max_length=MAX_SESSION)
     user: str | None = None
     # Only shown in the answer.

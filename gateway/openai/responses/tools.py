@@ -1,7 +1,8 @@
-"""The tools of /v1/responses: functions, and which of them an answer may or must call."""
+"""The tools of /v1/responses: which are offered, and which of them an answer may or must call."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -11,16 +12,68 @@ from pdserve.gateway.http.validation import (
     StrictModel,
     ToolDescription,
     ToolName,
+    check_tools,
     first_error,
 )
+from pdserve.gateway.openai.custom_input import CustomFormat, custom_tool
+from pdserve.gateway.openai.responses.members import TOOL_CHOICES, TOOLS
+from pdserve.gateway.requests.members import LEFT_OUT, REFUSED, Fate, note
 from pdserve.gateway.requests.tool_use import Tool, ToolUse
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import quoted
 
-CHOICES = ("none", "auto", "required")
+MODES = ("none", "auto", "required")
+M = TypeVar("M", bound=StrictModel)
 
 
-class ResponsesTool(StrictModel):
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """`tool`: as the model sees it. `name`, in a `namespace` or not: as the client knows it."""
+
+    tool: Tool
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The tools of a request by the names that the model knows, and as the response shows them."""
+
+    tools: Mapping[str, OfferedTool] = field(default_factory=dict)
+    shown: Sequence[dict[str, Any]] = ()
+
+    def with_more(self, lists: Sequence[Sequence[Mapping[str, Any]]]) -> "Offer":
+        """The offer with tools that items have, where their names are new. Raises ServiceError."""
+        tools = dict(self.tools)
+        for more in lists:
+            for name, one in parse_tools(more, "input: tools").tools.items():
+                tools.setdefault(name, one)
+        check_tools([one.tool for one in tools.values()])
+        return Offer(tools, self.shown)
+
+    def index(self) -> dict[tuple[Any, Any], list[str]]:
+        """The models' names of tools by namespace and name, by name alone, and by namespace
+        alone."""
+        made: dict[tuple[Any, Any], list[str]] = {}
+        plain_first = sorted(self.tools.items(), key=lambda item: item[1].namespace is not None)
+        for key, one in plain_first:
+            for words in {(one.namespace, one.name), (None, one.name), (one.namespace, None)}:
+                made.setdefault(words, []).append(key)
+        return made
+
+
+Index = Mapping[tuple[Any, Any], Sequence[str]]
+
+
+def joined_name(namespace: str | None, name: str) -> str:
+    """A function's name as the model sees it."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+class FunctionTool(StrictModel):
     """A function as this API declares it."""
 
     name: ToolName
@@ -28,82 +81,173 @@ class ResponsesTool(StrictModel):
     parameters: ArgumentSchema | None = None
     strict: bool | None = None
 
-    def as_tool(self) -> Tool:
-        return Tool(self.name, self.description or "", self.parameters, bool(self.strict))
+    def offered(self) -> OfferedTool:
+        tool = Tool(self.name, self.description or "", self.parameters, bool(self.strict))
+        return OfferedTool(tool, self.name)
 
-    def as_object(self) -> dict[str, Any]:
-        return {"type": "function", **self.model_dump(), "strict": bool(self.strict)}
+    def shown(self) -> dict[str, Any]:
+        more = {} if self.description is None else {"description": self.description}
+        return {
+            "type": "function",
+            "name": self.name,
+            **more,
+            "parameters": self.parameters,
+            "strict": bool(self.strict),
+        }
+
+
+class CustomTool(StrictModel):
+    """A tool whose input is a text."""
+
+    name: ToolName
+    description: ToolDescription | None = None
+    format: CustomFormat | None = None
+
+    def offered(self) -> OfferedTool:
+        tool = custom_tool(self.name, self.description or "", self.format)
+        return OfferedTool(tool, self.name, custom=True)
+
+    def shown(self) -> dict[str, Any]:
+        return {"type": "custom", **self.model_dump(exclude_unset=True)}
+
+
+class Namespace(StrictModel):
+    """Tools under a name."""
+
+    name: ToolName
+    description: ToolDescription | None = None
+    tools: list[dict[str, Any]] = Field(max_length=MAX_TOOLS)
 
 
 class _Allowed(StrictModel):
-    mode: str = Field(pattern="^(auto|required)$")
+    mode: str = Field("auto", pattern="^(auto|required)$")
     tools: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-def parse_tools(given: Sequence[Mapping[str, Any]]) -> list[ResponsesTool]:
-    """Raises ServiceError for a tool that is no function, or whose name another has."""
-    tools: list[ResponsesTool] = []
-    names: set[str] = set()
+def parse_tools(given: Sequence[Mapping[str, Any]], at: str = "tools") -> Offer:
+    """The tools that can be served. Raises ServiceError for a wrong one, or one whose name another
+    has."""
+    tools: dict[str, OfferedTool] = {}
+    shown: list[dict[str, Any]] = []
+    left_out: list[str] = []
     for index, tool in enumerate(given):
-        at = f"tools[{index}]"
-        _check_function(tool, at)
-        try:
-            parsed = ResponsesTool.model_validate(tool)
-        except ValidationError as error:
-            raise first_error(error, at) from None
-        if parsed.name in names:
-            raise refuse(f"{at}.name", f"two tools have the name {quoted(parsed.name)}")
-        names.add(parsed.name)
-        tools.append(parsed)
-    return tools
+        here = f"{at}[{index}]"
+        kind = _kind(tool, here)
+        if TOOLS.get(kind, LEFT_OUT).fate is Fate.LEFT_OUT:
+            left_out.append(kind)
+        elif kind == "namespace":
+            group = _parsed(Namespace, tool, here)
+            within = list(_parsed_tools(group.tools, f"{here}.tools"))
+            for place, parsed in within:
+                one = parsed.offered()
+                name = joined_name(group.name, one.name)
+                _add(tools, name, replace(one, namespace=group.name), place)
+            about = {} if group.description is None else {"description": group.description}
+            members = [parsed.shown() for _, parsed in within]
+            shown.append({"type": "namespace", "name": group.name, **about, "tools": members})
+        else:
+            for place, parsed in _parsed_tools([tool], at, index):
+                one = parsed.offered()
+                _add(tools, one.name, one, place)
+                shown.append(parsed.shown())
+    note(Fate.LEFT_OUT, "tools", left_out)
+    check_tools([one.tool for one in tools.values()])
+    return Offer(tools, shown)
 
 
-def tool_use(tools: Sequence[ResponsesTool], choice: Any, parallel: bool) -> ToolUse | None:
+def _parsed_tools(
+    given: Sequence[Mapping[str, Any]], at: str, first: int = 0
+) -> Iterator[tuple[str, FunctionTool | CustomTool]]:
+    """Functions and custom tools, and where they stand."""
+    for index, tool in enumerate(given, first):
+        here = f"{at}[{index}]"
+        kind = _kind(tool, here)
+        if kind not in ("function", "custom"):
+            what = "is not supported by this server, only 'function' and 'custom'"
+            raise refuse(f"{here}.type", f"{here}.type: {quoted(kind)} {what}")
+        if kind == "function":
+            yield here, _parsed(FunctionTool, tool, here)
+        else:
+            yield here, _parsed(CustomTool, tool, here)
+
+
+def _add(tools: dict[str, OfferedTool], name: str, one: OfferedTool, at: str) -> None:
+    if name in tools:
+        raise refuse(f"{at}.name", f"{at}.name: two tools have the name {quoted(name)}")
+    tools[name] = replace(one, tool=replace(one.tool, name=name))
+
+
+def _kind(tool: Mapping[str, Any], at: str) -> str:
+    kind = tool.get("type")
+    if not isinstance(kind, str):
+        raise refuse(f"{at}.type", f"{at}.type must be a string")
+    return kind
+
+
+def _parsed(kind: type[M], value: Mapping[str, Any], at: str) -> M:
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise first_error(error, at) from None
+
+
+def tool_use(offer: Offer, choice: Any, parallel: bool) -> ToolUse | None:
     """None without tools. Raises ServiceError for a choice that they do not allow."""
-    mode, only = _choice(choice)
-    if not tools and (only or mode == "required"):
+    mode, only = _choice(choice, offer)
+    if not offer.tools and mode == "required":
         raise refuse("tool_choice", "tool_choice needs tools")
-    known = {tool.name for tool in tools}
-    for name in only:
-        if name not in known:
-            raise refuse("tool_choice", f"tool_choice: no tool has the name {quoted(name)}")
-    if not tools:  # "none" forbids the tools of servers as well
+    if not offer.tools:  # "none" forbids the tools of servers as well
         return ToolUse((), "none") if mode == "none" else None
-    return ToolUse([tool.as_tool() for tool in tools], mode, only, parallel)  # type: ignore[arg-type]
+    tools = [one.tool for one in offer.tools.values()]
+    return ToolUse(tools, mode, only, parallel)  # type: ignore[arg-type]
 
 
-def _choice(choice: Any) -> tuple[str, tuple[str, ...]]:
-    """Whether functions may or must be called, and which: empty for all."""
+def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
+    """Whether tools may or must be called, and which: empty for all."""
     if choice is None:
         return "auto", ()
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if kind in MODES:
+        return kind, ()
     if not isinstance(choice, Mapping):
-        if choice not in CHOICES:
-            allowed = ", ".join(CHOICES)
-            raise refuse("tool_choice", f"tool_choice must be one of {allowed}, or an object")
-        return choice, ()
-    if choice.get("type") != "allowed_tools":
-        return "required", (_named(choice, "tool_choice"),)
-    try:
-        allowed_tools = _Allowed.model_validate(choice)
-    except ValidationError as error:
-        raise first_error(error, "tool_choice") from None
-    names = [
-        _named(tool, f"tool_choice.tools[{index}]")
-        for index, tool in enumerate(allowed_tools.tools)
-    ]
-    return allowed_tools.mode, tuple(dict.fromkeys(names))
+        allowed = ", ".join(MODES)
+        raise refuse("tool_choice", f"tool_choice must be one of {allowed}, or an object")
+    index = offer.index()
+    if kind != "allowed_tools":
+        return "required", tuple(_chosen(choice, index, "tool_choice"))
+    allowed_tools = _parsed(_Allowed, choice, "tool_choice")
+    names: dict[str, None] = {}
+    groups: set[str] = set()
+    for place, tool in enumerate(allowed_tools.tools):
+        kind = tool.get("type")
+        if isinstance(kind, str) and TOOLS.get(kind, LEFT_OUT).fate is Fate.LEFT_OUT:
+            continue  # it is not offered either
+        group = str(tool.get("name")) if kind == "namespace" else ""
+        if group not in groups:
+            names.update(dict.fromkeys(_chosen(tool, index, f"tool_choice.tools[{place}]")))
+        if group:
+            groups.add(group)
+    if names:
+        return allowed_tools.mode, tuple(names)
+    if allowed_tools.mode == "required":
+        raise refuse("tool_choice.tools", "tool_choice.tools has no tool that is offered here")
+    return "none", ()
 
 
-def _named(function: Mapping[str, Any], at: str) -> str:
-    _check_function(function, at)
-    name = function.get("name")
+def _chosen(choice: Mapping[str, Any], index: Index, at: str) -> Sequence[str]:
+    """The tools that an object of tool_choice names. Raises ServiceError."""
+    kind, name, namespace = (choice.get(key) for key in ("type", "name", "namespace"))
+    if TOOL_CHOICES.get(str(kind), REFUSED).fate is Fate.REFUSED:
+        what = "is not supported by this server, only 'function' and 'custom'"
+        raise refuse(f"{at}.type", f"{at}.type: {quoted(str(kind))} {what}")
     if not isinstance(name, str):
         raise refuse(f"{at}.name", f"{at}.name must be a string")
-    return name
+    words = (name, None) if kind == "namespace" else (_text(namespace), name)
+    found = index.get(words, ())
+    if not found:
+        raise refuse("tool_choice", f"tool_choice: no tool has the name {quoted(name)}")
+    return found if kind == "namespace" else found[:1]
 
 
-def _check_function(tool: Mapping[str, Any], at: str) -> None:
-    kind = tool.get("type")
-    if kind != "function":
-        text = f"{at}.type: {quoted(str(kind))} is not supported by this server, only 'function'"
-        raise refuse(f"{at}.type", text)
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

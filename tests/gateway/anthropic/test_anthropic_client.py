@@ -78,7 +78,7 @@ async def test_the_events_of_an_answer_with_every_kind_of_block(connect):
     kinds = [event.type.removeprefix("content_block_") for event in events]
     assert kinds == [
         "message_start",
-        "start", "delta", "delta", "stop",
+        "start", "delta", "delta", "delta", "stop",
         "start", "delta", "delta", "stop",
         "start", "delta", "delta", "stop",
         "start", "delta", "stop",
@@ -88,9 +88,11 @@ async def test_the_events_of_an_answer_with_every_kind_of_block(connect):
     assert (opening.content, opening.stop_reason, opening.role) == ([], None, "assistant")
     assert opening.usage.input_tokens > 0
     numbers = [event.index for event in events if event.type.startswith("content_block_")]
-    assert numbers == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 3
+    assert numbers == [0] * 5 + [1] * 4 + [2] * 4 + [3] * 3
     deltas_ = [event.delta.type for event in events if event.type == "content_block_delta"]
-    assert deltas_ == ["thinking_delta"] * 2 + ["text_delta"] * 2 + ["input_json_delta"] * 3
+    assert deltas_ == [
+        *["thinking_delta"] * 2, "signature_delta", *["text_delta"] * 2, *["input_json_delta"] * 3,
+    ]  # fmt: skip
     calls = [e.content_block for e in events if e.type == "content_block_start"][2:]
     assert [(call.id, call.name, call.input) for call in calls] == [
         ("call_a", "weather", {}), ("call_b", "weather", {}),
@@ -106,6 +108,7 @@ async def test_a_stream_adds_up_to_the_whole_answer(connect):
         streamed = await stream.get_final_message()
     thinking, text, first, second = whole.content
     assert (thinking.thinking, thinking.type) == ("I look.", "thinking")
+    assert thinking.signature
     assert text.text == "Let me see."
     assert (first.id, first.name, first.input) == ("call_a", "weather", {"place": "Rome"})
     assert (second.id, second.input) == ("call_b", {"place": "Oslo"})
@@ -114,7 +117,7 @@ async def test_a_stream_adds_up_to_the_whole_answer(connect):
         assert answer.usage.output_tokens == 9
         assert answer.usage.cache_read_input_tokens == CACHED
     for one, other in zip(whole.content, streamed.content, strict=True):
-        same = {"type", "text", "thinking", "id", "name", "input"}
+        same = {"type", "text", "thinking", "signature", "id", "name", "input"}
         assert one.model_dump(include=same) == other.model_dump(include=same)
     assert whole.usage.input_tokens == streamed.usage.input_tokens
 

@@ -36,8 +36,11 @@ def check(deltas: list[Delta]) -> None:
         if event["type"] == "content_block_stop":
             open_block = None
         else:
-            _, piece = event["delta"].values()
+            kind, piece = event["delta"].values()
             assert piece, "no empty piece"
+            if kind == "signature_delta":
+                open_block["signature"] = piece
+                continue
             told[-1] = told[-1][0], told[-1][1] + piece
     assert open_block is None
     assert told == said(deltas)
@@ -46,6 +49,7 @@ def check(deltas: list[Delta]) -> None:
             assert block["input"] == parsed(text)
         else:
             assert block[block["type"]] == text
+            assert "citations" not in block
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     assert content.stop_reason == reasons[deltas[-1].finish or ""]
 

@@ -4,13 +4,18 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic.types import ModelInfo
 from fakes.router import FakeRouter, saying
+from fakes.scripted_parts import deltas
+from fakes.tool_model import THINKING, ToolModel
 from oracles.http_errors import JSON, LARGE, nested
 
-from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
+from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, LEFT_OUT, REFUSED
+from pdserve.gateway.anthropic.output import MessageContent
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody, parse_messages
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.requests.tool_use import ToolUse
+from pdserve.gateway.text.parts import ReasoningPart, TextPart
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/messages"
@@ -22,6 +27,7 @@ WANTED = (True, 7, "x", ["x"], {"x": "x"})  # of each kind of value, one that as
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
 SCHEMA = {"type": "json_schema", "schema": {}}
+ANY = {"type": "any"}
 
 
 def check(reply: httpx.Response, status: int, kind: str = "invalid_request_error") -> str:
@@ -75,8 +81,9 @@ ANTHROPIC = (
 
 
 def test_each_known_field_has_one_place() -> None:
-    assert set(ANTHROPIC) <= MessagesBody.model_fields.keys() | REFUSED.keys() | IGNORED
-    assert not IGNORED & REFUSED.keys()
+    served = MessagesBody.model_fields.keys()
+    assert set(ANTHROPIC) <= served | REFUSED.keys() | IGNORED | LEFT_OUT
+    assert not (IGNORED | LEFT_OUT) & REFUSED.keys()
 
 
 def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
@@ -88,7 +95,11 @@ WRONG = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"model": None}, "model"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    (
+        {"messages": [{"role": "system", "content": [{"type": "image"}]}]},
+        "messages[0].content[0].type",
+    ),
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
     (said(), "messages"),
     (said({"type": "text"}), "messages[0].content[0].text"),
@@ -96,7 +107,6 @@ WRONG = [
     (said({"type": "image", "source": {}}), "messages[0].content[0].type"),
     (said({"type": "document"}), "messages[0].content[0].type"),
     (said(USE), "messages[0].content[0].type"),
-    (said({**USE, "input": "{}"}, role="assistant"), "messages[0].content[0].input"),
     (said({"type": "tool_result"}, role="assistant"), "messages[0].content[0].type"),
     (said(USE, role="assistant"), "messages"),
     (
@@ -105,12 +115,19 @@ WRONG = [
     ),
     ({"system": [{"type": "image"}]}, "system[0].type"),
     ({"temperature": 1.1}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_k": 1.5}, "top_k"),
     ({"stop_sequences": "x"}, "stop_sequences"),
     ({"stop_sequences": [""]}, "stop_sequences[0]"),
     ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].type"),
+    (
+        {
+            "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+            "tool_choice": {"type": "tool", "name": "web_search"},
+        },
+        "tool_choice.name",
+    ),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
     ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name"),
     ({"tools": [TOOL, TOOL]}, "tools[1].name"),
@@ -123,7 +140,7 @@ WRONG = [
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
-    ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_1"}]}}, "context_management"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ({"output_config": {"effort": "huge", "format": SCHEMA}}, "output_config.effort"),
 ]
@@ -178,10 +195,18 @@ async def test_limits_are_those_of_every_api(make_http, url):
     assert reply.headers["retry-after"] == "1"
 
 
-async def test_the_models_stay_openais(make_http):
+async def test_models_are_listed_in_the_shape_of_the_api(make_http):
     client = make_http(saying("x"))
-    reply = await client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
-    assert reply.json()["object"] == "list"
+    for path in ("/v1/models", "/v1/models/tiny"):
+        plain = (await client.get(path)).json()
+        assert plain["object"] in ("list", "model")
+        reply = await client.get(path, headers={"anthropic-version": "2023-06-01"})
+        page = reply.json()
+        info = page["data"][0] if "data" in page else page
+        assert (info["type"], info["id"], info["display_name"]) == ("model", "tiny", "tiny")
+        assert ModelInfo.model_validate(info).max_input_tokens
+    page = (await client.get("/v1/models", headers={"anthropic-version": "x"})).json()
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (False, "tiny", "tiny")
 
 
 def test_no_tools_at_all_can_be_asked_for_without_any() -> None:
@@ -189,3 +214,147 @@ def test_no_tools_at_all_can_be_asked_for_without_any() -> None:
     messages = [{"role": "user", "content": "hi"}]
     asked = {"model": "m", "max_tokens": 5, "messages": messages, "tool_choice": {"type": "none"}}
     assert parse_messages(asked).tool_use() == ToolUse((), "none")
+
+
+def turns(*messages: Any, **fields: Any) -> list[Any]:
+    """The turns that a template is filled with."""
+    body = {"model": "tiny", "max_tokens": 9, "messages": list(messages), **fields}
+    return list(parse_messages(body).conversation().messages)
+
+
+def texts(turn: Any) -> list[str]:
+    return [part["text"] for part in turn["content"]]
+
+
+async def test_system_messages_keep_their_places(make_http):
+    cached = {"type": "text", "text": "c", "cache_control": {"type": "ephemeral"}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "r"}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "system", "content": "a"},
+        {"role": "system", "content": [cached]},
+        {"role": "assistant", "content": [USE]},
+        {"role": "user", "content": [result]},
+        {"role": "system", "content": "last"},
+    ]
+    made = turns(*messages, system="rules")
+    assert [turn["role"] for turn in made] == [
+        "system", "user", "system", "system", "assistant", "tool", "system",
+    ]  # fmt: skip
+    assert [texts(turn) for turn in made if turn["role"] == "system"] == [
+        ["rules"], ["a"], ["c"], ["last"],
+    ]  # fmt: skip
+    client = make_http(saying("x"))
+    for url in BODIES:
+        reply = await client.post(url, json={**BODIES[url][0], "messages": messages})
+        assert reply.status_code == 200, reply.json()
+
+
+def test_a_line_that_changes_with_each_request_is_no_part_of_the_prompt() -> None:
+    billing = "x-anthropic-billing-header: cc_version=2.1; cch=1f;"
+    for system in (
+        [{"type": "text", "text": billing}, {"type": "text", "text": "rules"}],
+        f"{billing}\nrules",
+    ):
+        assert texts(turns(*HI, system=system)[0]) == ["rules"]
+    assert [turn["role"] for turn in turns(*HI, system=billing)] == ["user"]
+
+
+def test_arguments_that_are_no_object_reach_the_template_as_they_are() -> None:
+    for given, taken in (("{'a': 1}", "{'a': 1}"), ([1], "[1]"), (None, {}), ({"a": 1}, {"a": 1})):
+        made = turns(*HI, {"role": "assistant", "content": [{**USE, "input": given}]}, *HI)
+        assert made[1]["tool_calls"][0]["function"]["arguments"] == taken
+
+
+def test_a_thought_that_was_not_shown_comes_back_by_its_signature() -> None:
+    for hidden in (False, True):
+        content = MessageContent(shows_thinking=not hidden)
+        events = [
+            event
+            for delta in deltas(ReasoningPart("I l"), ReasoningPart("öok."), TextPart("a"))
+            for event in content.push(delta)
+        ]
+        kinds = [event["delta"]["type"] for event in events if "delta" in event]
+        shown = [] if hidden else ["thinking_delta"] * 2
+        assert kinds == [*shown, "signature_delta", "text_delta"]
+        thought = content.blocks[0]
+        assert thought["thinking"] == ("" if hidden else "I löok.")
+        again = turns(*HI, {"role": "assistant", "content": content.blocks}, *HI)
+        assert again[1]["reasoning_content"] == "I löok."
+    for signature in ("", "no base64", "AAAA", 7, "dGhvdWdodDr/"):
+        forged = {"type": "thinking", "thinking": "", "signature": signature}
+        again = turns(*HI, {"role": "assistant", "content": [forged]}, *HI)
+        assert "reasoning_content" not in again[1]
+
+
+async def test_hints_are_taken(make_http, subtests):
+    client = make_http(ToolModel("x", template=THINKING), bounds=LARGE)
+    for fields in (
+        {"thinking": {"type": "adaptive", "display": "omitted"}},
+        {"thinking": {"type": "enabled", "budget_tokens": 2.0, "display": "anything"}},
+        {"thinking": {"type": "between_tools"}},
+        {"top_p": 0, "max_tokens": 9.0, "top_k": 3.0},
+        {"metadata": {"user_id": 7, "more": []}},
+        {"tools": [TOOL], "tool_choice": "auto"},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"context_management": {"edits": [{"type": "clear_thinking_1", "keep": {"value": 1}}]}},
+        {"tools": [{**TOOL, "name": f"f{n}"} for n in range(150)]},
+    ):
+        with subtests.test(fields=str(fields)[:80]):
+            reply = await client.post(URL, json={**ASKED, **fields})
+            assert reply.status_code == 200, reply.json()
+
+
+async def test_a_top_p_of_0_takes_the_best_token(make_http):
+    router = FakeRouter(saying("x"))
+    assert (await make_http(router).post(URL, json={**ASKED, "top_p": 0})).status_code == 200
+    assert (router.starts[0].params.top_p, router.starts[0].params.top_k) == (1, 1)
+
+
+async def test_tools_are_bounded_together(make_http):
+    client = make_http(saying("x"), bounds=LARGE)
+    large = {"type": "object", "properties": {str(n): {} for n in range(1200)}}
+    for tools in (
+        [{**TOOL, "name": f"f{n}"} for n in range(1025)],
+        [{"name": f"f{n}", "input_schema": large} for n in range(60)],
+        [{**TOOL, "name": f"f{n}", "description": "x" * 60_000} for n in range(20)],
+    ):
+        reply = await client.post(URL, json={**ASKED, "tools": tools})
+        if reply.status_code != 413:
+            assert check(reply, 400).startswith("tools")
+
+
+async def test_a_providers_own_tools_are_left_out_and_logged(make_http, caplog):
+    router = ToolModel("x")
+    client = make_http(router)
+    search = {"type": "web_search_20990101", "name": "web_search", "max_uses": 5}
+    servers = [{"type": "url", "name": "s", "url": "https://example.invalid"}]
+    with caplog.at_level("INFO"):
+        body = {**ASKED, "tools": [search, TOOL], "mcp_servers": servers}
+        reply = await client.post(URL, json=body)
+    assert reply.status_code == 200, reply.json()
+    assert "tools: f<|im_start|>" in router.prompt(0)
+    assert "left out and logged: tools 'web_search_20990101'" in caplog.text
+    assert "left out and logged: fields 'mcp_servers'" in caplog.text
+    check(await client.post(URL, json={**ASKED, "tools": [search], "tool_choice": ANY}), 400)
+
+
+def test_what_a_providers_tools_have_done_is_kept_as_text() -> None:
+    found = [{"type": "web_search_result", "title": "T", "url": "u", "encrypted_content": "SECRET"}]
+    blocks = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": found},
+        {"type": "text", "text": "so"},
+        {"type": "compaction", "content": "before", "encrypted_content": "SECRET"},
+        {"type": "fallback", "from": {}, "to": {}},
+        {"type": "a_kind_of_tomorrow", "x": "y"},
+    ]
+    said = turns(*HI, {"role": "assistant", "content": blocks}, *HI)[1]["content"]
+    assert said.splitlines() == [
+        "[server_tool_use]", "web_search", '{"query":"q"}', "[web_search_tool_result]",
+        '[{"type":"web_search_result","title":"T","url":"u"}]', "so", "[compaction]", "before",
+    ]  # fmt: skip
+    searched = {"type": "search_result", "title": "T", "source": "u",
+                "content": [{"type": "text", "text": "found"}]}  # fmt: skip
+    (turn,) = turns({"role": "user", "content": [searched]})
+    assert texts(turn) == ["[search_result]\nT\nu\nfound"]

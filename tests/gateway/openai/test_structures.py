@@ -111,10 +111,6 @@ WRONG = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
         "response_format.json_schema.schema",
     ),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-        "response_format.json_schema.name",
-    ),
     ({"response_format": {"type": "structural_tag"}}, "response_format.structures"),
     ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format"),
     (

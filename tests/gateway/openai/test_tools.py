@@ -12,7 +12,10 @@ import pytest
 import tokenizers
 from builders.tool_answers import TOOL_ANSWERS
 from fakes.router import FakeRouter, Play, saying, served, tokenizer_json
+from fakes.tool_model import ToolModel
+from fakes.tool_model import calls as calling
 from oracles.grammar_walks import Walk
+from oracles.http_errors import LARGE
 from oracles.sse import events
 
 from pdserve.gateway.content.answer_format import ParserChoice
@@ -272,11 +275,16 @@ for _ in range(50):
 WRONG_TOOLS = [
     ({"tools": named(name="a b")}, "tools[0].function.name"),
     ({"tools": named(name="x" * 65)}, "tools[0].function.name"),
-    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
     ({"tools": named(parameters={"type": "array"})}, "tools[0].function.parameters"),
     ({"tools": named(parameters=DEEP)}, "tools[0].function.parameters"),
     ({"tools": named() * 2}, "tools[1].function.name"),
-    ({"tools": named() * 129}, "tools"),
+    ({"tools": [named(name=f"f{n}")[0] for n in range(1025)]}, "tools"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
@@ -309,7 +317,7 @@ async def test_wrong_tools_are_refused_by_name(
     make_http: Callable[..., Any], subtests: pytest.Subtests
 ) -> None:
     upstream = router(saying("x"))
-    client = make_http(upstream)
+    client = make_http(upstream, bounds=LARGE)
     for more, param in WRONG_TOOLS:
         with subtests.test(more=more):
             upstream.starts.clear()
@@ -496,3 +504,70 @@ async def test_only_strict_functions_refuse_what_cannot_be_enforced(
     assert reply.status_code == status
     if status == 400:
         assert "uniqueItems" in reply.json()["error"]["message"]
+
+
+async def test_a_custom_tool_is_called_with_a_text(make_http: Callable[..., Any]) -> None:
+    text = 'a "patch"\n+é'
+    patch = {"type": "custom", "custom": {"name": "patch", "description": "of files"}}
+    asked = {**body(tools=[patch, {"type": "web_search", "function": {"name": "$x"}}, CLOCK])}
+    arguments = json.dumps({"input": text})
+    model = ToolModel(calling("patch", arguments))
+    client = make_http(model)
+    whole = (await client.post(URL, json=asked)).json()["choices"][0]
+    (call,) = whole["message"]["tool_calls"]
+    assert call["type"] == "custom"
+    assert call["custom"] == {"name": "patch", "input": text}
+    assert whole["finish_reason"] == "tool_calls"
+    assert "tools: patch get_time<" in model.prompt(0)
+    reply = await client.post(URL, json={**asked, "stream": True})
+    pieces = [
+        piece
+        for chunk in events(reply.text)
+        for choice in chunk["choices"]
+        for piece in choice["delta"].get("tool_calls", [])
+    ]
+    assert pieces[0]["custom"]["name"] == "patch"
+    assert "".join(piece["custom"]["input"] for piece in pieces) == text
+    history = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "ok"},
+    ]
+    reply = await client.post(URL, json={**asked, "messages": history})
+    assert reply.status_code == 200, reply.json()
+    assert '"patch' in model.prompt(-1)
+    only = {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "patch"}},
+                                      {"type": "web_search"}]}  # fmt: skip
+    choices: tuple[Any, ...] = (
+        {"type": "auto"},
+        {"type": "custom", "custom": {"name": "patch"}},
+        {"type": "allowed_tools", "allowed_tools": only},
+    )
+    for choice in choices:
+        reply = await client.post(URL, json={**asked, "tool_choice": choice})
+        assert reply.status_code == 200, reply.json()
+
+
+async def test_parts_and_messages_of_history(
+    make_http: Callable[..., Any], subtests: pytest.Subtests
+) -> None:
+    model = ToolModel("x")
+    client = make_http(model)
+    refusal = {"type": "refusal", "refusal": "I won't"}
+    called = {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}
+    for messages, shown in (
+        ([{"role": "assistant", "content": None}], "assistant"),
+        ([{"role": "assistant", "content": None, "refusal": "I won't"}], "I won't"),
+        ([{"role": "assistant", "content": [refusal, {"type": "tomorrow"}]}], "I won't"),
+        ([{"role": "assistant", "content": [{"type": "output_text", "text": "so"}]}], "so"),
+        ([called, {"role": "function", "name": "f", "content": "result"}], "result"),
+    ):
+        with subtests.test(messages=messages):
+            reply = await client.post(URL, json=body(messages=[*HI, *messages, *HI]))
+            assert reply.status_code == 200, reply.json()
+            assert shown in model.prompt(-1)
+    for kind in ("image_url", "input_audio", "file", "tomorrow"):
+        said = [{"role": "user", "content": [{"type": kind}]}]
+        reply = await client.post(URL, json=body(messages=said))
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == "messages[0].content[0].type"

@@ -1,18 +1,25 @@
 """What requests to /v1/responses may have, and what a wrong one is told."""
 
 import asyncio
+import json
+import random
+import re
 from typing import Any
 
 import pytest
 from fakes.router import FakeRouter, finished, placed, saying, served, tokens
 from fakes.scripted_parts import MemoryStore, ScriptedParts, deltas
+from fakes.tool_model import TEMPLATE, ToolModel, calls
 from oracles.http_errors import LARGE, check, nested
 
 from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.gateway.openai.custom_input import CustomInput
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
-from pdserve.gateway.openai.responses.items import MAX_ITEMS
+from pdserve.gateway.openai.responses.items import MAX_ITEMS, conversation, parse_input
+from pdserve.gateway.openai.responses.members import TOOL_CHOICES, TOOLS
 from pdserve.gateway.openai.responses.schema import ResponsesBody
-from pdserve.gateway.openai.responses.tools import tool_use
+from pdserve.gateway.openai.responses.tools import Offer, parse_tools, tool_use
+from pdserve.gateway.requests.members import LEFT_OUT, Fate
 from pdserve.gateway.requests.tool_use import ToolUse
 from pdserve.gateway.text.parts import TextPart
 from pdserve.protos import common_pb2 as pb
@@ -90,8 +97,12 @@ WRONG = [
     ({"input": 7}, "input"),
     ({"input": ["x"]}, "input"),
     ({"input": []}, "input"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-    ({"input": [{"id": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+    ({"input": [{"id": "msg_x_0"}]}, "input[0].id"),
+    ({"input": [{"content": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "compaction_trigger"}]}, "input[0].type"),
+    ({"input": [{"type": "input_image", "image_url": "u"}]}, "input[0].type"),
+    ({"input": [{"type": "configuration_update", "text": {"format": {}}}]}, "input[0].text"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": 7}]}, "input[0].content"),
     (
@@ -102,12 +113,14 @@ WRONG = [
         {"input": [{"role": "user", "content": [{"type": "input_text", "text": 7}]}]},
         "input[0].content[0].text",
     ),
-    ({"input": [{**CALL, "arguments": {}}]}, "input[0].arguments"),
-    ({"input": [{**CALL, "arguments": "["}]}, "input[0].arguments"),
-    ({"input": [{**CALL, "arguments": "[]"}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
     ({"input": [{"role": "user", "content": "x"}] * (MAX_ITEMS + 1)}, "input"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}]},
+        "tools[0].tools[0].type",
+    ),
+    ({"tools": [{"type": "custom", "name": "f"}, TOOL]}, "tools[1].name"),
     ({"tools": [{"name": "f"}]}, "tools[0].type"),
     ({"tools": [TOOL, {**TOOL, "name": "a b"}]}, "tools[1].name"),
     ({"tools": [TOOL, TOOL]}, "tools[1].name"),
@@ -115,7 +128,7 @@ WRONG = [
     ({"tools": [{**TOOL, "parameters": nested(40)}]}, "tools[0].parameters"),
     ({"tools": [{**TOOL, "parameters": {"enum": [1] * 5000}}]}, "tools[0].parameters"),
     ({"tools": [{**TOOL, "parameters": []}]}, "tools[0].parameters"),
-    ({"tools": [TOOL] * 129}, "tools"),
+    ({"tools": [{**TOOL, "name": f"f{n}"} for n in range(1025)]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
@@ -126,17 +139,14 @@ WRONG = [
         "tool_choice.mode",
     ),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
     ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"include": ["x"]}, "include[0]"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"temperature": 3}, "temperature"),
     ({"temperature": "1"}, "temperature"),
-    ({"metadata": {"a": 1}}, "metadata.a"),
     ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
     ({"metadata": {"a": "x" * 513}}, "metadata.a"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
@@ -266,5 +276,234 @@ async def test_a_kept_response_is_not_streamed(make_http):
 
 def test_no_tools_at_all_can_be_asked_for_without_any() -> None:
     """Servers' tools count as well (gateway/mcp)."""
-    assert tool_use((), "none", parallel=True) == ToolUse((), "none")
-    assert tool_use((), None, parallel=True) is None
+    assert tool_use(Offer(), "none", parallel=True) == ToolUse((), "none")
+    assert tool_use(Offer(), None, parallel=True) is None
+
+
+def namespace(*tools: Any) -> dict[str, Any]:
+    return {"type": "namespace", "name": "agents", "description": "", "tools": list(tools)}
+
+
+CUSTOM = {"type": "custom", "name": "patch", "format": {"type": "text"}}
+SPAWN = {**TOOL, "name": "spawn"}
+HOSTED = [{"type": kind} for kind, member in TOOLS.items() if member is LEFT_OUT]
+
+
+async def test_a_namespaces_functions_are_called_by_both_names(make_http):
+    router = ToolModel(calls("agents__spawn", '{"a": 1}'))
+    client = make_http(router)
+    body = {**ASKED, "tools": [TOOL, namespace(SPAWN, CUSTOM)]}
+    answer = (await client.post(URL, json=body)).json()
+    assert "tools: f agents__spawn agents__patch" in router.prompt(0)
+    (item,) = answer["output"]
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "agents", "spawn")
+    assert [tool["type"] for tool in answer["tools"]] == ["function", "namespace"]
+    output = {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}
+    reply = await client.post(URL, json={**body, "input": [item, output]})
+    assert reply.status_code == 200, reply.json()
+    assert '"agents__spawn"' in router.prompt(1)
+    for choice in (
+        {"type": "function", "name": "spawn", "namespace": "agents"},
+        {"type": "function", "name": "spawn"},
+        {"type": "namespace", "name": "agents"},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "patch"},
+                                                            {"type": "web_search"}]},
+    ):  # fmt: skip
+        use = tool_use(parse_tools(body["tools"]), choice, parallel=True)
+        assert use is not None
+        assert use.only
+        assert all(name.startswith("agents__") for name in use.only)
+
+
+async def test_a_providers_own_tools_are_left_out_and_logged(make_http, caplog):
+    router = ToolModel("x")
+    client = make_http(router)
+    with caplog.at_level("INFO"):
+        tools = [*HOSTED, {"type": "a_tool_of_tomorrow"}, TOOL]
+        reply = await client.post(URL, json={**ASKED, "tools": tools})
+    assert reply.status_code == 200, reply.json()
+    assert "tools: f<|im_start|>" in router.prompt(0)
+    assert [tool["name"] for tool in reply.json()["tools"]] == ["f"]
+    assert "left out and logged: tools 'a_tool_of_tomorrow', 'apply_patch'" in caplog.text
+    for choice, member in TOOL_CHOICES.items():
+        if member.fate is Fate.REFUSED:
+            body = {**ASKED, "tools": tools, "tool_choice": {"type": choice}}
+            check(await client.post(URL, json=body), 400, "tool_choice.type")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_custom_tool_is_called_with_a_text(make_http, stream):
+    text = '*** Begin\n+"é" \\ 😀\ttab\n'
+    router = ToolModel(calls("patch", json.dumps({"input": text})), "done")
+    client = make_http(router)
+    body = {**ASKED, "tools": [CUSTOM], "stream": stream}
+    reply = await client.post(URL, json=body)
+    if stream:
+        sent = [json.loads(line[6:]) for line in reply.text.splitlines() if line[:5] == "data:"]
+        answer = sent[-1]["response"]
+        kind = "response.custom_tool_call_input"
+        pieces = [event["delta"] for event in sent if event["type"] == f"{kind}.delta"]
+        (done,) = [event["input"] for event in sent if event["type"] == f"{kind}.done"]
+        assert "".join(pieces) == done == text
+    else:
+        answer = reply.json()
+    (item,) = answer["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", text)
+    assert answer["tools"] == [CUSTOM]
+    output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}
+    second = await client.post(URL, json={**body, "stream": False, "input": [item, output]})
+    assert second.status_code == 200, second.json()
+    assert "*** Begin" in router.prompt(1)
+
+
+def test_a_custom_tools_grammar_is_kept_to_or_shown() -> None:
+    grammar = {"type": "grammar", "syntax": "regex", "definition": "a|b"}
+    regex, lark = (
+        parse_tools([{**CUSTOM, "format": {**grammar, "syntax": syntax}}]).tools["patch"].tool
+        for syntax in ("regex", "lark")
+    )
+    assert regex.strict
+    assert regex.parameters is not None
+    assert regex.parameters["properties"]["input"] == {"type": "string", "pattern": "^(?:a|b)$"}
+    assert not lark.strict
+    assert lark.description.endswith("a|b")
+
+
+def test_the_pieces_of_an_input_add_up() -> None:
+    rng = random.Random(7)
+    for text in ("", "a", '\\"', "é😀\n\ud83d x".encode("utf-16", "replace").decode("utf-16")):
+        for ascii_only in (False, True):
+            raw = " { " + json.dumps({"input": text}, ensure_ascii=ascii_only)[1:]
+            for _ in range(50):
+                cuts = sorted(rng.choices(range(len(raw) + 1), k=rng.randrange(9)))
+                ends = [*cuts, len(raw)]
+                read = CustomInput()
+                parts = [read.push(raw[a:b]) for a, b in zip([0, *cuts], ends, strict=True)]
+                assert "".join(parts) + read.finish() == text
+    for raw, text in (
+        ('{"patch": "x"}', "x"),
+        ('{"input": ["x"]}', '{"input": ["x"]}'),
+        ("{}", ""),
+        ("", ""),
+        ("[", "["),
+        ('{"input": "cut \\u00', "cut "),
+    ):
+        read = CustomInput()
+        assert read.push(raw) + read.finish() == text
+    endless = CustomInput()
+    for _ in range(2000):
+        endless.push(" ")
+    assert endless.finish().strip() == ""
+
+
+HISTORY = [
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"query": "cats"}},
+    {"type": "local_shell_call", "call_id": "l", "action": {"type": "exec", "command": ["ls"]}},
+    {"type": "local_shell_call_output", "id": "l", "output": "a.txt"},
+    {"type": "shell_call_output", "call_id": "s", "output": [{"stdout": "b.txt"}]},
+    {"type": "apply_patch_call", "call_id": "p", "operation": {"path": "c.txt", "diff": "+d"}},
+    {"type": "computer_call_output", "call_id": "k", "output": {"image_url": "data:SECRET"}},
+    {"type": "compaction", "encrypted_content": "SECRET"},
+    {"type": "reasoning", "summary": [], "encrypted_content": "SECRET"},
+    {"type": "an_item_of_tomorrow", "id": "x", "content": "said", "encrypted_content": "SECRET"},
+]
+
+
+async def test_other_items_of_history_are_kept_as_text_or_dropped(make_http):
+    router = ToolModel("x")
+    client = make_http(router, responses=MemoryStore())
+    said = {"role": "user", "content": "hi"}
+    answer = (await client.post(URL, json={**ASKED, "input": [*HISTORY, said]})).json()
+    for text in ("cats", "ls", "a.txt", "b.txt", "c.txt", "+d", "said"):
+        assert text in router.prompt(0)
+    assert "SECRET" not in router.prompt(0)
+    page = (await client.get(f"{URL}/{answer['id']}/input_items?order=asc")).json()["data"]
+    assert page[0] == HISTORY[0]
+    more = {**ASKED, "previous_response_id": answer["id"]}
+    assert (await client.post(URL, json=more)).status_code == 200
+    assert "cats" in router.prompt(1)
+
+
+def test_nothing_stands_between_a_call_and_its_answer() -> None:
+    output = {"type": "function_call_output", "call_id": "c", "output": "r"}
+    made = conversation(None, parse_input([CALL, HISTORY[0], HISTORY[2], output, HISTORY[3]]))
+    assert [turn["role"] for turn in made] == ["assistant", "tool", "user"]
+    assert "cats" in made[0]["content"][0]["text"]
+    assert len(made[2]["content"]) == 2
+
+
+def test_arguments_that_are_no_object_reach_the_template_as_they_are() -> None:
+    for given, taken in (("[", "["), ("null", "null"), ({"a": 1}, '{"a":1}'), (None, "")):
+        (turn,) = conversation(None, parse_input([{**CALL, "arguments": given}]))
+        assert turn["tool_calls"][0]["function"]["arguments"] == taken
+
+
+async def test_tools_and_effort_of_items_count(make_http):
+    router = ToolModel("x", template="{{ reasoning_effort }} " + TEMPLATE)
+    items = [
+        {"type": "additional_tools", "role": "developer", "tools": [SPAWN, TOOL]},
+        {"type": "tool_search_output", "call_id": "s", "tools": [{**TOOL, "name": "g"}]},
+        {"type": "configuration_update", "reasoning": {"effort": "high"}},
+        {"role": "user", "content": "hi"},
+    ]
+    client = make_http(router, responses=MemoryStore())
+    body = {**ASKED, "tools": [TOOL], "reasoning": {"effort": "low", "summary": "detailed"}}
+    first = (await client.post(URL, json={**body, "input": items})).json()
+    await client.post(URL, json={**body, "previous_response_id": first["id"]})
+    for number in range(2):
+        assert router.prompt(number).startswith("high")
+        tools = re.search(r"tools:([ \w]*)<", router.prompt(number))
+        assert tools is not None
+        assert tools[1].split() == ["f", "spawn", "g"]
+
+
+async def test_items_of_kept_responses_are_referred_to(make_http):
+    """By the AI SDK, which sends its history so."""
+    router = ToolModel(calls("f", '{"a": 1}'), "done")
+    store = MemoryStore()
+    client = make_http(router, responses=store, keys=("one", "two"))
+    client.headers["authorization"] = "Bearer one"
+    body = {**ASKED, "tools": [TOOL]}
+    first = (await client.post(URL, json=body)).json()
+    (call,) = first["output"]
+    question = (await client.get(f"{URL}/{first['id']}/input_items")).json()["data"][0]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "r"}
+    prompts = []
+    for reference in (
+        {"type": "item_reference", "id": call["id"]},
+        {"id": call["id"]},
+        {"type": "function_call", "id": call["id"]},
+        call,
+    ):
+        items = [{"id": question["id"]}, reference, output]
+        reply = await client.post(URL, json={**body, "input": items})
+        assert reply.status_code == 200, reply.json()
+        prompts.append(router.prompt(-1))
+        kept = (await client.get(f"{URL}/{reply.json()['id']}/input_items?order=asc")).json()
+        assert [item["type"] for item in kept["data"]] == [
+            "message", "function_call", "function_call_output",
+        ]  # fmt: skip
+    assert len(set(prompts)) == 1
+    assert '{"a": 1}' in prompts[0]
+    missing = {**body, "input": [{"id": call["id"].replace("_0", "_7")}]}
+    check(await client.post(URL, json=missing), 400, "input[0].id")
+    client.headers["authorization"] = "Bearer two"
+    check(await client.post(URL, json={**body, "input": [{"id": call["id"]}]}), 400, "input[0].id")
+
+
+async def test_hints_are_taken(make_http, subtests):
+    client = make_http(FakeRouter(saying("x")))
+    for fields in (
+        {"reasoning": {"summary": "detailed"}},
+        {"reasoning": {"summary": "concise", "generate_summary": "auto"}},
+        {"truncation": "auto"},
+        {"metadata": {"a": 1, "b": None, "c": ["x"]}},
+        {"top_p": 0, "max_output_tokens": 16.0},
+        {"text": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+        {"tools": [TOOL], "tool_choice": {"type": "auto"}},
+        {"tools": [TOOL], "tool_choice": {"type": "none"}},
+        {"input": [{"role": "assistant", "content": None}, {"role": "user", "content": "x"}]},
+    ):
+        with subtests.test(fields=fields):
+            reply = await client.post(URL, json={**ASKED, **fields})
+            assert reply.status_code == 200, reply.json()

@@ -1,0 +1,90 @@
+"""What becomes of the members of the clients' unions: roles, parts of a content, tools, items.
+
+Each API has a table of them, `members.py` in its folder, from which its code decides and
+docs/api.md is written. Pure, but for the log.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pydantic_core import to_json
+
+from pdserve.services.host.errors import MAX_QUOTED, cut
+
+log = logging.getLogger("pdserve.gateway.requests")
+
+MAX_DEPTH = 16  # of a value that is kept as text
+# Keys whose values only their provider can read, or that say nothing to a model.
+_OPAQUE = {"signature", "cache_control", "citations", "call_id", "tool_use_id", "data", "image_url"}
+
+
+class Fate(StrEnum):
+    """What becomes of a member."""
+
+    SERVED = "served"
+    LEFT_OUT = "left out and logged"  # offered to the model, and cannot be run here
+    AS_TEXT = "kept as text"  # history
+    DROPPED = "dropped and logged"  # history that says nothing to a model here
+    HINT = "taken"  # changes no answer
+    REFUSED = "refused by name"  # would change the answer, and cannot be honoured
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member. `text`: the fields of history that are kept. `of_client`: the client has said
+    it, otherwise the model or its provider."""
+
+    fate: Fate
+    text: tuple[str, ...] = ()
+    of_client: bool = False
+
+    def as_text(self, kind: str, value: Mapping[str, Any]) -> str:
+        """The text of an entry of history: its kind, and its fields that are kept."""
+        shown = {name: _readable(value[name], MAX_DEPTH) for name in self.text if name in value}
+        written = [
+            one if isinstance(one, str) else to_json(one).decode()
+            for one in shown.values()
+            if one not in (None, "", [], {})
+        ]
+        return "\n".join([f"[{kind}]", *written])
+
+
+Table = Mapping[str, Member]
+
+SERVED, LEFT_OUT, HINT = Member(Fate.SERVED), Member(Fate.LEFT_OUT), Member(Fate.HINT)
+DROPPED, REFUSED = Member(Fate.DROPPED), Member(Fate.REFUSED)
+
+
+def kept(*fields: str, of_client: bool = False) -> Member:
+    """History that is kept as text."""
+    return Member(Fate.AS_TEXT, fields, of_client)
+
+
+def note(fate: Fate, what: str, kinds: Iterable[str]) -> None:
+    """Names in the log what a request has lost."""
+    if names := sorted(set(kinds)):
+        log.info("%s: %s", fate.value, cut(f"{what} {', '.join(map(repr, names))}", MAX_QUOTED))
+
+
+def _readable(value: Any, depth: int) -> Any:
+    """A value without what only its provider can read; texts alone where there is nothing else."""
+    if isinstance(value, Mapping):
+        if not depth:
+            return None
+        if value.get("type") in ("text", "input_text", "output_text", "summary_text"):
+            return value.get("text")
+        return {
+            name: _readable(one, depth - 1)
+            for name, one in value.items()
+            if name not in _OPAQUE and not name.startswith("encrypted_")
+        }
+    if isinstance(value, list | tuple):
+        if not depth:
+            return None
+        values = [_readable(one, depth - 1) for one in value]
+        texts = values and all(isinstance(one, str) for one in values)
+        return "\n".join(values) if texts and isinstance(value[0], Mapping) else values
+    return value

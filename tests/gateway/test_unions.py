@@ -1,0 +1,109 @@
+"""Every member of the clients' unions is in a row of a table, as the packages of OpenAI and
+Anthropic have them; the tables are on the API's page."""
+
+import typing
+from collections.abc import Iterator
+from types import UnionType
+from typing import Any
+
+import anthropic.types as anthropic_types
+import anthropic.types.beta as anthropic_beta
+import openai.types.chat as openai_chat
+import openai.types.responses as openai_responses
+import pytest
+import typing_extensions
+from anthropic.types import tool_result_block_param
+from anthropic.types.beta import beta_tool_result_block_param
+from openai.types.chat import chat_completion_assistant_message_param
+from openai.types.responses import response_create_params, response_input_item_param
+
+from pdserve.gateway.anthropic import members as messages
+from pdserve.gateway.openai.bodies import members as chat
+from pdserve.gateway.openai.responses import members as responses
+from pdserve.gateway.requests.members import Table
+
+_WRAPPERS = (typing.Annotated, typing_extensions.Required, typing_extensions.NotRequired)
+
+
+def members(union: Any) -> Iterator[Any]:
+    """The types of a union, and of the unions within it."""
+    while typing.get_origin(union) in (*_WRAPPERS, typing.Required, typing.NotRequired):
+        union = typing.get_args(union)[0]
+    if typing.get_origin(union) in (typing.Union, UnionType):
+        for one in typing.get_args(union):
+            yield from members(one)
+    else:
+        yield union
+
+
+def literals(kind: Any) -> Iterator[str]:
+    for one in members(kind):
+        if typing.get_origin(one) is typing.Literal:
+            yield from typing.get_args(one)
+
+
+def named(union: Any, field: str = "type") -> set[str]:
+    """The values that `field` may have in the dictionaries of a union, and the texts among it."""
+    found = set(literals(union))
+    for one in members(union):
+        if typing_extensions.is_typeddict(one):
+            found |= set(literals(typing.get_type_hints(one)[field]))
+    return found
+
+
+def content(message: Any) -> Any:
+    """The union of a message's parts."""
+    (parts,) = [
+        typing.get_args(one)[0]
+        for one in members(typing.get_type_hints(message)["content"])
+        if one is not str and typing.get_args(one)
+    ]
+    return parts
+
+
+ASSISTANT_PARTS = chat_completion_assistant_message_param.ContentArrayOfContentPart
+RESULT, BETA_RESULT = tool_result_block_param.Content, beta_tool_result_block_param.Content
+CASES: list[tuple[Table, Any, str]] = [
+    (chat.ROLES, openai_chat.ChatCompletionMessageParam, "role"),
+    (chat.PARTS, openai_chat.ChatCompletionContentPartParam, "type"),
+    (chat.PARTS, ASSISTANT_PARTS, "type"),
+    (chat.CALLS, openai_chat.ChatCompletionMessageToolCallUnionParam, "type"),
+    (chat.TOOLS, openai_chat.ChatCompletionToolUnionParam, "type"),
+    (chat.TOOL_CHOICES, openai_chat.ChatCompletionToolChoiceOptionParam, "type"),
+    (responses.ITEMS, openai_responses.ResponseInputItemParam, "type"),
+    (responses.PARTS, openai_responses.ResponseInputContentParam, "type"),
+    (responses.PARTS, content(openai_responses.ResponseOutputMessageParam), "type"),
+    (responses.ROLES, response_input_item_param.Message, "role"),
+    (responses.ROLES, openai_responses.EasyInputMessageParam, "role"),
+    (responses.TOOLS, openai_responses.ToolParam, "type"),
+    (responses.TOOL_CHOICES, response_create_params.ToolChoice, "type"),
+    *(
+        case
+        for types, prefix in ((anthropic_types, ""), (anthropic_beta, "Beta"))
+        for case in (
+            (messages.ROLES, getattr(types, f"{prefix}MessageParam"), "role"),
+            (messages.USER_BLOCKS, getattr(types, f"{prefix}ContentBlockParam"), "type"),
+            (messages.ASSISTANT_BLOCKS, getattr(types, f"{prefix}ContentBlockParam"), "type"),
+            (messages.TOOLS, getattr(types, f"{prefix}ToolUnionParam"), "type"),
+            (messages.TOOL_CHOICES, getattr(types, f"{prefix}ToolChoiceParam"), "type"),
+            (messages.THINKING, getattr(types, f"{prefix}ThinkingConfigParam"), "type"),
+            (messages.SYSTEM_BLOCKS, content(getattr(types, f"{prefix}SystemMessageParam")), ""),
+        )
+    ),
+    (messages.RESULT_BLOCKS, RESULT, "type"),
+    (messages.RESULT_BLOCKS, BETA_RESULT, "type"),
+]
+
+
+def test_every_member_has_a_row(subtests: pytest.Subtests) -> None:
+    for table, union, field in CASES:
+        known = named(union, field or "type")
+        with subtests.test(union=str(union)[:120]):
+            assert known, "the package says what there is"
+            assert known <= table.keys(), "a member without a row"
+
+
+def test_a_new_member_would_be_found() -> None:
+    known = named(openai_responses.ToolParam)
+    assert len(known) > 10
+    assert not known <= {name: row for name, row in responses.TOOLS.items() if name != "mcp"}.keys()
