@@ -88,8 +88,9 @@ def probed(render: Fill) -> Capabilities:
     if not working:
         return Capabilities()
     tools = working[0]  # some templates are for conversations with tools alone
-    as_object = _call_texts(fill, {KEY: VALUE})
-    as_text = _call_texts(fill, f'{{"{KEY}": "{VALUE}"}}')
+    offered = working[-1]  # others fail on tools
+    as_object = _call_texts(fill, offered, {KEY: VALUE})
+    as_text = _call_texts(fill, offered, f'{{"{KEY}": "{VALUE}"}}')
     text_arguments = _shows(as_text, VALUE) and (
         not _shows(as_object, VALUE)
         or (_shows(as_object, f"'{KEY}': '{VALUE}'") and _shows(as_text, f'{{"{KEY}": "{VALUE}"}}'))
@@ -98,16 +99,16 @@ def probed(render: Fill) -> Capabilities:
     no_content = _no_content(texts)
     malformed = _call(VALUE, no_content)
     call = _call(f'{{"{KEY}": "{VALUE}"}}' if text_arguments else {KEY: VALUE}, no_content)
-    lists, plain = _content_roles(fill, call)
+    lists, plain = _content_roles(fill, offered, call)
     return Capabilities(
         tools=any(TOOL in (fill([user], _TOOLS) or "") for user in users),
         calls=any(map(_shows_call, texts.values())),
         text_arguments=text_arguments,
-        malformed_arguments=fill([_USER, malformed, _RESULT], _TOOLS) is not None,
+        malformed_arguments=fill([_USER, malformed, _RESULT], offered) is not None,
         no_content=no_content,
         developer=_knows_developer(fill, tools),
         systems=_systems(fill, tools, call),
-        reasoning=_reasoning(fill, call),
+        reasoning=_reasoning(fill, offered, call),
         list_roles=lists,
         text_roles=plain,
     )
@@ -124,11 +125,11 @@ def _parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text, FIELD: FIELD} for text in texts]
 
 
-def _call_texts(fill: Fill, arguments: Any) -> dict[NoContent, str]:
+def _call_texts(fill: Fill, tools: Tools, arguments: Any) -> dict[NoContent, str]:
     """Texts with a call of these arguments, by the content beside it."""
     texts: dict[NoContent, str] = {}
     for content in _CONTENT:
-        text = fill([_USER, _call(arguments, content), _RESULT], _TOOLS)
+        text = fill([_USER, _call(arguments, content), _RESULT], tools)
         if text is not None:
             texts[content] = text
     return texts
@@ -149,7 +150,9 @@ def _no_content(texts: Mapping[NoContent, str]) -> NoContent:
     return min(texts, key=lambda at: (not _shows_call(texts[at]), texts[at].count("none")))
 
 
-def _content_roles(fill: Fill, call: Message) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _content_roles(
+    fill: Fill, tools: Tools, call: Message
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The roles whose content may be a list, and those whose content may be a text."""
     lists, texts = [], []
     places: dict[str, tuple[list[Message], Message, list[Message]]] = {
@@ -160,7 +163,7 @@ def _content_roles(fill: Fill, call: Message) -> tuple[tuple[str, ...], tuple[st
     }
     for role, (before, turn, after) in places.items():
         plain, listed = (
-            fill([*before, {**turn, "content": content}, *after], _TOOLS) or ""
+            fill([*before, {**turn, "content": content}, *after], tools) or ""
             for content in (RULE, _parts(RULE))
         )
         takes_list = RULE in listed and FIELD not in listed
@@ -192,21 +195,18 @@ def _systems(fill: Fill, tools: Tools, call: Message) -> tuple[str, ...]:
     found = []
     for place, messages in places.items():
         text = fill(messages, tools) or ""
-        order = [text.find(word) for word in (SYSTEM, RULE)]
-        if place in ("middle", "last"):
-            order.insert(1, text.find(USER))
-        if -1 not in order and order == sorted(order):
+        if SYSTEM in text and RULE in text:
             found.append(place)
     return tuple(found)
 
 
-def _reasoning(fill: Fill, call: Message) -> tuple[str, ...]:
+def _reasoning(fill: Fill, tools: Tools, call: Message) -> tuple[str, ...]:
     """The names that a thought has to have."""
 
     def shown(name: str) -> bool:
         more = {name: THOUGHT}
         turns = [_USER, {**call, **more}, _RESULT], [_USER, {**_ANSWER, **more}, _USER]
-        return any(THOUGHT in (fill(messages, _TOOLS) or "") for messages in turns)
+        return any(THOUGHT in (fill(messages, tools) or "") for messages in turns)
 
     if any(map(shown, ALWAYS)):
         return ALWAYS
