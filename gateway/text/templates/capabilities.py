@@ -25,7 +25,7 @@ class Capabilities:
     """The defaults are those of a template of which nothing is known.
 
     systems: where system turns may stand beside the first: "several" at the beginning, "middle",
-        "last", or after the "result" of a tool.
+        "last", after the "result" of a tool, or "alone" where there is no first one.
     list_roles, text_roles: roles whose content may be a list of parts, or a text.
     """
 
@@ -35,7 +35,7 @@ class Capabilities:
     malformed_arguments: bool = False  # takes a text that is no JSON object in their place
     no_content: NoContent = "empty"  # what a turn has that only calls tools
     developer: bool = False
-    systems: tuple[str, ...] = ("several", "middle", "last", "result")
+    systems: tuple[str, ...] = ("several", "middle", "last", "result", "alone")
     reasoning: tuple[str, ...] = ALWAYS
     list_roles: tuple[str, ...] = ()
     text_roles: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool")
@@ -169,7 +169,7 @@ def _content_roles(
         takes_list = RULE in listed and FIELD not in listed
         if RULE in plain or not takes_list:
             texts.append(role)
-        if takes_list and (listed == plain or RULE not in plain):
+        if takes_list:
             lists.append(role)
     for roles in (lists, texts):
         if "system" in roles:
@@ -190,12 +190,13 @@ def _systems(fill: Fill, tools: Tools, call: Message) -> tuple[str, ...]:
         "several": [first, rule, _USER],
         "middle": [first, _USER, _ANSWER, rule, _USER],
         "last": [first, _USER, rule],
+        "alone": [_USER, _ANSWER, rule, _USER],
         "result": [first, _USER, call, _RESULT, rule],
     }
     found = []
     for place, messages in places.items():
         text = fill(messages, tools) or ""
-        if SYSTEM in text and RULE in text:
+        if RULE in text and (SYSTEM in text or first not in messages):
             found.append(place)
     return tuple(found)
 

@@ -71,13 +71,15 @@ def with_known_systems(
         for turn in turns:
             if turn["role"] == "developer":
                 turn["role"] = "system"
-    for index in range(num_leading, len(turns)):
-        if turns[index]["role"] in _RULES:
-            place = "last" if index == len(turns) - 1 else "middle"
-            if messages[index - 1]["role"] == "tool":
-                place = "result"
-            if place not in places:
-                turns[index]["role"] = "user"
+    later = [i for i in range(num_leading, len(turns)) if turns[i]["role"] in _RULES]
+    for index in later:
+        place = "last" if index == len(turns) - 1 else "middle"
+        if messages[index - 1]["role"] == "tool":
+            place = "result"
+        if num_leading == 0 and later == [index] and "alone" in places:
+            continue
+        if place not in places:
+            turns[index]["role"] = "user"
     if num_leading > 1 and "several" not in places:
         turns[:num_leading] = [_joined(turns[:num_leading])]
     return turns
