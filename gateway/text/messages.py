@@ -3,13 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from pdserve.gateway.text.errors import TextError
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+REASONING = ("reasoning_content", "reasoning", "thinking", "thoughts")  # names of a thought
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # of reasoning
 VERBOSITIES = ("low", "medium", "high")  # of the answer
 
@@ -56,66 +57,53 @@ def suggested_variables(effort: str | None, verbosity: str | None) -> dict[str, 
     return suggested
 
 
-def normalized(
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    knows_developer: bool,
-    knows_null: bool = False,
-    field: str = "messages",
-) -> list[dict[str, Any]]:
-    """Messages with a known role and a content that is one string; other fields are kept.
+class CallArguments(NamedTuple):
+    """The arguments of a call that a model has written."""
 
-    Text parts are joined by line breaks. `developer` becomes `system` for a template that does not
-    know it, and the content of a turn that only calls tools is empty for one that does not ask
-    whether there is any. Raises TextError that names `field`, the client's name of the messages, or
-    a part of it.
+    text: str
+    value: Mapping[str, Any] | None  # None: the text is no JSON object
+
+
+def normalized(
+    messages: Sequence[Mapping[str, Any]], field: str = "messages"
+) -> list[dict[str, Any]]:
+    """Messages as every template is given them, but for what it can render (templates/turns.py).
+
+    Roles are known ones, contents are texts or lists of text parts, arguments of calls are
+    CallArguments, a thought is `reasoning_content`; other fields are kept, those that are null are
+    left out. Only the assistant and a tool may have no content, and only the assistant's then stays
+    without one, where it has calls. Raises TextError that names `field`, the client's name of the
+    messages, or a part of it.
     """
     if not messages:
         raise TextError(f"{field} must not be empty", field)
-    return [
-        _message(message, f"{field}[{index}]", knows_developer, knows_null)
-        for index, message in enumerate(messages)
-    ]
+    return [_message(message, f"{field}[{i}]") for i, message in enumerate(messages)]
 
 
-def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages with the arguments of their tool calls as JSON text."""
-
-    def written(call: Mapping[str, Any]) -> dict[str, Any]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
-    return [
-        {**message, "tool_calls": [written(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else dict(message)
-        for message in messages
-    ]
-
-
-def _message(
-    message: Mapping[str, Any], param: str, knows_developer: bool, knows_null: bool
-) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         known = ", ".join(ROLES)
         raise TextError(f"unknown role {role!r:.60}; it must be one of {known}", f"{param}.role")
-    content = message.get("content")
-    # An answer may be calls alone, or a thought that was cut off.
-    rest = message.get("tool_calls") or message.get("reasoning_content")
-    no_text = content is None and role == "assistant" and bool(rest)
-    if role == "developer" and not knows_developer:
-        role = "system"
-    text = (None if knows_null else "") if no_text else content_text(content, f"{param}.content")
-    made = {**message, "role": role, "content": text}
+    if role == "function":  # OpenAI's older name
+        role = "tool"
+    made = {key: value for key, value in message.items() if value is not None}
+    made["role"] = role
+    thoughts = [made.pop(name) for name in REASONING if name in made]
+    if thoughts:
+        made["reasoning_content"] = thoughts[0]
     calls = made.pop("tool_calls", None)  # a template may only ask whether there is the key
     if calls:
         made["tool_calls"] = _tool_calls(calls, f"{param}.tool_calls")
+    if "content" in made or role not in ("assistant", "tool"):
+        content_text(made.get("content"), f"{param}.content")
+    elif not calls:
+        made["content"] = ""
     return made
 
 
 def _tool_calls(calls: object, param: str) -> list[dict[str, Any]]:
-    """Calls of functions, with their arguments as the object that templates write out."""
+    """Calls of functions."""
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise TextError("tool_calls must be a list", param)
     made = []
@@ -123,17 +111,22 @@ def _tool_calls(calls: object, param: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise TextError("a tool call needs a function with a name", f"{param}[{index}]")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:  # bounds the depth, and takes no NaN
-                arguments = from_json(arguments, allow_inf_nan=False)
-            except ValueError:
-                arguments = None
-        if not isinstance(arguments, Mapping):
-            where = f"{param}[{index}].function.arguments"
-            raise TextError("arguments must be a JSON object, written as a string", where)
+        arguments = _arguments(function.get("arguments"))
         made.append({**call, "function": {**function, "arguments": arguments}})
     return made
+
+
+def _arguments(written: object) -> CallArguments:
+    """What a model has written need be no JSON; its turn stays part of the conversation."""
+    if isinstance(written, str) and written.strip():
+        try:  # bounds the depth, and takes no NaN
+            value = from_json(written, allow_inf_nan=False)
+        except ValueError:
+            value = None
+        return CallArguments(written, value if isinstance(value, Mapping) else None)
+    value = {} if written is None or isinstance(written, str) else written
+    text = json.dumps(value, ensure_ascii=False)
+    return CallArguments(text, value if isinstance(value, Mapping) else None)
 
 
 def content_text(content: object, param: str) -> str:

@@ -23,18 +23,11 @@ Step = TypeVar("Step", tokenizers.normalizers.Normalizer, tokenizers.pre_tokeniz
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt made by a chat template.
+    """A prompt made by a chat template; `origin` says which of its characters the template wrote
+    (templates/template_text.py)."""
 
-    `marked` holds `mark` inside every special token's text that a client wrote (special.py).
-    """
-
-    marked: str
-    mark: str
-
-    @property
-    def text(self) -> str:
-        """The prompt as a person reads it."""
-        return self.marked.replace(self.mark, "")
+    text: str
+    origin: str
 
 
 class Tokenizer(Vocabulary):
@@ -86,9 +79,8 @@ class Tokenizer(Vocabulary):
 
     def encode_rendered(self, rendered: Rendered, *, add_special_tokens: bool = False) -> list[int]:
         """Ids of a prompt made by a template; as a rule the template writes bos itself."""
-        parts = self.special.split(rendered.marked)
-        plain = [p.replace(rendered.mark, "") if isinstance(p, str) else p for p in parts]
-        return self._framed(self._encode(plain), add_special_tokens)
+        parts = self.special.split(rendered.text, rendered.origin)
+        return self._framed(self._encode(parts), add_special_tokens)
 
     def encode_within(self, text: str) -> list[int]:
         """Ids of a text that goes on with another, special tokens in it parsed. Raises TextError

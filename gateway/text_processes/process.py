@@ -24,6 +24,7 @@ from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.generation import GenerationDefaults
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.reasoning import reasoning_family_of
+from pdserve.gateway.text.templates.capabilities import Capabilities
 from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.tools import tool_family_of
@@ -59,18 +60,44 @@ class TextModel:
         """Raises UnsupportedTokenizer; a panic of a Rust library is a BaseException."""
         self.tokenizer = Tokenizer(files["tokenizer"], card)
         self.template: ChatTemplate | None = None
-        self.tool_parser = self.reasoning_parser = ""
+        self._family = self.reasoning_parser = ""
         if files["template"]:
             try:
                 source = files["template"].decode()
             except UnicodeDecodeError:
                 raise UnsupportedTokenizer("its chat template is not UTF-8") from None
             self.template = ChatTemplate(source, self.tokenizer)
-            self.tool_parser = tool_family_of(source) if self.template.shows_tools else ""
+            self._family = tool_family_of(source)
             self.reasoning_parser = reasoning_family_of(source)
         self.defaults = GenerationDefaults.from_json(files["generation"] or b"{}")
         self._compiler: GrammarCompiler | None = None
         self._no_grammars = ""
+
+    def probe(self, limits: TextLimits) -> None:
+        """Probes the template in a child with the limits of a prompt: of a template that passes
+        them nothing is known, and its prompts fail."""
+        if self.template is None:
+            return
+        read, write = os.pipe()
+        with open(read, "rb") as answer:
+            pid = os.fork()
+            if not pid:
+                try:
+                    _bound_memory(limits.prompt_bytes)
+                    _set_timer(RENDER_SIGNAL, limits.render_s)
+                    _set_timer(LATE_SIGNAL, min(limits.late_s, limits.load_s / 2))
+                    os.write(write, json.dumps(asdict(self.template.capabilities)).encode())
+                finally:
+                    os._exit(0)
+            os.close(write)
+            text = answer.read()
+            os.waitpid(pid, 0)
+        self.template.capabilities = Capabilities.decoded(text) if text else Capabilities()
+
+    @property
+    def tool_parser(self) -> str:
+        """The name of the template's family; empty where it shows no tools."""
+        return self._family if self.template is not None and self.template.shows_tools else ""
 
     def load_grammars(self) -> None:
         """Makes ready for `grammar`, once: it takes about 3 us for each token of the vocabulary,
@@ -125,6 +152,7 @@ def main() -> None:
         _set_timer(LATE_SIGNAL, limits.load_s)
         files = dict(zip(asked.head["files"], asked.parts, strict=True))
         model = TextModel(TextCard(**asked.head["card"]), files)
+        model.probe(limits)
         answer = model.described()
         _set_timer(LATE_SIGNAL, 0)
     except UnsupportedTokenizer as error:
@@ -222,7 +250,7 @@ def _prompt(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[in
     _set_timer(RENDER_SIGNAL, limits.render_s)
     rendered = model.template.render(TemplateInput(**head["conversation"]))
     _set_timer(RENDER_SIGNAL, 0)
-    length = len(rendered.marked.replace(rendered.mark, ""))
+    length = len(rendered.text)
     if length > head["max_len"]:  # of characters; the tokenizer would take seconds for them
         raise TextError(f"the chat template writes {length} characters, which cannot fit")
     _set_timer(PROMPT_SIGNAL, limits.prompt_s)

@@ -1,39 +1,55 @@
 """A chat template turns messages into a prompt, by the model's own jinja2 source.
 
-The template is the model's, the messages are a client's: what a client wrote reaches the template
-guarded (special.py), so that no message can end its turn or begin another's.
+The template is the model's, the messages are a client's: a template computes with what the client
+wrote, and only what it writes itself becomes special tokens (template_text.py), so that no message
+can end its turn or begin another's. What messages a template can render, it says when it is probed
+(capabilities.py); they are given to it in such a form (turns.py).
 
-jinja2's sandbox keeps a template from Python. It does not bound what a template computes: whoever
-renders one of a stranger does it in a process with limits (gateway/text_processes).
+Nothing here bounds what a template computes: one of a stranger is rendered in a process with limits
+(gateway/text_processes).
 """
 
-import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
-from pdserve.gateway.text.messages import TemplateInput, normalized, with_text_arguments
-from pdserve.gateway.text.special import unused_mark
+from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text.messages import EFFORTS, TemplateInput, normalized
+from pdserve.gateway.text.templates.capabilities import Capabilities, probed
 from pdserve.gateway.text.templates.described_tools import (
     described,
     in_system_turn,
     in_user_turn,
     plain_turns,
 )
+from pdserve.gateway.text.templates.environment import compiled
+from pdserve.gateway.text.templates.template_text import (
+    CLIENT,
+    LAST,
+    TemplateText,
+    constant,
+    origin_of,
+)
+from pdserve.gateway.text.templates.turns import (
+    Conversation,
+    alternatives,
+    shaped,
+    text_of,
+    with_known_systems,
+    with_texts,
+)
 from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
 from pdserve.gateway.text.tools import GENERIC, tool_family
 
-MAX_SOURCE_CHARS = 1 << 18
+# Words of a client that a template may make special tokens of, as of <|user|>.
+_WORDS = {
+    word: constant(word) for word in ("system", "developer", "user", "assistant", "tool", *EFFORTS)
+}
+
+
+_END = "\u2026"  # of a last message that has no text, within the template alone
 
 
 class ChatTemplate:
@@ -52,20 +68,31 @@ class ChatTemplate:
 
         Raises UnsupportedTokenizer for a template that does not parse.
         """
-        self._source = source
-        self._special = tokenizer.special
-        self._template = _compiled(source, now) if source else None
+        self._template = compiled(source, now) if source else None
+        self._capabilities: Capabilities | None = None
         card = tokenizer.card
         tokens = {
             "bos_token": tokenizer.token_name(card.bos_id),
             "eos_token": tokenizer.token_name(card.eos_ids[0] if card.eos_ids else None),
         }
-        self._tokens = {name: text for name, text in tokens.items() if text is not None}
+        self._tokens = {name: constant(text) for name, text in tokens.items() if text is not None}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the template can render; it is probed once, when this is first needed, unless it has
+        been set."""
+        if self._capabilities is None:
+            self._capabilities = probed(self._probe)
+        return self._capabilities
+
+    @capabilities.setter
+    def capabilities(self, known: Capabilities) -> None:
+        self._capabilities = known
 
     @property
     def shows_tools(self) -> bool:
         """Whether the template has a place for tools; otherwise `render` makes them text."""
-        return "tools" in self._source
+        return self._template is not None and self.capabilities.tools
 
     def render(self, asked: TemplateInput) -> Rendered:
         """The prompt for a conversation. Raises TextError: for bad messages, and with what the
@@ -73,8 +100,60 @@ class ChatTemplate:
         field = asked.messages_field
         if self._template is None:
             raise TextError("this model has no chat template; use completions", field)
+        messages = normalized(asked.messages, field)
+        can = self.capabilities
+        if not can.tools and (asked.tools or not can.calls):
+            return self._with_plain_tools(asked, messages)
+        return self._rendered(asked, Conversation(messages, asked.tools or None))
+
+    def _with_plain_tools(
+        self, asked: TemplateInput, messages: Sequence[Mapping[str, Any]]
+    ) -> Rendered:
+        """Tools, calls and results as text: the tools in the system's turn, or in the user's if the
+        template has none."""
+        family = tool_family(asked.tool_parser or GENERIC)
+        assert family is not None  # the gateway's settings name only those that there are
+        turns = plain_turns(with_texts(messages), family.form)
+        if not asked.tools:
+            return self._rendered(asked, Conversation(turns, None))
+        text = described(asked.tools, family.form)
         try:
-            return self._render(self._template, asked)
+            with_system = Conversation(in_system_turn(turns, text), None)
+            rendered = self._rendered(asked, with_system)
+            if text in rendered.text:
+                return rendered
+        except TextError:
+            pass
+        return self._rendered(asked, Conversation(in_user_turn(turns, text), None))
+
+    def _rendered(self, asked: TemplateInput, conversation: Conversation) -> Rendered:
+        """The conversation, or one with the same content if the template refuses it. Raises the
+        TextError of the first."""
+        error: TextError | None = None
+        for other in alternatives(conversation):
+            try:
+                return self._filled(asked, other)
+            except TextError as raised:
+                error = error or raised
+        assert error is not None
+        raise error
+
+    def _filled(self, asked: TemplateInput, conversation: Conversation) -> Rendered:
+        """Raises TextError."""
+        field = asked.messages_field
+        can = self.capabilities
+        turns = with_known_systems(conversation.messages, can.systems, developer=can.developer)
+        said = text_of(turns[-1])
+        if asked.continue_final_message:
+            turns[-1]["content"] = _with_end(said)
+        messages = [shaped(turn, can) for turn in turns]
+        try:
+            written = self._text(
+                messages,
+                conversation.tools,
+                **asked.variables,
+                add_generation_prompt=asked.add_generation_prompt,
+            )
         except jinja2.TemplateError as error:
             raise TextError(str(error.message or error), field) from None
         except (TextError, MemoryError):
@@ -83,131 +162,62 @@ class ChatTemplate:
             raise TextError("the messages are nested too deeply", field) from None
         except Exception as error:  # whatever Python raises for values the template did not expect
             raise TextError(f"the chat template fails on them: {error}", field) from None
-
-    def _render(self, template: jinja2.Template, asked: TemplateInput) -> Rendered:
-        messages = normalized(
-            asked.messages,
-            knows_developer="developer" in self._source,
-            knows_null=" is none" in self._source or " is not none" in self._source,
-            field=asked.messages_field,
-        )
-        if not self.shows_tools and (asked.tools or "tool_calls" not in self._source):
-            return self._with_plain_tools(template, asked, messages)
-        try:
-            return self._filled(template, asked, messages)
-        except TypeError:
-            if not any("tool_calls" in message for message in messages):
-                raise
-        # DeepSeek's templates write arguments as the text that the model has written.
-        return self._filled(template, asked, with_text_arguments(messages))
-
-    def _with_plain_tools(
-        self, template: jinja2.Template, asked: TemplateInput, messages: list[dict[str, Any]]
-    ) -> Rendered:
-        """Tools, calls and results as text: the tools in the system's turn, or in the user's if the
-        template has none."""
-        family = tool_family(asked.tool_parser or GENERIC)
-        assert family is not None  # the gateway's settings name only those that there are
-        turns = plain_turns(messages, family.form)
-        plain = replace(asked, tools=None)
-        if not asked.tools:
-            return self._filled(template, plain, turns)
-        text = described(asked.tools, family.form)
-        with suppress(jinja2.TemplateError):
-            rendered = self._filled(template, plain, in_system_turn(turns, text))
-            if text in rendered.text:
-                return rendered
-        return self._filled(template, plain, in_user_turn(turns, text))
-
-    def _filled(
-        self, template: jinja2.Template, asked: TemplateInput, messages: list[dict[str, Any]]
-    ) -> Rendered:
-        variables = {**asked.variables, "messages": messages}
-        variables["tools"] = list(asked.tools) if asked.tools else None
-        mark = unused_mark(self._source, *_texts(variables))
-        values = self._special.guard_all(variables, mark)
-        end = ""
         if asked.continue_final_message:
-            end = unused_mark(self._source, mark, *_texts(variables))
-            values["messages"][-1]["content"] += end
-        marked = template.render(
-            {**values, **self._tokens, "add_generation_prompt": asked.add_generation_prompt}
-        )
-        if end:
-            marked, found, _ = marked.rpartition(end)
-            if not found:
-                text = "the chat template leaves the last message out"
-                raise TextError(text, "continue_final_message")
-        return Rendered(marked, mark)
+            return _until_end(written, said)
+        return _plain(written)
+
+    def _text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        **variables: Any,
+    ) -> TemplateText:
+        """Raises whatever a template can."""
+        assert self._template is not None
+        values = {
+            **variables,
+            "messages": [{**m, "role": _WORDS.get(m["role"], m["role"])} for m in messages],
+            "tools": None if tools is None else list(tools),
+            "documents": None,
+            **self._tokens,
+        }
+        effort = values.get("reasoning_effort")
+        if isinstance(effort, str):
+            values["reasoning_effort"] = _WORDS.get(effort, effort)
+        rendered = self._template.render(values)
+        assert isinstance(rendered, TemplateText)  # as its environment joins them
+        return rendered
+
+    def _probe(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str | None:
+        try:
+            return self._text(messages, tools, add_generation_prompt=True)
+        except Exception:
+            return None
 
 
-def _compiled(source: str, now: Callable[[], datetime]) -> jinja2.Template:
-    if len(source) > MAX_SOURCE_CHARS:
-        raise UnsupportedTokenizer(
-            f"the chat template is longer than {MAX_SOURCE_CHARS} characters"
-        )
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        optimized=False,  # constants are computed when they are rendered, not here
-        finalize=_unchanged,
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise UnsupportedTokenizer(f"chat template, line {error.lineno}: {error.message}") from None
-    except (RecursionError, SyntaxError) as error:  # too deep for jinja, or for Python's compiler
-        raise UnsupportedTokenizer(f"the chat template cannot be compiled: {error}") from None
+def _with_end(content: str) -> TemplateText:
+    """A content with LAST as the origin of the last character that no template strips."""
+    length = len(content.rstrip())
+    if not length:  # templates that leave out an empty turn must not
+        return TemplateText(content + _END, CLIENT * len(content) + LAST)
+    rest = CLIENT * (len(content) - length)
+    return TemplateText(content, CLIENT * (length - 1) + LAST + rest)
 
 
-@jinja2.pass_context
-def _unchanged(context: Context, value: Any) -> Any:
-    """Since it takes the context, jinja2 does not compute an output when it compiles."""
-    return value
+def _until_end(written: TemplateText, content: str) -> Rendered:
+    """A prompt until the end of its last message. Raises TextError if it has none."""
+    at = origin_of(written).rfind(LAST)
+    if at < 0:
+        raise TextError("the chat template leaves the last message out", "continue_final_message")
+    blank = not content.strip()
+    at += not blank
+    rest = "" if blank else content[len(content.rstrip()) :]
+    return _plain(written[:at] + rest)
 
 
-class _Generation(Extension):
-    """`{% generation %}` marks what an assistant said, for training; here it says nothing."""
-
-    tags = {"generation"}  # noqa: RUF012  jinja's own declaration
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # HTML is not escaped, unlike jinja's own filter: models were trained on plain JSON.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise(message: object) -> NoReturn:
-    raise jinja2.TemplateError(str(message))
-
-
-def _texts(value: Any) -> list[str]:
-    """Returns every text in JSON data, keys too."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        return [text for pair in value.items() for item in pair for text in _texts(item)]
-    if isinstance(value, list | tuple):
-        return [text for item in value for text in _texts(item)]
-    return []
+def _plain(written: TemplateText) -> Rendered:
+    return Rendered("".join((written,)), origin_of(written))

@@ -37,7 +37,7 @@ def plain_turns(messages: Sequence[Message], form: CallForm) -> list[dict[str, A
         calls = turn.pop("tool_calls", None) or ()
         if calls:
             names |= {call.get("id"): call["function"]["name"] for call in calls}
-            turn["content"] = _lines(turn["content"], *(_call(call, form) for call in calls))
+            turn["content"] = _lines(turn.get("content"), *(_call(call, form) for call in calls))
         is_result = turn["role"] == "tool"
         if is_result:
             turn = {"role": "user", "content": _result(turn, names)}
@@ -71,7 +71,8 @@ def in_user_turn(turns: Sequence[Message], text: str) -> list[dict[str, Any]]:
 def _call(call: Message, form: CallForm) -> str:
     function = call["function"]
     begin = form.begin.replace("NAME", function["name"])
-    return begin + _json(function["arguments"]) + form.end
+    value, text = function["arguments"].value, function["arguments"].text
+    return begin + (text if value is None else _json(value)) + form.end
 
 
 def _result(message: Message, names: Mapping[Any, str]) -> str:

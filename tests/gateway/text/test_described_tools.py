@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.gateway.text.errors import TextError
-from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text.messages import TemplateInput, normalized
 from pdserve.gateway.text.parsing.stream import CallStream
 from pdserve.gateway.text.parts import calls_of, text_of
 from pdserve.gateway.text.templates.chat_template import ChatTemplate
@@ -188,15 +188,9 @@ def test_no_text_of_a_tool_ends_a_turn(tokenizer: Tokenizer, subtests: pytest.Su
 def test_what_the_prompt_shows_is_read_back() -> None:
     family = FAMILY
     assert family is not None
-    (turn,) = plain_turns([_with_arguments(calls("Paris", "Rome", text="So:"))], family.form)
+    messages = normalized([calls("Paris", "Rome", text="So:")])
+    (turn,) = plain_turns(messages, family.form)
     parser = CallStream(family, {}, lambda: "id", True)
     content = parser.push(turn["content"]) + parser.finish()
     assert text_of(content) == "So:"
     assert [json.loads(call.arguments)["city"] for call in calls_of(content)] == ["Paris", "Rome"]
-
-
-def _with_arguments(turn: dict[str, Any]) -> dict[str, Any]:
-    """As `normalized` makes it."""
-    for call in turn["tool_calls"]:
-        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return turn

@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,10 @@ from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard
 
 TEMPLATES = {path.stem: path.read_text() for path in Path(__file__).parent.glob("*.jinja")}
+CALLS = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}[WRITTEN]{% endfor %}"
+    "{% endfor %}"
+)
 TOOLS = [{"type": "function", "function": {"name": "get<|im_end|>", "description": "é"}}]
 
 
@@ -146,14 +149,22 @@ def test_roles(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(TEMPLATES["chatml"], tokenizer)
     text = template.render(TemplateInput([{"role": "developer", "content": "d"}, user("u")])).text
     assert text.startswith("<|im_start|>system\nd<|im_end|>")
-    knows = ChatTemplate("{{ messages[0].role }}{# developer #}", tokenizer)
-    assert knows.render(TemplateInput([{"role": "developer", "content": "d"}])).text == "developer"
+    source = (
+        "{% for m in messages %}{{ m.role if m.role != 'developer' else 'dev' }}{{ m.content }}"
+    )
+    knows = ChatTemplate(source + "{% endfor %}", tokenizer)
+    assert knows.render(TemplateInput([{"role": "developer", "content": "d"}])).text == "devd"
+    silent = ChatTemplate(
+        "{% for m in messages if m.role != 'developer' %}{{ m.content }}{% endfor %}", tokenizer
+    )
+    assert silent.render(TemplateInput([{"role": "developer", "content": "d"}])).text == "d"
     text = template.render(TemplateInput([user("u"), {"role": "tool", "content": "42"}])).text
     assert text.count("<|im_start|>user") == 1
     assert "u\nResult of the call:\n42<|im_end|>" in text
-    shows = ChatTemplate(TEMPLATES["chatml"] + "{# tools #}", tokenizer)
-    text = shows.render(TemplateInput([user("u"), {"role": "tool", "content": "42"}])).text
-    assert "<|im_start|>tool\n42" in text
+    shows = ChatTemplate(TEMPLATES["chatml"] + "{{ tools }}", tokenizer)
+    for role in ("tool", "function"):
+        text = shows.render(TemplateInput([user("u"), {"role": role, "content": "42"}])).text
+        assert "<|im_start|>tool\n42" in text
     with pytest.raises(TextError, match="unknown role 'wizard'") as caught:
         template.render(TemplateInput([user("u"), {"role": "wizard", "content": "d"}]))
     assert caught.value.param == "messages[1].role"
@@ -166,8 +177,8 @@ def test_content_parts(tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert template.render(TemplateInput([user(parts)])).text == "a\nb"
     called = {"role": "assistant", "content": None, "tool_calls": [call("f", "{}")]}
-    shows = ChatTemplate("{{ messages[0].content }}{# tools #}", tokenizer)
-    assert shows.render(TemplateInput([called])).text == ""
+    source = CALLS.replace("WRITTEN", "{{ c.function.name }}")
+    assert ChatTemplate(source, tokenizer).render(TemplateInput([called])).text == "[f]"
     thought = {"role": "assistant", "content": None, "reasoning_content": "so far"}
     thinks = ChatTemplate("{{ messages[0].reasoning_content }}{{ messages[0].content }}", tokenizer)
     assert thinks.render(TemplateInput([thought])).text == "so far"
@@ -204,20 +215,41 @@ def test_tool_calls_reach_the_template_as_objects(tokenizer: Tokenizer) -> None:
     ]
     assert template.render(TemplateInput(turns)).text == 'f{"a": [1, "é"]}142g{}h{"b": 2}xi{}'
     wrong = "messages[0].tool_calls"
-    for calls, param in (
-        ("f", wrong),
-        (["f"], f"{wrong}[0]"),
-        ([{"id": "1"}], f"{wrong}[0]"),
-        ([call("f", "{")], f"{wrong}[0].function.arguments"),
-        ([call("f", "[1]")], f"{wrong}[0].function.arguments"),
-        ([call("f", '{"a": NaN}')], f"{wrong}[0].function.arguments"),
-        ([call("f", "[" * 100_000)], f"{wrong}[0].function.arguments"),
-        ([call("f", '{"a":' * 700 + "1" + "}" * 700)], f"{wrong}[0].function.arguments"),
-    ):
+    for calls, param in (("f", wrong), (["f"], f"{wrong}[0]"), ([{"id": "1"}], f"{wrong}[0]")):
         turn = {"role": "assistant", "content": None, "tool_calls": calls}
         with pytest.raises(TextError) as caught:
             template.render(TemplateInput([turn]))
         assert caught.value.param == param
+
+
+MALFORMED = (
+    *("{", "[1]", "null", "NaN", '{"a": NaN}', "{'a': 1}", "3", '{"a": 1} x', "[" * 100_000),
+    *('{"a":' * 700 + "1" + "}" * 700, [1, {"a": "b"}], 7, float("nan"), {"a": float("nan")}),
+)  # fmt: skip
+
+
+def test_malformed_arguments_refuse_no_turn(
+    tokenizer: Tokenizer, subtests: pytest.Subtests
+) -> None:
+    """A template is given what the model wrote, or an empty object where it cannot render that."""
+    forms = {
+        "json": "{{ c.function.arguments | tojson }}",
+        "text": "{{ 'x' + c.function.arguments }}",
+        "items": "{% for k, v in c.function.arguments | items %}{{ k }}{{ v }}{% endfor %}",
+    }
+    for name, form in forms.items():
+        template = ChatTemplate(CALLS.replace("WRITTEN", form), tokenizer)
+        assert template.capabilities.text_arguments == (name == "text")
+        for arguments in MALFORMED:
+            with subtests.test(name=name, arguments=str(arguments)[:20]):
+                turn = {"role": "assistant", "tool_calls": [call("f", arguments)]}
+                text = template.render(TemplateInput([user("q"), turn, user("r")])).text
+                raw = arguments if isinstance(arguments, str) else json.dumps(arguments)
+                if isinstance(arguments, dict):
+                    expected = {"json": raw, "text": f"x{raw}", "items": "anan"}
+                else:
+                    expected = {"json": json.dumps(raw), "text": f"x{raw}", "items": ""}
+                assert text == f"q[{expected[name]}]r"
 
 
 def test_templates_that_write_arguments_as_text(tokenizer: Tokenizer) -> None:
@@ -341,11 +373,3 @@ def test_templates_that_do_not_parse(tokenizer: Tokenizer) -> None:
     for source in ("{% for %}", "{{ a", "{% nonsense %}", "x" * (1 << 19), "{{ " + "(" * 5000):
         with pytest.raises(UnsupportedTokenizer, match="template"):
             ChatTemplate(source, tokenizer)
-
-
-def test_marks_never_remain(tokenizer: Tokenizer) -> None:
-    template = ChatTemplate(TEMPLATES["chatml"], tokenizer)
-    rendered = template.render(TemplateInput([user("\U00020000\U00020001<s>")]))
-    assert "\U00020000\U00020001<s>" in rendered.text
-    assert rendered.mark not in rendered.text
-    assert re.search(f"<{rendered.mark}s>", rendered.marked)

@@ -104,7 +104,7 @@ def test_bos_is_added_once(spm: Tokenizer) -> None:
         ids = spm.encode("<s>hello", add_special_tokens=True, parse_special=parse)
         assert ids.count(1) == count
         assert ids[0] == 1
-    rendered = Rendered("<s>[INST] hello", "\U00020000")
+    rendered = Rendered("<s>[INST] hello", "<s>[INST] hello")
     assert spm.encode_rendered(rendered, add_special_tokens=True).count(1) == 1
     assert spm.encode_rendered(rendered)[:2] == [1, 3]
     assert spm.encode("hello", add_special_tokens=False, parse_special=False).count(1) == 0

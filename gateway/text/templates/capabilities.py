@@ -1,0 +1,214 @@
+"""What a chat template can render, as its answers to a few small conversations say, not its source.
+
+A template may also do less than it seems to: it leaves out a message that it does not know, or
+writes None for a content that is missing. So each answer is searched for the words of the question.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pdserve.gateway.text.messages import REASONING
+
+Message = Mapping[str, Any]
+NoContent = Literal["null", "absent", "empty"]
+Tools = Sequence[Message] | None
+# Renders messages and tools; None: the template fails on them.
+Fill = Callable[[Sequence[Message], Tools], str | None]
+
+ALWAYS = ("reasoning_content", "thinking")  # transformers gives every template a thought as these
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """The defaults are those of a template of which nothing is known.
+
+    systems: where system turns may stand beside the first: "several" at the beginning, "middle",
+        "last", after the "result" of a tool, or "alone" where there is no first one.
+    list_roles, text_roles: roles whose content may be a list of parts, or a text.
+    """
+
+    tools: bool = True  # shows them
+    calls: bool = True  # shows those of earlier turns
+    text_arguments: bool = False  # takes the arguments of a call as JSON text, not as an object
+    malformed_arguments: bool = False  # takes a text that is no JSON object in their place
+    no_content: NoContent = "empty"  # what a turn has that only calls tools
+    developer: bool = False
+    systems: tuple[str, ...] = ("several", "middle", "last", "result", "alone")
+    reasoning: tuple[str, ...] = ALWAYS
+    list_roles: tuple[str, ...] = ()
+    text_roles: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool")
+
+    @classmethod
+    def decoded(cls, text: bytes) -> "Capabilities":
+        """Those of a JSON object."""
+        values: dict[str, Any] = json.loads(text)
+        for name, value in values.items():
+            if isinstance(value, list):
+                values[name] = tuple(value)
+        return cls(**values)
+
+
+SYSTEM, RULE = "qzsystem", "qzrule"
+USER, ANSWER, RESULT, THOUGHT = "qzuser", "qzanswer", "qzresult", "qzthought"
+FIELD = "qzfield"
+TOOL, CALLED, KEY, VALUE = "qztool", "qzcalled", "qzkey", "qzvalue"
+_CALL_ID = "qzcall001"  # Mistral's templates insist on nine letters and digits
+_PARAMETERS = {
+    "type": "object",
+    "properties": {KEY: {"type": "string", "description": "a text"}},
+    "required": [KEY],
+}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": TOOL, "description": "a tool", "parameters": _PARAMETERS},
+    }
+]
+_USER = {"role": "user", "content": USER}
+_ANSWER = {"role": "assistant", "content": ANSWER}
+_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "name": CALLED, "content": RESULT}
+_CONTENT: dict[NoContent, dict[str, Any]] = {
+    "null": {"content": None},
+    "absent": {},
+    "empty": {"content": ""},
+}
+
+
+def probed(render: Fill) -> Capabilities:
+    """The capabilities of the template that `render` renders."""
+
+    def fill(messages: Sequence[Message], tools: Tools) -> str | None:
+        text = render(messages, tools)
+        return text if text is None else text.lower()
+
+    users: Sequence[Message] = _USER, {**_USER, "content": _parts(USER)}
+    working = [t for t in (None, _TOOLS) for user in users if fill([user], t) is not None]
+    if not working:
+        return Capabilities()
+    tools = working[0]  # some templates are for conversations with tools alone
+    offered = working[-1]  # others fail on tools
+    as_object = _call_texts(fill, offered, {KEY: VALUE})
+    as_text = _call_texts(fill, offered, f'{{"{KEY}": "{VALUE}"}}')
+    text_arguments = _shows(as_text, VALUE) and (
+        not _shows(as_object, VALUE)
+        or (_shows(as_object, f"'{KEY}': '{VALUE}'") and _shows(as_text, f'{{"{KEY}": "{VALUE}"}}'))
+    )
+    texts = as_text if text_arguments else as_object
+    no_content = _no_content(texts)
+    malformed = _call(VALUE, no_content)
+    call = _call(f'{{"{KEY}": "{VALUE}"}}' if text_arguments else {KEY: VALUE}, no_content)
+    lists, plain = _content_roles(fill, offered, call)
+    return Capabilities(
+        tools=any(TOOL in (fill([user], _TOOLS) or "") for user in users),
+        calls=any(map(_shows_call, texts.values())),
+        text_arguments=text_arguments,
+        malformed_arguments=fill([_USER, malformed, _RESULT], offered) is not None,
+        no_content=no_content,
+        developer=_knows_developer(fill, tools),
+        systems=_systems(fill, tools, call),
+        reasoning=_reasoning(fill, offered, call),
+        list_roles=lists,
+        text_roles=plain,
+    )
+
+
+def _call(arguments: Any, content: NoContent) -> dict[str, Any]:
+    function = {"name": CALLED, "arguments": arguments}
+    calls = [{"id": _CALL_ID, "type": "function", "function": function}]
+    return {"role": "assistant", **_CONTENT[content], "tool_calls": calls}
+
+
+def _parts(*texts: str) -> list[dict[str, str]]:
+    """As parts; each has another field, which is seen where a template writes them out as data."""
+    return [{"type": "text", "text": text, FIELD: FIELD} for text in texts]
+
+
+def _call_texts(fill: Fill, tools: Tools, arguments: Any) -> dict[NoContent, str]:
+    """Texts with a call of these arguments, by the content beside it."""
+    texts: dict[NoContent, str] = {}
+    for content in _CONTENT:
+        text = fill([_USER, _call(arguments, content), _RESULT], tools)
+        if text is not None:
+            texts[content] = text
+    return texts
+
+
+def _shows(texts: Mapping[NoContent, str], word: str) -> bool:
+    return any(word in text for text in texts.values())
+
+
+def _shows_call(text: str) -> bool:
+    return VALUE in text or CALLED in text
+
+
+def _no_content(texts: Mapping[NoContent, str]) -> NoContent:
+    """The first with which the call is shown, where it is at all, and fewest words none."""
+    if not texts:
+        return "empty"
+    return min(texts, key=lambda at: (not _shows_call(texts[at]), texts[at].count("none")))
+
+
+def _content_roles(
+    fill: Fill, tools: Tools, call: Message
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The roles whose content may be a list, and those whose content may be a text."""
+    lists, texts = [], []
+    places: dict[str, tuple[list[Message], Message, list[Message]]] = {
+        "system": ([], {"role": "system"}, [_USER]),
+        "user": ([], {"role": "user"}, []),
+        "assistant": ([_USER], {"role": "assistant"}, [_USER]),
+        "tool": ([_USER, call], _RESULT, []),
+    }
+    for role, (before, turn, after) in places.items():
+        plain, listed = (
+            fill([*before, {**turn, "content": content}, *after], tools) or ""
+            for content in (RULE, _parts(RULE))
+        )
+        takes_list = RULE in listed and FIELD not in listed
+        if RULE in plain or not takes_list:
+            texts.append(role)
+        if takes_list:
+            lists.append(role)
+    for roles in (lists, texts):
+        if "system" in roles:
+            roles.append("developer")
+    return tuple(lists), tuple(texts)
+
+
+def _knows_developer(fill: Fill, tools: Tools) -> bool:
+    """Whether it does something else with the role than with one that does not exist."""
+    known = fill([{"role": "developer", "content": RULE}, _USER], tools) or ""
+    unknown = fill([{"role": "qzrole", "content": RULE}, _USER], tools)
+    return RULE in known and (unknown is None or unknown.replace("qzrole", "developer") != known)
+
+
+def _systems(fill: Fill, tools: Tools, call: Message) -> tuple[str, ...]:
+    first, rule = {"role": "system", "content": SYSTEM}, {"role": "system", "content": RULE}
+    places: dict[str, list[Message]] = {
+        "several": [first, rule, _USER],
+        "middle": [first, _USER, _ANSWER, rule, _USER],
+        "last": [first, _USER, rule],
+        "alone": [_USER, _ANSWER, rule, _USER],
+        "result": [first, _USER, call, _RESULT, rule],
+    }
+    found = []
+    for place, messages in places.items():
+        text = fill(messages, tools) or ""
+        if RULE in text and (SYSTEM in text or first not in messages):
+            found.append(place)
+    return tuple(found)
+
+
+def _reasoning(fill: Fill, tools: Tools, call: Message) -> tuple[str, ...]:
+    """The names that a thought has to have."""
+
+    def shown(name: str) -> bool:
+        more = {name: THOUGHT}
+        turns = [_USER, {**call, **more}, _RESULT], [_USER, {**_ANSWER, **more}, _USER]
+        return any(THOUGHT in (fill(messages, tools) or "") for messages in turns)
+
+    if any(map(shown, ALWAYS)):
+        return ALWAYS
+    return (*ALWAYS, *(name for name in REASONING if name not in ALWAYS and shown(name)))

@@ -1,0 +1,141 @@
+"""The jinja2 environment of chat templates: transformers', in a sandbox, with texts whose origin is
+known (template_text.py).
+
+The sandbox keeps a template from Python. It does not bound what a template computes.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension
+from jinja2.filters import sync_do_join
+from jinja2.nodes import EvalContext
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pdserve.gateway.text.errors import UnsupportedTokenizer
+from pdserve.gateway.text.templates.template_text import TemplateText, constant, written
+
+MAX_SOURCE_CHARS = 1 << 18
+
+
+def compiled(source: str, now: Callable[[], datetime]) -> jinja2.Template:
+    """The template of a source; it renders a TemplateText. Raises UnsupportedTokenizer for one that
+    does not parse."""
+    if len(source) > MAX_SOURCE_CHARS:
+        raise UnsupportedTokenizer(
+            f"the chat template is longer than {MAX_SOURCE_CHARS} characters"
+        )
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        optimized=False,  # constants are computed when they are rendered, not here
+        finalize=_unchanged,
+    )
+    environment.filters["tojson"] = _tojson
+    environment.filters["join"] = _join
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise UnsupportedTokenizer(f"chat template, line {error.lineno}: {error.message}") from None
+    except (RecursionError, SyntaxError) as error:  # too deep for jinja, or for Python's compiler
+        raise UnsupportedTokenizer(f"the chat template cannot be compiled: {error}") from None
+
+
+class _Generator(CodeGenerator):
+    """Writes the texts of a template as TemplateTexts, and joins texts so that their origins are
+    kept."""
+
+    def _text(self, text: str) -> str:
+        """Code for a text; a number among the environment's constants is all that it has to do."""
+        assert isinstance(self.environment, _Environment)
+        constants = self.environment.constants
+        constants.append(constant(text))
+        return f"environment.constants[{len(constants) - 1}]"
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return self._text("".join(group))
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
+        if isinstance(node.value, str):
+            self.write(self._text(node.value))
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
+            super().visit_Concat(node, frame)
+            return
+        self.write("environment.concat(map(str, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Of one template, whose constants it holds."""
+
+    code_generator_class = _Generator
+    concat = staticmethod(written)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.constants: list[TemplateText] = []
+
+
+@jinja2.pass_context
+def _unchanged(context: Context, value: Any) -> Any:
+    """Since it takes the context, jinja2 does not compute an output when it compiles."""
+    return value
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant said, for training; here it says nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+@jinja2.pass_eval_context
+def _join(
+    context: EvalContext, value: Iterable[Any], d: Any = "", attribute: str | int | None = None
+) -> str:
+    """As jinja's own filter, which joins by a plain str where none is given."""
+    if type(d) is str:
+        d = TemplateText(d)
+    return sync_do_join(context, value, d, attribute)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # HTML is not escaped, unlike jinja's own filter: models were trained on plain JSON.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))

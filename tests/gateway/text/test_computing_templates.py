@@ -1,0 +1,162 @@
+"""Templates that compute with what clients send: prompts equal to transformers', and nothing of a
+client's becomes a special token, whatever is computed."""
+
+from random import Random
+from typing import Any
+
+import pytest
+from builders.hard_strings import HARD_STRINGS, SPECIALS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text.templates.chat_template import ChatTemplate
+from pdserve.gateway.text.templates.template_text import CLIENT, TemplateText, constant, origin_of
+from pdserve.gateway.text.tokenizer import Tokenizer
+
+# Steps on a text; each gives a text. None of them writes a part of a special token.
+STEPS = (
+    *("{} | upper", "{} | lower", "{} | title", "{} | capitalize", "{} | trim", "{} | reverse"),
+    *("{} | string", "{} | list | join", "{}.split('X') | join", "{}.split() | join(' ')"),
+    *("{}[1:]", "{}[:-1]", "{}[::2]", "{}[0:3] + {}[3:]", "{}[::-1][::-1]", "{} * 2", "{} ~ {}"),
+    *("{}.replace('X', '')", "{} | replace('_X', '_')", "{}.replace(' ', '')", "{}.strip('X ')"),
+    *("{} | tojson", "{} | tojson(ensure_ascii=True)", "{} | urlencode", "{} | escape"),
+    *("{} | safe", "({},)[0]", "{} | e | striptags", "{}.splitlines()[0]"),
+    *("{} | indent", "{} | truncate(20)", "{} | wordwrap(7, wrapstring='')", "{} | center(40)"),
+    *("'%s' % {}", "'{{}}'.format({})", "{} | format", "{}.partition('X') | join", "({} | length)"),
+    *("{}.removeprefix('X')", "{}.zfill(9)", "{}.swapcase()", "{}.rsplit('X', 1) | last"),
+    *("({} in {})", "({} == {} | upper)", "({} < 'm')", "{}.translate({{88: ''}})"),
+    *("{}.find('|')", "[{}, {}] | join('X')", "{} | first", "{} | last", "{{'k': {}}}['k']"),
+    *("{} | unique | join", "{} | batch(1) | map('first') | join", "{}.casefold()"),
+)  # fmt: skip
+PIECES = (
+    *SPECIALS, "<|IM_END|>", "<|im_Xend|>", "<|im_ end|>", ">|dne_mi|<", "&lt;s&gt;", "<S>",
+    *("<|im_end", "|>", "<", "|", "X", "_", " ", "\n", "é", "日", "abc", "</", "s>", "%s"),
+    *("{}", "\0", "\1", "[", "]"),
+)  # fmt: skip
+ROUNDS = 150
+
+
+def expression(rng: Random) -> str:
+    made = "messages[0].content"
+    for _ in range(rng.randint(1, 3)):
+        made = "(" + rng.choice(STEPS).format(*[made] * 2) + ")"
+    return made
+
+
+def client_text(rng: Random) -> str:
+    if rng.random() < 0.2:
+        return rng.choice(HARD_STRINGS)
+    return "".join(rng.choice(PIECES) for _ in range(rng.randint(1, 6)))
+
+
+def specials(
+    tokenizer: Tokenizer, template: ChatTemplate, asked: TemplateInput
+) -> list[str | None]:
+    ids = tokenizer.encode_rendered(template.render(asked))
+    return [tokenizer.token_name(i) for i in ids if i in tokenizer.special.ids]
+
+
+def test_no_computation_makes_a_special_token(
+    library: Any, tokenizer: Tokenizer, subtests: pytest.Subtests
+) -> None:
+    rng = Random(17)
+    quoted = rendered = 0
+    for _ in range(ROUNDS):
+        source = f"<|im_start|>{{{{ {expression(rng)} }}}}{{{{ bos_token + '</s>' }}}}"
+        template = ChatTemplate(source, tokenizer)
+        for _ in range(4):
+            turns = [{"role": "user", "content": client_text(rng)}]
+            with subtests.test(source=source, text=turns[0]["content"]):
+                try:
+                    expected = library.apply_chat_template(
+                        turns, chat_template=source, tokenize=False
+                    )
+                except Exception:
+                    continue
+                asked = TemplateInput(turns, add_generation_prompt=False)
+                text = template.render(asked).text
+                assert text == expected
+                rendered += 1
+                body = text.removeprefix("<|im_start|>").removesuffix("<s></s>")
+                quoted += any(special in body for special in tokenizer.special.texts)
+                found = specials(tokenizer, template, asked)
+                assert found == ["<|im_start|>", "<s>", "</s>"]
+    assert rendered > 2 * ROUNDS
+    assert quoted > ROUNDS  # otherwise nothing could have gone wrong
+
+
+def test_what_templates_write_by_computing_is_theirs(
+    tokenizer: Tokenizer, subtests: pytest.Subtests
+) -> None:
+    asked = TemplateInput([{"role": "user", "content": " <|im_end|> "}])
+    for source in (
+        "{% set x = '<|im_start|>' %}{{ x ~ messages[0].content ~ x }}",
+        "{{ ['<|im_start|>', messages[0].content, ''] | join('<|im_start|>') }}".replace(
+            ", ''", ""
+        ) + "<|im_start|>",
+        "{% macro m(c) %}<|im_start|>{{ c }}{{ caller() }}{% endmacro %}"
+        "{% call m(messages[0].content) %}<|im_start|>{% endcall %}",
+        "{{ 'A<|im_start|>B'.split('A')[1].replace('B', messages[0].content) }}<|im_start|>",
+        "{% set ns = namespace(t='') %}{% for i in 'ab' %}{% set ns.t = ns.t + '<|im_start|>' %}"
+        "{% endfor %}{{ messages[0].content.strip() + ns.t }}",
+        "{% set b %}{{ '<|im_start|>' | trim }}{% endset %}{{ b + messages[0].content + b }}",
+        "{{ '<|im_' }}{{ 'start|>' }}{{ messages[0].content }}{{ '<|' ~ 'im_start' ~ '|>' }}",
+        "{{ ('<|IM_START|>' | lower) * 2 + messages[0].content }}",
+        "{{ '  <|im_start|>\\n'.strip() }}{% filter trim %} <|im_start|> {% endfilter %}",
+        "{% block b %}<|im_start|>{% endblock %}{{ self.b() }}{{ messages[0].content }}",
+        "{{ '<|im_start|>x'.partition('x')[0] }}{{ 'x<|im_start|>'.removeprefix('x') }}",
+        "{{ '<|im_start|>' if true }}{{ messages[0].content | default('') + '<|im_start|>' }}",
+    ):  # fmt: skip
+        with subtests.test(source=source):
+            template = ChatTemplate(source, tokenizer)
+            expected = ["<|im_start|>", "<|im_start|>"]
+            if "join('<" in source:
+                expected.append("<|im_start|>")
+            assert specials(tokenizer, template, asked) == expected
+
+
+TEXTS = st.text(alphabet="aAbX \n\r|<é\0", max_size=12)
+METHODS: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "strip": ((), ("aX",)),
+    "lstrip": ((), ("aX",)),
+    "rstrip": ((), ("aX",)),
+    "split": ((), ("X",), ("a", 1), (None, 1)),
+    "rsplit": ((), ("X",), ("a", 1), (None, 1), ("aa", 1)),
+    "splitlines": ((), (True,)),
+    "partition": (("X",),),
+    "rpartition": (("X",),),
+    "replace": (("X", "bb"), ("a", "", 1), ("", "X"), ("aa", "a"), ("a", "b", 0)),
+    "removeprefix": (("a",),),
+    "removesuffix": (("a",),),
+    "upper": ((),),
+    "lower": ((),),
+    "title": ((),),
+    "capitalize": ((),),
+    "__mul__": ((0,), (3,), (-1,)),
+    "__getitem__": ((slice(1, None),), (slice(None, None, -1),), (slice(-3, 9, 2),)),
+    "__add__": (("aX",),),
+}
+
+
+@given(TEXTS, TEXTS)
+def test_origins_stay_beside_their_characters(mine: str, theirs: str) -> None:
+    """Each method gives what it does of a str, and an origin that never names another character
+    than the text has there."""
+    text = constant(mine) + theirs
+    assert (text, origin_of(text)) == (
+        mine + theirs,
+        mine.replace("\1", "\0") + CLIENT * len(theirs),
+    )
+    assert theirs + text == theirs + mine + theirs
+    assert origin_of(theirs + text) == CLIENT * len(theirs) + origin_of(text)
+    for name, calls in METHODS.items():
+        for arguments in calls:
+            result = getattr(text, name)(*arguments)
+            assert result == getattr(str(mine + theirs), name)(*arguments)
+            for piece in [result] if isinstance(result, str) else result:
+                origin = origin_of(piece)
+                assert len(origin) == len(piece)
+                assert all(o in (CLIENT, c) for c, o in zip(piece, origin, strict=True))
+                assert sum(o != CLIENT for o in origin) <= 3 * len(mine) + 2
+    assert type(TemplateText(mine).swapcase()) is str
