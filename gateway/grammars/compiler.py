@@ -6,13 +6,15 @@ It runs in the text processes: a grammar comes from strangers, and can take much
 import json
 import re
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import AddedToken
 
 from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
 from pdserve.gateway.grammars.schemas import where
-from pdserve.gateway.grammars.sources import other_form, source, tag_source
+from pdserve.gateway.grammars.sources import ModelTokens, other_form, source, tag_source
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text.special import SpecialTokens
 from pdserve.gateway.text.tokenizer import Tokenizer
 
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
@@ -26,19 +28,26 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises ValueError for a vocabulary that llguidance cannot use."""
         card = tokenizer.card
-        self._split = tokenizer.special.split
-        self._free = {token for token in tokenizer.special.ids if token < card.vocab_size}
-        self._free.difference_update(card.eos_ids)
-        self._words = LLTokenizer(
-            TokenizerWrapper(_Words(tokenizer)),
-            n_vocab=card.vocab_size,
-            eos_token=list(card.eos_ids),
+        self._words = _words(tokenizer)
+        # Some that tokenizer.json does not flag are special to llguidance, too.
+        special = {
+            token: added
+            for token, added in tokenizer.added.items()
+            if token < card.vocab_size and self._words.is_special_token(token)
+        }
+        unflagged = {token: added for token, added in special.items() if not added.special}
+        self._tokens = ModelTokens(
+            SpecialTokens(
+                {i: _flagged(added, added.lstrip, added.rstrip) for i, added in special.items()}
+            ).split,
+            SpecialTokens({i: _flagged(added) for i, added in unflagged.items()}).split,
+            frozenset(special).difference(card.eos_ids),
         )
 
     def compile(self, structure: Structure) -> str:
         """Grammar.source of protos/common.proto. Raises TextError that names the field."""
         try:
-            text = source(structure, self._split, self._free)
+            text = source(structure, self._tokens)
             size = len(text.encode())
             if size > MAX_GRAMMAR_BYTES:
                 raise TextError(
@@ -76,7 +85,7 @@ class GrammarCompiler:
                     break
             else:
                 other = other_form(structure)
-                its = self._wrong(source(other, self._split, self._free)) if other else ""
+                its = self._wrong(source(other, self._tokens)) if other else ""
                 if other is not None and its:
                     return self._error(other, its)
         return TextError(f"{param}: {_at(schema, wrong)}{wrong}", param)
@@ -105,20 +114,19 @@ def _at(schema: object, wrong: str) -> str:
     return f"at {path}: " if path else ""
 
 
-class _Words:
-    """A tokenizer as llguidance wants it."""
+def _flagged(added: AddedToken, lstrip: bool = False, rstrip: bool = False) -> AddedToken:
+    return AddedToken(added.content, lstrip=lstrip, rstrip=rstrip, special=True)
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        card = tokenizer.card
-        if not card.eos_ids:
-            raise ValueError("the model has no token that ends a text")
-        self.eos_token_id = card.eos_ids[0]
-        self.bos_token_id = card.bos_id
-        self.tokens = [tokenizer.token_bytes(token) for token in range(card.vocab_size)]
-        special = sorted(tokenizer.special.ids)
-        self.special_token_ids = [token for token in special if token < card.vocab_size]
-        self._tokenizer = tokenizer
 
-    def __call__(self, text: bytes | str) -> list[int]:
-        plain = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode_alone(plain)
+def _words(tokenizer: Tokenizer) -> LLTokenizer:
+    """The tokens as a worker has them. Raises ValueError."""
+    card = tokenizer.card
+    if not card.eos_ids:
+        raise ValueError("the model has no token that ends a text")
+    text, eos = tokenizer.file.decode(), list(card.eos_ids)
+    try:
+        return LLTokenizer(text, n_vocab=card.vocab_size, eos_token=eos)
+    except ValueError as error:
+        if "too small" not in str(error):
+            raise
+        return LLTokenizer(text, eos_token=eos)  # it has more ids than the model
