@@ -44,8 +44,10 @@ class AnthropicTool(StrictModel):
     input_schema: ArgumentSchema
     strict: bool | None = None
 
-    def as_tool(self) -> Tool:
-        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict))
+    def as_tool(self, index: int) -> Tool:
+        """`index`: its place in `tools`."""
+        param = f"tools[{index}].input_schema"
+        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict), param)
 
 
 class AnthropicToolChoice(StrictModel):
@@ -105,7 +107,7 @@ class CountBody(StrictModel):
 
     def tool_use(self) -> ToolUse | None:
         """None without tools. Raises ServiceError."""
-        tools = [tool.as_tool() for tool in _parse_tools(self.tools or ())]
+        tools = [tool.as_tool(at) for at, tool in enumerate(_parse_tools(self.tools or ()))]
         choice = self.tool_choice or AnthropicToolChoice(type="auto")
         known = {tool.name for tool in tools}
         if choice.type == "tool" and choice.name not in known:

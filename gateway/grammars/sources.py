@@ -11,7 +11,8 @@ from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from pdserve.gateway.grammars.schemas import guided
+from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_VALUES
+from pdserve.gateway.grammars.schemas import enforceable, guided
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError
 
@@ -66,7 +67,13 @@ def _has_tokens(structure: Structure, split: Split) -> bool:
 
 def tag_source(tag: Mapping[str, Any], structure: Structure) -> str:
     """The grammar of the schema of one tag alone."""
-    return _joined([_json(tag["schema"], structure, tag.get("lenient"))])
+    return _joined([_json(tag["schema"], structure, is_lenient(tag, structure))])
+
+
+def is_lenient(tag: Mapping[str, Any], structure: Structure) -> bool:
+    """Whether the schema of one tag is."""
+    own = tag.get("lenient")
+    return structure.lenient if own is None else bool(own)
 
 
 def other_form(structure: Structure) -> Structure | None:
@@ -83,9 +90,9 @@ def _grammars(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]
     value = structure.value
     match structure.kind:
         case "json_schema":
-            return [_json(value, structure)]
+            return [_json(value, structure, structure.lenient)]
         case "json_object":
-            return [_json({"type": "object"}, structure)]
+            return [_json({"type": "object"}, structure, structure.lenient)]
         case "regex":
             return [_lark(f"start: /{_as_lark(value)}/")]
         case "choice":
@@ -103,9 +110,8 @@ def _lark(text: str) -> dict[str, Any]:
     return {"lark_grammar": text}
 
 
-def _json(schema: Any, structure: Structure, lenient: bool | None = None) -> dict[str, Any]:
-    """`lenient`: of this schema, where that is not the structure's."""
-    lenient = structure.lenient if lenient is None else lenient
+def _json(schema: Any, structure: Structure, lenient: bool) -> dict[str, Any]:
+    schema = enforceable(schema, MAX_STRUCTURE_VALUES)
     return {"json_schema": guided(schema, lenient=lenient, whitespace=structure.whitespace)}
 
 
@@ -156,7 +162,7 @@ def _tagged(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]:
     required = value.get("required")
     lines = _only_tags(value, tokens.split) if required else _tags_in_text(value, tokens)
     schemas = [
-        {"name": f"schema_{n}", **_json(tag["schema"], structure, tag.get("lenient"))}
+        {"name": f"schema_{n}", **_json(tag["schema"], structure, is_lenient(tag, structure))}
         for n, tag in enumerate(tags)
     ]
     other = other_form(structure)

@@ -23,19 +23,21 @@ class ToolBody(Body):
     type: Literal["function"]
     function: FunctionBody
 
-    def tool(self) -> Tool:
+    def tool(self, index: int) -> Tool:
+        """`index`: its place in `tools`."""
         function = self.function
         return Tool(
             function.name,
             function.description or "",
             function.parameters,
             bool(function.strict),
+            f"tools[{index}].function.parameters",
         )
 
 
 def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> ToolUse | None:
     """What `tools`, `tool_choice` and `parallel_tool_calls` ask for. Raises ServiceError."""
-    tools = [body.tool() for body in bodies]
+    tools = [body.tool(index) for index, body in enumerate(bodies)]
     names = [tool.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:

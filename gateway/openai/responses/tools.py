@@ -28,8 +28,10 @@ class ResponsesTool(StrictModel):
     parameters: ArgumentSchema | None = None
     strict: bool | None = None
 
-    def as_tool(self) -> Tool:
-        return Tool(self.name, self.description or "", self.parameters, bool(self.strict))
+    def as_tool(self, index: int) -> Tool:
+        """`index`: its place in `tools`."""
+        param = f"tools[{index}].parameters"
+        return Tool(self.name, self.description or "", self.parameters, bool(self.strict), param)
 
     def as_object(self) -> dict[str, Any]:
         return {"type": "function", **self.model_dump(), "strict": bool(self.strict)}
@@ -69,7 +71,8 @@ def tool_use(tools: Sequence[ResponsesTool], choice: Any, parallel: bool) -> Too
             raise refuse("tool_choice", f"tool_choice: no tool has the name {quoted(name)}")
     if not tools:  # "none" forbids the tools of servers as well
         return ToolUse((), "none") if mode == "none" else None
-    return ToolUse([tool.as_tool() for tool in tools], mode, only, parallel)  # type: ignore[arg-type]
+    own = [tool.as_tool(index) for index, tool in enumerate(tools)]
+    return ToolUse(own, mode, only, parallel)  # type: ignore[arg-type]
 
 
 def _choice(choice: Any) -> tuple[str, tuple[str, ...]]:
