@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from builders.packaged_tokenizers import PACKAGED, NotFetched
 from builders.tool_answers import DS_BEGIN, DS_CALL, DS_CALL_END, DS_END, DS_SEPARATOR
 from fakes.tool_model import TEMPLATE, THINKING
 from fakes.walking_model import WalkingModel, with_added_tokens
@@ -35,4 +36,26 @@ async def test_answers_have_their_form(
                     seen += Counter({f"{form} {what}": n for what, n in found.items()})
     for event in ("required calls", "named calls", "strict calls", "strict texts", "schema tags",
                   "regex tags", "choice tags", "grammar tags"):  # fmt: skip
+        assert seen[event], event
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", PACKAGED)
+async def test_200_answers_of_a_real_tokenizer_have_their_form(
+    make_http: Callable[..., Any], name: str, subtests: pytest.Subtests
+) -> None:
+    try:
+        tokenizer, template, eos, tag, preferred = PACKAGED[name]()
+    except NotFetched as error:
+        pytest.skip(str(error))
+    client = make_http(WalkingModel(tokenizer, template, eos, preferred))
+    seen: Counter[str] = Counter()
+    forms = requests(tag)
+    for form in forms:
+        with subtests.test(form=form):
+            for seed in range(200 // len(forms)):
+                found = await check(client, form, tag, seed)
+                seen += Counter({"answers": 1, **{f"{form} {key}": n for key, n in found.items()}})
+    assert seen["answers"] == 200
+    for event in ("required calls", "named calls", "strict calls", "regex tags", "choice tags"):
         assert seen[event], event

@@ -70,12 +70,16 @@ class Walk:
 
     def allowed(self) -> list[int]:
         """The tokens that may come next; empty if the answer has ended."""
+        return [int(token) for token in np.flatnonzero(self._bits())]
+
+    def _bits(self) -> Any:
+        """Which tokens may come next: [vocab_size]."""
+        size = self._words.tokenizer.card.vocab_size
         if self._matcher.is_stopped():
-            return []
+            return np.zeros(size, np.uint8)
         mask = self._matcher.compute_bitmask()
         assert not self._matcher.is_error(), self._matcher.get_error()
-        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
-        return np.flatnonzero(bits[: self._words.tokenizer.card.vocab_size]).tolist()
+        return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:size]
 
     @property
     def may_end(self) -> bool:
@@ -92,20 +96,21 @@ class Walk:
 
     def finish(self, rng: random.Random, preferred: Collection[int] = ()) -> str:
         """The text after random tokens until it ends; `preferred` are taken more often."""
-        eos = set(self._words.tokenizer.card.eos_ids)
-        while allowed := self.allowed():
+        eos = list(self._words.tokenizer.card.eos_ids)
+        while (bits := self._bits()).any():
             assert len(self.ids) < MAX_TOKENS, self.text[-200:]
             hurried = len(self.ids) > HURRY
-            usual = [token for token in allowed if token not in eos]
-            if not usual or (len(usual) < len(allowed) and (hurried or rng.random() < 0.2)):
+            ends = bits[eos].any()
+            bits[eos] = 0
+            if not bits.any() or (ends and (hurried or rng.random() < 0.2)):
                 break
-            known = set(usual)
-            if hurried and (ending := [token for token in self._words.ends if token in known]):
-                token = ending[0] if rng.random() < 0.7 else rng.choice(usual)
-            elif (wanted := [t for t in preferred if t in known]) and rng.random() < 0.3:
-                token = rng.choice(wanted)
+            if hurried and (ending := [token for token in self._words.ends if bits[token]]):
+                usual = ending[:1] if rng.random() < 0.7 else np.flatnonzero(bits)
+            elif (wanted := [token for token in preferred if bits[token]]) and rng.random() < 0.3:
+                usual = wanted
             else:
-                token = rng.choice(usual)
+                usual = np.flatnonzero(bits)
+            token = int(usual[rng.randrange(len(usual))])
             assert self._matcher.consume_token(token), self._matcher.get_error()
             self.ids.append(token)
         assert self.may_end
