@@ -55,8 +55,10 @@ class AnthropicTool(StrictModel):
     input_schema: ArgumentSchema
     strict: bool | None = None
 
-    def as_tool(self) -> Tool:
-        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict))
+    def as_tool(self, index: int) -> Tool:
+        """`index`: its place in `tools`."""
+        param = f"tools[{index}].input_schema"
+        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict), param)
 
 
 class AnthropicToolChoice(StrictModel):
@@ -223,7 +225,7 @@ def _parse_tools(given: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
             raise first_error(error, at) from None
         if parsed.name in tools:
             raise refuse(f"{at}.name", f"{at}.name: two tools are called {quoted(parsed.name)}")
-        tools[parsed.name] = parsed.as_tool()
+        tools[parsed.name] = parsed.as_tool(index)
     note(Fate.LEFT_OUT, "tools", left_out)
     found = list(tools.values())
     check_tools(found)

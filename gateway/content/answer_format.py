@@ -231,6 +231,7 @@ def _tags(family: ToolFamily, use: ToolUse) -> dict[str, Any]:
             "schema": schema,
             "end": family.form.end,
             "lenient": not tool.strict,
+            **({"param": tool.param} if tool.param else {}),
         }
         for tool, schema in zip(tools, schemas, strict=True)
     ]

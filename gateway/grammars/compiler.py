@@ -5,19 +5,39 @@ It runs in the text processes: a grammar comes from strangers, and can take much
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import AddedToken
 
-from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS, MAX_GRAMMAR_BYTES
-from pdserve.gateway.grammars.schemas import where
-from pdserve.gateway.grammars.sources import other_form, source, tag_source
+from pdserve.engine.api.sampling_bounds import (
+    GRAMMAR_LIMITS,
+    MAX_GRAMMAR_BYTES,
+    MAX_STRUCTURE_VALUES,
+)
+from pdserve.gateway.grammars.schemas import enforceable, fault, where, without_faults
+from pdserve.gateway.grammars.sources import (
+    ModelTokens,
+    is_lenient,
+    other_form,
+    source,
+    tag_source,
+)
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError
+from pdserve.gateway.text.special import SpecialTokens
 from pdserve.gateway.text.tokenizer import Tokenizer
 
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
 _REGEX = re.compile(r"^\s*error: (.*)", re.MULTILINE)
-_FORMAT = re.compile(r"Unknown format: (.*)")
+# Errors of llguidance by their beginning: the keywords that have them, and other words for them.
+_FAULTS = (
+    ("oneOf", ("oneOf",), "it can be enforced only for schemas that exclude each other"),
+    ("min/maxProperties", ("minProperties", "maxProperties"), ""),
+    ("patternProperty", ("patternProperties",), ""),
+)
 
 
 class GrammarCompiler:
@@ -26,19 +46,37 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises ValueError for a vocabulary that llguidance cannot use."""
         card = tokenizer.card
-        self._split = tokenizer.special.split
-        self._free = {token for token in tokenizer.special.ids if token < card.vocab_size}
-        self._free.difference_update(card.eos_ids)
-        self._words = LLTokenizer(
-            TokenizerWrapper(_Words(tokenizer)),
-            n_vocab=card.vocab_size,
-            eos_token=list(card.eos_ids),
+        self._words = _words(tokenizer)
+        # Some that tokenizer.json does not flag are special to llguidance, too.
+        special = {
+            token: added
+            for token, added in tokenizer.added.items()
+            if token < card.vocab_size and self._words.is_special_token(token)
+        }
+        unflagged = {token: added for token, added in special.items() if not added.special}
+        self._tokens = ModelTokens(
+            SpecialTokens(
+                {i: _flagged(added, added.lstrip, added.rstrip) for i, added in special.items()}
+            ).split,
+            SpecialTokens({i: _flagged(added) for i, added in unflagged.items()}).split,
+            frozenset(special).difference(card.eos_ids),
         )
 
     def compile(self, structure: Structure) -> str:
         """Grammar.source of protos/common.proto. Raises TextError that names the field."""
+        text = self._source(structure)
+        wrong = self._wrong(text)
+        if wrong and (eased := self._eased(structure)) != structure:
+            structure, text = eased, self._source(eased)
+            wrong = self._wrong(text)
+        if wrong:
+            raise self._error(structure, wrong)
+        return text
+
+    def _source(self, structure: Structure) -> str:
+        """Raises TextError that names the field."""
         try:
-            text = source(structure, self._split, self._free)
+            text = source(structure, self._tokens)
             size = len(text.encode())
             if size > MAX_GRAMMAR_BYTES:
                 raise TextError(
@@ -47,10 +85,29 @@ class GrammarCompiler:
         except (TextError, UnicodeEncodeError) as error:
             why = str(error) if isinstance(error, TextError) else "it is not valid Unicode"
             raise TextError(f"{structure.param}: {why}", structure.param) from None
-        wrong = self._wrong(text)
-        if wrong:
-            raise self._error(structure, wrong)
         return text
+
+    def _eased(self, structure: Structure) -> Structure:
+        """Its lenient schemas without what cannot be compiled."""
+        value = structure.value
+        if structure.kind == "json_schema" and structure.lenient:
+            return replace(structure, value=without_faults(value, self._why))
+        if structure.kind == "structural_tag":
+            tags = [
+                {**tag, "schema": without_faults(tag["schema"], self._why)}
+                if is_lenient(tag, structure)
+                else tag
+                for tag in value["structures"]
+            ]
+            eased = {**value, "structures": tags}
+            if (other := other_form(structure)) is not None:
+                eased["or"] = asdict(self._eased(other))
+            return replace(structure, value=eased)
+        return structure
+
+    def _why(self, schema: Mapping[str, Any]) -> str:
+        """Why a schema cannot be compiled by itself; empty if it can."""
+        return self._wrong(json.dumps({"grammars": [{"json_schema": schema}]}))
 
     def _wrong(self, text: str) -> str:
         """Why no answer can follow a grammar; empty if one can."""
@@ -64,8 +121,8 @@ class GrammarCompiler:
         return ""
 
     def _error(self, structure: Structure, wrong: str) -> TextError:
-        """What is wrong, at the schema that has it."""
-        param, schema = structure.param, None
+        """What is wrong, and where in the schema that has it."""
+        param, path, schema = structure.param, structure.path or structure.param, None
         if structure.kind == "json_schema":
             schema = structure.value
         elif structure.kind == "structural_tag":
@@ -73,13 +130,27 @@ class GrammarCompiler:
                 its = self._wrong(tag_source(tag, structure))
                 if its:
                     wrong, schema, param = its, tag["schema"], tag.get("param", param)
+                    path = tag.get("path", param)
                     break
             else:
                 other = other_form(structure)
-                its = self._wrong(source(other, self._split, self._free)) if other else ""
+                its = self._wrong(source(other, self._tokens)) if other else ""
                 if other is not None and its:
                     return self._error(other, its)
-        return TextError(f"{param}: {_at(schema, wrong)}{wrong}", param)
+        at, why = self._fault(schema, wrong)
+        return TextError(f"{path}{at}: {why}", param)
+
+    def _fault(self, schema: Any, wrong: str) -> tuple[str, str]:
+        """Where in a schema its fault is, and what it is; an empty path if that is not known."""
+        schema = enforceable(schema, MAX_STRUCTURE_VALUES)
+        if found := _UNIMPLEMENTED.search(wrong):
+            return where(schema, json.loads(found[1])[0]), "this keyword cannot be enforced"
+        for beginning, keywords, why in _FAULTS:
+            if wrong.startswith(beginning):
+                at = next((at for keyword in keywords if (at := where(schema, keyword))), "")
+                return at, why or wrong
+        at, why = fault(schema, self._why)
+        return at, why or wrong
 
 
 def _plain(message: str) -> str:
@@ -91,34 +162,19 @@ def _plain(message: str) -> str:
     return message.partition("\n")[0]
 
 
-def _at(schema: object, wrong: str) -> str:
-    """Where in a schema the keyword is that llguidance does not have, as a beginning of the
-    message; empty if it is not known."""
-    if found := _UNIMPLEMENTED.search(wrong):
-        path = where(schema, json.loads(found[1])[0])
-    elif found := _FORMAT.search(wrong):
-        path = where(schema, "format", found[1])
-    elif wrong.startswith("oneOf"):
-        path = where(schema, "oneOf")
-    else:
-        path = ""
-    return f"at {path}: " if path else ""
+def _flagged(added: AddedToken, lstrip: bool = False, rstrip: bool = False) -> AddedToken:
+    return AddedToken(added.content, lstrip=lstrip, rstrip=rstrip, special=True)
 
 
-class _Words:
-    """A tokenizer as llguidance wants it."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        card = tokenizer.card
-        if not card.eos_ids:
-            raise ValueError("the model has no token that ends a text")
-        self.eos_token_id = card.eos_ids[0]
-        self.bos_token_id = card.bos_id
-        self.tokens = [tokenizer.token_bytes(token) for token in range(card.vocab_size)]
-        special = sorted(tokenizer.special.ids)
-        self.special_token_ids = [token for token in special if token < card.vocab_size]
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        plain = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode_alone(plain)
+def _words(tokenizer: Tokenizer) -> LLTokenizer:
+    """The tokens as a worker has them. Raises ValueError."""
+    card = tokenizer.card
+    if not card.eos_ids:
+        raise ValueError("the model has no token that ends a text")
+    text, eos = tokenizer.file.decode(), list(card.eos_ids)
+    try:
+        return LLTokenizer(text, n_vocab=card.vocab_size, eos_token=eos)
+    except ValueError as error:
+        if "too small" not in str(error):
+            raise
+        return LLTokenizer(text, eos_token=eos)  # it has more ids than the model

@@ -1,6 +1,8 @@
 """JSON schemas as llguidance compiles them, and where in one a keyword stands. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pdserve.gateway.text.errors import TextError
@@ -17,8 +19,33 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 _ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly",
-     "writeOnly")
+     "writeOnly", "contentEncoding", "contentMediaType", "contentSchema", "$vocabulary",
+     "$dynamicAnchor", "$recursiveAnchor")
 )  # fmt: skip
+# Formats that llguidance enforces. By JSON Schema a format is an annotation.
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+_COUNTS = frozenset(
+    ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+)
+# Keywords that llguidance lacks, by the type of the values that they bind.
+_OF_TYPE = {
+    "uniqueItems": "array",
+    "contains": "array",
+    "unevaluatedItems": "array",
+    "propertyNames": "object",
+    "dependentRequired": "object",
+    "dependentSchemas": "object",
+    "unevaluatedProperties": "object",
+}
+_IN_PLACE = frozenset(
+    ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
+)
+_PLAIN_NAME = re.compile(r"[\w$-]+")
+MAX_REFS = 8  # from one to the next
+
+Why = Callable[[Mapping[str, Any]], str]  # a schema cannot be compiled; empty: it can
 
 
 def guided(schema: Any, *, lenient: bool, whitespace: bool) -> dict[str, Any]:
@@ -36,27 +63,42 @@ def guided(schema: Any, *, lenient: bool, whitespace: bool) -> dict[str, Any]:
     return {**schema, "x-guidance": options}
 
 
+def enforceable(schema: Any, most: int) -> Any:
+    """A copy in the keywords that llguidance has, as far as they say the same: without those that
+    bind nothing, `not: {}` within it as false, and a oneOf of alternatives that exclude each other
+    as anyOf. Schemas of more than `most` keywords stay as they are."""
+    (copy,) = without_annotations([schema], most)
+    if copy is schema or not isinstance(copy, dict):
+        return copy
+    for _, inner in list(_subschemas(copy)):
+        if "anyOf" not in inner and _are_apart(inner.get("oneOf"), copy):
+            inner["anyOf"] = inner.pop("oneOf")
+    return copy
+
+
 def without_annotations(schemas: Sequence[Any], most: int) -> list[Any]:
     """Copies without keywords that bind nothing, which are most of many schemas' text; what has
     more than `most` keywords in all is given back as it is."""
     todo: list[tuple[Mapping[str, Any], dict[str, Any]]] = []
 
-    def copied(schema: Any) -> Any:
+    def begun(schema: Any) -> Any:
         if not isinstance(schema, Mapping):
             return schema
         todo.append((schema, {}))
         return todo[-1][1]
 
-    made = [copied(schema) for schema in schemas]
+    def copied(schema: Any) -> Any:
+        never = isinstance(schema, Mapping) and set(schema) == {"not"} and _is_any(schema["not"])
+        return False if never else begun(schema)
+
+    made = [begun(schema) for schema in schemas]
     seen = 0
     while todo:
         schema, copy = todo.pop()
         seen += len(schema)
         if seen > most:
             return list(schemas)
-        for key, value in schema.items():
-            if key in _ANNOTATIONS:
-                continue
+        for key, value in _binding(schema).items():
             copy[key] = value
             if key in _NAMED and isinstance(value, Mapping):
                 copy[key] = {name: copied(one) for name, one in value.items()}
@@ -67,17 +109,186 @@ def without_annotations(schemas: Sequence[Any], most: int) -> list[Any]:
     return made
 
 
+def _binding(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of one schema that bind something."""
+    kept = {
+        key: value
+        for key, value in schema.items()
+        if key not in _ANNOTATIONS and (value is not None or key == "const")
+    }
+    for key in _COUNTS & kept.keys():
+        if isinstance(kept[key], float) and kept[key].is_integer():
+            kept[key] = int(kept[key])
+    if "unevaluatedProperties" in kept and not _IN_PLACE & kept.keys():
+        kept.setdefault("additionalProperties", kept.pop("unevaluatedProperties"))
+    if "unevaluatedItems" in kept and not (_IN_PLACE | {"contains"}) & kept.keys():
+        kept.setdefault("items", kept.pop("unevaluatedItems"))
+    for key in [key for key in kept if _binds_nothing(key, kept)]:
+        del kept[key]
+    return kept
+
+
+def _binds_nothing(key: str, schema: Mapping[str, Any]) -> bool:
+    value = schema[key]
+    types = schema.get("type")
+    if key in _OF_TYPE and isinstance(types, str | list) and _OF_TYPE[key] not in types:
+        return True
+    match key:
+        case "format":
+            return not (isinstance(value, str) and value in FORMATS)
+        case "uniqueItems":
+            return value is False
+        case "not":
+            return value is False
+        case "additionalItems":
+            return not isinstance(schema.get("items"), list)
+        case "contains":
+            return schema.get("minContains") == 0 and "maxContains" not in schema
+        case "minContains" | "maxContains":
+            return "contains" not in schema or _binds_nothing("contains", schema)
+        case "if":
+            return _is_any(schema.get("then", True)) and _is_any(schema.get("else", True))
+        case "then" | "else":
+            return "if" not in schema or _binds_nothing("if", schema)
+        case "propertyNames":
+            return _is_any(value) or _is_any_text(value)
+        case "dependentRequired" | "dependentSchemas" | "dependencies":
+            values = value.values() if isinstance(value, Mapping) else [value]
+            return all(one == [] or _is_any(one) for one in values)
+        case "unevaluatedProperties" | "unevaluatedItems":
+            return _is_any(value)
+    return False
+
+
+def _is_any(schema: Any) -> bool:
+    """Whether every value matches a schema, at a look."""
+    return schema is True or (isinstance(schema, Mapping) and _ANNOTATIONS.issuperset(schema))
+
+
+def _is_any_text(schema: Any) -> bool:
+    """The same of every text."""
+    if not isinstance(schema, Mapping):
+        return False
+    types = schema.get("type")
+    rest = {key: value for key, value in schema.items() if key not in ("type", *_ANNOTATIONS)}
+    if rest.get("minLength") == 0:
+        del rest["minLength"]
+    return not rest and (types == "string" or (isinstance(types, list) and "string" in types))
+
+
+def _are_apart(options: Any, root: Mapping[str, Any]) -> bool:
+    """Whether no two schemas have a value in common because each requires another constant of the
+    same property, as the alternatives of a discriminated union do."""
+    if not isinstance(options, list) or not options:
+        return False
+    tags = [_constants(option, root) for option in options]
+    for name in tags[0]:
+        if all(name in its for its in tags):
+            found = [constant for its in tags for constant in its[name]]
+            if len(found) == len(set(found)):
+                return True
+    return False
+
+
+def _constants(schema: Any, root: Mapping[str, Any]) -> dict[str, set[str]]:
+    """The constants that a property which the schema requires may have, by its name."""
+    for _ in range(MAX_REFS):
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
+            break
+        schema = _target(schema["$ref"], root)
+    if not isinstance(schema, Mapping) or schema.get("type") != "object":
+        return {}
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return {}
+    found: dict[str, set[str]] = {}
+    for name in required:
+        one = properties.get(name) if isinstance(name, str) else None
+        if isinstance(one, Mapping) and "const" in one:
+            found[name] = {json.dumps(one["const"], sort_keys=True)}
+        elif isinstance(one, Mapping) and isinstance(one.get("enum"), list):
+            found[name] = {json.dumps(value, sort_keys=True) for value in one["enum"]}
+    return found
+
+
+def _target(reference: Any, root: Mapping[str, Any]) -> Any:
+    """What a reference within the schema points to; None if it is not found."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for part in reference[2:].split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def without_faults(schema: Any, why: Why) -> Any:
+    """A copy without what cannot be compiled although it is valid; the rest binds."""
+    if not isinstance(schema, Mapping):
+        return schema
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    ids = {inner.get("$id") for _, inner in _subschemas(copy)}
+    for _, inner in list(_subschemas(copy)):
+        for key in ("pattern", "multipleOf"):
+            if key in inner and why({key: inner[key]}):
+                del inner[key]
+        document = str(inner.get("$ref", "")).partition("#")[0]
+        if "://" in document and document not in ids:
+            del inner["$ref"]  # nothing is fetched
+        patterns = inner.get("patternProperties")
+        if isinstance(patterns, Mapping):
+            _drop_patterns(inner, patterns, why)
+    if why(copy).startswith("circular"):  # of references with keywords beside them
+        for _, inner in list(_subschemas(copy)):
+            if "$ref" in inner:
+                for key in inner.keys() - {"$ref", "$defs", "definitions"}:
+                    del inner[key]
+    return copy
+
+
+def _drop_patterns(schema: dict[str, Any], patterns: Mapping[str, Any], why: Why) -> None:
+    """Drops patterns of names that cannot be compiled, or all if they overlap. The names that they
+    match may then have any value."""
+    kept = {name: one for name, one in patterns.items() if not why(_with_patterns([name]))}
+    if why(_with_patterns(kept)):
+        kept = {}
+    if len(kept) == len(patterns):
+        return
+    schema["patternProperties"] = kept
+    schema.pop("additionalProperties", None)
+
+
+def _with_patterns(names: Iterable[str]) -> dict[str, Any]:
+    return {"type": "object", "patternProperties": {name: {} for name in names}}
+
+
+def fault(schema: Any, why: Why) -> tuple[str, str]:
+    """The path of the first regular expression that cannot be compiled, and why; empty if all
+    can."""
+    for path, inner in _subschemas(schema):
+        if "pattern" in inner and (wrong := why({"pattern": inner["pattern"]})):
+            return f"{path}.pattern", wrong
+        if "multipleOf" in inner and (wrong := why({"multipleOf": inner["multipleOf"]})):
+            return f"{path}.multipleOf", wrong
+        names = inner.get("patternProperties")
+        for name in names if isinstance(names, Mapping) else ():
+            if wrong := why(_with_patterns([name])):
+                return f"{path}.patternProperties{_step(name)}", wrong
+    return "", ""
+
+
 def where(schema: Any, keyword: str, value: Any = None) -> str:
-    """The JSON pointer of the first subschema that has the keyword (with that value, if it is not
-    None), such as "#/properties/a"; empty if none has."""
-    for path, found in _subschemas(schema):
-        if keyword in found and value in (None, found[keyword]):
-            return path
+    """The path of the first keyword of that name (with that value, if it is not None), such as
+    ".properties.a.not"; empty if there is none."""
+    for path, inner in _subschemas(schema):
+        if keyword in inner and value in (None, inner[keyword]):
+            return f"{path}.{keyword}"
     return ""
 
 
-def _subschemas(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    todo = [("#", schema)]
+def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
+    """All objects that are schemas, with their paths."""
+    todo = [("", schema)]
     while todo:
         path, schema = todo.pop()
         if not isinstance(schema, Mapping):
@@ -85,15 +296,16 @@ def _subschemas(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield path, schema
         inner: list[tuple[str, Any]] = []
         for key, value in schema.items():
-            at = f"{path}/{key}"
+            at = f"{path}.{key}"
             if key in _NAMED and isinstance(value, Mapping):
-                inner += [(f"{at}/{_escaped(name)}", one) for name, one in value.items()]
+                inner += [(at + _step(name), one) for name, one in value.items()]
             elif key in _SEVERAL and isinstance(value, list):
-                inner += [(f"{at}/{index}", one) for index, one in enumerate(value)]
+                inner += [(f"{at}[{index}]", one) for index, one in enumerate(value)]
             elif key in _ONE:
                 inner.append((at, value))
         todo += reversed(inner)
 
 
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
+def _step(name: str) -> str:
+    """A name as a part of a path."""
+    return f".{name}" if _PLAIN_NAME.fullmatch(name) else f"[{json.dumps(name)}]"

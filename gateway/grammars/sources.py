@@ -6,15 +6,17 @@ Pure. What is returned need not compile (compiler.py).
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from pdserve.gateway.grammars.schemas import guided
+from pdserve.engine.api.sampling_bounds import MAX_STRUCTURE_VALUES
+from pdserve.gateway.grammars.schemas import enforceable, guided
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError
 
-Split = Callable[[str], Sequence[str | int]]  # a text at its special tokens
+Split = Callable[[str], Sequence[str | int]]  # a text at some tokens
 
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # a rule
@@ -23,20 +25,55 @@ MAX_BETWEEN = 8  # white space characters between two tags that no text may surr
 MAX_LAST = 16  # characters of text behind these; most tokens have fewer
 
 
-def source(structure: Structure, split: Split, free: Collection[int]) -> str:
-    """`free`: the special tokens that text without a form may have. Raises TextError for what is
-    no such structure."""
-    grammars = _grammars(structure, split, free)
-    if structure.lead:
+@dataclass(frozen=True, slots=True)
+class ModelTokens:
+    """The tokens of a model that match no text in a grammar: those that are flagged special, and
+    further added ones.
+
+    `split`: a text at all of them. `plain`: at those that are not flagged, which a client may
+    write. `free`: those that text without a form may have.
+    """
+
+    split: Split
+    plain: Split
+    free: Collection[int]
+
+
+def source(structure: Structure, tokens: ModelTokens) -> str:
+    """Raises TextError for what is no such structure."""
+    grammars = _grammars(structure, tokens)
+    options = '%llguidance {"no_forcing": true}\n' if _has_tokens(structure, tokens.split) else ""
+    if structure.lead or options:
         whole, *parts = grammars
-        start = _lark(f"start: {_words(split(structure.lead))} @form")
+        start = _lark(f"{options}start: {_words(tokens.split(structure.lead))} @form")
         grammars = [start, {"name": "form", **whole}, *parts]
     return _joined(grammars)
 
 
+def _has_tokens(structure: Structure, split: Split) -> bool:
+    """Whether a client's text may have that of a token which matches no text. Where a grammar
+    leaves only one text, llguidance forces the usual tokens of it, and so this one, unless told
+    not to."""
+    value = structure.value
+    if structure.kind in ("regex", "lark", "grammar"):
+        return True
+    if structure.kind == "structural_tag":
+        other = other_form(structure)
+        if other is not None and _has_tokens(other, split):
+            return True
+        value = [tag["schema"] for tag in value["structures"]]
+    return any(isinstance(part, int) for part in split(json.dumps(value, ensure_ascii=False)))
+
+
 def tag_source(tag: Mapping[str, Any], structure: Structure) -> str:
     """The grammar of the schema of one tag alone."""
-    return _joined([_json(tag["schema"], structure, tag.get("lenient"))])
+    return _joined([_json(tag["schema"], structure, is_lenient(tag, structure))])
+
+
+def is_lenient(tag: Mapping[str, Any], structure: Structure) -> bool:
+    """Whether the schema of one tag is."""
+    own = tag.get("lenient")
+    return structure.lenient if own is None else bool(own)
 
 
 def other_form(structure: Structure) -> Structure | None:
@@ -49,32 +86,32 @@ def _joined(grammars: list[dict[str, Any]]) -> str:
     return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
 
 
-def _grammars(structure: Structure, split: Split, free: Collection[int]) -> list[dict[str, Any]]:
+def _grammars(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]:
     value = structure.value
     match structure.kind:
         case "json_schema":
-            return [_json(value, structure)]
+            return [_json(value, structure, structure.lenient)]
         case "json_object":
-            return [_json({"type": "object"}, structure)]
+            return [_json({"type": "object"}, structure, structure.lenient)]
         case "regex":
             return [_lark(f"start: /{_as_lark(value)}/")]
         case "choice":
-            return [_lark("start: " + " | ".join(map(json.dumps, value)))]
+            choices = (_words(tokens.plain(choice) or [""]) for choice in value)
+            return [_lark("start: " + " | ".join(choices))]
         case "lark":
             return [_lark(value)]
         case "grammar":
             return [_lark(_of_any(value))]
         case "structural_tag":
-            return _tagged(structure, split, free)
+            return _tagged(structure, tokens)
 
 
 def _lark(text: str) -> dict[str, Any]:
     return {"lark_grammar": text}
 
 
-def _json(schema: Any, structure: Structure, lenient: bool | None = None) -> dict[str, Any]:
-    """`lenient`: of this schema, where that is not the structure's."""
-    lenient = structure.lenient if lenient is None else lenient
+def _json(schema: Any, structure: Structure, lenient: bool) -> dict[str, Any]:
+    schema = enforceable(schema, MAX_STRUCTURE_VALUES)
     return {"json_schema": guided(schema, lenient=lenient, whitespace=structure.whitespace)}
 
 
@@ -115,7 +152,7 @@ def _plain_escape(found: re.Match[str]) -> str:
     return chr(code) if code < 0x110000 else found[0]
 
 
-def _tagged(structure: Structure, split: Split, free: Collection[int]) -> list[dict[str, Any]]:
+def _tagged(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]:
     """Tags, in free text if none is required."""
     value = structure.value
     tags, triggers = value["structures"], value["triggers"]
@@ -123,15 +160,15 @@ def _tagged(structure: Structure, split: Split, free: Collection[int]) -> list[d
         if not any(tag["begin"].startswith(trigger) for trigger in triggers):
             raise TextError(f"the tag {tag['begin'][:80]!r} begins with none of the triggers")
     required = value.get("required")
-    lines = _only_tags(value, split) if required else _tags_in_text(value, split, free)
+    lines = _only_tags(value, tokens.split) if required else _tags_in_text(value, tokens)
     schemas = [
-        {"name": f"schema_{n}", **_json(tag["schema"], structure, tag.get("lenient"))}
+        {"name": f"schema_{n}", **_json(tag["schema"], structure, is_lenient(tag, structure))}
         for n, tag in enumerate(tags)
     ]
     other = other_form(structure)
     if other is not None:
         lines = ["start: tags | @or", lines[0].replace("start", "tags", 1), *lines[1:]]
-        whole, *parts = _grammars(other, split, free)
+        whole, *parts = _grammars(other, tokens)
         schemas += [{"name": "or", **whole}, *parts]
     return [_lark("\n".join(("%llguidance {}", *lines))), *schemas]
 
@@ -159,17 +196,23 @@ def _only_tags(value: Mapping[str, Any], split: Split) -> list[str]:
     ]
 
 
-def _tags_in_text(value: Mapping[str, Any], split: Split, free: Collection[int]) -> list[str]:
+def _tags_in_text(value: Mapping[str, Any], tokens: ModelTokens) -> list[str]:
     """The rules of free text in which a trigger begins one of the tags that begin with it."""
+    split = tokens.split
     tags, triggers = value["structures"], value["triggers"]
     started = [split(trigger) for trigger in triggers]
+    # A trigger that begins with a special token is not written as text either.
+    unwritten = [t for t, parts in zip(triggers, started, strict=True) if isinstance(parts[0], int)]
+    text = _ANY
+    if unwritten:
+        text += f" & ~/(.|\\n)*({'|'.join(map(_literal, unwritten))})(.|\\n)*/"
     # Special tokens that free text may have: those of no trigger, and the first of one before what
     # is not the rest of it.
-    others = ",".join(map(str, sorted(set(free).difference(*started))))
-    lines = [f"TEXT: {_ANY}"]
+    others = ",".join(map(str, sorted(set(tokens.free).difference(*started))))
+    lines = [f"TEXT: {text}"]
     passed = [f"<[{others}]> TEXT"] if others else []
     for token, rests in _beginnings(started).items():
-        lines.append(f"NOT_{token}: {_ANY} & ~/({'|'.join(map(_literal, rests))}){_ANY[1:]}")
+        lines.append(f"NOT_{token}: {text} & ~/({'|'.join(map(_literal, rests))}){_ANY[1:]}")
         passed.append(f"<[{token}]> NOT_{token}")
     lines.append(f"free: TEXT ({' | '.join(passed)})*" if passed else "free: TEXT")
     before = f"(TEXT <[{others}]>)* " if others else ""

@@ -23,8 +23,10 @@ class Structure:
     of GBNF, as llama.cpp and XGrammar read it; structural_tag, free text with tags: {"structures":
     [{"begin", "schema", "end"}], "triggers": [texts], "required": bool, "stop_after_first": bool},
     where `required` leaves nothing but tags, at least one, white space between them, and a few
-    characters behind. A structure there may have a "param" and be "lenient" itself. With "or", the
-    fields of another structure, the text may match that one instead of having tags.
+    characters behind. A structure there may have a "param" or a "path" and be "lenient" itself.
+    With "or", the fields of another structure, the text may match that one instead of having tags.
+
+    `path`: of the schema in the request, if that is not `param`.
 
     `lead`: what the answer has before the form, in special tokens, too.
 
@@ -38,6 +40,7 @@ class Structure:
     lenient: bool = False
     whitespace: bool = True
     lead: str = ""
+    path: str = ""
 
     def encoded(self) -> bytes:
         """As the text processes read it; the same structures have the same bytes."""

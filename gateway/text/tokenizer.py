@@ -46,7 +46,9 @@ class Tokenizer(Vocabulary):
         self._first.no_padding()
         if self._first.decoder is None:
             raise UnsupportedTokenizer("tokenizer.json has no decoder")
-        self.special = SpecialTokens(self._first.get_added_tokens_decoder())
+        self.file = tokenizer_json
+        self.added = self._first.get_added_tokens_decoder()
+        self.special = SpecialTokens(self.added)
         self.decoder = json.loads(self._first.decoder.__getstate__())
         pieces = Pieces(self._first.id_to_token, self.decoder)
         super().__init__(card, pieces, self.special.ids)
@@ -89,11 +91,6 @@ class Tokenizer(Vocabulary):
         for part in self.special.split(text):
             ids += [part] if isinstance(part, int) else self._plain(part, self._within)
         return ids
-
-    def encode_alone(self, text: str) -> list[int]:
-        """Ids of plain text that goes on with another, made by the calling thread alone: the
-        library starts further ones only for batches."""
-        return list(self._within.encode(text, add_special_tokens=False).ids)
 
     def _framed(self, ids: list[int], wanted: bool) -> list[int]:
         if not wanted:

@@ -102,7 +102,8 @@ def _tool(given: Any, param: str) -> Tool:
     if parameters is not None and not isinstance(parameters, Mapping):
         raise _refused(param, f"{param}.function.parameters must be a JSON schema")
     description = function.get("description") or ""
-    return Tool(name, str(description), parameters, bool(function.get("strict")))
+    strict = bool(function.get("strict"))
+    return Tool(name, str(description), parameters, strict, f"{param}.function.parameters")
 
 
 def _refused(param: str, message: str) -> InvalidRequest:

@@ -99,15 +99,18 @@ class ResponseFormatBody(Body):
             case "json_object" if self.content is None:
                 return Structure("json_object", None, param)
             case "json_object":
-                return Structure("json_schema", self.content, param)
+                return Structure("json_schema", self.content, param, path=f"{param}.schema")
             case "json_schema" if self.json_schema is None and self.content is not None:
-                return Structure("json_schema", self.content, param, lenient=True)
+                path = f"{param}.schema"
+                return Structure("json_schema", self.content, param, lenient=True, path=path)
             case "json_schema":
                 asked = self.json_schema
                 if asked is None or asked.content is None:
                     missing = "json_schema.schema" if asked else "json_schema"
                     raise refuse(f"{param}.{missing}", f"{param}.{missing} is required")
-                return Structure("json_schema", asked.content, param, lenient=not asked.strict)
+                path = f"{param}.json_schema.schema"
+                lenient = not asked.strict
+                return Structure("json_schema", asked.content, param, lenient=lenient, path=path)
             case "structural_tag":
                 for name in ("structures", "triggers"):
                     if getattr(self, name) is None:
@@ -119,7 +122,11 @@ class ResponseFormatBody(Body):
 
 
 def _tagged(tags: Sequence[TagBody], triggers: Sequence[str], param: str) -> Structure:
-    written = [{"begin": tag.begin, "schema": tag.content, "end": tag.end} for tag in tags]
+    written = [
+        {"begin": tag.begin, "schema": tag.content, "end": tag.end,
+         "path": f"{param}.structures[{index}].schema"}
+        for index, tag in enumerate(tags)
+    ]  # fmt: skip
     value = {"structures": written, "triggers": list(triggers)}
     return Structure("structural_tag", value, param)
 

@@ -77,6 +77,7 @@ class ToolBody(Body):
             function.description or "",
             function.parameters,
             bool(function.strict),
+            f"{at}.function.parameters",
         )
 
 

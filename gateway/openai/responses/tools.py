@@ -81,9 +81,13 @@ class FunctionTool(StrictModel):
     parameters: ArgumentSchema | None = None
     strict: bool | None = None
 
-    def offered(self) -> OfferedTool:
-        tool = Tool(self.name, self.description or "", self.parameters, bool(self.strict))
-        return OfferedTool(tool, self.name)
+    def offered(self, at: str) -> OfferedTool:
+        """`at`: its place in the request."""
+        param = f"{at}.parameters"
+        about = self.description or ""
+        return OfferedTool(
+            Tool(self.name, about, self.parameters, bool(self.strict), param), self.name
+        )
 
     def shown(self) -> dict[str, Any]:
         more = {} if self.description is None else {"description": self.description}
@@ -103,7 +107,7 @@ class CustomTool(StrictModel):
     description: ToolDescription | None = None
     format: CustomFormat | None = None
 
-    def offered(self) -> OfferedTool:
+    def offered(self, at: str) -> OfferedTool:
         tool = custom_tool(self.name, self.description or "", self.format)
         return OfferedTool(tool, self.name, custom=True)
 
@@ -139,7 +143,7 @@ def parse_tools(given: Sequence[Mapping[str, Any]], at: str = "tools") -> Offer:
             group = _parsed(Namespace, tool, here)
             within = list(_parsed_tools(group.tools, f"{here}.tools"))
             for place, parsed in within:
-                one = parsed.offered()
+                one = parsed.offered(place)
                 name = joined_name(group.name, one.name)
                 _add(tools, name, replace(one, namespace=group.name), place)
             about = {} if group.description is None else {"description": group.description}
@@ -147,7 +151,7 @@ def parse_tools(given: Sequence[Mapping[str, Any]], at: str = "tools") -> Offer:
             shown.append({"type": "namespace", "name": group.name, **about, "tools": members})
         else:
             for place, parsed in _parsed_tools([tool], at, index):
-                one = parsed.offered()
+                one = parsed.offered(place)
                 _add(tools, one.name, one, place)
                 shown.append(parsed.shown())
     note(Fate.LEFT_OUT, "tools", left_out)

@@ -158,8 +158,8 @@ async def test_strict_is_strict_and_otherwise_what_cannot_be_enforced_binds_noth
         reply = await client.post(url, json={**BODIES[url], "response_format": form})
         if strict:
             error = check(reply, 400, "response_format")
-            assert "#/properties/a" in error["message"]
-            assert "uniqueItems" in error["message"]
+            place = "response_format.json_schema.schema.properties.a.uniqueItems"
+            assert error["message"].startswith(f"{place}: ")
         else:
             assert reply.status_code == 200, reply.json()
     assert len(router.starts) == 2

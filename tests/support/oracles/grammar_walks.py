@@ -1,13 +1,16 @@
-"""Answers that a grammar allows: random tokens of the fake router's tokenizer, as a worker masks
-them."""
+"""Answers that a grammar allows: random tokens of a model's tokenizer, as a worker masks them."""
 
 import random
-from functools import cache
+from collections.abc import Collection
+from functools import cache, cached_property
+from typing import Any
 
+import numpy as np
 from fakes.router import served, tokenizer_json
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits
 
 from pdserve.engine.api.sampling_bounds import GRAMMAR_LIMITS
+from pdserve.engine.constraints.grammars.compiled import make_tokenizer
 from pdserve.gateway.grammars.compiler import GrammarCompiler
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard
@@ -17,60 +20,66 @@ HURRY = 60  # tokens, after which what ends is preferred
 ENDS = ('"', "]", "}", "null", "0", "Z")
 
 
+class Words:
+    """A model's tokens, as the gateway and as a worker have them."""
+
+    def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Collection[int]) -> None:
+        self.tokenizer = Tokenizer(tokenizer_json, TextCard(vocab_size, tuple(eos_ids)))
+        self.compiler = GrammarCompiler(self.tokenizer)
+        self._file = tokenizer_json
+
+    @cached_property
+    def of_worker(self) -> Any:
+        """What grammars are compiled for there."""
+        card = self.tokenizer.card
+        return make_tokenizer(self._file, card.vocab_size, card.eos_ids)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        return [token for end in ENDS for token in self.tokenizer.encode_within(end)]
+
+
 @cache
-def tokenizer() -> Tokenizer:
+def _tiny() -> Words:
     card, _ = served()
-    return Tokenizer(tokenizer_json(), TextCard(card.vocab_size, tuple(card.eos_ids)))
+    return Words(tokenizer_json(), card.vocab_size, card.eos_ids)
 
 
-@cache
+def tokenizer() -> Tokenizer:
+    """The fake router's."""
+    return _tiny().tokenizer
+
+
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(tokenizer())
-
-
-class _Words:
-    """As a worker has them: it knows the tokens alone."""
-
-    def __init__(self) -> None:
-        words = tokenizer()
-        self.eos_token_id = words.card.eos_ids[0]
-        self.bos_token_id = None
-        self.tokens = [words.token_bytes(token) for token in range(words.card.vocab_size)]
-        self.special_token_ids = sorted(words.special.ids)
-
-    def __call__(self, text: bytes) -> list[int]:
-        return tokenizer().encode_alone(text.decode())
-
-
-@cache
-def _vocabulary() -> LLTokenizer:
-    card = tokenizer().card
-    return LLTokenizer(
-        TokenizerWrapper(_Words()), n_vocab=card.vocab_size, eos_token=list(card.eos_ids)
-    )
+    return _tiny().compiler
 
 
 class Walk:
-    """One answer that comes to be."""
+    """One answer that comes to be, by default of the fake router's tokens."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, words: Words | None = None) -> None:
+        self._words = words or _tiny()
         limits = LLParserLimits(**GRAMMAR_LIMITS)
-        self._matcher = LLMatcher(_vocabulary(), source, log_level=0, limits=limits)
+        self._matcher = LLMatcher(self._words.of_worker, source, log_level=0, limits=limits)
         assert not self._matcher.is_error(), self._matcher.get_error()
         self.ids: list[int] = []
 
     @property
     def text(self) -> str:
-        return tokenizer().decode(self.ids, skip_special_tokens=False)
+        return self._words.tokenizer.decode(self.ids, skip_special_tokens=False)
 
     def allowed(self) -> list[int]:
         """The tokens that may come next; empty if the answer has ended."""
+        return [int(token) for token in np.flatnonzero(self._bits())]
+
+    def _bits(self) -> Any:
+        """Which tokens may come next: [vocab_size]."""
+        size = self._words.tokenizer.card.vocab_size
         if self._matcher.is_stopped():
-            return []
+            return np.zeros(size, np.uint8)
         mask = self._matcher.compute_bitmask()
         assert not self._matcher.is_error(), self._matcher.get_error()
-        size = tokenizer().card.vocab_size
-        return [token for token in range(size) if mask[token // 8] >> token % 8 & 1]
+        return np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:size]
 
     @property
     def may_end(self) -> bool:
@@ -78,31 +87,31 @@ class Walk:
 
     def take(self, text: str) -> bool:
         """Whether the text may come next, byte by byte; it is taken."""
-        for token in tokenizer().encode(text, add_special_tokens=False, parse_special=True):
+        for token in self._words.tokenizer.encode_within(text):
             if token not in self.allowed():
                 return False
             assert self._matcher.consume_token(token)
             self.ids.append(token)
         return True
 
-    def finish(self, rng: random.Random) -> str:
-        """The text after random tokens until it ends."""
-        words = tokenizer()
-        eos = set(words.card.eos_ids)
-        ends = [token for end in ENDS for token in words.encode_alone(end)]
-        while allowed := self.allowed():
+    def finish(self, rng: random.Random, preferred: Collection[int] = ()) -> str:
+        """The text after random tokens until it ends; `preferred` are taken more often."""
+        eos = list(self._words.tokenizer.card.eos_ids)
+        while (bits := self._bits()).any():
             assert len(self.ids) < MAX_TOKENS, self.text[-200:]
             hurried = len(self.ids) > HURRY
-            if eos & set(allowed) and (hurried or rng.random() < 0.2):
+            ends = bits[eos].any()
+            bits[eos] = 0
+            if not bits.any() or (ends and (hurried or rng.random() < 0.2)):
                 break
-            usual = [token for token in allowed if token not in eos]
-            if not usual:
-                break
-            if hurried and (ending := [token for token in ends if token in usual]):
-                token = ending[0] if rng.random() < 0.7 else rng.choice(usual)
+            if hurried and (ending := [token for token in self._words.ends if bits[token]]):
+                usual = ending[:1] if rng.random() < 0.7 else np.flatnonzero(bits)
+            elif (wanted := [token for token in preferred if bits[token]]) and rng.random() < 0.3:
+                usual = wanted
             else:
-                token = rng.choice(usual)
-            assert self._matcher.consume_token(token)
+                usual = np.flatnonzero(bits)
+            token = int(usual[rng.randrange(len(usual))])
+            assert self._matcher.consume_token(token), self._matcher.get_error()
             self.ids.append(token)
         assert self.may_end
         return self.text

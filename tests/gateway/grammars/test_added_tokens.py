@@ -1,0 +1,71 @@
+"""Answers with a form, of models whose tags are added tokens that are not flagged special."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from builders.packaged_tokenizers import PACKAGED, NotFetched
+from builders.tool_answers import DS_BEGIN, DS_CALL, DS_CALL_END, DS_END, DS_SEPARATOR
+from fakes.tool_model import TEMPLATE, THINKING
+from fakes.walking_model import WalkingModel, with_added_tokens
+from oracles.held_answers import check, requests
+
+pytestmark = pytest.mark.anyio
+HERMES = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<h1>", "[x]")
+DEEPSEEK = (DS_BEGIN, DS_END, DS_CALL, DS_CALL_END, DS_SEPARATOR, "<think>", "</think>")
+MODELS = {
+    "hermes": (HERMES, TEMPLATE),
+    "hermes that thinks": (HERMES, THINKING),
+    "deepseek": (DEEPSEEK, TEMPLATE.replace("<tool_call>", DS_BEGIN)),
+}
+SEEDS = range(4)
+
+
+async def test_answers_have_their_form(
+    make_http: Callable[..., Any], subtests: pytest.Subtests
+) -> None:
+    seen: Counter[str] = Counter()
+    for name, (added, template) in MODELS.items():
+        model = WalkingModel(with_added_tokens(added), template, ["<|im_end|>"], added[:1])
+        client = make_http(model)
+        for form in requests(added[0]):
+            with subtests.test(model=name, form=form):
+                for seed in SEEDS:
+                    found = await check(client, form, added[0], seed)
+                    seen += Counter({f"{form} {what}": n for what, n in found.items()})
+    for event in ("required calls", "named calls", "strict calls", "strict texts", "schema tags",
+                  "regex tags", "choice tags", "grammar tags"):  # fmt: skip
+        assert seen[event], event
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", PACKAGED)
+async def test_200_answers_of_a_real_tokenizer_have_their_form(
+    make_http: Callable[..., Any], name: str, subtests: pytest.Subtests
+) -> None:
+    try:
+        packaged = PACKAGED[name]()
+    except NotFetched as error:
+        pytest.skip(str(error))
+    model = WalkingModel(
+        packaged.tokenizer,
+        packaged.template,
+        packaged.eos,
+        packaged.preferred,
+        packaged.thought,
+    )
+    client = make_http(model)
+    # Calls without tags leave no room for another form beside them.
+    forms = [form for form in requests(packaged.tag) if packaged.has_tags or form != "beside"]
+    seen: Counter[str] = Counter()
+    for form in forms:
+        with subtests.test(form=form):
+            for seed in range(-(-200 // len(forms))):
+                found = await check(client, form, packaged.tag, seed)
+                seen += Counter({"answers": 1, **{f"{form} {key}": n for key, n in found.items()}})
+    assert seen["answers"] >= 200
+    wanted = {"required calls", "named calls", "regex tags", "choice tags"}
+    if packaged.preferred:
+        wanted.add("strict calls")
+    assert wanted <= set(seen)
