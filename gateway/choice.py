@@ -54,7 +54,7 @@ class ScoredToken:
 class Delta(NamedTuple):
     """What is new in one choice. `finish` is "stop", "length" or "tool_calls" (it has stopped to
     have them answered), set on the last one, and `stop` the stop string that ended it, if one
-    did."""
+    did. A stop string within a call has cut it off, so then it is "length"."""
 
     choice: int
     content: tuple[ContentPart, ...]
@@ -140,6 +140,7 @@ class Choice:
         self._scored = sampling.logprobs is not None
         self._parser = parser
         self._calls = False  # its content has some
+        self._cut_call = False  # the last of which is not whole
         self._text = ChoiceText(
             vocabulary.incremental(
                 skip_special_tokens=sampling.skip_special_tokens, keep=keep, continues=continues
@@ -193,8 +194,11 @@ class Choice:
         if self._parser is None:
             content = (TextPart(update.text),) if update.text else ()
         else:
-            content = self._parsed(self._parser, update.text, cut=update.finish == "length")
-        finish = "tool_calls" if self._calls and update.finish == "stop" else update.finish
+            cut = update.finish == "length" or update.stop is not None
+            content = self._parsed(self._parser, update.text, cut=cut)
+        finish = update.finish
+        if self._calls and finish == "stop":
+            finish = "length" if self._cut_call else "tool_calls"
         ids = tuple(new[:counted])
         return Delta(self.index, content, scores, self.num_tokens, finish, ids, update.stop)
 
@@ -205,6 +209,7 @@ class Choice:
         for part in parts:
             if isinstance(part, ToolCallPart):
                 self._calls = True
+                self._cut_call |= part.cut
             elif isinstance(part, ReasoningPart):
                 self.reasoning_tokens = self.num_tokens
         return tuple(parts)

@@ -175,7 +175,7 @@ class ChatReply:
         if text:
             deltas.append({"content": text})
         for part in content:
-            if isinstance(part, ToolCallPart):
+            if isinstance(part, ToolCallPart) and (part.id or part.arguments):
                 deltas.append({"tool_calls": [{"index": part.index, **_call(part)}]})
         return deltas
 

@@ -4,12 +4,12 @@ from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
-    FoundCall,
     ToolFamily,
+    called,
     json_call,
 )
+from pdserve.gateway.text.parsing.pieces import GemmaLiteralPieces
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
-from pdserve.gateway.text.parsing.values import GemmaLiterals, json_text
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 
@@ -17,7 +17,7 @@ BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     if (yield from reader.first()) == "{":  # as a grammar makes it
-        yield (yield from json_call(reader))
+        yield from json_call(reader, schemas)
         if not (yield from reader.closes(END)):
             raise Malformed
         return
@@ -27,11 +27,10 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if mark == END or not name:
         raise Malformed
     reader.at -= 1
-    arguments = GemmaLiterals((yield from reader.balanced("gemma"))).whole()
+    yield from called(schemas, name, GemmaLiteralPieces(reader).value())
     yield from reader.space()
     if not (yield from reader.closes(END)):
         raise Malformed
-    yield FoundCall(name, json_text(arguments))
 
 
 FAMILY = ToolFamily(

@@ -7,8 +7,7 @@ from pdserve.gateway.text.parsing.family import (
     Calls,
     ToolFamily,
     bare_calls,
-    json_call,
-    json_list,
+    json_calls,
 )
 from pdserve.gateway.text.parsing.reader import BlockReader
 
@@ -17,15 +16,11 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if not opener:
-        yield from bare_calls(reader)
+        yield from bare_calls(reader, schemas)
         return
+    yield from json_calls(reader, schemas)
     yield from reader.space()
-    if (yield from reader.takes("[")):
-        yield from json_list(reader)
-    else:
-        yield (yield from json_call(reader))
-    yield from reader.space()
-    yield from reader.takes(END)
+    yield from reader.closes(END)
 
 
 FAMILY = ToolFamily(

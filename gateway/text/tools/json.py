@@ -5,22 +5,13 @@ from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
     ToolFamily,
-    bare_call,
     bare_calls,
 )
 from pdserve.gateway.text.parsing.reader import BlockReader
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    yield from reader.space()
-    if not (yield from reader.takes("[")):
-        yield from bare_calls(reader)
-        return
-    end = ","
-    while end == ",":
-        yield (yield from bare_call(reader))
-        yield from reader.space()
-        end = yield from reader.expect(",", "]")
+    return bare_calls(reader, schemas)
 
 
 FAMILY = ToolFamily(

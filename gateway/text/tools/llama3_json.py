@@ -13,7 +13,7 @@ TAG, END = "<|python_tag|>", "<|eom_id|>"
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    yield from bare_calls(reader)
+    yield from bare_calls(reader, schemas)
     yield from reader.closes(END)
 
 

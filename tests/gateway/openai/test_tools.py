@@ -172,21 +172,44 @@ async def test_without_tools_an_answer_is_text(
         assert choice["message"]["content"] == HERMES.call
 
 
-async def test_a_call_that_max_tokens_cuts_off_is_text(make_http: Callable[..., Any]) -> None:
-    upstream = router(saying(HERMES.call))
-    choice = (await make_http(upstream).post(URL, json=body(max_tokens=20))).json()["choices"][0]
-    assert choice["finish_reason"] == "length"
-    assert "tool_calls" not in choice["message"]
-    assert HERMES.call.startswith(choice["message"]["content"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_is_cut_off_is_a_part_of_one(
+    make_http: Callable[..., Any], stream: bool, subtests: pytest.Subtests
+) -> None:
+    """By max_tokens or by a stop string; an answer cut off before the tool's name has no call."""
+    num_tokens = len(router(saying("")).encode(HERMES.call[: HERMES.call.index("is")]))
+    for more, arguments in (
+        ({"max_tokens": 20}, None),
+        ({"max_tokens": num_tokens}, '{"city": "Par'),
+        ({"stop": "is"}, '{"city": "Par'),
+        ({"stop": "Paris"}, '{"city": "'),
+    ):
+        with subtests.test(more=more):
+            upstream = router(saying(HERMES.call))
+            reply = await make_http(upstream).post(URL, json=body(stream=stream, **more))
+            if stream:
+                answer = joined(events(reply.text))[0]
+                text, finish = answer["text"], answer["finish"]
+                calls = [(name, given) for _, name, given in answer["calls"]]
+            else:
+                (choice,) = reply.json()["choices"]
+                text, finish = choice["message"]["content"] or "", choice["finish_reason"]
+                calls = [
+                    (call["function"]["name"], call["function"]["arguments"])
+                    for call in choice["message"].get("tool_calls", [])
+                ]
+            assert calls == ([("get_weather", arguments)] if arguments else [])
+            assert (text, finish) == ("", "length")
 
 
-async def test_stop_strings_are_looked_for_in_what_the_model_writes(
+async def test_a_stop_string_behind_a_call_s_arguments_leaves_it_whole(
     make_http: Callable[..., Any],
 ) -> None:
-    upstream = router(saying("before" + HERMES.call))
-    choice = (await make_http(upstream).post(URL, json=body(stop="Paris"))).json()["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert choice["message"]["content"].endswith('"city": "')
+    reply = await make_http(router(saying(HERMES.call))).post(URL, json=body(stop="</tool_call>"))
+    (choice,) = reply.json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
 
 
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"
