@@ -8,6 +8,7 @@ the memory of what was loaded. Messages come one at a time, so a process has one
 
 import gc
 import json
+import logging
 import os
 import resource
 import signal
@@ -26,7 +27,7 @@ from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.reasoning import reasoning_family_of
 from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
-from pdserve.gateway.text.tools import tool_family_of
+from pdserve.gateway.text.tools import FALLBACK, tool_family_of
 from pdserve.gateway.text.vocabulary import TextCard, store
 from pdserve.gateway.text_processes.protocol import (
     FORK,
@@ -49,6 +50,8 @@ from pdserve.services.host.process import die_with, show_as
 if TYPE_CHECKING:
     from pdserve.gateway.grammars.compiler import GrammarCompiler
 
+log = logging.getLogger(__name__)
+
 MAX_FILES = 256  # that a text process may have open: a few, and one for each child
 
 
@@ -67,6 +70,11 @@ class TextModel:
                 raise UnsupportedTokenizer("its chat template is not UTF-8") from None
             self.template = ChatTemplate(source, self.tokenizer)
             self.tool_parser = tool_family_of(source) if self.template.shows_tools else ""
+            if self.tool_parser == FALLBACK:
+                log.warning(
+                    "the chat template of a model shows tools in a way that is not known here: its "
+                    "calls are read as JSON at the beginning of an answer (--tool-parser)"
+                )
             self.reasoning_parser = reasoning_family_of(source)
         self.defaults = GenerationDefaults.from_json(files["generation"] or b"{}")
         self._compiler: GrammarCompiler | None = None

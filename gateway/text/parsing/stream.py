@@ -56,6 +56,7 @@ class CallStream:
         self._marks = (*family.openers, FENCE)
         self._pattern = re.compile("|".join((*map(re.escape, family.openers), "`+")))
         self._openers = tuple(family.openers)
+        self._longest = max(map(len, family.openers), default=0)
         self._calls_first = calls_first
         self._plain = False  # the whole answer is text
         # Characters that may begin a call without a tag, at the answer's beginning only.
@@ -143,6 +144,10 @@ class CallStream:
             return True
         if mark[0] == "`":
             behind = self._pending[found.end() : found.end() + 1]
+            start = self._pending[at : at + self._longest]
+            if not (self._fence or self._ended) and any(o.startswith(start) for o in self._openers):
+                self._pass(at)  # it may begin a call
+                return False
             if not behind and not self._ended and len(mark) < MAX_FENCE:
                 self._pass(at)
                 return False
@@ -201,6 +206,8 @@ class CallStream:
             elif not (self._in_call or self._is_left_out(rest)):
                 self._emit(rest)
         except Malformed:
+            if not (self._opener or self._has_called):
+                reader.at = 0  # it may have fenced code
             if not self._in_call:
                 self._emit(reader.text[: reader.at])
         self._pending = reader.text[reader.at :]

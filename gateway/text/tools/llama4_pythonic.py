@@ -7,7 +7,7 @@ from pdserve.gateway.text.parsing.family import (
     ToolFamily,
     bare_calls,
 )
-from pdserve.gateway.text.parsing.pythonic import python_call
+from pdserve.gateway.text.parsing.pythonic import python_calls
 from pdserve.gateway.text.parsing.reader import BlockReader
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
@@ -19,12 +19,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from bare_calls(reader, schemas)
         yield from reader.closes(END)
         return
-    yield from reader.expect("[")
-    end = ","
-    while end == ",":
-        yield from python_call(reader, schemas)
-        yield from reader.space()
-        end = yield from reader.expect(",", "]")
+    yield from python_calls(reader, schemas, bare=True)
     yield from reader.space()
     yield from reader.closes(END)
 

@@ -23,6 +23,10 @@ TEMPLATES = {
     "think": "{{ content.split('</think>') }}",
     "seed_oss": "<seed:think>{{ reasoning }}</seed:think>",
     "mistral": "[THINK]{{ reasoning }}[/THINK]",
+    "kimi_k3": "<|open|>think<|sep|>",
+    "minimax_m3": "<mm:think>{{ reasoning }}</mm:think>",
+    "command_a": "<|START_THINKING|>{{ reasoning }}<|END_THINKING|>",
+    "apertus": "<|inner_prefix|>{{ reasoning }}<|inner_suffix|>",
     "gemma4": "<|channel>thought\n<channel|>",
     "gpt_oss": "<|start|>assistant<|channel|>final<|message|>",
 }
