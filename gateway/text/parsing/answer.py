@@ -42,7 +42,7 @@ class AnswerParser:
             text, self._held = self._held, ""
             if self._search.num_whole:
                 assert self._calls is not None
-                parts += self._calls.push(text)
+                parts += self._calls.push(text.lstrip())
             else:
                 parts.append(ReasoningPart(text))
         return parts if self._calls is None else parts + self._calls.finish(cut=cut)

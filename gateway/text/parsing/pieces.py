@@ -193,7 +193,8 @@ class LiteralPieces:
         while not (yield from reader.taken("}")):
             yield from reader.space()
             key = yield from self._key()
-            yield from self.value(f"{head}{key}: ", depth)
+            yield f"{head}{key}: "
+            yield from self.value("", depth)
             head = ", "
             if not (yield from reader.taken(",")):
                 yield from reader.expect("}")
