@@ -54,7 +54,8 @@ class ScoredToken:
 class Delta(NamedTuple):
     """What is new in one choice. `finish` is "stop", "length" or "tool_calls" (it has stopped to
     have them answered), set on the last one, `stop` the stop string that ended it, if one did, and
-    `stop_id` the one of the client's stop_token_ids."""
+    `stop_id` the one of the client's stop_token_ids. A stop string within a call has cut it off, so
+    then `finish` is "length"."""
 
     choice: int
     content: tuple[ContentPart, ...]
@@ -147,6 +148,7 @@ class Choice:
         self._parser = parser
         self._calls = False  # its content has some
         self._stop_ids = frozenset(sampling.stop_token_ids) - set(vocabulary.card.eos_ids)
+        self._cut_call = False  # the last of which is not whole
         self._text = ChoiceText(
             vocabulary.incremental(
                 skip_special_tokens=sampling.skip_special_tokens, keep=keep, continues=continues
@@ -200,8 +202,11 @@ class Choice:
         if self._parser is None:
             content = (TextPart(update.text),) if update.text else ()
         else:
-            content = self._parsed(self._parser, update.text, cut=update.finish == "length")
-        finish = "tool_calls" if self._calls and update.finish == "stop" else update.finish
+            cut = update.finish == "length" or update.stop is not None
+            content = self._parsed(self._parser, update.text, cut=cut)
+        finish = update.finish
+        if self._calls and finish == "stop":
+            finish = "length" if self._cut_call else "tool_calls"
         ids = tuple(new[:counted])
         stop_id = None
         if update.finish == "stop" and update.stop is None and ids and ids[-1] in self._stop_ids:
@@ -217,6 +222,7 @@ class Choice:
         for part in parts:
             if isinstance(part, ToolCallPart):
                 self._calls = True
+                self._cut_call |= part.cut
             elif isinstance(part, ReasoningPart):
                 self.reasoning_tokens = self.num_tokens
         return tuple(parts)

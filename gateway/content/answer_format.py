@@ -64,12 +64,12 @@ class AnswerFormat:
         made: ContentParser
         new_id = partial(new_call_id, self.tools.id_len if self.tools else 0)
         if self.tools is not None and self.tools.whole is not None:
-            made = self.tools.whole(new_id, self.parallel)
+            made = self.tools.whole(new_id, self.parallel, self.schemas)
         elif self.tools is None and self.reasoning is None:
             return None
         else:
             thoughts = self.reasoning.make(self.open) if self.reasoning else None
-            calls = None
+            calls = in_thought = None
             if self.tools is not None:
                 calls = CallStream(
                     self.tools,
@@ -79,7 +79,10 @@ class AnswerFormat:
                     self.only_calls,
                     self.calls_first,
                 )
-            made = AnswerParser(thoughts, calls)
+                if thoughts is not None and self.tools.openers:
+                    tagged = replace(self.tools, bare="")
+                    in_thought = partial(CallStream, tagged, self.schemas, str, parallel=True)
+            made = AnswerParser(thoughts, calls, in_thought)
         whole = self.tools if self.tools is not None and self.tools.whole else self.reasoning
         if self.continues and whole is not None and whole.opening:
             made.push(whole.opening)

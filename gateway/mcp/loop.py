@@ -7,7 +7,7 @@ time; closing the stream cancels it, and the calls.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic_core import from_json
@@ -64,7 +64,11 @@ class McpTools:
 class _Call:
     id: str
     name: str
-    arguments: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
 
 
 class Round:
@@ -89,7 +93,7 @@ class Round:
             if part.index not in self._calls:
                 self._calls[part.index] = _Call(part.id, part.name)
                 self._is_clients |= not self._is_ours(part.name)
-            self._calls[part.index].arguments += part.arguments
+            self._calls[part.index].pieces.append(part.arguments)
             self._held.append(part)
             if self._is_clients:
                 shown += self._held

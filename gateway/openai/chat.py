@@ -182,7 +182,9 @@ class ChatReply:
         if text:
             deltas.append({"content": text})
         for part in content:
-            if isinstance(part, ToolCallPart) and (call := self._call_piece(choice, part)):
+            if not (isinstance(part, ToolCallPart) and (part.id or part.arguments)):
+                continue
+            if call := self._call_piece(choice, part):
                 deltas.append({"tool_calls": [{"index": part.index, **call}]})
         return deltas
 

@@ -20,12 +20,14 @@ class ReasoningPart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPart:
-    """A piece of the call of a tool; the first one of a call has its id and name."""
+    """A piece of the call of a tool; the first one of a call has its id and name. `cut`: the answer
+    was cut off in this call."""
 
     index: int  # of the call in its choice, from 0
     id: str = ""
     name: str = ""
     arguments: str = ""  # a piece of a JSON object's text
+    cut: bool = False
 
 
 ContentPart = TextPart | ReasoningPart | ToolCallPart
@@ -48,6 +50,10 @@ def calls_of(content: Sequence[ContentPart]) -> list[ToolCallPart]:
         if isinstance(part, ToolCallPart):
             calls.setdefault(part.index, []).append(part)
     return [
-        replace(parts[0], arguments="".join(part.arguments for part in parts))
+        replace(
+            parts[0],
+            arguments="".join(part.arguments for part in parts),
+            cut=parts[-1].cut,
+        )
         for parts in calls.values()
     ]

@@ -8,6 +8,7 @@ the memory of what was loaded. Messages come one at a time, so a process has one
 
 import gc
 import json
+import logging
 import os
 import resource
 import signal
@@ -27,7 +28,7 @@ from pdserve.gateway.text.reasoning import reasoning_family_of
 from pdserve.gateway.text.templates.capabilities import Capabilities
 from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
-from pdserve.gateway.text.tools import tool_family_of
+from pdserve.gateway.text.tools import FALLBACK, tool_family_of
 from pdserve.gateway.text.vocabulary import TextCard, store
 from pdserve.gateway.text_processes.protocol import (
     FORK,
@@ -49,6 +50,8 @@ from pdserve.services.host.process import die_with, show_as
 
 if TYPE_CHECKING:
     from pdserve.gateway.grammars.compiler import GrammarCompiler
+
+log = logging.getLogger(__name__)
 
 MAX_FILES = 256  # that a text process may have open: a few, and one for each child
 
@@ -93,6 +96,11 @@ class TextModel:
             text = answer.read()
             os.waitpid(pid, 0)
         self.template.capabilities = Capabilities.decoded(text) if text else Capabilities()
+        if self.tool_parser == FALLBACK:
+            log.warning(
+                "the chat template of a model shows tools in a way that is not known here: its "
+                "calls are read as JSON at the beginning of an answer (--tool-parser)"
+            )
 
     @property
     def tool_parser(self) -> str:

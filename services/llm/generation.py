@@ -23,7 +23,14 @@ from pdserve.gateway.content.answer_format import AnswerFormat
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.text.choice_text import ChoiceText, TextUpdate
 from pdserve.gateway.text.parsing.family import ContentParser
-from pdserve.gateway.text.parts import ContentPart, TextPart, calls_of, reasoning_of, text_of
+from pdserve.gateway.text.parts import (
+    ContentPart,
+    TextPart,
+    ToolCallPart,
+    calls_of,
+    reasoning_of,
+    text_of,
+)
 from pdserve.gateway.text.stop import StopMatcher
 from pdserve.gateway.text.vocabulary import Vocabulary
 from pdserve.services.llm.outputs import (
@@ -69,6 +76,21 @@ class _Output:
     withheld: OutputDelta | None = None  # tokens whose text is yet to come
     finish: str | None = None
     calls: bool = False
+    call: list[ToolCallPart] = field(default_factory=list)  # the pieces of the one that goes on
+
+    def whole_calls(self, content: Sequence[ContentPart]) -> tuple[ToolCall, ...]:
+        """The calls that are whole with this content, or that the answer's end has cut off."""
+        made: list[ToolCallPart] = []
+        for part in content:
+            if self.call and (not isinstance(part, ToolCallPart) or part.id):
+                made += calls_of(self.call)
+                self.call = []
+            if isinstance(part, ToolCallPart):
+                self.call.append(part)
+        if self.finish is not None:
+            made += calls_of(self.call)
+            self.call = []
+        return tuple(ToolCall(part.id, part.name, part.arguments) for part in made)
 
 
 class Generation:
@@ -120,11 +142,12 @@ class Generation:
         if update.finish is not None and event.finish is None:
             self._stopped.append(event.choice)
         content = _parsed(output, update)
-        calls = tuple(ToolCall(p.id, p.name, p.arguments) for p in calls_of(content))
-        output.calls |= bool(calls)
         output.finish = update.finish
+        output.calls |= any(isinstance(part, ToolCallPart) for part in content)
         if update.finish == "stop" and output.calls:
-            output.finish = "tool_calls"
+            is_cut = any(isinstance(part, ToolCallPart) and part.cut for part in content)
+            output.finish = "length" if is_cut else "tool_calls"
+        calls = output.whole_calls(content)
         ids = event.ids[:count]
         scores = zip(ids, event.logprobs, strict=False)
         delta = OutputDelta(
@@ -200,7 +223,8 @@ def _parsed(output: _Output, update: TextUpdate) -> list[ContentPart]:
         return [TextPart(update.text)] if update.text else []
     content = output.parser.push(update.text) if update.text else []
     if update.finish is not None:
-        content = [*content, *output.parser.finish(cut=update.finish == "length")]
+        cut = update.finish == "length" or update.stop is not None
+        content = [*content, *output.parser.finish(cut=cut)]
     return content
 
 

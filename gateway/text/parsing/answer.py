@@ -1,32 +1,86 @@
 """Joins the parsers of one choice: what it thinks, then its calls; pure."""
 
-from pdserve.gateway.text.parsing.family import ContentParser
-from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart
+from collections.abc import Callable
+from itertools import takewhile
+
+from pdserve.gateway.text.parsing.family import ContentParser, ThoughtParser
+from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, CallStream
+from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, text_of
 
 
 class AnswerParser:
-    """`calls` reads what `thoughts` leaves as text; either may be missing."""
+    """The calls in what `thoughts` leaves as text; either may be missing.
 
-    def __init__(self, thoughts: ContentParser | None, calls: ContentParser | None) -> None:
+    A model may call a tool while it thinks and not close the thought. So what it thinks is held
+    back from the first call of a tool on: if the answer ends before the thought does, the call has
+    ended it, otherwise it is a part of it.
+    """
+
+    def __init__(
+        self,
+        thoughts: ThoughtParser | None,
+        calls: CallStream | None,
+        in_thought: Callable[[], CallStream] | None = None,
+    ) -> None:
+        """`in_thought` makes a parser that finds calls in thoughts."""
         self._thoughts = thoughts
         self._calls = calls
+        self._search = in_thought() if in_thought is not None else None
+        self._held = ""  # of the thought
 
     def push(self, text: str) -> list[ContentPart]:
         if self._thoughts is None:
-            return self._called([TextPart(text)] if text else [])
-        return self._called(self._thoughts.push(text))
+            return self._read([TextPart(text)] if text else [])
+        return self._read(self._thoughts.push(text))
 
     def finish(self, *, cut: bool = False) -> list[ContentPart]:
-        parts = [] if self._thoughts is None else self._called(self._thoughts.finish(cut=cut))
+        parts: list[ContentPart] = []
+        if self._thoughts is not None:
+            parts = self._read(self._thoughts.finish(cut=cut))
+        if self._search is not None and self._held:
+            self._search.finish(cut=cut)
+            text, self._held = self._held, ""
+            if self._search.num_whole:
+                assert self._calls is not None
+                parts += self._calls.push(text.lstrip())
+            else:
+                parts.append(ReasoningPart(text))
         return parts if self._calls is None else parts + self._calls.finish(cut=cut)
 
-    def _called(self, parts: list[ContentPart]) -> list[ContentPart]:
+    def _read(self, parts: list[ContentPart]) -> list[ContentPart]:
         if self._calls is None:
             return parts
         made: list[ContentPart] = []
         for part in parts:
-            made += self._calls.push(part.text) if isinstance(part, TextPart) else [part]
+            if isinstance(part, ReasoningPart) and self._search is not None:
+                made += self._thought(self._search, part.text)
+            else:
+                made += self._calls.push(part.text) if isinstance(part, TextPart) else [part]
+        if self._search is not None and self._thoughts is not None and self._thoughts.closed:
+            self._search = None
+            if self._held:
+                num_before = sum(1 for _ in takewhile(_is_thought, made))
+                made.insert(num_before, ReasoningPart(self._held))
         return made
+
+    def _thought(self, search: CallStream, text: str) -> list[ContentPart]:
+        """What is surely a thought."""
+        self._held += text
+        size = 0
+        if not search.num_begun:
+            before = takewhile(lambda part: isinstance(part, TextPart), search.push(text))
+            size = len(text_of(list(before)))
+        elif not search.num_whole:
+            search.push(text)
+        if len(self._held) > MAX_CALL_CHARS:
+            self._search = None
+            size = len(self._held)
+        text, self._held = self._held[:size], self._held[size:]
+        return [ReasoningPart(text)] if text else []
+
+
+def _is_thought(part: ContentPart) -> bool:
+    return isinstance(part, ReasoningPart)
 
 
 class InlineThoughts:

@@ -5,18 +5,24 @@ A schema comes from a stranger and may refer to itself a thousand times over, so
 only when a call is read, each once, and all those of a request within one budget.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from pdserve.gateway.text.parsing.reader import Malformed
-from pdserve.gateway.text.parsing.values import MAX_VALUES, Literals, json_value
+from pdserve.gateway.text.parsing.pieces import JsonLiteralPieces, encoded
+from pdserve.gateway.text.parsing.reader import BlockReader, Malformed, Pieces, T
+from pdserve.gateway.text.parsing.values import MAX_VALUES, Literals, json_text, json_value
 
 MAX_STEPS = 2048  # through the schemas of a request: about two milliseconds
 MAX_OPTIONS = 32  # that are looked at where a schema leaves a choice
 MAX_POINTER_CHARS = 256
 _CHOICES = ("anyOf", "oneOf", "allOf")
 _NOTHING: frozenset[str] = frozenset()
+_STRING = frozenset({"string"})
+_OTHERS = frozenset({"object", "array", "integer", "number", "boolean", "null"})
+MAX_UNDECIDED = 512  # characters of a value that may be a string or something else
+MAX_STREAMED_VALUES = 1 << 20  # of an argument whose JSON is given piece by piece
+_NUMERIC = frozenset("+-.0123456789eE_ \t\r\n")
 
 
 class ToolSchemas:
@@ -71,6 +77,124 @@ class CallArguments:
             finally:
                 self._values_left -= literals.num_values
         return value if _types_of(value) & types else text
+
+    def pieces(self, key: str, texts: Pieces[T], *, json: bool = False) -> Pieces[T]:
+        """The JSON of a value whose text comes in pieces: a string is given as it comes, an object
+        or a list, too, where the schema allows no string. `json`: the value is JSON, or else a
+        string, whatever the schema says. Returns what `texts` returns. Raises CutOff, Malformed."""
+        types = _OTHERS if json else self._types.of(key) if self._types is not None else _NOTHING
+        form = _Form(types, quoted=json)
+        while True:
+            try:
+                text = next(texts)
+            except StopIteration as ended:
+                yield from form.end(_json_or_text if json else lambda text: self.typed(key, text))
+                result: T = ended.value
+                return result
+            if text is None:
+                yield None
+            else:
+                yield from form.push(text)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json_value(text)
+    except Malformed:
+        return text
+
+
+class _Form:
+    """What the text of one value becomes: undecided at first, then a string, a value that is read
+    as it comes, or one that is read when it is whole."""
+
+    def __init__(self, types: frozenset[str], *, quoted: bool) -> None:
+        self._types = types
+        self._quoted = quoted  # a string may stand in quotes
+        self._decided = "string" if types <= _STRING else ""
+        self._begun = False
+        self._texts: list[str] = []  # that are held back
+        self._reader = BlockReader("")
+        self._value: Pieces[None] | None = None
+
+    def push(self, text: str) -> Iterator[str]:
+        if not self._decided:
+            self._texts.append(text)
+            text = "".join(self._texts)
+            self._decided = self._decision(text.lstrip())
+            self._texts = [] if self._decided else [text]
+        if self._decided == "string":
+            yield encoded(text) if self._begun else f'"{encoded(text)}'
+            self._begun = True
+        elif self._decided == "value":
+            self._reader.feed(text)
+            yield from self._read()
+        elif self._decided:
+            self._texts.append(text)
+
+    def end(self, typed: Callable[[str], Any]) -> Iterator[str]:
+        """`typed`: makes a value of its whole text."""
+        if self._decided == "string":
+            yield '"' if self._begun else '""'
+        elif self._decided == "value":
+            self._reader.ended = True
+            yield from self._read()
+        if self._decided in ("", "whole"):
+            text = "".join(self._texts)
+            try:
+                yield json_text(typed(text))
+            except Malformed:
+                yield json_text(text)
+
+    def _decision(self, bare: str) -> str:
+        """By the beginning of the value, without white space before it."""
+        types, first = self._types, bare[:1]
+        if not first:
+            return ""
+        if len(bare) > MAX_UNDECIDED or (first == '"' and self._quoted):
+            return "whole"
+        if first in "{[(" and types & {"object", "array"}:
+            streamed = ({"{": "object", "[": "array"}.get(first) in types) and "string" not in types
+            return "value" if streamed else "whole"
+        if first in _NUMERIC and types & {"integer", "number"}:
+            return "" if set(bare) <= _NUMERIC else "string"
+        words = ("true", "false") * ("boolean" in types) + ("null", "none") * ("null" in types)
+        word = bare.rstrip().lower()
+        return "" if any(other.startswith(word) for other in words) else "string"
+
+    def _read(self) -> Iterator[str]:
+        reader = self._reader
+        if self._value is None:
+            self._value = JsonLiteralPieces(reader, MAX_STREAMED_VALUES).value()
+        try:
+            for piece in self._value:
+                if piece is None:
+                    return
+                self._begun = True
+                reader.drop_read()
+                yield piece
+            reader.text = ""  # what stands behind the value
+            reader.at = 0
+        except Malformed:
+            if self._begun:  # what is given cannot be taken back, and the rest is as it is
+                rest = reader.text[reader.at :]
+                self._value = _raw(reader)
+                if rest:
+                    reader.drop_read()
+                    reader.text = ""
+                    yield rest
+            else:
+                self._texts = [reader.text]
+                self._decided = "whole"
+
+
+def _raw(reader: BlockReader) -> Pieces[None]:
+    while not reader.ended:
+        if reader.text:
+            text, reader.text, reader.at = reader.text, "", 0
+            yield text
+        else:
+            yield None
 
 
 class _Budget:

@@ -2,25 +2,34 @@
 
 import re
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
-from pdserve.gateway.text.parsing.reader import BlockReader, Malformed
+from pdserve.gateway.text.parsing.pieces import json_pieces, quoted_json_pieces
+from pdserve.gateway.text.parsing.reader import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    CutOff,
+    Malformed,
+    Pieces,
+    Reading,
+)
 from pdserve.gateway.text.parsing.values import json_text, json_value
 from pdserve.gateway.text.parts import ContentPart
 
 
 @dataclass(frozen=True, slots=True)
-class FoundCall:
-    """A call as a model has written it, whole."""
+class CallPiece:
+    """A piece of a call as a model writes it: the first has its name, and `last` ends it."""
 
-    name: str
-    arguments: str  # a JSON object's text
+    name: str = ""
+    arguments: str = ""  # a piece of a JSON object's text
     id: str = ""  # that the model has given it
+    last: bool = False
 
 
-Calls = Generator[FoundCall | None, None, None]  # None: needs more text
+Calls = Generator[CallPiece | None, None, None]  # None: needs more text
 
 
 class ContentParser(Protocol):
@@ -30,6 +39,13 @@ class ContentParser(Protocol):
     def push(self, text: str) -> list[ContentPart]: ...
 
     def finish(self, *, cut: bool = False) -> list[ContentPart]: ...
+
+
+class ThoughtParser(ContentParser, Protocol):
+    """One of thoughts; `closed`: no more of them come."""
+
+    @property
+    def closed(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +78,7 @@ class ToolFamily:
     bare: str = ""
     read: Callable[[BlockReader, str, ToolSchemas], Calls] | None = None
     special: Sequence[str] = ()
-    whole: Callable[[Callable[[], str], bool], ContentParser] | None = None
+    whole: Callable[[Callable[[], str], bool, ToolSchemas | None], ContentParser] | None = None
     opening: str = ""
     id_len: int = 0  # letters and digits of a call's id, where templates insist on so many
 
@@ -85,7 +101,7 @@ class ReasoningFamily:
 
     name: str
     matches: Callable[[str], bool]  # whether a chat template is of this family
-    make: Callable[[bool], ContentParser]
+    make: Callable[[bool], ThoughtParser]
     begin: str
     end: str
     after: str
@@ -95,69 +111,221 @@ class ReasoningFamily:
     opening: str = ""
 
 
-def call_of(value: Any, *, needs_arguments: bool = False) -> FoundCall:
+def call_of(value: Any, *, needs_arguments: bool = False) -> CallPiece:
     """A call written as {"name": ..., "arguments" or "parameters": ...}. Raises Malformed."""
     if not isinstance(value, dict):
         raise Malformed
     function = value.get("function")
     if isinstance(function, dict):
         value = function
-    name = value.get("name")
+    name = next((value[key] for key in NAME_KEYS if key in value), None)
     arguments = value.get("arguments", value.get("parameters"))
     if not isinstance(name, str) or not name or (needs_arguments and arguments is None):
         raise Malformed
     if isinstance(arguments, str):
         arguments = json_value(arguments) if arguments.strip() else {}
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
+    return _whole(name, {} if arguments is None else arguments)
+
+
+def _whole(name: str, arguments: Any) -> CallPiece:
+    if not name or not isinstance(arguments, dict):
         raise Malformed
-    return FoundCall(name, json_text(arguments))
+    return CallPiece(name, json_text(arguments), last=True)
 
 
-def json_call(
-    reader: BlockReader, *, needs_arguments: bool = False
-) -> Generator[None, None, FoundCall]:
-    """Reads a call that is a JSON object. Raises Malformed."""
+def called(schemas: ToolSchemas, name: str, pieces: Pieces[None], id: str = "") -> Calls:
+    """Gives the call of a function whose arguments come in pieces: as they come if it is one of the
+    tools, otherwise whole. Arguments that have begun end where they are malformed. Raises CutOff,
+    Malformed."""
+    known = name in schemas
+    held: list[str] = []
+    try:
+        for piece in pieces:
+            if piece is None:
+                yield None
+            elif known:
+                yield CallPiece("" if held else name, piece, id)
+                held = [piece]
+            else:
+                held.append(piece)
+    except CutOff:
+        raise CutOff(name if known and not held else "", id) from None
+    except Malformed:
+        if not (known and held):
+            raise
+    if known and held:
+        yield CallPiece(last=True)
+    else:
+        yield replace(_whole(name, json_value("".join(held) or "{}")), id=id)
+
+
+def json_call(reader: BlockReader, schemas: ToolSchemas, *, needs_arguments: bool = False) -> Calls:
+    """Reads a call that is a JSON object. Raises CutOff, Malformed."""
     yield from reader.space()
     if (yield from reader.first()) not in ("{", ""):
         raise Malformed
-    text = yield from reader.balanced()
-    return call_of(json_value(text), needs_arguments=needs_arguments)
-
-
-def json_arguments(reader: BlockReader, name: str) -> Generator[None, None, FoundCall]:
-    """Reads the arguments of a call, a JSON object. Raises Malformed."""
-    yield from reader.space()
-    if (yield from reader.first()) not in ("{", ""):
-        raise Malformed
+    start = reader.at
+    head = _CallHead(reader, schemas)
+    try:
+        streams = yield from head.read()
+    except CutOff:
+        raise CutOff(head.name if head.name in schemas else "") from None
+    except Malformed:
+        streams = False
+    if streams:
+        yield from called(schemas, head.name, head.arguments())
+        return
+    reader.at = start
     value = json_value((yield from reader.balanced()))
-    name = name.strip()
-    if not name:
-        raise Malformed
-    return FoundCall(name, json_text(value))
+    yield call_of(value, needs_arguments=needs_arguments)
 
 
-def json_list(reader: BlockReader) -> Calls:
-    """Reads the calls of a JSON list, whose bracket is read. Raises Malformed."""
-    while True:
-        yield from reader.space()
-        if (yield from reader.takes("]")):
+class _CallHead:
+    """What comes before the arguments of a call that is a JSON object."""
+
+    def __init__(self, reader: BlockReader, schemas: ToolSchemas) -> None:
+        self.name = ""
+        self._reader = reader
+        self._schemas = schemas
+        self._depth = 0
+
+    def read(self) -> Reading[bool]:
+        """Whether the arguments of a known tool follow. Raises CutOff, Malformed."""
+        reader = self._reader
+        opens = True
+        while True:
+            if opens:
+                yield from reader.expect("{")
+                self._depth += 1
+                opens = False
+            yield from reader.space()
+            key = json_value((yield from reader.string()))
+            yield from reader.space()
+            yield from reader.expect(":")
+            yield from reader.space()
+            first = yield from reader.first()
+            if not first:
+                yield from reader.more()
+            if key in NAME_KEYS and first == '"':
+                self.name = json_value((yield from reader.string()))
+            elif key in ARGUMENT_KEYS and self.name in self._schemas:
+                return first in ("{", '"')
+            elif key == "function" and first == "{" and self._depth == 1:
+                opens = True
+                continue
+            else:
+                yield from _skip_value(reader)
+            if not (yield from reader.taken(",")):
+                return False
+
+    def arguments(self) -> Pieces[None]:
+        reader = self._reader
+        if (yield from reader.first()) == "{":
+            yield from json_pieces(reader)
+        else:
+            yield from quoted_json_pieces(reader)
+        yield from self._tail()
+
+    def _tail(self) -> Reading[None]:
+        """Reads the rest of the object, as far as it is one."""
+        reader = self._reader
+        try:
+            while self._depth:
+                if (yield from reader.taken("}")):
+                    self._depth -= 1
+                    continue
+                at = reader.at
+                if not (yield from reader.takes(",")):
+                    return
+                yield from reader.space()
+                if (yield from reader.first()) != '"':
+                    reader.at = at
+                    return
+                yield from reader.string()
+                yield from reader.space()
+                yield from reader.expect(":")
+                yield from _skip_value(reader)
+        except CutOff:
+            reader.at = len(reader.text)
+        except Malformed:
             return
-        yield (yield from json_call(reader))
+
+
+def _skip_value(reader: BlockReader) -> Reading[None]:
+    yield from reader.space()
+    first = yield from reader.first()
+    if first == '"':
+        yield from reader.string()
+    elif first and first in "{[":
+        yield from reader.balanced()
+    else:
+        yield from reader.until(",", "}", most=MAX_NAME_CHARS)
+        reader.at -= 1
+
+
+def json_arguments(reader: BlockReader, schemas: ToolSchemas, name: str, id: str = "") -> Calls:
+    """Reads the arguments of a call, a JSON object. Raises CutOff, Malformed."""
+    name = name.strip()
+    try:
+        yield from reader.space()
+        first = yield from reader.first()
+        if not first:
+            yield from reader.more()
+    except CutOff:
+        raise CutOff(name if name in schemas else "", id) from None
+    if first != "{" or not name:
+        raise Malformed
+    if name in schemas:
+        yield from called(schemas, name, json_pieces(reader), id)
+    else:
+        yield replace(_whole(name, json_value((yield from reader.balanced()))), id=id)
+
+
+def json_list(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+    """Reads the calls of a JSON list, whose bracket is read. Raises CutOff, Malformed."""
+    while True:
+        if (yield from reader.taken("]")):
+            return
+        yield from json_call(reader, schemas)
         yield from reader.space()
         if (yield from reader.expect(",", "]")) == "]":
             return
 
 
+def json_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+    """Reads a call that is a JSON object, several of them, or a list. Raises CutOff, Malformed."""
+    if (yield from reader.taken("[")):
+        if (yield from reader.taken("]")):
+            raise Malformed
+        yield from json_list(reader, schemas)
+        return
+    yield from json_call(reader, schemas)
+    while (yield from reader.taken(";", ",")) or (yield from reader.first()) == "{":
+        yield from json_call(reader, schemas)
+
+
+def object_pieces(members: Pieces[None]) -> Pieces[None]:
+    """An object's text from pieces of its members, which have their commas."""
+    begun = False
+    for piece in members:
+        if piece is not None and not begun:
+            begun = True
+            yield f"{{{piece}"
+        else:
+            yield piece
+    yield "}" if begun else "{}"
+
+
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]{0,32})"')
 _HALF_KEY = re.compile(r'\{\s*(?:"[^"\\]{0,32})?\Z')
-CALL_KEYS = frozenset(("name", "type", "function", "arguments", "parameters", "id"))
+NAME_KEYS = ("name", "tool_name", "function")
+ARGUMENT_KEYS = ("arguments", "parameters")
+CALL_KEYS = frozenset((*NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id"))
 
 
-def bare_call(reader: BlockReader) -> Generator[None, None, FoundCall]:
+def bare_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     """Reads a call that is a JSON object without tags around it, and so known by its keys alone: an
-    answer that begins with another object is not held back. Raises Malformed."""
+    answer that begins with another object is not held back. Raises CutOff, Malformed."""
     yield from reader.space()
     while (key := _FIRST_KEY.match(reader.text, reader.at)) is None:
         rest = reader.text[reader.at : reader.at + 64]
@@ -166,13 +334,21 @@ def bare_call(reader: BlockReader) -> Generator[None, None, FoundCall]:
         yield from reader.more()
     if key[1] not in CALL_KEYS:
         raise Malformed
-    return (yield from json_call(reader, needs_arguments=True))
+    yield from json_call(reader, schemas, needs_arguments=True)
 
 
-def bare_calls(reader: BlockReader) -> Calls:
-    """Reads calls that are JSON objects without tags, one after the other. Raises Malformed."""
+def bare_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+    """Reads calls that are JSON objects without tags, one after the other, or a list of them.
+    Raises CutOff, Malformed."""
+    if (yield from reader.taken("[")):
+        end = ","
+        while end == ",":
+            yield from bare_call(reader, schemas)
+            yield from reader.space()
+            end = yield from reader.expect(",", "]")
+        return
     another = True
     while another:
-        yield (yield from bare_call(reader))
+        yield from bare_call(reader, schemas)
         yield from reader.space()
         another = bool((yield from reader.takes(";", ","))) or (yield from reader.first()) == "{"

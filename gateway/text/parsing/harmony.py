@@ -8,9 +8,10 @@ text.
 import re
 from collections.abc import Callable, Generator
 
-from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed
-from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, held
-from pdserve.gateway.text.parsing.values import json_text, json_value
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import Calls, json_arguments
+from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed, held
+from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
@@ -28,19 +29,28 @@ _HEADER = re.compile(
     r"(?:assistant)?(?:\s*to=[^\s<]*)?\s*(?:<\|channel\|>\s*[a-z]{0,32})?(?:\s*to=[^\s<]*)?\s*"
     r"(?:<\|constrain\|>)?\s*\w{0,32}\s*"
 )
+_HALF_TAG = re.compile(r"<\|?[a-z]*\|?\Z")
 _TAG = re.compile(r"<\|[a-z]+\|>")
 _BEGINNINGS = (CHANNEL, MESSAGE, START, " to=", "to=", "assistant" + CHANNEL)
 
 
 class HarmonyStream:
-    """For one choice; with `calls`, messages to functions are calls, otherwise text."""
+    """For one choice; with `calls`, messages to functions are calls, otherwise text. Those to the
+    tools of `schemas` are given as they come, others whole; without it all are as they come."""
 
     def __init__(
-        self, new_id: Callable[[], str] = str, parallel: bool = True, *, calls: bool = True
+        self,
+        new_id: Callable[[], str] = str,
+        parallel: bool = True,
+        schemas: ToolSchemas | None = None,
+        *,
+        calls: bool = True,
     ) -> None:
         self._new_id = new_id
         self._parallel = parallel
+        self._schemas = schemas
         self._calls = calls
+        self._cut = False  # by its length
         self._num_calls = 0
         self._has_text = False
         self._begins = False  # another text, on a line of its own
@@ -49,12 +59,18 @@ class HarmonyStream:
         self._messages = self._read()
         self._over = False
 
+    @property
+    def closed(self) -> bool:
+        """Whether thoughts are over: each is a message, which may be any but the last."""
+        return True
+
     def push(self, text: str) -> list[ContentPart]:
         self._reader.feed(text)
         return self._advanced()
 
     def finish(self, *, cut: bool = False) -> list[ContentPart]:
         self._reader.ended = True
+        self._cut = cut
         return self._advanced()
 
     def _advanced(self) -> list[ContentPart]:
@@ -103,7 +119,7 @@ class HarmonyStream:
                 header, mark = yield from reader.until(MESSAGE, *_BREAKS, most=MAX_HEADER_CHARS)
             except CutOff:
                 rest = reader.text[start:]
-                if not _is_header(rest):
+                if not _is_header(_HALF_TAG.sub("", rest)):
                     self._give(_TAG.sub("", _stripped_end(rest)))
                 raise
             except Malformed:
@@ -119,23 +135,38 @@ class HarmonyStream:
         """The arguments of a call. What is none stays unread, as a body."""
         reader = self._reader
         reader.drop_read()
+        schemas = ToolSchemas({name: None}) if self._schemas is None else self._schemas
+        begun = False
         try:
-            yield from reader.space()
-            if (yield from reader.first()) != "{":
-                raise Malformed
-            arguments = json_text(json_value((yield from _bounded(reader))))
+            for piece in _bounded(reader, json_arguments(reader, schemas, name)):
+                if piece is None:
+                    yield
+                    continue
+                if piece.name:
+                    self._give_call(ToolCallPart(self._num_calls, self._new_id(), name))
+                    begun = True
+                if piece.arguments:
+                    self._give_call(ToolCallPart(self._num_calls, arguments=piece.arguments))
+                reader.drop_read()
         except CutOff:
-            if not self._num_calls:
+            known = name in schemas
+            if self._cut and known and not begun:
+                self._give_call(ToolCallPart(self._num_calls, self._new_id(), name))
+            if self._cut and known:
+                self._give_call(ToolCallPart(self._num_calls, cut=True))
+            elif not (begun or self._num_calls):
                 self._give(reader.text)
             raise
         except Malformed:
-            reader.at = 0
-            return
-        if self._parallel or not self._num_calls:
-            self._parts.append(ToolCallPart(self._num_calls, self._new_id(), name))
-            self._parts.append(ToolCallPart(self._num_calls, arguments=arguments))
+            if not begun:
+                reader.at = 0
+                return
         self._num_calls += 1
         yield from reader.space()
+
+    def _give_call(self, part: ToolCallPart) -> None:
+        if self._parallel or not part.index:
+            self._parts.append(part)
 
     def _body(
         self, kind: type[TextPart] | type[ReasoningPart], *, plain: bool = False
@@ -184,14 +215,9 @@ def _stripped_end(text: str) -> str:
     return text
 
 
-def _bounded(reader: BlockReader) -> Generator[None, None, str]:
-    """The JSON object that begins here. Raises Malformed for one that is too long."""
-    reading = reader.balanced()
-    while True:
-        try:
-            next(reading)
-        except StopIteration as found:
-            return str(found.value)
-        if len(reader.text) > MAX_CALL_CHARS:
+def _bounded(reader: BlockReader, calls: Calls) -> Calls:
+    """Raises Malformed for a call that is too long."""
+    for piece in calls:
+        if piece is None and len(reader.text) > MAX_CALL_CHARS:
             raise Malformed
-        yield
+        yield piece

@@ -1,20 +1,29 @@
 """Calls written as <invoke name=...> with a <parameter name=...> each, which MiniMax and DeepSeek
 make with tags of different prefixes; pure."""
 
-from collections.abc import Generator
-from typing import Any
-
-from pdserve.gateway.text.parsing.arguments import ToolSchemas
-from pdserve.gateway.text.parsing.family import Calls, FoundCall, json_call
-from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
-from pdserve.gateway.text.parsing.values import json_text, json_value
+from pdserve.gateway.text.parsing.arguments import CallArguments, ToolSchemas
+from pdserve.gateway.text.parsing.family import (
+    CallPiece,
+    Calls,
+    called,
+    json_call,
+    object_pieces,
+)
+from pdserve.gateway.text.parsing.reader import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    Malformed,
+    Pieces,
+    Reading,
+)
+from pdserve.gateway.text.parsing.values import json_text
 
 
 def read_invokes(reader: BlockReader, prefix: str, end: str, schemas: ToolSchemas) -> Calls:
     """The calls of a block to its end tag; `prefix` stands after the bracket of each inner tag."""
     yield from reader.space()
     if (yield from reader.first()) == "{":  # as a grammar makes it
-        yield (yield from json_call(reader))
+        yield from json_call(reader, schemas)
         yield from reader.space()
         yield from reader.closes(end)
         return
@@ -22,35 +31,59 @@ def read_invokes(reader: BlockReader, prefix: str, end: str, schemas: ToolSchema
     if (yield from reader.expect(begin, end)) == end:
         return
     while True:
-        yield (yield from _invoke(reader, prefix, schemas))
+        yield from read_invoke(reader, prefix, schemas)
         yield from reader.space()
         if (yield from reader.closes(end)):
             return
         yield from reader.expect(begin)
 
 
-def _invoke(
-    reader: BlockReader, prefix: str, schemas: ToolSchemas
-) -> Generator[None, None, FoundCall]:
+def read_invoke(reader: BlockReader, prefix: str, schemas: ToolSchemas) -> Calls:
+    """An invocation, from its name on."""
     name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
-    arguments: dict[str, Any] = {}
     if name.endswith("/"):
-        return FoundCall(_unquoted(name[:-1]), "{}")
+        yield CallPiece(_unquoted(name[:-1]), "{}", last=True)
+        return
     name = _unquoted(name)
-    known = schemas.call(name)
+    yield from called(schemas, name, object_pieces(_members(reader, prefix, schemas.call(name))))
+
+
+def _members(reader: BlockReader, prefix: str, known: CallArguments) -> Pieces[None]:
     close = f"</{prefix}invoke>"
-    while True:
-        yield from reader.space()
-        if (yield from reader.expect(f"<{prefix}parameter name=", close)) == close:
-            return FoundCall(name, json_text(arguments))
+    gap = ""
+    while (yield from _tag(reader, f"<{prefix}parameter name=", close)) != close:
         head, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
         key, _, said = head.partition(" string=")
-        value, _ = yield from reader.until(f"</{prefix}parameter>")
         key = _unquoted(key)
-        if said:
-            arguments[key] = value if "true" in said else _json(value)
+        yield f"{gap}{json_text(key)}: "
+        gap = ", "
+        texts = reader.pieces_until(f"</{prefix}parameter>")
+        if not said:
+            yield from known.pieces(key, _without_lines(texts))
+        elif "true" in said:
+            yield from CallArguments(None).pieces(key, texts)
         else:
-            arguments[key] = known.typed(key, value.strip("\n"))
+            yield from known.pieces(key, texts, json=True)
+
+
+def _tag(reader: BlockReader, *tags: str) -> Reading[str]:
+    yield from reader.space()
+    return (yield from reader.expect(*tags))
+
+
+def _without_lines(texts: Pieces[str]) -> Pieces[None]:
+    """A text without the line breaks at its beginning and end."""
+    lines, begun = "", False
+    for text in texts:
+        if text is None:
+            yield None
+            continue
+        text = lines + text if begun else text.lstrip("\n")
+        body = text.rstrip("\n")
+        lines = text[len(body) :]
+        if body:
+            begun = True
+            yield body
 
 
 def _unquoted(text: str) -> str:
@@ -58,10 +91,3 @@ def _unquoted(text: str) -> str:
     if not text:
         raise Malformed
     return text
-
-
-def _json(text: str) -> Any:
-    try:
-        return json_value(text)
-    except Malformed:
-        return text

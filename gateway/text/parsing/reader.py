@@ -1,14 +1,15 @@
 """Text that comes in pieces, read by generators that yield None where they need more of it; pure.
 
-A position never goes back, and no character is looked at more than a few times, whatever the cut.
+No character is looked at more than a few times, whatever the cut.
 """
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
+Pieces = Generator[str | None, None, T]  # of text; None: needs more
 
 MAX_NAME_CHARS = 512  # of a function's name and what belongs to it
 
@@ -29,7 +30,22 @@ class Malformed(Exception):
 
 
 class CutOff(Malformed):
-    """The text ended in the middle."""
+    """The text ended in the middle. `name`: of a known tool whose call it ended in, before the
+    arguments; `id`: of that call."""
+
+    def __init__(self, name: str = "", id: str = "") -> None:
+        super().__init__()
+        self.name = name
+        self.id = id
+
+
+def held(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end of a text one of the marks could begin with."""
+    for size in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
+        tail = text[-size:]
+        if any(mark.startswith(tail) for mark in marks):
+            return size
+    return 0
 
 
 class BlockReader:
@@ -44,7 +60,8 @@ class BlockReader:
         self.text += text
 
     def drop_read(self) -> None:
-        """Forgets what is read. Only between two calls of a block."""
+        """Forgets what is read. Only behind a piece that a generator has given, not where it waits
+        for more: it may remember a position then."""
         self.text = self.text[self.at :]
         self.at = 0
 
@@ -81,6 +98,11 @@ class BlockReader:
             if self.ended or not any(mark.startswith(rest) for mark in marks):
                 return ""
             yield
+
+    def taken(self, *marks: str) -> Reading[str]:
+        """Reads the mark that follows, and white space before it."""
+        yield from self.space()
+        return (yield from self.takes(*marks))
 
     def closes(self, mark: str) -> Reading[bool]:
         """Reads a mark that ends a call, or as much of it as comes before the end of the answer;
@@ -119,6 +141,28 @@ class BlockReader:
                 return self.text[start : found.start()], found[0]
             scanned = max(start, end)
             yield from self.more()
+
+    def pieces_until(self, *marks: str) -> Pieces[str]:
+        """Gives the text before the first of the marks as it comes, and returns that mark, which is
+        read too. No mark is part of another. Raises CutOff."""
+        pattern = re.compile("|".join(map(re.escape, marks)))
+        while True:
+            found = pattern.search(self.text, self.at)
+            end = found.start() if found else len(self.text) - held(self.text[self.at :], marks)
+            piece, self.at = self.text[self.at : end], end
+            if piece:
+                yield piece
+            if found:
+                self.at += len(found[0])
+                return found[0]
+            yield from self.more()
+
+    def string(self) -> Reading[str]:
+        """The JSON string that begins here, with its quotes. Raises CutOff, Malformed."""
+        yield from self.expect('"')
+        start = self.at - 1
+        self.at = yield from self._past_string('"', self.at)
+        return self.text[start : self.at]
 
     def balanced(self, strings: str = "json") -> Reading[str]:
         """The bracketed text that begins here, to its last bracket. Raises CutOff; Malformed where

@@ -1,9 +1,13 @@
 """Finds calls of tools in the text of an answer as it comes; pure.
 
-A call is given whole or not at all: what begins as one and is none goes back into the text, in
-order. Only what the answer's length has cut off is left out: in a block that has had a call, behind
-another block's call, or right behind an opening tag; the latter two where a special token opened
-the block. So is such an opening tag that is all of an answer.
+The arguments of a known tool's call are given as they come, once its name and their beginning are
+read; other calls are given whole. What begins as a call and is none goes back into the text, in
+order, if nothing of it has been given. Of what has, the arguments end where the text is no longer a
+call's, and the text goes on there.
+
+An answer that is cut off within a call has a part of it; without arguments if it has come to the
+known tool's name. If it has not, what is cut off is left out in a block that has had a call or that
+a special token opened. So is such an opening tag that is all of an answer.
 """
 
 import re
@@ -11,8 +15,8 @@ from collections.abc import Callable
 from typing import Final
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
-from pdserve.gateway.text.parsing.family import Calls, FoundCall, ToolFamily
-from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed
+from pdserve.gateway.text.parsing.family import CallPiece, Calls, ToolFamily
+from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed, held
 from pdserve.gateway.text.parts import ContentPart, TextPart, ToolCallPart
 
 MAX_CALL_CHARS = 1 << 20  # of one call
@@ -21,15 +25,6 @@ FENCE: Final = "```"
 MAX_FENCE = 1024  # a run of more backticks is none
 _RUN = re.compile("`+")
 _INFO = re.compile(r"`+|\n")  # in the line that opens a fence
-
-
-def held(text: str, marks: tuple[str, ...]) -> int:
-    """How many characters at the end of a text one of the marks could begin with."""
-    for size in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
-        tail = text[-size:]
-        if any(mark.startswith(tail) for mark in marks):
-            return size
-    return 0
 
 
 class CallStream:
@@ -61,6 +56,7 @@ class CallStream:
         self._marks = (*family.openers, FENCE)
         self._pattern = re.compile("|".join((*map(re.escape, family.openers), "`+")))
         self._openers = tuple(family.openers)
+        self._longest = max(map(len, family.openers), default=0)
         self._calls_first = calls_first
         self._plain = False  # the whole answer is text
         # Characters that may begin a call without a tag, at the answer's beginning only.
@@ -73,13 +69,21 @@ class CallStream:
         self._ended = False
         self._cut = False  # by its length
         self._num_calls = 0
+        self.num_whole = 0  # calls of known tools
         self._ids: set[str] = set()  # that the model has given
         self._has_text = False
         self._reader: BlockReader | None = None
         self._opener = ""
         self._has_called = False  # in the block
+        self._in_call = False  # its arguments are being given
+        self._name = ""  # of the last call
         self._block: Calls | None = None
         self._parts: list[ContentPart] = []
+
+    @property
+    def num_begun(self) -> int:
+        """Calls that have begun."""
+        return self._num_calls
 
     def push(self, text: str) -> list[ContentPart]:
         if self._reader is not None:
@@ -140,6 +144,10 @@ class CallStream:
             return True
         if mark[0] == "`":
             behind = self._pending[found.end() : found.end() + 1]
+            start = self._pending[at : at + self._longest]
+            if not (self._fence or self._ended) and any(o.startswith(start) for o in self._openers):
+                self._pass(at)  # it may begin a call
+                return False
             if not behind and not self._ended and len(mark) < MAX_FENCE:
                 self._pass(at)
                 return False
@@ -179,27 +187,32 @@ class CallStream:
         assert reader is not None
         assert block is not None
         try:
-            for call in block:
-                if call is not None:
-                    if not self._opener and not self._has_called and call.name not in self._schemas:
-                        raise Malformed  # without a tag it may be any JSON
-                    self._call(call)
+            for piece in block:
+                if piece is not None:
+                    self._called(piece)
                     reader.drop_read()
-                    self._has_called = True
                 elif len(reader.text) > MAX_CALL_CHARS:
                     reader.at = len(reader.text)
                     raise Malformed
                 else:
                     return False
-        except CutOff:
+        except CutOff as end:
             rest = reader.text
             reader.at = len(rest)
-            if not self._is_left_out(rest):
+            if self._cut and (self._in_call or (end.name and self._opener)):
+                if not self._in_call:
+                    self._called(CallPiece(end.name, id=end.id))
+                self._give(ToolCallPart(self._num_calls - 1, cut=True))
+            elif not (self._in_call or self._is_left_out(rest)):
                 self._emit(rest)
         except Malformed:
-            self._emit(reader.text[: reader.at])
+            if not (self._opener or self._has_called):
+                reader.at = 0  # it may have fenced code
+            if not self._in_call:
+                self._emit(reader.text[: reader.at])
         self._pending = reader.text[reader.at :]
         self._reader = self._block = None
+        self._in_call = False
         return True
 
     def _is_left_out(self, rest: str) -> bool:
@@ -208,20 +221,32 @@ class CallStream:
             return self._cut
         if not any(text in self._opener for text in self._special):
             return False
-        if rest.strip() == self._opener:
-            return self._cut or not (self._has_text or self._num_calls)
-        return self._cut and self._num_calls > 0
+        if rest.strip() == self._opener and not self._cut:
+            return not (self._has_text or self._num_calls)
+        return self._cut
 
-    def _call(self, call: FoundCall) -> None:
-        index = self._num_calls
-        self._num_calls += 1
-        self._blank = False
-        if index and not self._parallel:
-            return
-        given = call.id and call.id not in self._ids
-        self._ids.add(call.id)
-        self._parts.append(ToolCallPart(index, call.id if given else self._new_id(), call.name))
-        self._parts.append(ToolCallPart(index, arguments=call.arguments))
+    def _called(self, piece: CallPiece) -> None:
+        """A piece of a call. Raises Malformed for one that may be any JSON."""
+        if piece.name:
+            if not (self._opener or self._has_called or piece.name in self._schemas):
+                raise Malformed
+            self._has_called = self._in_call = True
+            self._blank = False
+            given = piece.id and piece.id not in self._ids
+            self._ids.add(piece.id)
+            id = piece.id if given else self._new_id()
+            self._give(ToolCallPart(self._num_calls, id, piece.name))
+            self._num_calls += 1
+            self._name = piece.name
+        if piece.arguments:
+            self._give(ToolCallPart(self._num_calls - 1, arguments=piece.arguments))
+        if piece.last:
+            self._in_call = False
+            self.num_whole += self._name in self._schemas
+
+    def _give(self, part: ToolCallPart) -> None:
+        if self._parallel or not part.index:
+            self._parts.append(part)
 
     def _emit(self, text: str) -> None:
         if self._only_calls and self._num_calls:

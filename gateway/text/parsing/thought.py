@@ -4,7 +4,7 @@ A thought stands at the very beginning, or the prompt has opened it. White space
 left out. A thought that nothing closes goes to the end.
 """
 
-from pdserve.gateway.text.parsing.stream import held
+from pdserve.gateway.text.parsing.reader import held
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart
 
 MAX_SPACE = 1024  # white space that waits for text
@@ -22,6 +22,10 @@ class ThoughtStream:
         self._skipping = True  # white space, where the text or a part of it begins
         self._answering = False
         self._pending = ""
+
+    @property
+    def closed(self) -> bool:
+        return self._answering
 
     def push(self, text: str) -> list[ContentPart]:
         self._pending += text

@@ -1,7 +1,6 @@
 """Values of arguments as models write them, made into JSON values; pure.
 
-JSON is read by pydantic_core, which bounds the depth; Python's literals and Gemma's notation are
-read here.
+JSON is read by pydantic_core, which bounds the depth; Python's literals are read here.
 """
 
 import json
@@ -22,7 +21,6 @@ _WORDS = {
     "True": True, "False": False, "None": None, "true": True, "false": False, "null": None,
 }  # fmt: skip
 _PYTHON_STRING = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
-_GEMMA_STRING = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|.)", re.DOTALL)
 _CONTROL = re.compile(r"[\0-\x1f]")
 # One that does not end goes to the end of the text, so that no character is looked at twice.
@@ -57,8 +55,24 @@ def json_text(value: Any) -> str:
         raise Malformed from None
 
 
+def word_value(text: str) -> str:
+    """A number, or one of the names that are values, as JSON. Raises Malformed."""
+    if _NUMBER.fullmatch(text):
+        return json_text(_number(text))
+    if text not in _WORDS:
+        raise Malformed
+    return json_text(_WORDS[text])
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)  # too many digits for an int, too
+
+
 class Literals:
-    """Python's literals in a text; a class below reads Gemma's."""
+    """Python's literals in a text."""
 
     def __init__(self, text: str, at: int = 0, max_values: int = MAX_VALUES) -> None:
         self.text = text
@@ -89,11 +103,12 @@ class Literals:
             return text
         if number := _NUMBER.match(self.text, self.at):
             self.at = number.end()
-            return self._number(number[0])
-        word = self.name()
-        if word not in _WORDS:
+            return _number(number[0])
+        word = _NAME.match(self.text, self.at)
+        if word is None or word[0] not in _WORDS:
             raise Malformed
-        return _WORDS[word]
+        self.at = word.end()
+        return _WORDS[word[0]]
 
     def string(self) -> str | None:
         """The string that begins here, if one does."""
@@ -102,21 +117,6 @@ class Literals:
             return None
         self.at = found.end()
         return _ESCAPE.sub(_unescaped, found[1] if found[1] is not None else found[2])
-
-    def name(self) -> str:
-        """Raises Malformed."""
-        found = _NAME.match(self.text, self.at)
-        if found is None:
-            raise Malformed
-        self.at = found.end()
-        return found[0]
-
-    def key(self) -> str:
-        """A key of an object, to its colon. Raises Malformed."""
-        key = self.string()
-        if key is None or not self.taken(":"):
-            raise Malformed
-        return key
 
     def space(self) -> None:
         found = _SPACE.match(self.text, self.at)
@@ -130,18 +130,14 @@ class Literals:
         self.at += len(mark) if found else 0
         return found
 
-    def _number(self, text: str) -> int | float:
-        try:
-            return int(text)
-        except ValueError:
-            return float(text)  # too many digits for an int, too
-
     def _object(self, depth: int) -> dict[str, Any]:
         self.at += 1
         made: dict[str, Any] = {}
         while not self.taken("}"):
             self.space()
-            key = self.key()
+            key = self.string()
+            if key is None or not self.taken(":"):
+                raise Malformed
             made[key] = self.value(depth)
             if not self.taken(","):
                 if not self.taken("}"):
@@ -159,28 +155,6 @@ class Literals:
                     raise Malformed
                 break
         return made
-
-
-class GemmaLiterals(Literals):
-    """Gemma 4's notation: bare keys, and strings between <|"|> without escapes."""
-
-    def string(self) -> str | None:
-        found = _GEMMA_STRING.match(self.text, self.at)
-        if found is None:
-            return None
-        self.at = found.end()
-        return found[1]
-
-    def key(self) -> str:
-        key = self.string()
-        end = self.text.find(":", self.at)
-        if end < 0:
-            raise Malformed
-        bare = self.text[self.at : end].strip()
-        self.at = end + 1
-        if key is None and not bare:
-            raise Malformed
-        return bare if key is None else key
 
 
 def _unescaped(found: re.Match[str]) -> str:

@@ -1,12 +1,9 @@
 """The calls of DeepSeek V3 and R1: a section of calls, with arguments in fenced JSON."""
 
-from collections.abc import Generator
-
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
-    FoundCall,
     ToolFamily,
     json_arguments,
 )
@@ -23,27 +20,26 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if (yield from reader.expect(CALL, END)) == END:
         return
     while True:
-        yield (yield from _call(reader))
+        yield from _call(reader, schemas)
         yield from reader.space()
         if (yield from reader.closes(END)):
             return
         yield from reader.expect(CALL)
 
 
-def _call(reader: BlockReader) -> Generator[None, None, FoundCall]:
+def _call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     name, _ = yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
     yield from reader.space()
-    fenced = (yield from reader.first()) != "{"
+    fenced = (yield from reader.first()) not in ("{", "")
     if fenced:
         name, _ = yield from reader.until(FENCED, most=MAX_NAME_CHARS)
-    call = yield from json_arguments(reader, name)
+    yield from json_arguments(reader, schemas, name)
     yield from reader.space()
     if fenced:
         yield from reader.closes("```")
         yield from reader.space()
     if not (yield from reader.closes(CALL_END)):
         raise Malformed
-    return call
 
 
 FAMILY = ToolFamily(

@@ -4,34 +4,39 @@ from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
-    FoundCall,
     ToolFamily,
+    called,
     json_call,
 )
+from pdserve.gateway.text.parsing.pieces import GemmaLiteralPieces
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
-from pdserve.gateway.text.parsing.values import GemmaLiterals, json_text
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+    return read_call(reader, END, schemas, GemmaLiteralPieces(reader))
+
+
+def read_call(
+    reader: BlockReader, end: str, schemas: ToolSchemas, literals: GemmaLiteralPieces
+) -> Calls:
     yield from reader.space()
     if (yield from reader.first()) == "{":  # as a grammar makes it
-        yield (yield from json_call(reader))
-        if not (yield from reader.closes(END)):
+        yield from json_call(reader, schemas)
+        if not (yield from reader.closes(end)):
             raise Malformed
         return
     yield from reader.expect("call:")
-    name, mark = yield from reader.until("{", END, most=MAX_NAME_CHARS)
+    name, mark = yield from reader.until("{", end, most=MAX_NAME_CHARS)
     name = name.strip()
-    if mark == END or not name:
+    if mark == end or not name:
         raise Malformed
     reader.at -= 1
-    arguments = GemmaLiterals((yield from reader.balanced("gemma"))).whole()
+    yield from called(schemas, name, literals.value())
     yield from reader.space()
-    if not (yield from reader.closes(END)):
+    if not (yield from reader.closes(end)):
         raise Malformed
-    yield FoundCall(name, json_text(arguments))
 
 
 FAMILY = ToolFamily(

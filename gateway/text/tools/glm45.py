@@ -1,18 +1,16 @@
 """The calls of GLM 4.5 and later: a name, then <arg_key> and <arg_value> in <tool_call>."""
 
-from collections.abc import Generator
-from typing import Any
-
 from pdserve.gateway.text.parsing.arguments import CallArguments, ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
-    FoundCall,
     ToolFamily,
+    called,
     json_call,
+    object_pieces,
 )
-from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, CutOff, Malformed
-from pdserve.gateway.text.parsing.values import json_text, json_value
+from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces
+from pdserve.gateway.text.parsing.values import json_text
 
 END = "</tool_call>"
 
@@ -20,7 +18,7 @@ END = "</tool_call>"
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     if (yield from reader.first()) == "{":  # as a grammar makes it
-        yield (yield from json_call(reader))
+        yield from json_call(reader, schemas)
         yield from reader.space()
         yield from reader.closes(END)
         return
@@ -28,41 +26,34 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     name = name.strip()
     if not name or any(char.isspace() for char in name):
         raise Malformed
-    known = schemas.call(name)
-    arguments: dict[str, Any] = {}
+    yield from called(schemas, name, object_pieces(_members(reader, end, schemas.call(name))))
+
+
+def _members(reader: BlockReader, end: str, known: CallArguments) -> Pieces[None]:
+    gap = ""
     while end != END:
         key, _ = yield from reader.until("</arg_key>", most=MAX_NAME_CHARS)
         yield from reader.space()
         yield from reader.expect("<arg_value>")
-        value = yield from _value(reader)
-        arguments[key] = _typed(value, known, key)
+        yield f"{gap}{json_text(key)}: "
+        gap = ", "
+        # What the tools do not describe is JSON, or else a string.
+        yield from known.pieces(key, _value(reader), json=not known.knows(key))
         yield from reader.space()
         end = yield from reader.expect("<arg_key>", END)
-    yield FoundCall(name, json_text(arguments))
 
 
-def _value(reader: BlockReader) -> Generator[None, None, str]:
-    """A value, whose end tag models sometimes leave out at the end of a call."""
-    start = reader.at
-    try:
-        value, _ = yield from reader.until("</arg_value>")
-    except CutOff:
-        rest = reader.text[start:].rstrip()
-        if not rest.endswith(END):
-            raise
-        value = rest.removesuffix(END)
-        reader.at = start + len(value)
-    return value
-
-
-def _typed(text: str, known: CallArguments, key: str) -> Any:
-    """What the tools do not describe is JSON, or else a string."""
-    if known.knows(key):
-        return known.typed(key, text)
-    try:
-        return json_value(text)
-    except Malformed:
-        return text
+def _value(reader: BlockReader) -> Pieces[None]:
+    """A value, whose end tag models sometimes leave out at the end of the answer."""
+    while (yield from reader.pieces_until("</arg_value>", END)) == END:
+        start = reader.at
+        yield from reader.space()
+        at_end = reader.ended and reader.at == len(reader.text)
+        reader.at = start
+        if at_end:
+            reader.at -= len(END)
+            return
+        yield END
 
 
 FAMILY = ToolFamily(

@@ -1,16 +1,22 @@
 """Hermes' calls, which Qwen 2.5, Qwen 3 and many others make: JSON in <tool_call>."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
-from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, json_call
+from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, json_calls
+from pdserve.gateway.text.parsing.pythonic import mixed_calls
 from pdserve.gateway.text.parsing.reader import BlockReader
 
-OTHERS = ("<arg_key>", "<function=")  # of families with the same tag
+OTHERS = ("<arg_key>", "<function=", "<tool_calls>", "]<]minimax[>[")  # of families with the tag
+# Qwen 2.5 Coder often writes the second, or no tag at all.
+TAGS = {"<tool_call>": "</tool_call>", "<tools>": "</tools>"}
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    yield (yield from json_call(reader))
+    if not opener:
+        yield from mixed_calls(reader, schemas)
+        return
+    yield from json_calls(reader, schemas)
     yield from reader.space()
-    yield from reader.closes("</tool_call>")
+    yield from reader.closes(TAGS[opener])
 
 
 FAMILY = ToolFamily(
@@ -19,7 +25,8 @@ FAMILY = ToolFamily(
     CallForm(
         '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", trigger="<tool_call>"
     ),
-    openers=("<tool_call>",),
+    openers=tuple(TAGS),
+    bare="{[`",
     read=read,
     special=("<tool_call>", "</tool_call>"),
 )

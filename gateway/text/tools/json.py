@@ -1,32 +1,35 @@
-"""Calls of no family in particular: a JSON object, or a list of them, where the answer begins."""
+"""Calls of no family in particular: JSON, or a list of Python's calls, where the answer begins, or
+between tags that several families use."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
     ToolFamily,
-    bare_call,
-    bare_calls,
+    json_calls,
 )
+from pdserve.gateway.text.parsing.pythonic import mixed_calls
 from pdserve.gateway.text.parsing.reader import BlockReader
+
+_NAMES = "tool_call", "tool_calls", "tools", "TOOLCALL", "function_call"
+TAGS = {f"<{name}>": f"</{name}>" for name in _NAMES} | {"[TOOL_CALLS]": "[/TOOL_CALLS]"}
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    yield from reader.space()
-    if not (yield from reader.takes("[")):
-        yield from bare_calls(reader)
+    if not opener:
+        yield from mixed_calls(reader, schemas)
         return
-    end = ","
-    while end == ",":
-        yield (yield from bare_call(reader))
-        yield from reader.space()
-        end = yield from reader.expect(",", "]")
+    yield from json_calls(reader, schemas)
+    yield from reader.space()
+    yield from reader.closes(TAGS[opener])
 
 
 FAMILY = ToolFamily(
     "json",
     lambda template: False,
     CallForm('{"name": "NAME", "arguments": ', "}", trigger='{"name": "'),
-    bare="{[",
+    openers=tuple(TAGS),
+    bare="{[`",
     read=read,
+    special=(*TAGS, *TAGS.values()),
 )

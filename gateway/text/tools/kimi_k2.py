@@ -1,7 +1,5 @@
 """Kimi K2's calls: a section of them, with ids functions.NAME:INDEX, which it wants back."""
 
-from dataclasses import replace
-
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
@@ -19,13 +17,11 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         written, _ = yield from reader.until(ARGUMENTS, most=MAX_NAME_CHARS)
         written = written.strip()
         name, _, index = written.removeprefix("functions.").rpartition(":")
-        call = yield from json_arguments(reader, name or written)
-        if name and written.startswith("functions.") and index.isdecimal():
-            call = replace(call, id=written)
+        own = name and written.startswith("functions.") and index.isdecimal()
+        yield from json_arguments(reader, schemas, name or written, written if own else "")
         yield from reader.space()
         if not (yield from reader.closes(CALL_END)):
             raise Malformed
-        yield call
         yield from reader.space()
         if (yield from reader.closes(END)):
             return

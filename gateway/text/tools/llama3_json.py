@@ -1,28 +1,42 @@
-"""The calls of Llama 3.1 to 3.3: JSON objects where the answer begins, or after <|python_tag|>."""
+"""The calls of Llama 3.1 to 3.3 and of models made from it: JSON objects or lists, or Python's
+lists, where the answer begins; after <|python_tag|>; or JSON in <function=NAME>."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
     ToolFamily,
-    bare_calls,
+    json_arguments,
 )
-from pdserve.gateway.text.parsing.reader import BlockReader
+from pdserve.gateway.text.parsing.pythonic import mixed_calls, python_calls
+from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader
 
+FUNCTION, FUNCTION_END = "<function=", "</function>"
 TAG, END = "<|python_tag|>", "<|eom_id|>"
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    yield from bare_calls(reader)
+    if opener == FUNCTION:
+        name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+        yield from json_arguments(reader, schemas, name)
+        yield from reader.space()
+        yield from reader.closes(FUNCTION_END)
+        return
+    yield from reader.space()
+    first = yield from reader.first()
+    if opener and first.isidentifier():
+        yield from python_calls(reader, schemas)
+    else:
+        yield from mixed_calls(reader, schemas)
     yield from reader.closes(END)
 
 
 FAMILY = ToolFamily(
     "llama3_json",
-    lambda template: "<|start_header_id|>" in template,
+    lambda template: "<|start_header_id|>" in template and "<TOOLCALL>" not in template,
     CallForm('{"name": "NAME", "parameters": ', "}", trigger='{"name": "'),
-    openers=(TAG,),
-    bare="{",
+    openers=(TAG, FUNCTION),
+    bare="{[`",
     read=read,
     special=(TAG, END),
 )

@@ -17,7 +17,7 @@ _ENDS_OF_NAME = (ARGUMENTS, CALL_ID, "{")
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     if (yield from reader.takes("[")):
-        yield from json_list(reader)
+        yield from json_list(reader, schemas)
         return
     name, mark = yield from reader.until(*_ENDS_OF_NAME, " ", "\n", most=MAX_NAME_CHARS)
     if mark.isspace():
@@ -27,7 +27,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from reader.until(ARGUMENTS, most=MAX_NAME_CHARS)
     elif mark == "{":
         reader.at -= 1
-    yield (yield from json_arguments(reader, name))
+    yield from json_arguments(reader, schemas, name)
 
 
 FAMILY = ToolFamily(

@@ -16,10 +16,10 @@ BEGIN, END, WORD = "<|tool_call|>", "<|/tool_call|>", "functools"
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
     if opener == BEGIN and (yield from reader.first()) == "{":
-        yield (yield from json_call(reader))
+        yield from json_call(reader, schemas)
     else:
         yield from reader.expect("[")
-        yield from json_list(reader)
+        yield from json_list(reader, schemas)
     yield from reader.space()
     yield from reader.closes(END)
 

@@ -1,17 +1,21 @@
 """Qwen3-Coder's calls: <function=NAME> and <parameter=NAME> with values as plain text."""
 
-from collections.abc import Generator
-from typing import Any
-
-from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.arguments import CallArguments, ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
     Calls,
-    FoundCall,
     ToolFamily,
+    called,
     json_call,
+    object_pieces,
 )
-from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
+from pdserve.gateway.text.parsing.reader import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    CutOff,
+    Malformed,
+    Pieces,
+)
 from pdserve.gateway.text.parsing.values import json_text
 
 _CLOSE, _NEXT = "</parameter>", ("<parameter=", "</function>")
@@ -33,44 +37,48 @@ def read_function(reader: BlockReader, opener: str, end: str, schemas: ToolSchem
     if opener != "<function=":
         yield from reader.space()
         if (yield from reader.first()) == "{":  # as a grammar makes it
-            yield (yield from json_call(reader))
+            yield from json_call(reader, schemas)
             yield from reader.space()
             yield from reader.closes(end)
             return
         yield from reader.expect("<function=")
-    yield (yield from _function(reader, schemas))
+    name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+    yield from called(schemas, name, object_pieces(_members(reader, schemas.call(name))))
     yield from reader.space()
     yield from reader.closes(end)
 
 
-def _function(reader: BlockReader, schemas: ToolSchemas) -> Generator[None, None, FoundCall]:
-    name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
-    known = schemas.call(name)
-    arguments: dict[str, Any] = {}
+def _members(reader: BlockReader, known: CallArguments) -> Pieces[None]:
     yield from reader.space()
-    end = yield from reader.expect("<parameter=", "</function>")
+    end = yield from reader.expect(*_NEXT)
+    gap = ""
     while "<parameter=" in end:
         key, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
         if "\n" in key:
             raise Malformed
-        value, end = yield from _value(reader)
-        arguments[key] = known.typed(key, value)
-    return FoundCall(name, json_text(arguments))
+        yield f"{gap}{json_text(key)}: "
+        gap = ", "
+        end = yield from known.pieces(key, _value(reader))
 
 
-def _value(reader: BlockReader) -> Generator[None, None, tuple[str, str]]:
+def _value(reader: BlockReader) -> Pieces[str]:
     """A value, and the tag that follows it. Its end tag is one only before the next tag."""
     lines = yield from reader.takes("\n")
-    start = reader.at
     while True:
-        _, end = yield from reader.until(*(_ENDS_OF_LINES if lines else _ENDS))
-        close = reader.at
+        end = yield from reader.pieces_until(*(_ENDS_OF_LINES if lines else _ENDS))
         if not end.endswith(_CLOSE):
-            return reader.text[start : close - len(end)], end
+            return end
+        start = reader.at
         yield from reader.space()
         if following := (yield from reader.takes(*_NEXT)):
-            return reader.text[start : close - len(end)], following
-        reader.at = close
+            return following
+        rest = reader.text[reader.at :]
+        if reader.ended and any(mark.startswith(rest) for mark in _NEXT):
+            raise CutOff
+        space = reader.text[start : reader.at]
+        yield end  # it was a part of the value
+        reader.text = space + reader.text[reader.at :]
+        reader.at = 0
 
 
 FAMILY = ToolFamily(

@@ -175,21 +175,121 @@ async def test_without_tools_an_answer_is_text(
         assert choice["message"]["content"] == HERMES.call
 
 
-async def test_a_call_that_max_tokens_cuts_off_is_text(make_http: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_is_cut_off_is_a_part_of_one(
+    make_http: Callable[..., Any], stream: bool, subtests: pytest.Subtests
+) -> None:
+    """By max_tokens or by a stop string; an answer cut off before the tool's name has no call."""
+    num_tokens = len(router(saying("")).encode(HERMES.call[: HERMES.call.index("is")]))
+    for more, arguments in (
+        ({"max_tokens": 20}, None),
+        ({"max_tokens": num_tokens}, '{"city": "Par'),
+        ({"stop": "is"}, '{"city": "Par'),
+        ({"stop": "Paris"}, '{"city": "'),
+    ):
+        with subtests.test(more=more):
+            upstream = router(saying(HERMES.call))
+            reply = await make_http(upstream).post(URL, json=body(stream=stream, **more))
+            if stream:
+                answer = joined(events(reply.text))[0]
+                text, finish = answer["text"], answer["finish"]
+                calls = [(name, given) for _, name, given in answer["calls"]]
+            else:
+                (choice,) = reply.json()["choices"]
+                text, finish = choice["message"]["content"] or "", choice["finish_reason"]
+                calls = [
+                    (call["function"]["name"], call["function"]["arguments"])
+                    for call in choice["message"].get("tool_calls", [])
+                ]
+            assert calls == ([("get_weather", arguments)] if arguments else [])
+            assert (text, finish) == ("", "length")
+
+
+@pytest.mark.parametrize("stop", [False, True])
+async def test_messages_have_the_whole_arguments_of_a_call_that_is_cut_off(
+    make_http: Callable[..., Any], stop: bool
+) -> None:
+    call = HERMES.call.replace('"Paris"', '"Paris", "days": [1, 2], "note": "so"')
+    upstream = router(saying(call))
+    limit = len(upstream.encode(call[: call.index('o"}')]))
+    tool = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
+    asked = {"model": "tiny", "messages": HI, "tools": [tool], "max_tokens": 500}
+    asked |= {"stop_sequences": ['o"}']} if stop else {"max_tokens": limit}
+    whole = (await make_http(upstream).post("/v1/messages", json=asked)).json()
+    assert whole["stop_reason"] == ("stop_sequence" if stop else "max_tokens")
+    (block,) = whole["content"]
+    assert (block["type"], block["name"]) == ("tool_use", "get_weather")
+    assert block["input"] == {"city": "Paris", "days": [1, 2]}
+    reply = await make_http(upstream).post("/v1/messages", json={**asked, "stream": True})
+    data = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+    kinds = [event["type"] for event in data]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert data[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+    deltas = [e["delta"] for e in data if e["type"] == "content_block_delta"]
+    assert len(deltas) > 3
+    assert "".join(delta["partial_json"] for delta in deltas) == (
+        '{"city": "Paris", "days": [1, 2], "note": "s'
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_have_a_call_that_is_cut_off_as_incomplete(
+    make_http: Callable[..., Any], stream: bool
+) -> None:
     upstream = router(saying(HERMES.call))
-    choice = (await make_http(upstream).post(URL, json=body(max_tokens=20))).json()["choices"][0]
-    assert choice["finish_reason"] == "length"
-    assert "tool_calls" not in choice["message"]
-    assert HERMES.call.startswith(choice["message"]["content"])
+    limit = len(upstream.encode(HERMES.call[: HERMES.call.index("is")]))
+    asked = {
+        "model": "tiny", "input": "hi", "tools": [{"type": "function", **WEATHER["function"]}],
+        "max_output_tokens": limit, "stream": stream,
+    }  # fmt: skip
+    reply = await make_http(upstream).post("/v1/responses", json=asked)
+    if stream:
+        lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
+        data = [json.loads(line) for line in lines if line != "[DONE]"]
+        pieces = [e["delta"] for e in data if e["type"].endswith("arguments.delta")]
+        assert len(pieces) > 1
+        assert "".join(pieces) == '{"city": "Par'
+        assert data[-1]["type"] == "response.incomplete"
+        response = data[-1]["response"]
+    else:
+        response = reply.json()
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    (item,) = response["output"]
+    assert (item["type"], item["name"], item["status"]) == (
+        "function_call", "get_weather", "incomplete",
+    )  # fmt: skip
+    assert item["arguments"] == '{"city": "Par'
 
 
-async def test_stop_strings_are_looked_for_in_what_the_model_writes(
+async def test_a_long_call_is_streamed(make_http: Callable[..., Any]) -> None:
+    call = HERMES.call.replace("Paris", "a long name " * 60)
+    reply = await make_http(router(saying(call))).post(URL, json=body(stream=True, max_tokens=1700))
+    chunks = events(reply.text)
+    (answer,) = joined(chunks).values()
+    (only,) = answer["calls"]
+    assert json.loads(only[2]) == {"city": "a long name " * 60}
+    assert sum("tool_calls" in choice["delta"] for c in chunks for choice in c["choices"]) > 60
+
+
+async def test_a_template_of_no_known_family_is_said_in_the_log(
+    make_http: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = {"model": "tiny", "messages": HI}
+    for template, num_warnings in ((TEMPLATE, 0), (TEMPLATE.replace("<tool_call>", ""), 1)):
+        caplog.clear()
+        await make_http(router(saying("x"), template)).post(URL, json=asked)
+        assert caplog.text.count("--tool-parser") == num_warnings
+
+
+async def test_a_stop_string_behind_a_call_s_arguments_leaves_it_whole(
     make_http: Callable[..., Any],
 ) -> None:
-    upstream = router(saying("before" + HERMES.call))
-    choice = (await make_http(upstream).post(URL, json=body(stop="Paris"))).json()["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert choice["message"]["content"].endswith('"city": "')
+    reply = await make_http(router(saying(HERMES.call))).post(URL, json=body(stop="</tool_call>"))
+    (choice,) = reply.json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
 
 
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role + ':' + m.content + '\n' }}{% endfor %}"

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.gateway.content.answer_format import AnswerFormat
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.thought import MAX_SPACE
 from pdserve.gateway.text.parts import ContentPart, calls_of, reasoning_of, text_of
 from pdserve.gateway.text.reasoning import (
@@ -23,6 +24,10 @@ TEMPLATES = {
     "think": "{{ content.split('</think>') }}",
     "seed_oss": "<seed:think>{{ reasoning }}</seed:think>",
     "mistral": "[THINK]{{ reasoning }}[/THINK]",
+    "kimi_k3": "<|open|>think<|sep|>",
+    "minimax_m3": "<mm:think>{{ reasoning }}</mm:think>",
+    "command_a": "<|START_THINKING|>{{ reasoning }}<|END_THINKING|>",
+    "apertus": "<|inner_prefix|>{{ reasoning }}<|inner_suffix|>",
     "gemma4": "<|channel>thought\n<channel|>",
     "gpt_oss": "<|start|>assistant<|channel|>final<|message|>",
 }
@@ -35,11 +40,18 @@ def tags(name: str) -> tuple[str, str]:
 
 
 def parse(
-    name: str, pieces: Iterable[str], *, opened: bool = False, inline: bool = False, tools: str = ""
+    name: str,
+    pieces: Iterable[str],
+    *,
+    opened: bool = False,
+    inline: bool = False,
+    tools: str = "",
+    schemas: ToolSchemas | None = None,
 ) -> tuple[str, str]:
     """What the model thinks, and what it answers."""
     calls = tool_family(tools)
-    form = AnswerFormat(calls, reasoning_family(name), open=opened, inline=inline)
+    schemas = schemas or ToolSchemas()
+    form = AnswerFormat(calls, reasoning_family(name), schemas, open=opened, inline=inline)
     parser = form.parser()
     assert parser is not None
     content: list[ContentPart] = [part for piece in pieces for part in parser.push(piece)]
@@ -129,13 +141,44 @@ def test_an_empty_thought_is_none(subtests: pytest.Subtests) -> None:
             assert parse(name, f"\n{end}\nHi", opened=True) == ("", "Hi")
 
 
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+KNOWN = ToolSchemas({"f": None})
+
+
 def test_a_call_in_a_thought_is_none(subtests: pytest.Subtests) -> None:
-    for name in TAGGED:
+    for name, schemas in product(TAGGED, (ToolSchemas(), KNOWN)):
         with subtests.test(name):
             begin, end = tags(name)
-            call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-            answer = f"{begin}I could {call}{end}{call}"
-            assert parse(name, answer, tools="hermes") == (f"I could {call}", "")
+            answer = f"{begin}I could {CALL} or so{end}{CALL}"
+            for pieces in ([answer], answer):
+                found = parse(name, pieces, tools="hermes", schemas=schemas)
+                assert found == (f"I could {CALL} or so", "")
+
+
+def test_a_whole_call_ends_a_thought_that_is_not_closed(subtests: pytest.Subtests) -> None:
+    for name, behind in product(TAGGED, ("", "\n", " So.")):
+        with subtests.test(name=name, behind=behind):
+            begin, _ = tags(name)
+            answer = f"{begin}I will.\n{CALL}{behind}"
+            for pieces in ([answer], answer):
+                found = parse(name, pieces, tools="hermes", schemas=KNOWN)
+                assert found == ("I will.", behind.rstrip())
+
+
+def test_what_is_no_whole_call_of_a_tool_ends_no_thought(subtests: pytest.Subtests) -> None:
+    other = CALL.replace('"f"', '"g"')
+    fenced = f"```\n{CALL}\n```"
+    for name, text in product(TAGGED, (other, CALL[:-20], "<tool_call>", fenced, f"so {other} so")):
+        with subtests.test(name=name, text=text):
+            begin, _ = tags(name)
+            for pieces in ([begin + text], begin + text):
+                form = AnswerFormat(tool_family("hermes"), reasoning_family(name), KNOWN)
+                parser = form.parser()
+                assert parser is not None
+                content = [part for piece in pieces for part in parser.push(piece)]
+                content += parser.finish()
+                assert (reasoning_of(content), text_of(content)) == (text, "")
+                assert not calls_of(content)
 
 
 def test_thoughts_as_text_keep_their_tags(subtests: pytest.Subtests) -> None:

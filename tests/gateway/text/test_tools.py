@@ -18,7 +18,7 @@ from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import ContentParser
 from pdserve.gateway.text.parsing.reader import Malformed
 from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, MAX_SPACE, CallStream
-from pdserve.gateway.text.parsing.values import Literals, json_value
+from pdserve.gateway.text.parsing.values import MAX_VALUES, Literals, json_value
 from pdserve.gateway.text.parts import ContentPart, ToolCallPart, calls_of, reasoning_of, text_of
 from pdserve.gateway.text.tools import (
     FALLBACK,
@@ -31,7 +31,7 @@ PARIS = ("get_weather", {"city": "Paris"})
 ROME = ("get_weather", {"city": "Rome"})
 NAMES = tool_parser_names()
 TOOLS = ToolSchemas({"get_weather": {}, "f": {}})
-AT_START = {"llama3_json", "llama4_pythonic", "json"}  # without a tag, only there
+AT_START = {"llama3_json", "llama4_pythonic", "pythonic", "json"}  # without a tag, only there
 TAGGED = sorted(set(NAMES) - AT_START - {"gpt_oss"})
 
 
@@ -39,11 +39,10 @@ def make(name: str, schemas: ToolSchemas | None = None, parallel: bool = True) -
     family = tool_family(name)
     assert family is not None
     ids = count()
+    schemas = TOOLS if schemas is None else schemas
     if family.whole is not None:
-        return family.whole(lambda: f"call_{next(ids)}", parallel)
-    return CallStream(
-        family, TOOLS if schemas is None else schemas, lambda: f"call_{next(ids)}", parallel
-    )
+        return family.whole(lambda: f"call_{next(ids)}", parallel, schemas)
+    return CallStream(family, schemas, lambda: f"call_{next(ids)}", parallel)
 
 
 def parse(
@@ -55,8 +54,15 @@ def parse(
 
 
 def made(content: list[ContentPart]) -> tuple[str, list[tuple[str, Any]]]:
-    """The text, and the calls with their arguments."""
-    return text_of(content), [(c.name, json.loads(c.arguments)) for c in calls_of(content)]
+    """The text, and the calls with their arguments; these as a text if they are not whole."""
+    return text_of(content), [(c.name, arguments_of(c.arguments)) for c in calls_of(content)]
+
+
+def arguments_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def final(name: str, text: str) -> str:
@@ -160,16 +166,39 @@ def test_a_call_that_is_cut_off_is_text(subtests: pytest.Subtests) -> None:
                 assert text == cut
 
 
-def test_what_is_cut_off_behind_a_call_is_left_out(subtests: pytest.Subtests) -> None:
-    for name in TAGGED:
+def test_of_a_call_that_is_cut_off_a_part_is_given(subtests: pytest.Subtests) -> None:
+    for name in [*TAGGED, "gpt_oss"]:
         with subtests.test(name):
             answer = TOOL_ANSWERS[name]
             cut = answer.calls[: answer.calls.rindex("Rome") + 2]
-            assert made(parse(name, cut, cut=True)) == ("", [PARIS])
-            text, calls = made(parse(name, cut))
-            assert calls == [PARIS]
-            assert cut.endswith(text)
-            assert text.endswith("Ro")
+            for pieces in ([cut], cut):
+                parts = parse(name, pieces, cut=True)
+                assert made(parts) == ("", [PARIS, ("get_weather", '{"city": "Ro')])
+                assert [call.cut for call in calls_of(parts)] == [False, True]
+                ended = parse(name, pieces)  # by itself
+                assert made(ended) == made(parts)
+                assert not any(call.cut for call in calls_of(ended))
+
+
+def test_a_call_that_is_cut_off_anywhere_leaves_no_tag(subtests: pytest.Subtests) -> None:
+    """Up to the tool's name nothing is left of it, then a call without arguments or with some."""
+    for name in [*TAGGED, "gpt_oss"]:
+        with subtests.test(name):
+            family = tool_family(name)
+            assert family is not None
+            call = TOOL_ANSWERS[name].call
+            given: list[str] = []
+            opener = next((o for o in family.openers if call.startswith(o)), "")
+            special = any(text in opener for text in family.special) or name == "gpt_oss"
+            for at in range(len(opener) or len("<|channel|>"), len(call)):
+                parts = parse(name, ["Hi.\n" * (name != "gpt_oss"), call[:at]], cut=True)
+                text, calls = made(parts)
+                assert text.strip() in ("Hi.", "") or not (special or calls)
+                assert len(calls) <= 1
+                given += [c.arguments for c in calls_of(parts)]
+            assert given[0] == ""
+            assert len(set(given)) > 4
+            assert all(later.startswith(one) for one, later in pairwise(given))
 
 
 def test_an_opening_tag_at_the_end_is_text_where_the_answer_ends_by_itself(
@@ -179,7 +208,7 @@ def test_an_opening_tag_at_the_end_is_text_where_the_answer_ends_by_itself(
         with subtests.test(name):
             family = tool_family(name)
             assert family is not None
-            for opener in family.openers:
+            for opener in family.openers[: 1 if name == "kimi_k3" else None]:
                 special = any(text in opener for text in family.special)
                 text = f"Wrap it in {opener}"
                 assert made(parse(name, text)) == (text, [])
@@ -295,8 +324,8 @@ MALFORMED = {
     "deepseek_dsml": ["<｜DSML｜tool_calls>x</｜DSML｜tool_calls>"],
     "phi4_mini_json": ["functools are fine", "<|tool_call|>x<|/tool_call|>", "functools[1]"],
     "llama3_json": ['{"name": "f", "parameters": 1} x', '{"name": 1, "parameters": {}}'],
-    "llama4_pythonic": ["[f(1)]", "[f(a=x)]", "[f(a=1]", "[1 f()]"],
-    "json": ['[{"name": "f"}]', '{"name": "f", "arguments": {}, "x": NaN}'],
+    "llama4_pythonic": ["[f(1)]", "[f(a=x)]", "[g(a=1]", "[1 f()]"],
+    "json": ['[{"name": "f"}]', '{"name": "g", "arguments": {}, "x": NaN}'],
 }
 
 
@@ -317,25 +346,60 @@ def test_a_call_after_what_is_none(subtests: pytest.Subtests) -> None:
 
 
 def test_a_missing_bracket_hides_no_later_call(subtests: pytest.Subtests) -> None:
-    for name in ("hermes", "gemma4", "kimi_k2", "deepseek_v31", "mistral"):
+    """A call of a known tool whose arguments have begun stays one; another one is text."""
+    for name in ("hermes", "gemma4", "kimi_k2", "deepseek_v31"):
         with subtests.test(name):
             answer = TOOL_ANSWERS[name]
             at = answer.call.rindex("}")
             broken = answer.call[:at] + answer.call[at + 1 :]
+            first = PARIS if name == "hermes" else ("get_weather", '{"city": "Paris"')
             for between in ("", "\n"):
                 whole = broken + between + answer.call.replace("Paris", "Rome")
-                assert made(parse(name, [whole])) == (broken, [ROME])
-                assert made(parse(name, whole)) == (broken, [ROME])
+                assert made(parse(name, [whole])) == ("", [first, ROME])
+                assert made(parse(name, whole)) == ("", [first, ROME])
+                unknown = whole.replace("get_weather", "g", 1)
+                text, calls = made(parse(name, unknown))
+                assert (text, calls) == (broken.replace("get_weather", "g"), [ROME])
 
 
 @pytest.mark.parametrize("between", ["", "\n", " and "])
 def test_a_missing_brace_of_named_arguments_hides_no_later_call(between: str) -> None:
-    broken = '[TOOL_CALLS]f[ARGS]{"a": [1, {"b": "}"}'
-    whole = f'{broken}{between}[TOOL_CALLS]f[ARGS]{{"a": [1]}}'
+    broken = '{"a": [1, {"b": "}"}'
+    whole = f'[TOOL_CALLS]f[ARGS]{broken}{between}[TOOL_CALLS]f[ARGS]{{"a": [1]}}'
     for pieces in ([whole], whole):
-        assert made(parse("mistral", pieces)) == (broken + between.rstrip(), [("f", {"a": [1]})])
-    for pieces in ([broken], broken):
-        assert made(parse("mistral", pieces)) == (broken, [])
+        calls = [("f", broken + between), ("f", {"a": [1]})]
+        assert made(parse("mistral", pieces)) == ("", calls)
+        text = whole.replace("f[", "g[", 1)
+        given_back = "[TOOL_CALLS]g[ARGS]" + broken + between.rstrip()
+        assert made(parse("mistral", [text])) == (given_back, calls[1:])
+
+
+BROKEN = [
+    ("llama4_pythonic", "[f(a=1] so", "so", '{"a": 1'),
+    ("llama4_pythonic", "[f(a='x', b=y)]", "y)]", '{"a": "x"'),
+    ("json", '{"name": "f", "arguments": {}, "x": NaN} so', "so", "{}"),
+    ("json", '{"name": "f", "arguments": {"a": NaN}} so', "so", '{"a": NaN}'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, x', ', x', '{"a": 1}'),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>b</arg_value>so", "so", '{"a": "b"'),
+    ("qwen3_coder", "<function=f><parameter=a>b</parameter></function>so", "so", '{"a": "b"}'),
+]  # fmt: skip
+
+
+def test_a_call_that_has_begun_ends_where_it_is_malformed(subtests: pytest.Subtests) -> None:
+    for name, text, rest, arguments in BROKEN:
+        with subtests.test(text=text):
+            for pieces in ([text], text):
+                parts = parse(name, pieces)
+                assert text_of(parts) == rest
+                assert [(c.name, c.arguments) for c in calls_of(parts)] == [("f", arguments)]
+
+
+def test_wrong_escapes_are_escaped() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"a": "\\d\\u00e9\\\n\\"}}</tool_call>'
+    value = "\\dé\\\n" + '"}}</tool_call>'
+    parts = parse("hermes", call)
+    assert made(parts) == made(parse("hermes", [call]))
+    assert json.loads(calls_of(parts)[0].arguments + '"}') == {"a": value}
 
 
 def test_an_unknown_function_is_called_all_the_same() -> None:
@@ -343,10 +407,17 @@ def test_an_unknown_function_is_called_all_the_same() -> None:
     assert made(parse("hermes", TOOL_ANSWERS["hermes"].call)) == ("", [PARIS])
 
 
-@pytest.mark.parametrize("values", ["[" * 100 + "]" * 100, "[" + "1," * 5000 + "1]"])
-def test_large_literals_are_no_call(values: str) -> None:
-    call = f"[f(a={values})]"
-    assert made(parse("llama4_pythonic", [call])) == (call, [])
+def test_large_literals_are_no_whole_call() -> None:
+    deep = f"[f(a={'[' * 100}{']' * 100})]"
+    assert made(parse("llama4_pythonic", [deep])) == (deep, [])
+    call = f"[f(a=[{'1,' * 5000}1])]"
+    text, [(name, arguments)] = made(parse("llama4_pythonic", [call]))
+    assert name == "f"
+    assert call.endswith(text)
+    assert len(text) > 30
+    assert len(arguments) < 3 * MAX_VALUES + 10
+    unknown = call.replace("f", "g", 1)
+    assert made(parse("llama4_pythonic", [unknown])) == (unknown, [])
 
 
 LITERALS = [

@@ -88,6 +88,52 @@ TOOL_ANSWERS = {
         f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{_ARGUMENTS}",
         "", "", "<|call|><|start|>assistant", "<|channel|> <|message|>",
     ),
+    "jamba": _repeated(_JSON, "<tool_calls>[\n", "\n]</tool_calls>", ",\n", "<tool_calls>"),
+    "nemotron": _repeated(_JSON, "<TOOLCALL>[", "]</TOOLCALL>", ", ", "<TOOLCALL>"),
+    "internlm2": _repeated(
+        f"<|action_start|><|plugin|>\n{_LLAMA}<|action_end|>", "", "", "\n", "<|plugin|>",
+    ),
+    "command_a": _repeated(
+        '{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "CITY"}}',
+        "<|START_ACTION|>[\n", "\n]<|END_ACTION|>", ",\n", "<|START_ACTION|>",
+    ),
+    "command_r": _repeated(
+        '{"tool_name": "get_weather", "parameters": {"city": "CITY"}}',
+        "Action: ```json\n[\n", "\n]```", ",\n", "Action: ```json",
+    ),
+    "apertus": _repeated(
+        '{"get_weather": {"city": "CITY"}}',
+        "<|tools_prefix|>[", "]<|tools_suffix|>", ", ", "<|tools_prefix|>",
+    )._replace(cut='<|tools_prefix|>[{"get_wea'),
+    "olmo3": _repeated(
+        'get_weather(city="CITY")',
+        "<function_calls>\n", "\n</function_calls>", "\n", "<function_calls>",
+    ),
+    "lfm2": _repeated(
+        'get_weather(city="CITY")',
+        "<|tool_call_start|>[", "]<|tool_call_end|>", ", ", "<|tool_list_start|>",
+    ),
+    "pythonic": _repeated('get_weather(city="CITY")', "[", "]", ", ", ""),
+    "step3": _repeated(
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'
+        '<steptml:parameter name="city">CITY</steptml:parameter></steptml:invoke>'
+        "<｜tool_call_end｜>",
+        "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>", "\n", "<steptml:invoke>",
+    ),
+    "functiongemma": _repeated(
+        "<start_function_call>call:get_weather{city:<escape>CITY<escape>}<end_function_call>",
+        "", "", "", "<start_function_call>",
+    ),
+    "minimax_m3": _repeated(
+        ']<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>CITY]<]minimax[>[</city>'
+        "]<]minimax[>[</invoke>\n",
+        "]<]minimax[>[<tool_call>\n", "]<]minimax[>[</tool_call>", "", "]<]minimax[>[",
+    ),
+    "kimi_k3": _repeated(
+        '<|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" '
+        'type="string"<|sep|>CITY<|close|>argument<|sep|><|close|>call<|sep|>',
+        "<|open|>tools<|sep|>", "<|close|>tools<|sep|>", "", "<|open|>",
+    ),
     "json": _repeated(_JSON, "[", "]", ", ", ""),
     "generic": _repeated(f"<tool_call>\n{_JSON}\n</tool_call>", "", "", "\n", ""),
 }  # fmt: skip

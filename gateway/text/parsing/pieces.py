@@ -1,0 +1,319 @@
+"""Arguments as JSON text in pieces, while the model writes them; pure.
+
+Each generator gives text as soon as it is known what it becomes, reads on where its reader is, and
+remembers no position behind a piece. The joined pieces do not depend on how the text comes.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+
+from pdserve.gateway.text.parsing.reader import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    Malformed,
+    Pieces,
+    Reading,
+)
+from pdserve.gateway.text.parsing.values import MAX_DEPTH, MAX_VALUES, json_value, word_value
+
+MAX_JSON_DEPTH = 200  # as pydantic_core has it
+
+# What matters outside of strings. A tag ends a call; so does the one of Mistral's.
+_OUTSIDE = re.compile(r'["{}\[\]<]')
+_BRACKETED = "[TOOL_CALLS]"
+_IN_STRING = re.compile(r'["\\\x00-\x1f]')
+_JSON_ESCAPES = '"\\/bfnrtu'
+_WHOLE_CHARS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*+')  # of a string
+_HIGH_SURROGATE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
+
+_ESCAPE = re.compile(
+    r"\\(?:u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})"
+    r"|(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|.))",
+    re.DOTALL,
+)
+_LONGEST_ESCAPE = 12  # two surrogates
+_WORD = re.compile(r"[\w.+-]*")
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
+
+
+def encoded(text: str) -> str:
+    """A text as it stands within a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def json_pieces(reader: BlockReader) -> Pieces[None]:
+    """Passes on the JSON object that begins here as the model writes it, to its last bracket or to
+    a tag outside of its strings. In strings, bare control characters and wrong escapes are escaped.
+    Raises CutOff; Malformed for an object that is too deep."""
+    depth = 0
+    in_string = over = False
+    while not over:
+        made: list[str] = []
+        at = reader.at
+        while not over:
+            found = (_IN_STRING if in_string else _OUTSIDE).search(reader.text, at)
+            if found is None:
+                made.append(reader.text[at:])
+                at = len(reader.text)
+                break
+            made.append(reader.text[at : found.start()])
+            at, mark = found.end(), found[0]
+            if in_string:
+                if mark == "\\":
+                    behind = reader.text[at : at + 1]
+                    if not behind:
+                        at = found.start()
+                        break
+                    mark = f"\\{behind}" if behind in _JSON_ESCAPES else f"\\\\{encoded(behind)}"
+                    at += 1
+                elif mark == '"':
+                    in_string = False
+                else:
+                    mark = encoded(mark)
+            elif mark == '"':
+                in_string = True
+            elif mark in "}]":
+                depth -= 1
+                over = not depth
+            else:
+                tag = reader.text[found.start() : found.start() + len(_BRACKETED)]
+                if mark == "<" or tag == _BRACKETED:
+                    at, mark, over = found.start(), "", True
+                elif mark == "[" and _BRACKETED.startswith(tag) and not reader.ended:
+                    at = found.start()
+                    break
+                else:
+                    depth += 1
+                    if depth > MAX_JSON_DEPTH:
+                        raise Malformed
+            made.append(mark)
+        reader.at = at
+        if piece := "".join(made):
+            yield piece
+        if not over:
+            yield from reader.more()
+
+
+def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
+    """The same of an object that is written into a JSON string, which begins here; {} if it is
+    empty. Raises CutOff, Malformed."""
+    yield from reader.expect('"')
+    inner = BlockReader("")
+    pieces = _object_pieces(inner)
+    over = False
+    while not inner.ended:
+        text = yield from _unquoted(reader)
+        if text:
+            inner.feed(text)
+        else:
+            yield from reader.expect('"')
+            inner.ended = True
+        for piece in () if over else pieces:
+            if piece is None:
+                break
+            inner.drop_read()
+            yield piece
+        else:
+            over = True
+
+
+def _object_pieces(reader: BlockReader) -> Pieces[None]:
+    yield from reader.space()
+    first = yield from reader.first()
+    if not first:
+        yield "{}"
+    elif first != "{":
+        raise Malformed
+    else:
+        yield from json_pieces(reader)
+
+
+def _unquoted(reader: BlockReader) -> Reading[str]:
+    """What has come of a JSON string; empty at its end. Raises CutOff, Malformed."""
+    while True:
+        found = _WHOLE_CHARS.match(reader.text, reader.at)
+        assert found is not None  # it matches nothing, too
+        end = found.end()
+        behind = reader.text[end : end + 6]
+        half = _HIGH_SURROGATE.search(reader.text, max(reader.at, end - 6), end)
+        if half and not reader.ended and len(behind) < 6 and not behind.startswith('"'):
+            end = half.start()
+        if end > reader.at:
+            value: str = json_value(f'"{reader.text[reader.at : end]}"')
+            reader.at = end
+            return value
+        if behind.startswith('"'):
+            return ""
+        if len(behind) == 6:
+            raise Malformed  # a wrong escape
+        yield from reader.more()
+
+
+class LiteralPieces:
+    """Values in Python's notation, which has JSON's, too; a class below reads Gemma's."""
+
+    quotes: tuple[str, ...] = ("'", '"')
+    escapes: Mapping[str, str] = _ESCAPED
+
+    def __init__(self, reader: BlockReader, max_values: int = MAX_VALUES) -> None:
+        self._reader = reader
+        self._values_left = max_values
+
+    def value(self, head: str = "", depth: int = 0) -> Pieces[None]:
+        """The next value. `head`: text that is given before it, once something begins that may be
+        one. Raises CutOff, Malformed."""
+        reader = self._reader
+        self._values_left -= 1
+        if depth > MAX_DEPTH or self._values_left < 0:
+            raise Malformed
+        yield from reader.space()
+        first = yield from reader.first()
+        if first and first in "{[(":
+            reader.at += 1
+            if first == "{":
+                yield from self._object(head, depth + 1)
+            else:
+                yield from self._list(head, "]" if first == "[" else ")", depth + 1)
+        elif quote := (yield from reader.takes(*self.quotes)):
+            yield f'{head}"'
+            yield from self._string(quote)
+            yield '"'
+        elif first and first in "+-.0123456789TFNtfn":
+            if head:
+                yield head
+            yield (yield from self._word())
+        else:
+            yield from reader.more()  # raises CutOff at the end
+            raise Malformed
+
+    def _object(self, head: str, depth: int) -> Pieces[None]:
+        reader = self._reader
+        head += "{"
+        while not (yield from reader.taken("}")):
+            yield from reader.space()
+            key = yield from self._key()
+            yield f"{head}{key}: "
+            yield from self.value("", depth)
+            head = ", "
+            if not (yield from reader.taken(",")):
+                yield from reader.expect("}")
+                break
+        yield "}" if head == ", " else f"{head}}}"
+
+    def _list(self, head: str, end: str, depth: int) -> Pieces[None]:
+        reader = self._reader
+        head += "["
+        while not (yield from reader.taken(end)):
+            yield from self.value(head, depth)
+            head = ", "
+            if not (yield from reader.taken(",")):
+                yield from reader.expect(end)
+                break
+        yield "]" if head == ", " else f"{head}]"
+
+    def _key(self) -> Reading[str]:
+        """A key of an object as JSON, to its colon. Raises CutOff, Malformed."""
+        quote = yield from self._reader.expect(*self.quotes)
+        key = ""
+        for piece in self._string(quote):
+            if piece is None:
+                yield
+            else:
+                key += piece
+                if len(key) > MAX_NAME_CHARS:
+                    raise Malformed
+        yield from self._reader.space()
+        yield from self._reader.expect(":")
+        return f'"{key}"'
+
+    def _string(self, quote: str) -> Pieces[None]:
+        """The text of a string to its end quote, which is read. Raises CutOff."""
+        reader = self._reader
+        pattern = re.compile(rf"[{quote}\\]")
+        over = False
+        while not over:
+            made: list[str] = []
+            at = reader.at
+            while not over:
+                found = pattern.search(reader.text, at)
+                made.append(reader.text[at : found.start() if found else None])
+                at = found.end() if found else len(reader.text)
+                if found is None:
+                    break
+                if found[0] == quote:
+                    over = True
+                    break
+                at -= 1
+                if len(reader.text) - at < _LONGEST_ESCAPE and not reader.ended:
+                    short = reader.text[at + 1 : at + 2]
+                    if not short or short in "xuU":
+                        break
+                escape = _ESCAPE.match(reader.text, at)
+                if escape is None:
+                    break  # the text ends in it
+                made.append(self._unescaped(escape))
+                at = escape.end()
+            reader.at = at
+            if piece := "".join(made):
+                yield encoded(piece)
+            if not over:
+                yield from reader.more()
+
+    def _unescaped(self, found: re.Match[str]) -> str:
+        if found[1]:
+            return chr(0x10000 + ((int(found[1], 16) & 0x3FF) << 10) + (int(found[2], 16) & 0x3FF))
+        code = found[3]
+        if len(code) > 1:
+            value = int(code[1:], 16)
+            return chr(value) if value < 0x110000 and not 0xD800 <= value < 0xE000 else found[0]
+        return self.escapes.get(code, code if code in "\\'\"" else found[0])
+
+    def _word(self) -> Reading[str]:
+        """A number or a name, as JSON. Raises CutOff, Malformed."""
+        reader = self._reader
+        while True:
+            found = _WORD.match(reader.text, reader.at)
+            assert found is not None  # it matches nothing, too
+            if found.end() - reader.at > MAX_NAME_CHARS:
+                raise Malformed
+            if found.end() < len(reader.text):
+                reader.at = found.end()
+                return word_value(found[0])
+            yield from reader.more()
+
+
+class JsonLiteralPieces(LiteralPieces):
+    """Values in JSON's notation, which may have parts in Python's."""
+
+    escapes: Mapping[str, str] = {**_ESCAPED, "/": "/"}
+
+
+class GemmaLiteralPieces(LiteralPieces):
+    """Gemma's notation: bare keys, and strings between quotes that are tokens, without escapes."""
+
+    quotes = ('<|"|>',)
+
+    def _string(self, quote: str) -> Pieces[None]:
+        texts = self._reader.pieces_until(quote)
+        for text in texts:
+            yield None if text is None else encoded(text)
+
+    def _key(self) -> Reading[str]:
+        reader = self._reader
+        if (yield from reader.takes(*self.quotes)):
+            key, _ = yield from reader.until(*self.quotes, most=MAX_NAME_CHARS)
+            yield from reader.space()
+            yield from reader.expect(":")
+        else:
+            key, mark = yield from reader.until(":", "}", most=MAX_NAME_CHARS)
+            key = key.strip()
+            if mark != ":" or not key:
+                raise Malformed
+        return f'"{encoded(key)}"'
+
+
+class FunctionGemmaPieces(GemmaLiteralPieces):
+    """The same with FunctionGemma's quotes."""
+
+    quotes = ("<escape>",)

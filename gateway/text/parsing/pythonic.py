@@ -1,0 +1,93 @@
+"""Calls written as in Python, NAME(key=value, ...); pure."""
+
+import re
+
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import Calls, bare_calls, called
+from pdserve.gateway.text.parsing.pieces import LiteralPieces
+from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces
+
+_NAME = re.compile(r"\w[\w.-]*")
+
+
+def python_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+    """Reads a call. Raises CutOff, Malformed."""
+    yield from reader.space()
+    start = reader.at
+    while True:
+        found = _NAME.match(reader.text, start)
+        end = found.end() if found else start
+        if end - start > MAX_NAME_CHARS or (not found and start < len(reader.text)):
+            raise Malformed
+        if end < len(reader.text):
+            break
+        yield from reader.more()
+    name = reader.text[start:end]
+    reader.at = end
+    yield from reader.expect("(")
+    if not all(part.isidentifier() for part in name.replace("-", "_").split(".")):
+        raise Malformed
+    yield from called(schemas, name, _arguments(reader))
+
+
+def _arguments(reader: BlockReader) -> Pieces[None]:
+    """The keywords to the closing bracket, as an object."""
+    literals = LiteralPieces(reader)
+    head = "{"
+    while not (yield from reader.taken(")")):
+        yield from reader.space()
+        key, _ = yield from reader.until("=", most=MAX_NAME_CHARS)
+        key = key.rstrip()
+        if not key.isidentifier():
+            raise Malformed
+        yield from literals.value(f'{head}"{key}": ')
+        head = ", "
+        if not (yield from reader.taken(",")):
+            yield from reader.expect(")")
+            break
+    yield "}" if head == ", " else "{}"
+
+
+def python_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool = False) -> Calls:
+    """Reads calls in a list, or one after the other unless they are `bare`. Raises CutOff,
+    Malformed."""
+    if bare or (yield from reader.taken("[")):
+        if bare:
+            yield from reader.space()
+            yield from reader.expect("[")
+        end = ","
+        while end == ",":
+            yield from python_call(reader, schemas)
+            yield from reader.space()
+            end = yield from reader.expect(",", "]")
+        return
+    first = "_"
+    while first.isidentifier():
+        yield from python_call(reader, schemas)
+        yield from reader.taken(";", ",")
+        yield from reader.space()
+        first = yield from reader.first()
+
+
+def mixed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+    """Reads calls of an answer that begins with them: JSON objects, a list of them or of Python's
+    calls, also in fenced code. Raises CutOff, Malformed."""
+    yield from reader.space()
+    fenced = yield from reader.takes("```")
+    if fenced:
+        yield from reader.until("\n", most=MAX_NAME_CHARS)
+        yield from reader.space()
+    at = reader.at
+    if (yield from reader.takes("[")):
+        yield from reader.space()
+        first = yield from reader.first()
+        reader.at = at
+    else:
+        first = "{"
+    if first == "{":
+        yield from bare_calls(reader, schemas)
+    else:
+        yield from python_calls(reader, schemas, bare=True)
+    yield from reader.space()
+    if fenced:
+        yield from reader.closes("```")

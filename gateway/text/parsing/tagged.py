@@ -1,0 +1,60 @@
+"""Families whose calls are lists between two tags, in JSON or in Python's notation; pure."""
+
+from collections.abc import Callable, Mapping
+
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import (
+    CallForm,
+    Calls,
+    ToolFamily,
+    bare_calls,
+    json_calls,
+)
+from pdserve.gateway.text.parsing.pythonic import python_calls
+from pdserve.gateway.text.parsing.reader import BlockReader
+
+Matches = Callable[[str], bool]
+
+
+def json_between(
+    name: str,
+    tags: Mapping[str, str],
+    matches: Matches,
+    *,
+    key: str = "name",
+    arguments: str = "arguments",
+) -> ToolFamily:
+    """A family whose calls are JSON, one after the other or in a list. `tags`: what ends a block by
+    what begins it, first the model's own; `key` and `arguments` as the model calls them."""
+
+    def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+        yield from json_calls(reader, schemas)
+        yield from reader.space()
+        yield from reader.closes(tags[opener])
+
+    begin, end = next(iter(tags.items()))
+    form = CallForm(f'{begin}[{{"{key}": "NAME", "{arguments}": ', f"}}]{end}", trigger=begin)
+    special = (*tags, *tags.values())
+    return ToolFamily(name, matches, form, tuple(tags), read=read, special=special)
+
+
+def python_between(
+    name: str, tags: Mapping[str, str], matches: Matches, *, bare: str = ""
+) -> ToolFamily:
+    """A family whose calls are Python's, in a list or one after the other; `tags` and `bare` as for
+    other families. A grammar makes them in JSON."""
+
+    def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+        yield from reader.space()
+        if (yield from reader.first()) == "{":
+            yield from bare_calls(reader, schemas)
+        else:
+            yield from python_calls(reader, schemas, bare=not opener)
+        yield from reader.space()
+        if opener:
+            yield from reader.closes(tags[opener])
+
+    begin, end = next(iter(tags.items()))
+    form = CallForm(f'{begin}{{"name": "NAME", "arguments": ', f"}}{end}", trigger=begin)
+    special = (*tags, *tags.values())
+    return ToolFamily(name, matches, form, tuple(tags), bare, read=read, special=special)

@@ -1,0 +1,23 @@
+"""FunctionGemma's calls: those of Gemma 4 between other tags."""
+
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily
+from pdserve.gateway.text.parsing.pieces import FunctionGemmaPieces
+from pdserve.gateway.text.parsing.reader import BlockReader
+from pdserve.gateway.text.tools.gemma4 import read_call
+
+BEGIN, END, QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"
+
+
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+    return read_call(reader, END, schemas, FunctionGemmaPieces(reader))
+
+
+FAMILY = ToolFamily(
+    "functiongemma",
+    lambda template: BEGIN in template,
+    CallForm(BEGIN + '{"name": "NAME", "arguments": ', "}" + END, trigger=BEGIN),
+    openers=(BEGIN,),
+    read=read,
+    special=(BEGIN, END, QUOTE),
+)

@@ -1,0 +1,90 @@
+"""Kimi K3's calls: <|open|>call with attributes, and typed arguments in it. Tags around the text of
+an answer are left out."""
+
+import re
+from html import unescape
+
+from pdserve.gateway.text.parsing.arguments import CallArguments, ToolSchemas
+from pdserve.gateway.text.parsing.family import (
+    CallForm,
+    Calls,
+    ToolFamily,
+    called,
+    json_call,
+    object_pieces,
+)
+from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces
+from pdserve.gateway.text.parsing.values import json_text
+
+OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
+BEGIN, END = f"{OPEN}tools{SEPARATOR}", f"{CLOSE}tools{SEPARATOR}"
+AROUND = (
+    f"{OPEN}response{SEPARATOR}",
+    f"{CLOSE}response{SEPARATOR}",
+    f"{CLOSE}message{SEPARATOR}",
+)
+_CALL_END, _ARGUMENT_END = f"{CLOSE}call{SEPARATOR}", f"{CLOSE}argument{SEPARATOR}"
+_ARGUMENT = f"{OPEN}argument "
+_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+
+
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+    if opener in AROUND:
+        return
+    yield from reader.space()
+    if (yield from reader.first()) == "{":  # as a grammar makes it
+        yield from json_call(reader, schemas)
+        yield from reader.space()
+        yield from reader.closes(END)
+        return
+    while (yield from reader.expect(f"{OPEN}call ", END)) != END:
+        head, _ = yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
+        name = _attributes(head).get("tool", "")
+        if not name:
+            raise Malformed
+        yield from called(schemas, name, object_pieces(_members(reader)))
+        yield from reader.space()
+        if (yield from reader.closes(END)):
+            return
+
+
+def _attributes(text: str) -> dict[str, str]:
+    return {found[1]: unescape(found[2]) for found in _ATTRIBUTE.finditer(text)}
+
+
+def _members(reader: BlockReader) -> Pieces[None]:
+    gap = ""
+    yield from reader.space()
+    while (yield from reader.expect(_ARGUMENT, _CALL_END)) == _ARGUMENT:
+        head, _ = yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
+        said = _attributes(head)
+        key = said.get("key", "")
+        yield f"{gap}{json_text(key)}: "
+        gap = ", "
+        is_json = said.get("type", "string") != "string"
+        yield from CallArguments(None).pieces(key, _value(reader), json=is_json)
+        yield from reader.space()
+
+
+def _value(reader: BlockReader) -> Pieces[None]:
+    """A value, whose end tag is one only before another."""
+    while True:
+        end = yield from reader.pieces_until(_ARGUMENT_END)
+        start = reader.at
+        yield from reader.space()
+        follows = yield from reader.takes(_ARGUMENT, _CALL_END)
+        rest = reader.text[reader.at :]
+        reader.at = start
+        if follows or (reader.ended and any(t.startswith(rest) for t in (_ARGUMENT, _CALL_END))):
+            return
+        yield end
+
+
+FAMILY = ToolFamily(
+    "kimi_k3",
+    lambda template: "<|open|>" in template,
+    CallForm(BEGIN + '{"name": "NAME", "arguments": ', "}" + END, trigger=BEGIN),
+    openers=(BEGIN, *AROUND),
+    read=read,
+    special=(OPEN, CLOSE, SEPARATOR),
+)

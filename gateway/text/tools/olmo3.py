@@ -1,0 +1,7 @@
+"""The calls of OLMo 3: Python's, one a line, in <function_calls>."""
+
+from pdserve.gateway.text.parsing.tagged import python_between
+
+BEGIN, END = "<function_calls>", "</function_calls>"
+
+FAMILY = python_between("olmo3", {BEGIN: END}, lambda template: BEGIN in template)

@@ -1,0 +1,14 @@
+"""Calls of models in a Python list where the answer begins, or between tags that several use."""
+
+from dataclasses import replace
+
+from pdserve.gateway.text.parsing.family import CallForm
+from pdserve.gateway.text.parsing.tagged import python_between
+
+_NAMES = "tool_call", "tool_calls", "function_calls"
+TAGS = {f"<{name}>": f"</{name}>" for name in _NAMES}
+
+FAMILY = replace(
+    python_between("pythonic", TAGS, lambda template: False, bare="[{"),
+    form=CallForm('{"name": "NAME", "arguments": ', "}", trigger='{"name": "'),
+)

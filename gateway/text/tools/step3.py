@@ -1,0 +1,39 @@
+"""Step 3's calls: <steptml:invoke> in tags like DeepSeek's."""
+
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, json_call
+from pdserve.gateway.text.parsing.invoke import read_invoke
+from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader
+
+BEGIN, END = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
+CALL, CALL_END, SEPARATOR = "<｜tool_call_begin｜>", "<｜tool_call_end｜>", "<｜tool_sep｜>"
+PREFIX = "steptml:"
+
+
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+    yield from reader.space()
+    if (yield from reader.first()) == "{":  # as a grammar makes it
+        yield from json_call(reader, schemas)
+        yield from reader.space()
+        yield from reader.closes(END)
+        return
+    while (yield from reader.expect(CALL, END)) == CALL:
+        yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
+        yield from reader.space()
+        yield from reader.expect(f"<{PREFIX}invoke name=")
+        yield from read_invoke(reader, PREFIX, schemas)
+        yield from reader.space()
+        yield from reader.closes(CALL_END)
+        yield from reader.space()
+        if (yield from reader.closes(END)):
+            return
+
+
+FAMILY = ToolFamily(
+    "step3",
+    lambda template: PREFIX in template,
+    CallForm(BEGIN + '{"name": "NAME", "arguments": ', "}" + END, trigger=BEGIN),
+    openers=(BEGIN,),
+    read=read,
+    special=(BEGIN, END, CALL, CALL_END, SEPARATOR),
+)

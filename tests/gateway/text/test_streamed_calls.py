@@ -1,0 +1,215 @@
+"""Generated calls of every family, cut at random: the pieces make the whole, and come early."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from builders.tool_answers import TOOL_ANSWERS
+
+from pdserve.gateway.content.answer_format import AnswerFormat
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import ContentParser
+from pdserve.gateway.text.parts import ContentPart, ToolCallPart, calls_of, text_of
+from pdserve.gateway.text.tools import tool_family, tool_parser_names
+
+NAMES = tool_parser_names()
+NUM_CALLS = 500  # of each family, two in an answer
+PIECE_CHARS = 4  # about those of a token
+MAX_TOKENS_BEHIND = 3
+
+
+class Notation(NamedTuple):
+    """How arguments are written: `member` makes the text of one, and where its value begins in it;
+    `gap` stands between two."""
+
+    member: Callable[[str, Any], tuple[str, str]]
+    gap: str = ""
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)
+
+
+def _gemma(quote: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, list):
+        return "[" + ",".join(_gemma(quote, one) for one in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_gemma(quote, one)}" for key, one in value.items()) + "}"
+    return _json(value)
+
+
+def _tagged(before: str, after: str, write: Callable[[Any], str] = _plain) -> Notation:
+    return Notation(lambda key, value: (before.replace("KEY", key), write(value) + after))
+
+
+def _dsml(key: str, value: Any) -> tuple[str, str]:
+    kind = "true" if isinstance(value, str) else "false"
+    head = f'<｜DSML｜parameter name="{key}" string="{kind}">'
+    return head, f"{_plain(value)}</｜DSML｜parameter>\n"
+
+
+def _minimax_m3(key: str, value: Any) -> tuple[str, str]:
+    return f"]<]minimax[>[<{key}>", f"{_plain(value)}]<]minimax[>[</{key}>"
+
+
+def _kimi_k3(key: str, value: Any) -> tuple[str, str]:
+    kind = "string" if isinstance(value, str) else "object"
+    head = f'<|open|>argument key="{key}" type="{kind}"<|sep|>'
+    return head, f"{_plain(value)}<|close|>argument<|sep|>"
+
+
+PYTHON = Notation(lambda key, value: (f"{key}=", repr(value)), ", ")
+TAGGED = {
+    "qwen3_coder": _tagged("<parameter=KEY>\n", "\n</parameter>\n"),
+    "seed_oss": _tagged("<parameter=KEY>", "</parameter>\n"),
+    "glm45": _tagged("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
+    "minimax_m2": _tagged('<parameter name="KEY">', "</parameter>\n"),
+    "step3": _tagged('<steptml:parameter name="KEY">', "</steptml:parameter>"),
+    "minimax_m3": Notation(_minimax_m3),
+    "deepseek_dsml": Notation(_dsml),
+    "kimi_k3": Notation(_kimi_k3),
+    "gemma4": Notation(lambda key, value: (f"{key}:", _gemma('<|"|>', value)), ","),
+    "functiongemma": Notation(lambda key, value: (f"{key}:", _gemma("<escape>", value)), ","),
+    "llama4_pythonic": PYTHON,
+    "lfm2": PYTHON,
+    "olmo3": PYTHON,
+    "pythonic": PYTHON,
+}
+QUOTED = {"lfm2": '"', "olmo3": '"', "pythonic": '"', "llama4_pythonic": "'"}
+
+
+def _member_of(name: str, city: str) -> str:
+    """The argument of the builder's call."""
+    if name not in TAGGED:
+        return f'{{"city": "{city}"}}'
+    if name in QUOTED:
+        return f"city={QUOTED[name]}{city}{QUOTED[name]}"
+    return "".join(TAGGED[name].member("city", city))
+
+
+def _written(name: str, arguments: dict[str, Any]) -> tuple[str, int]:
+    """The arguments as the family writes them, and where the first one begins."""
+    if name not in TAGGED:
+        return json.dumps(arguments, ensure_ascii=len(arguments) % 2 == 0), 0
+    notation = TAGGED[name]
+    parts = [notation.member(key, value) for key, value in arguments.items()]
+    first = len(parts[0][0]) if parts else 0
+    return notation.gap.join(head + value for head, value in parts), first
+
+
+STRINGS = [
+    "", "Paris", "it's", 'say "hi"', "a\\b\\n", "line\n\tline", "é漢🙂", "{[(", ")]}", "a < b",
+    "=,:;", "null", "12", "true", "'", "x" * 60, "\u2028", "</p", "```", "C:\\new",
+]  # fmt: skip
+
+
+def _value(rng: random.Random, depth: int) -> Any:
+    kind = rng.randrange(8 if depth < 3 else 6)
+    if kind < 3:
+        return "".join(rng.choices(STRINGS, k=rng.randrange(1, 4)))
+    if kind == 3:
+        return rng.choice([0, -7, 10**18, 1.5, -2.5e-7, 0.1])
+    if kind < 6:
+        return rng.choice([True, False, None])
+    num = rng.randrange(4)
+    if kind == 6:
+        return [_value(rng, depth + 1) for _ in range(num)]
+    return {f"k{n}": _value(rng, depth + 1) for n in range(num)}
+
+
+def _arguments(rng: random.Random) -> dict[str, Any]:
+    return {f"{rng.choice('abcdef')}{n}": _value(rng, 0) for n in range(rng.randrange(5))}
+
+
+TYPES = {
+    str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object",
+    type(None): "null",
+}  # fmt: skip
+
+
+def _schemas(rng: random.Random, *several: dict[str, Any]) -> ToolSchemas:
+    """Of one tool; strings may be null, too."""
+    properties: dict[str, Any] = {}
+    for arguments in several:
+        for key, value in arguments.items():
+            kind = TYPES[type(value)]
+            properties[key] = {"type": ["string", "null"] if kind == "string" else kind}
+            if kind == "string" and (
+                rng.random() < 0.7 or value.strip().lower() in ("null", "none")
+            ):
+                properties[key] = {"type": "string"}
+    return ToolSchemas({"get_weather": {"type": "object", "properties": properties}})
+
+
+def _parser(name: str, schemas: ToolSchemas) -> ContentParser:
+    parser = AnswerFormat(tool_family(name), None, schemas).parser()
+    assert parser is not None
+    return parser
+
+
+def _calls(content: list[ContentPart]) -> list[tuple[str, str]]:
+    assert not text_of(content).strip()
+    return [(call.name, call.arguments) for call in calls_of(content)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generated_calls(name: str) -> None:
+    rng = random.Random(f"calls of {name}")
+    answer = TOOL_ANSWERS[name].calls
+    for member in (_member_of(name, "Paris"), _member_of(name, "Rome")):
+        assert answer.count(member) == 1
+    num_streamed = 0
+    for _ in range(NUM_CALLS // 2):
+        first = _arguments(rng)
+        second = {key: value for key, value in _arguments(rng).items() if key not in first}
+        text = answer.replace(_member_of(name, "Rome"), _written(name, second)[0])
+        text = text.replace(_member_of(name, "Paris"), _written(name, first)[0])
+        schemas = _schemas(rng, first, second)
+        parser = _parser(name, schemas)
+        whole = _calls(parser.push(text) + parser.finish())
+        assert [(tool, json.loads(given)) for tool, given in whole] == [
+            ("get_weather", first), ("get_weather", second),
+        ], text  # fmt: skip
+        parser, content = _parser(name, schemas), []
+        mean, at = rng.choice([2, 8, 30]), 0
+        while at < len(text):
+            size = rng.randrange(1, 2 * mean)
+            content += parser.push(text[at : at + size])
+            at += size
+        num_streamed += sum(isinstance(part, ToolCallPart) for part in content)
+        assert _calls(content + parser.finish()) == whole, text
+    assert num_streamed > 3 * NUM_CALLS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_come_early(name: str) -> None:
+    """A piece is given at most a few tokens behind the first argument's beginning, and while a long
+    text comes, with nearly every token."""
+    rng = random.Random(f"beginnings of {name}")
+    answer = TOOL_ANSWERS[name].call
+    member = _member_of(name, "Paris")
+    for long in (False,) * 20 + (True,):
+        arguments = {"a": "the text of a file\n" * 130} if long else {"a": _value(rng, 0)}
+        written, first = _written(name, arguments)
+        begins = answer.index(member) + first
+        text = answer.replace(member, written)
+        parser = _parser(name, _schemas(rng, arguments))
+        given: list[int] = []
+        for at in range(0, len(text), PIECE_CHARS):
+            content = parser.push(text[at : at + PIECE_CHARS])
+            if any(isinstance(part, ToolCallPart) and part.arguments for part in content):
+                given.append(at // PIECE_CHARS)
+        if not given:  # at the end alone
+            assert len(text) - begins < (MAX_TOKENS_BEHIND + 1) * PIECE_CHARS, text
+            continue
+        assert given[0] - begins // PIECE_CHARS <= MAX_TOKENS_BEHIND, text
+        if long:
+            assert len(given) > len(written) // PIECE_CHARS * 0.9
