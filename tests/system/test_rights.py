@@ -39,6 +39,7 @@ def test_the_routes_are_those_of_the_application() -> None:
     from pdserve.gateway.http.app import create_routes
     from pdserve.gateway.http.docs.pages import add_docs
     from pdserve.gateway.observability.siblings import Siblings
+    from pdserve.gateway.ollama.dialect import OllamaDialect
     from pdserve.gateway.openai.dialect import OpenAiDialect
     from pdserve.gateway.openai.stored.routes import StoredRoutes
     from pdserve.gateway.rerank.dialect import RerankDialect
@@ -51,6 +52,7 @@ def test_the_routes_are_those_of_the_application() -> None:
     dialects = [
         AnthropicDialect(none, none, none),
         RerankDialect(none, none),
+        OllamaDialect(none, none, none),
         OpenAiDialect(service, none, none, stored=stored),
     ]
     app = create_routes(dialects, service, none)

@@ -28,8 +28,8 @@ from pdserve.services.host.rpc.backpressure import Backpressure, SlowReaderError
 log = logging.getLogger("pdserve.gateway.http")
 
 NO_ROOM = "other answers needed the room"
+EVENTS = "text/event-stream; charset=utf-8"
 STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -175,8 +175,10 @@ class EventStream(Response):
         errors: ErrorShape,
         limits: HttpLimits,
         direct: DirectWrite | None = None,
+        media_type: str = EVENTS,
     ) -> None:
         self._events = events
+        self._headers = [(b"content-type", media_type.encode()), *STREAM]
         self._direct = direct or DirectWrite()
         self._errors = errors
         self._backpressure = Backpressure(limits.max_buffer_bytes, limits.stall_s)
@@ -210,7 +212,7 @@ class EventStream(Response):
             nonlocal begun
             if not begun:
                 begun = True
-                await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+                await send({"type": "http.response.start", "status": 200, "headers": self._headers})
 
         async def write(data: bytes, more: bool = True) -> None:
             await begin()

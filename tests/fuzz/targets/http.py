@@ -17,6 +17,7 @@ from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.ollama.dialect import OllamaDialect
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.services.host.tenants.keys import ApiKeys
 
@@ -78,6 +79,7 @@ class Fuzzed:
         bodies = BodyReader(LIMITS)
         dialects = [
             AnthropicDialect(service, LIMITS, bodies),
+            OllamaDialect(service, LIMITS, bodies),
             OpenAiDialect(service, LIMITS, bodies, MemoryStore()),
         ]
         app = create_app(dialects, service, Readiness(router, service.catalog), ApiKeys())
