@@ -74,7 +74,7 @@ class OllamaOptions(StrictModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
-    def penalties(self) -> dict[str, float]:
+    def penalties(self) -> dict[str, Any]:
         """Fields of RequestedSampling. Raises ServiceError for a window of some tokens."""
         if self.repeat_last_n == 0:
             return {"repetition_penalty": 1.0}
@@ -132,7 +132,7 @@ class OllamaGeneration(NamedModel):
     def _sampling(self) -> RequestedSampling:
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
-        options = self.options or OllamaOptions()
+        options = self.options or OllamaOptions.model_validate({})
         limit = options.num_predict or 0
         return RequestedSampling(
             temperature=options.temperature,

@@ -14,12 +14,22 @@ from pydantic import BaseModel
 from pdserve.gateway.anthropic import fields as anthropic
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
 from pdserve.gateway.http.validation import NOTHING
+from pdserve.gateway.ollama import fields as ollama
+from pdserve.gateway.ollama.schema import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaShowBody,
+)
 from pdserve.gateway.openai.bodies import fields
 from pdserve.gateway.openai.bodies.schema import (
     Body,
+    ChatBatchBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    TemplateBody,
     TokenizeBody,
     TokenizeChatBody,
 )
@@ -42,6 +52,14 @@ ignored, because it changes no answer here. A refused field may be there with a 
 nothing: null, false and what is empty, or the values that stand beside it. Fields that are in no
 table are ignored, and named in the debug log.
 """
+SHORT = "The route is there without `/v1`, too."
+STREAMED = (
+    "It streams unless `stream` is false. Of `options`, "
+    + ", ".join(f"`{name}`" for name in sorted(ollama.IGNORED_OPTIONS))
+    + " are ignored; "
+    + ", ".join(f"`{name}`" for name in sorted(ollama.REFUSED_OPTIONS))
+    + " are refused but for the values that change nothing."
+)
 SERVED, IGNORED, REFUSED = "served", "ignored", "refused"
 USUAL = {repr(value) for value in NOTHING}
 
@@ -72,12 +90,18 @@ def _openai(path: str, *bodies: type[Body], remark: str = "") -> Route:
     return Route(path, bodies, refused, fields.IGNORED | ignored, fields.OTHER_NAMES, remark)
 
 
-def _other(path: str, body: type[BaseModel], table: Any, ignored: Collection[str] = ()) -> Route:
+def _other(
+    path: str,
+    body: type[BaseModel],
+    table: Any,
+    ignored: Collection[str] = (),
+    remark: str = "",
+) -> Route:
     """A route that has its own table of fields."""
     served = _served_by(body)
     ignored = {*table.IGNORED, *ignored} - served
     refused = {n: values for n, values in table.REFUSED.items() if n not in served | ignored}
-    return Route(path, (body,), refused, ignored, table.INSTEAD)
+    return Route(path, (body,), refused, ignored, table.INSTEAD, remark)
 
 
 def _served_by(body: type[BaseModel]) -> set[str]:
@@ -90,15 +114,23 @@ def _served_by(body: type[BaseModel]) -> set[str]:
 
 
 ROUTES = (
-    _openai("/v1/chat/completions", ChatBody),
+    _openai("/v1/chat/completions", ChatBody, remark=SHORT),
+    _openai(
+        "/v1/chat/completions/batch", ChatBatchBody,
+        remark="`messages` is a list of conversations, and each gets one choice.",
+    ),
     _openai(
         "/v1/completions", CompletionBody,
-        remark="It takes either `prompt` or `prompt_token_ids`.",
+        remark=f"It takes either `prompt` or `prompt_token_ids`. {SHORT}",
     ),
-    _other("/v1/responses", ResponsesBody, responses),
+    _other("/v1/responses", ResponsesBody, responses, remark=SHORT),
     _other("/v1/responses/input_tokens", InputTokensBody, responses, ResponsesBody.model_fields),
-    _openai("/v1/embeddings", EmbeddingBody),
-    _openai("/rerank", RerankBody, remark="`/v1/rerank` is the same."),
+    _openai("/v1/embeddings", EmbeddingBody, remark=SHORT),
+    _openai(
+        "/rerank", RerankBody,
+        remark="`/v1/rerank` is the same; `/v2/rerank` answers as Cohere does, without documents "
+        "unless `return_documents` is true.",
+    ),
     _openai(
         "/score", ScoreBody,
         remark="`/v1/score` is the same. It takes one pair of texts: `text_1` and `text_2`, "
@@ -106,12 +138,26 @@ ROUTES = (
     ),
     _other("/v1/messages", MessagesBody, anthropic),
     _other("/v1/messages/count_tokens", CountBody, anthropic, MessagesBody.model_fields),
+    *(
+        _other(path, body, ollama, remark=remark)
+        for path, body, remark in (
+            ("/api/chat", OllamaChatBody, STREAMED),
+            ("/api/generate", OllamaGenerateBody, STREAMED),
+            ("/api/embed", OllamaEmbedBody, ""),
+            ("/api/embeddings", OllamaEmbeddingsBody, ""),
+            ("/api/show", OllamaShowBody, ""),
+        )
+    ),
     _openai(
         "/tokenize", TokenizeBody, TokenizeChatBody,
         remark="It takes either `prompt` or `messages`. The fields of a completion that change no "
         "prompt are ignored.",
     ),
     _openai("/detokenize", DetokenizeBody),
+    _openai(
+        "/apply-template", TemplateBody,
+        remark="The fields of a completion that change no prompt are ignored.",
+    ),
     Route("/v1/files", (FileUpload,), {"expires_after": ()}, remark="The body is a form."),
     _openai("/v1/batches", BatchBody),
 )  # fmt: skip

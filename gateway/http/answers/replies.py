@@ -178,7 +178,7 @@ class EventStream(Response):
         media_type: str = EVENTS,
     ) -> None:
         self._events = events
-        self._headers = [(b"content-type", media_type.encode()), *STREAM]
+        self._head = [(b"content-type", media_type.encode()), *STREAM]
         self._direct = direct or DirectWrite()
         self._errors = errors
         self._backpressure = Backpressure(limits.max_buffer_bytes, limits.stall_s)
@@ -212,7 +212,7 @@ class EventStream(Response):
             nonlocal begun
             if not begun:
                 begun = True
-                await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+                await send({"type": "http.response.start", "status": 200, "headers": self._head})
 
         async def write(data: bytes, more: bool = True) -> None:
             await begin()

@@ -1,7 +1,7 @@
 """Ollama's API: bodies as Ollama documents them, over a scripted router."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
@@ -43,13 +43,13 @@ CALLS = deltas(
 
 
 @pytest.fixture
-async def client(make_http: Callable[..., httpx.AsyncClient]) -> AsyncIterator[Callable[..., Any]]:
+def client(make_http: Callable[..., httpx.AsyncClient]) -> Callable[..., httpx.AsyncClient]:
     def make(play: Any, **options: Any) -> httpx.AsyncClient:
         if isinstance(play, ScriptedParts):
             options["arrange"], play = play.install, saying("unused")
         return make_http(play, **options)
 
-    yield make
+    return make
 
 
 def lines(reply: httpx.Response) -> list[Any]:
