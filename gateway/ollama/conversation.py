@@ -1,5 +1,6 @@
 """Messages of Ollama's API made into those that chat templates expect; pure."""
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ def conversation(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     to the first open one.
     """
     turns: list[dict[str, Any]] = []
-    open_calls: dict[str, str] = {}  # names of tools by the ids of calls without a result
+    open_calls = _OpenCalls()
     num_calls = 0
     for message in messages:
         turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
@@ -54,21 +55,37 @@ def conversation(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
                     call.id or f"call{num_calls:05d}"
                 )  # nine letters, as Mistral's templates want
                 num_calls += 1
-                open_calls[name] = call.function.name
-                calls.append(
-                    {"id": name, "type": "function", "function": call.function.model_dump()}
-                )
+                open_calls.add(name, call.function.name)
+                function = {"name": call.function.name, "arguments": call.function.arguments}
+                calls.append({"id": name, "type": "function", "function": function})
             turn |= {"content": message.content or None, "tool_calls": calls}
         if message.role == "tool":
-            turn |= _answered(message, open_calls)
+            id_, tool = open_calls.take(message.tool_call_id, message.tool_name)
+            of_call = {"tool_call_id": id_, "name": tool}
+            turn |= {key: value for key, value in of_call.items() if value}
         turns.append(turn)
     return turns
 
 
-def _answered(message: OllamaMessage, open_calls: dict[str, str]) -> dict[str, str]:
-    """Which call a result belongs to; it is open no more."""
-    by_tool = (id_ for id_, tool in open_calls.items() if tool == message.tool_name)
-    found = message.tool_call_id or next(by_tool, next(iter(open_calls), ""))
-    tool = open_calls.pop(found, "")
-    of_call = {"tool_call_id": found, "name": message.tool_name or tool}
-    return {key: value for key, value in of_call.items() if value}
+class _OpenCalls:
+    """Calls without a result, in their order. A conversation may have many: each is looked at
+    once."""
+
+    def __init__(self) -> None:
+        self._tools: dict[str, str] = {}  # by the ids of open calls
+        self._ids: defaultdict[str, deque[str]] = defaultdict(deque)  # by tool, closed ones too
+
+    def add(self, id_: str, tool: str) -> None:
+        self._tools[id_] = tool
+        self._ids[tool].append(id_)
+
+    def take(self, id_: str | None, tool: str | None) -> tuple[str, str]:
+        """The id and the tool of the call that a result belongs to, as far as they are known; it
+        is open no more."""
+        ids = self._ids.get(tool or "", deque())
+        while not id_ and ids:
+            first = ids.popleft()
+            id_ = first if first in self._tools else None
+        id_ = id_ or next(iter(self._tools), "")
+        found = self._tools.pop(id_, "")
+        return id_, tool or found

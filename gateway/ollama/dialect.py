@@ -128,9 +128,11 @@ class OllamaDialect:
         return await self._bodies.read(request, partial(parse, kind))
 
     def _generated(self, body: OllamaGeneration, request: Request) -> Response:
-        if not body.turns():
-            return Reply(load(self._service, body, caller_of(request)), self)
-        reply = OllamaReply(self._service, body, caller_of(request))
+        caller, is_chat = caller_of(request), isinstance(body, OllamaChatBody)
+        asked = body.request()
+        if asked is None:
+            return Reply(load(self._service, body.model, caller, is_chat=is_chat), self)
+        reply = OllamaReply(self._service, asked, caller, is_chat=is_chat)
         if body.stream is False:
             return Reply(reply.whole(), self)
         return EventStream(reply.lines(), self, self._limits, media_type=LINES)

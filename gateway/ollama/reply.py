@@ -14,23 +14,24 @@ from pdserve.gateway.http.answers.json_text import JsonList, JsonPieces, object_
 from pdserve.gateway.observability.meter import MeteredRequest
 from pdserve.gateway.ollama.models import served_name, written
 from pdserve.gateway.ollama.output import OllamaContent, joined
-from pdserve.gateway.ollama.schema import OllamaChatBody, OllamaGeneration
 from pdserve.gateway.openai.logprobs import with_top
 from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.requests.caller import Caller
+from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.service import Service
 
 _REASONS = {"tool_calls": "stop"}  # finish reasons that this API calls otherwise
 
 
 class OllamaReply:
-    """Make it after the body is checked, then take `whole` or `lines`."""
+    """Make it of a request, then take `whole` or `lines`."""
 
-    def __init__(self, service: Service, body: OllamaGeneration, caller: Caller) -> None:
-        """Raises ServiceError for fields that contradict each other."""
+    def __init__(
+        self, service: Service, request: ChatCompletionRequest, caller: Caller, *, is_chat: bool
+    ) -> None:
         self._service = service
-        self._request = body.request()
-        self._is_chat = isinstance(body, OllamaChatBody)
+        self._request = request
+        self._is_chat = is_chat
         self._caller = caller.of_body(f"ollama-{caller.request_id}", None, None)
         self._content = OllamaContent()
         self._model = ""
@@ -88,14 +89,14 @@ class OllamaReply:
         return answer(self._model, message, more, is_chat=self._is_chat)
 
 
-async def load(service: Service, body: OllamaGeneration, caller: Caller) -> dict[str, Any]:
+async def load(service: Service, name: str, caller: Caller, *, is_chat: bool) -> dict[str, Any]:
     """The answer to a request without a prompt, which makes a model ready for others. Raises
     ServiceError."""
     with service.limits.admit(caller.tenant.id):
         await service.count(caller)
-        model = await service.catalog.get(await served_name(service, body.model))
+        model = await service.catalog.get(await served_name(service, name))
     more = {"done": True, "done_reason": "load"}
-    return answer(model.card.name, {}, more, is_chat=isinstance(body, OllamaChatBody))
+    return answer(model.card.name, {}, more, is_chat=is_chat)
 
 
 def answer(

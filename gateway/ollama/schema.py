@@ -107,17 +107,19 @@ class OllamaGeneration(NamedModel):
     top_logprobs: int | None = None
 
     def turns(self) -> list[dict[str, Any]]:
-        """The conversation; empty: the client wants the model to be loaded."""
+        """The conversation."""
         raise NotImplementedError
 
     def tool_use(self) -> ToolUse | None:
         """None without tools. Raises ServiceError."""
         return None
 
-    def request(self) -> ChatCompletionRequest:
-        """A last message of the assistant is continued. Raises ServiceError for fields that
-        contradict each other."""
+    def request(self) -> ChatCompletionRequest | None:
+        """None without a conversation: the client wants the model to be loaded. A last message of
+        the assistant is continued. Raises ServiceError for fields that contradict each other."""
         turns = self.turns()
+        if not turns:
+            return None
         continues = turns[-1]["role"] == "assistant" and not turns[-1].get("tool_calls")
         template = TemplateInput(
             turns,

@@ -1,6 +1,7 @@
 """Ollama's API: bodies as Ollama documents them, over a scripted router."""
 
 import json
+import time
 from collections.abc import Callable
 from datetime import datetime
 from itertools import pairwise
@@ -14,6 +15,7 @@ from fakes.tool_model import THINKING, ToolModel, calls
 from oracles.http_errors import LARGE
 from systems.served_gateway import every_kind
 
+from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
 from pdserve.gateway.text.parts import ReasoningPart, TextPart, ToolCallPart
 from pdserve.protos import common_pb2 as pb
 
@@ -245,6 +247,29 @@ async def test_a_loop_of_tools(client):
         assert (one["tool_call_id"], one["name"], one["content"]) == (ids[0], "weather", "20")
         assert (two["tool_call_id"], two["name"]) == (ids[1], "weather")
     assert [tool.name for tool in parts.asked[0].tool_use.tools] == ["weather"]
+
+
+def test_results_of_many_calls_take_linear_time() -> None:
+    """Each result names a tool of which no call is open, or no tool."""
+    function = {"function": {"name": "f"}}
+    calls_ = {"role": "assistant", "tool_calls": [function] * 128}
+    result = {"role": "tool", "tool_name": "g", "content": ""}
+    messages = [OllamaMessage.model_validate(calls_)] * 1024
+    messages += [OllamaMessage.model_validate(result)] * 2048
+    began = time.process_time()
+    turns = conversation(messages)
+    assert time.process_time() - began < 2
+    ids = [call["id"] for turn in turns[:1024] for call in turn["tool_calls"]]
+    assert len(set(ids)) == 128 * 1024
+    assert [turn["tool_call_id"] for turn in turns[1024:]] == ids[:2048]
+    mixed = [
+        {"role": "assistant", "tool_calls": [{"function": {"name": name}} for name in "fgf"]},
+        *({"role": "tool", "tool_name": name, "content": ""} for name in "gff"),
+        {"role": "tool", "content": ""},
+    ]
+    turns = conversation([OllamaMessage.model_validate(message) for message in mixed])
+    ids = [call["id"] for call in turns[0]["tool_calls"]]
+    assert [turn.get("tool_call_id") for turn in turns[1:]] == [ids[1], ids[0], ids[2], None]
 
 
 async def test_a_real_template_and_parser(client):
