@@ -2,12 +2,17 @@
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from pdserve.gateway.http.validation import StrictModel
 from pdserve.gateway.openai.bodies.schema import MAX_TOOL_CALLS
+
+
+def _no_images(value: Any) -> None:
+    if value not in (None, []):
+        raise ValueError("they are not supported by this server")
 
 
 class OllamaFunction(StrictModel):
@@ -31,7 +36,7 @@ class OllamaMessage(StrictModel):
     tool_calls: list[OllamaCall] | None = Field(None, max_length=MAX_TOOL_CALLS)
     tool_name: str | None = None
     tool_call_id: str | None = None
-    images: list[None] | None = Field(None, max_length=0)  # not served
+    images: Annotated[None, BeforeValidator(_no_images)] = None
 
 
 def conversation(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
@@ -87,5 +92,5 @@ class _OpenCalls:
             first = ids.popleft()
             id_ = first if first in self._tools else None
         id_ = id_ or next(iter(self._tools), "")
-        found = self._tools.pop(id_, "")
-        return id_, tool or found
+        of_call = self._tools.pop(id_, "")
+        return id_, tool or of_call

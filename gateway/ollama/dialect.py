@@ -129,10 +129,10 @@ class OllamaDialect:
 
     def _generated(self, body: OllamaGeneration, request: Request) -> Response:
         caller, is_chat = caller_of(request), isinstance(body, OllamaChatBody)
-        asked = body.request()
-        if asked is None:
-            return Reply(load(self._service, body.model, caller, is_chat=is_chat), self)
-        reply = OllamaReply(self._service, asked, caller, is_chat=is_chat)
+        completion = body.request()
+        if completion is None:
+            return Reply(load(self._service, body.model or "", caller, is_chat=is_chat), self)
+        reply = OllamaReply(self._service, completion, caller, is_chat=is_chat)
         if body.stream is False:
             return Reply(reply.whole(), self)
         return EventStream(reply.lines(), self, self._limits, media_type=LINES)

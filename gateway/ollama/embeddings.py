@@ -25,12 +25,12 @@ class _Vectors(EmbeddingReply):
         return JsonPieces((to_json(shaped(values, self._body.dimensions, True).tolist()),))
 
     def _answer(self, prepared: PreparedInputs, vectors: JsonPieces) -> dict[str, Any]:
-        spent = times(prepared.meter.state())
+        durations = times(prepared.meter.state())
         return {
             "model": prepared.model.card.name,
             "embeddings": vectors,
-            "total_duration": spent["total_duration"],
-            "load_duration": spent["load_duration"],
+            "total_duration": durations["total_duration"],
+            "load_duration": durations["load_duration"],
             "prompt_eval_count": prepared.num_tokens,
         }
 
@@ -51,12 +51,12 @@ async def embed(
     service: Service, body: OllamaEmbedBody | OllamaEmbeddingsBody, caller: Caller
 ) -> JsonPieces:
     """The JSON text of the answer. Raises ServiceError."""
-    name = await served_name(service, body.model)
+    name = await served_name(service, body.model or "")
     several = isinstance(body, OllamaEmbedBody)
-    asked = body.embedding()
-    if asked is not None:
-        asked.model = name
-        return await (_Vectors if several else _Vector)(service, asked, caller).whole()
+    embedding = body.embedding()
+    if embedding is not None:
+        embedding.model = name
+        return await (_Vectors if several else _Vector)(service, embedding, caller).whole()
     with service.limits.admit(caller.tenant.id):
         await service.count(caller)
         model = await service.catalog.get(name)

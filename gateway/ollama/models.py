@@ -46,7 +46,7 @@ async def show(service: Service, name: str) -> dict[str, Any]:
     """One model. Raises ServiceError."""
     model = await service.catalog.get(await served_name(service, name))
     card = model.card
-    can = capabilities(service, card)
+    abilities = capabilities(service, card)
     defaults = default_sampling(service, card) or {}
     info: dict[str, Any] = {
         "general.architecture": card.architecture,
@@ -61,7 +61,7 @@ async def show(service: Service, name: str) -> dict[str, Any]:
         "parameters": "\n".join(f"{name} {value}" for name, value in defaults.items()),
         "details": _details(card),
         "model_info": info,
-        "capabilities": [word for name, word in _CAPABILITIES.items() if can[name]],
+        "capabilities": [word for name, word in _CAPABILITIES.items() if abilities[name]],
     }
 
 

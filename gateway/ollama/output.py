@@ -34,15 +34,15 @@ class OllamaContent:
         return {name: value for name, value in new.items() if value}
 
     def _complete(self, delta: Delta) -> list[dict[str, Any]]:
-        found = []
+        calls: list[dict[str, Any]] = []
         for part in delta.content:
             if isinstance(part, ToolCallPart):
                 if part.id:  # the first part of another call
-                    found += self._take()
+                    calls += self._take()
                 self._call.append(part)
         if delta.finish is not None:
-            found += self._take()
-        return found
+            calls += self._take()
+        return calls
 
     def _take(self) -> list[dict[str, Any]]:
         calls = [_call(call) for call in calls_of(self._call)]

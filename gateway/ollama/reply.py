@@ -40,8 +40,8 @@ class OllamaReply:
     async def whole(self) -> JsonPieces:
         """The JSON text. Raises ServiceError."""
         messages, scores = [], JsonList()
-        async with aclosing(self._messages(held=True)) as made:
-            async for message, tokens in made:
+        async with aclosing(self._messages(held=True)) as deltas:
+            async for message, tokens in deltas:
                 messages.append(message)
                 scores.extend(_scores(tokens))
         answer = self._answer(joined(messages), self._end)
@@ -51,8 +51,8 @@ class OllamaReply:
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
         """The lines as they are sent. Raises ServiceError."""
-        async with aclosing(self._messages(held=False)) as made:
-            async for message, tokens in made:
+        async with aclosing(self._messages(held=False)) as deltas:
+            async for message, tokens in deltas:
                 more = {"logprobs": _scores(tokens)} if tokens else {}
                 if message or more:
                     yield line(self._answer(message, {"done": False, **more}))

@@ -1,7 +1,7 @@
 """Request bodies of Ollama's API: strict types here, bounds in gateway/sampling.py."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
 
@@ -27,6 +27,7 @@ from pdserve.gateway.text.messages import TemplateInput
 from pdserve.services.host.errors import ServiceError
 
 _REPETITION = BOUNDS["repetition_penalty"].api
+_NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -77,28 +78,30 @@ class OllamaOptions(StrictModel):
     def penalties(self) -> dict[str, Any]:
         """Fields of RequestedSampling. Raises ServiceError for a window of some tokens."""
         if self.repeat_last_n == 0:
-            return {"repetition_penalty": 1.0}
+            return {**_NO_PENALTIES}
         named = {
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
         }
-        found = {name: value for name, value in named.items() if value is not None}
-        if found and self.repeat_last_n not in (None, -1):
+        penalties = {name: value for name, value in named.items() if value is not None}
+        penalized = any(penalties.get(name, off) != off for name, off in _NO_PENALTIES.items())
+        if penalized and self.repeat_last_n not in (None, -1):
             text = "penalties look at all tokens here, which -1 asks for"
             raise refuse("options.repeat_last_n", f"options.repeat_last_n: {text}")
-        return found
+        return penalties
 
 
 class NamedModel(StrictModel):
     """What names a model, which may have the tag `latest`; without a name the only one is meant."""
 
-    model: str = ""
+    model: str | None = None
 
 
 class OllamaGeneration(NamedModel):
     """What both routes take that generate text."""
 
+    conversation_field: ClassVar[str]
     stream: bool | None = None  # true
     format: Format = None
     options: OllamaOptions | None = None
@@ -126,9 +129,10 @@ class OllamaGeneration(NamedModel):
             add_generation_prompt=not continues,
             continue_final_message=continues,
             suggested=self._template_variables(),
+            messages_field=self.conversation_field,
         )
         return ChatCompletionRequest(
-            self.model, template, self._sampling(), tool_use=self.tool_use()
+            self.model or "", template, self._sampling(), tool_use=self.tool_use()
         )
 
     def _sampling(self) -> RequestedSampling:
@@ -167,6 +171,7 @@ class OllamaGeneration(NamedModel):
 class OllamaChatBody(OllamaGeneration):
     """Body of /api/chat."""
 
+    conversation_field = "messages"
     messages: list[OllamaMessage] | None = Field(None, max_length=MAX_MESSAGES)
     tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
 
@@ -180,6 +185,7 @@ class OllamaChatBody(OllamaGeneration):
 class OllamaGenerateBody(OllamaGeneration):
     """Body of /api/generate: one message of the user, after the chat template."""
 
+    conversation_field = "prompt"
     prompt: str | None = None
     system: str | None = None
 
@@ -203,7 +209,7 @@ class OllamaEmbedBody(NamedModel):
         if not self.input:
             return None
         return EmbeddingBody.model_construct(
-            model=self.model,
+            model=self.model or "",
             input=self.input,
             dimensions=self.dimensions,
             truncate_prompt_tokens=None if self.truncate is False else -1,
@@ -221,7 +227,7 @@ class OllamaEmbeddingsBody(NamedModel):
         if not self.prompt:
             return None
         return EmbeddingBody.model_construct(
-            model=self.model, input=[self.prompt], truncate_prompt_tokens=-1
+            model=self.model or "", input=[self.prompt], truncate_prompt_tokens=-1
         )
 
 

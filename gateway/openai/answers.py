@@ -280,7 +280,8 @@ class GenerationSettings(AnswerModel):
 
 
 class ServerProps(AnswerModel):
-    """llama.cpp's /props: `total_slots` is how many requests the gateway takes at once."""
+    """llama.cpp's /props: `total_slots` is how many requests this process of the gateway takes at
+    once."""
 
     default_generation_settings: GenerationSettings
     total_slots: int

@@ -21,7 +21,7 @@ AT_ONCE = (
 async def chat_batch(service: Service, body: ChatBatchBody, caller: Caller) -> JsonPieces:
     """The JSON text of the answer. Each conversation is a request; the first error ends all. Raises
     ServiceError."""
-    found: dict[int, dict[str, Any]] = {}
+    choices: dict[int, dict[str, Any]] = {}
     heads: list[dict[str, Any]] = []
     total = Usage(0, 0, 0)
     left = iter(range(len(body.messages)))
@@ -34,7 +34,7 @@ async def chat_batch(service: Service, body: ChatBatchBody, caller: Caller) -> J
             head, (choice,), usage = await reply.collected()
             ids = head.pop("prompt_token_ids", None)
             more = {} if ids is None else {"prompt_token_ids": ids}
-            found[number] = {**choice, "index": number, **more}
+            choices[number] = {**choice, "index": number, **more}
             heads.append(head)
             total += usage
             check_logprobs(body.sampling(), total.completion_tokens, "fewer conversations, or ")
@@ -46,6 +46,6 @@ async def chat_batch(service: Service, body: ChatBatchBody, caller: Caller) -> J
                 group.create_task(lane())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    choices = array_json(object_json(found[number]) for number in range(len(found)))
+    texts = array_json(object_json(choices[number]) for number in range(len(choices)))
     head = {**heads[0], "id": f"chatcmpl-{caller.request_id}"}
-    return object_json({**head, "choices": choices, "usage": usage_object(total)})
+    return object_json({**head, "choices": texts, "usage": usage_object(total)})

@@ -66,11 +66,11 @@ def add_server_routes(
         if request.query_params.get("fail_on_no_slot") == "1":
             _check_room(service, tenant)
         others = await service.siblings.ask("slots", tenant)
-        going = [one for some in map(from_json, others) for one in some]
-        going = sorted([*_slots(service, tenant), *going], key=lambda slot: slot["age_s"])[::-1]
+        requests = [one for some in map(from_json, others) for one in some]
+        requests = sorted([*_slots(service, tenant), *requests], key=lambda one: -one["age_s"])
         contexts = {card.name: card.context_len for card in await service.catalog.cards()}
-        shown = [_slot(n, one, contexts) for n, one in enumerate(going[:MAX_SHOWN])]
-        return JSONResponse(shown)
+        listed = [_slot(n, one, contexts) for n, one in enumerate(requests[:MAX_SHOWN])]
+        return JSONResponse(listed)
 
     @app.get("/load", **described(answer=ServerLoad))
     async def load(request: Request) -> Response:
@@ -86,7 +86,7 @@ def add_server_routes(
     @app.post("/apply-template", **described(TemplateBody, answer=AppliedTemplate))
     async def apply_template(request: Request) -> Response:
         """The text of a chat's prompt, which no model is run for."""
-        body = await bodies.read(request, lambda given: parse(TemplateBody, given))
+        body = await bodies.read(request, lambda fields: parse(TemplateBody, fields))
         return Reply(_applied(service, body, caller_of(request)), errors)
 
 

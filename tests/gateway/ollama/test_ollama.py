@@ -124,6 +124,9 @@ async def test_options_reach_the_engine(client):
         assert router.starts[-1].params.max_tokens == 0, "what is left of the context"
         seeds.add(router.starts[-1].seed)
     assert len(seeds) == 3, "any"
+    neutral = {"repeat_last_n": 64, "repeat_penalty": 1.0, "presence_penalty": 0.0}
+    reply = await http.post("/api/chat", json={**ASKED, "options": neutral})
+    assert reply.status_code == 200
     off = {"repeat_last_n": 0, "repeat_penalty": 1.5, "presence_penalty": 1.0}
     await http.post("/api/chat", json={**ASKED, "options": off})
     params = router.starts[-1].params
@@ -143,7 +146,12 @@ async def test_what_would_change_the_answer_is_refused_by_name(client, subtests)
         ("/api/generate", {**prompt, "template": "{{ .Prompt }}"}, "template"),
         ("/api/generate", {**prompt, "images": ["AAAA"]}, "images"),
         ("/api/generate", {**prompt, "context": [1, 2]}, "context"),
-        ("/api/chat", {**chat, "messages": [image]}, "messages[0].images"),
+        (
+            "/api/chat",
+            {**chat, "messages": [image]},
+            "messages[0].images: they are not supported by this server",
+        ),
+        ("/api/generate", {**prompt, "prompt": "long " * 9999}, "prompt"),
         ("/api/chat", {**chat, "max_tokens": 5}, "use options"),
         ("/api/chat", {**chat, "options": {"mirostat": 2}}, "options.mirostat"),
         ("/api/chat", {**chat, "options": {"temperature": "x"}}, "options.temperature"),
@@ -323,6 +331,20 @@ async def test_names_have_a_tag(client):
         reply = await http.post(path, json={"model": "none:latest", **body})
         assert reply.status_code == 404, (path, reply.text)
         assert "none" in reply.json()["error"]
+
+
+async def test_a_missing_name_means_the_only_model(client):
+    http = client(saying("x"))
+    for model in ({}, {"model": ""}, {"model": None}):
+        for path, body in (
+            ("/api/chat", {"messages": HI}), ("/api/chat", {}), ("/api/generate", {"prompt": "a"}),
+            ("/api/show", {}),
+        ):  # fmt: skip
+            reply = await http.post(path, json={**model, **body, **WHOLE})
+            assert reply.status_code == 200, reply.text
+    several = client(every_kind())
+    reply = await several.post("/api/chat", json={"messages": HI})
+    assert (reply.status_code, "embedder" in reply.json()["error"]) == (400, True)
 
 
 async def test_without_a_prompt_a_model_is_loaded(client):
