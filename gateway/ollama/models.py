@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from pdserve.gateway.openai.models import capabilities, default_sampling
+from pdserve.gateway.openai.models import capabilities, llama_sampling
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import ModelCard
 from pdserve.services.host.errors import ServiceError
@@ -47,7 +47,7 @@ async def show(service: Service, name: str) -> dict[str, Any]:
     model = await service.catalog.get(await served_name(service, name))
     card = model.card
     abilities = capabilities(service, card)
-    defaults = default_sampling(service, card) or {}
+    defaults = llama_sampling(service, card)
     info: dict[str, Any] = {
         "general.architecture": card.architecture,
         f"{card.architecture}.context_length": card.context_len,

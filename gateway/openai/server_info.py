@@ -28,7 +28,7 @@ from pdserve.gateway.openai.answers import (
 )
 from pdserve.gateway.openai.bodies.body import parse
 from pdserve.gateway.openai.bodies.schema import TemplateBody
-from pdserve.gateway.openai.models import default_sampling
+from pdserve.gateway.openai.models import llama_sampling
 from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import UNAVAILABLE
@@ -92,7 +92,7 @@ def add_server_routes(
 
 async def _props(service: Service, name: str) -> dict[str, Any]:
     model = await service.catalog.get(name)
-    params = default_sampling(service, model.card) or {}
+    params = llama_sampling(service, model.card)
     return {
         "default_generation_settings": {"n_ctx": model.card.context_len, "params": params},
         "total_slots": service.limits.max_requests,

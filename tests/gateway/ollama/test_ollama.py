@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from fakes.tool_model import THINKING, ToolModel, calls
 from oracles.http_errors import LARGE
 from systems.served_gateway import every_kind
 
+from pdserve.gateway.content.model_texts import kept_ids
 from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
 from pdserve.gateway.text.parts import ReasoningPart, TextPart, ToolCallPart
 from pdserve.protos import common_pb2 as pb
@@ -387,6 +389,15 @@ async def test_the_lists_of_models(client):
     assert tuple(map(int, version.split("."))) >= (0, 6, 4), "what editors want at least"
 
 
+async def test_what_a_model_recommends(client):
+    card, blobs = served(generation={"temperature": 0.5, "repetition_penalty": 1.25})
+    http = client(FakeRouter(saying("x"), [card], blobs))
+    shown = (await http.post("/api/show", json={"model": "tiny"})).json()
+    assert shown["parameters"].splitlines() == ["temperature 0.5", "repeat_penalty 1.25"]
+    settings = (await http.get("/props")).json()["default_generation_settings"]
+    assert settings["params"] == {"temperature": 0.5, "repeat_penalty": 1.25}
+
+
 async def test_embeddings(client):
     http = client(every_kind(), bounds=LARGE)
     openai = {"model": "embedder", "input": ["a", "b"]}
@@ -423,6 +434,18 @@ async def test_a_long_text_loses_its_end_unless_that_is_refused(client):
     refused = await http.post("/api/embed", json={**asked, "truncate": False})
     assert refused.status_code == 400
     assert "context" in refused.json()["error"]
+
+
+def test_a_text_that_is_cut_keeps_the_eos_that_it_ends_with() -> None:
+    card = SimpleNamespace(eos_ids=(9,), bos_id=None)
+    text = SimpleNamespace(vocabulary=SimpleNamespace(card=card))
+    model: Any = SimpleNamespace(card=SimpleNamespace(context_len=8), text=text)
+    for ids, kept in (
+        ([1, 2, 3, 4, 9], [1, 2, 9]),
+        ([1, 2, 3, 4, 5], [1, 2, 3]),
+        ([1, 2, 9], [1, 2, 9]),
+    ):
+        assert kept_ids(ids, -1, model, 3, from_start=True) == kept
 
 
 async def test_errors(client):
