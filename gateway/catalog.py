@@ -117,6 +117,11 @@ class Catalog:
             card = cards[0]
         return ServedModel(card, await self._text(card))
 
+    async def template(self, card: ModelCard) -> str:
+        """The source of the model's chat template; empty if it has none. Raises ServiceError."""
+        digest = card.template_digest
+        return (await self._upstream.blob(digest)).decode(errors="replace") if digest else ""
+
     async def ready(self, cards: Sequence[ModelCard], wait_s: float) -> list[str]:
         """Load what requests for these models will need, so that none waits for it. Returns the
         names of those that are loaded, or have files that cannot be: their requests say so.

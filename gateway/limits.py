@@ -47,6 +47,7 @@ class AdmissionLimits:
     places of others: whoever starts them bounds them (gateway/batches/slots.py)."""
 
     def __init__(self, max_requests: int, max_unanswered: int) -> None:
+        self.max_requests = max_requests
         self._open = FairShare(max_requests)
         self._waiting = FairShare(max_unanswered)
         self._closed = False

@@ -32,6 +32,7 @@ from pdserve.gateway.observability.meter import uncounted
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
 from pdserve.gateway.observability.siblings import Siblings
+from pdserve.gateway.ollama.dialect import OllamaDialect
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.openai.stored.late import LateParts
 from pdserve.gateway.rerank.dialect import RerankDialect
@@ -182,6 +183,7 @@ async def _serve(
     dialects: list[Dialect] = [
         AnthropicDialect(service, http_limits, bodies),
         RerankDialect(service, bodies),
+        OllamaDialect(service, http_limits, bodies),
         openai,
     ]
     routes = create_routes(dialects, service, readiness, settings.fleet_metrics)

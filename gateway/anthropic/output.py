@@ -6,11 +6,15 @@ Pure. Invariant: what the events of a stream add up to is what `blocks` has in t
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic_core import from_json
-
 from pdserve.gateway.anthropic.signature import signature_of
 from pdserve.gateway.choice import Delta
-from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
+from pdserve.gateway.text.parts import (
+    ContentPart,
+    ReasoningPart,
+    TextPart,
+    ToolCallPart,
+    arguments_object,
+)
 
 Event = dict[str, Any]
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -96,13 +100,5 @@ def _block(first: ContentPart, whole: str) -> dict[str, Any]:
         return {"type": "text", "text": whole}
     if isinstance(first, ReasoningPart):
         return {"type": "thinking", "thinking": whole, "signature": ""}
-    return {"type": "tool_use", "id": first.id, "name": first.name, "input": _arguments(whole)}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """As an object; of a text that max_tokens has cut, what is there."""
-    try:
-        value = from_json(text or "{}", allow_partial=True)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    arguments = arguments_object(whole)
+    return {"type": "tool_use", "id": first.id, "name": first.name, "input": arguments}

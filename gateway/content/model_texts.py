@@ -125,10 +125,17 @@ class ModelTexts:
         return made
 
 
-def kept_ids(ids: Sequence[int], kept: int | None, model: ServedModel, most: int) -> Sequence[int]:
-    """The last `kept` ids of a prompt, with the bos that it begins with; with -1 as many as leave
-    the room that is needed, which is `most`. Raises ServiceError for another number that is not
-    from 1 to the model's context."""
+def kept_ids(
+    ids: Sequence[int],
+    kept: int | None,
+    model: ServedModel,
+    most: int,
+    *,
+    from_start: bool = False,
+) -> Sequence[int]:
+    """The last `kept` ids of a prompt, with the bos that it begins with, or the first ones, with
+    the eos that it ends with; with -1 as many as leave the room that is needed, which is `most`.
+    Raises ServiceError for another number that is not from 1 to the model's context."""
     if kept is None:
         return ids
     if kept == -1:
@@ -138,7 +145,11 @@ def kept_ids(ids: Sequence[int], kept: int | None, model: ServedModel, most: int
         raise refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be {limits}")
     if len(ids) <= kept:
         return ids
-    bos = ids[:1] if ids[0] == model.text.vocabulary.card.bos_id else ids[:0]
+    card = model.text.vocabulary.card
+    if from_start:
+        eos = ids[-1:] if ids[-1] in card.eos_ids else ids[:0]
+        return [*ids[: kept - len(eos)], *eos]
+    bos = ids[:1] if ids[0] == card.bos_id else ids[:0]
     return [*bos, *ids[len(ids) - kept + len(bos) :]]
 
 

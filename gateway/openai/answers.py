@@ -5,6 +5,8 @@ Clients must take further fields, as OpenAI's do.
 
 from typing import Literal
 
+from pydantic import RootModel
+
 from pdserve.gateway.http.docs.document import AnswerModel
 
 
@@ -136,6 +138,18 @@ class ChatCompletion(AnswerModel):
     usage: UsageObject
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+
+
+class ChatBatchChoice(ChatChoice):
+    """`index` is that of the conversation."""
+
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatBatch(ChatCompletion):
+    """The answer of /v1/chat/completions/batch; the usage is that of all conversations."""
+
+    choices: list[ChatBatchChoice]  # type: ignore[assignment]
 
 
 class FunctionDelta(AnswerModel):
@@ -274,3 +288,68 @@ class TokenizeAnswer(AnswerModel):
 
 class DetokenizeAnswer(AnswerModel):
     prompt: str
+
+
+class AppliedTemplate(AnswerModel):
+    """The text of a chat's prompt."""
+
+    prompt: str
+
+
+class GenerationSettings(AnswerModel):
+    """`params`: what the model recommends."""
+
+    n_ctx: int
+    params: dict[str, float]
+
+
+class ServerProps(AnswerModel):
+    """llama.cpp's /props: `total_slots` is how many requests this process of the gateway takes at
+    once."""
+
+    default_generation_settings: GenerationSettings
+    total_slots: int
+    model_alias: str
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    modalities: dict[str, bool]
+    build_info: str
+
+
+class SlotToken(AnswerModel):
+    n_decoded: int
+
+
+class Slot(AnswerModel):
+    """An open request of the client's own key."""
+
+    id: int
+    request_id: str
+    model: str
+    n_ctx: int
+    is_processing: bool
+    n_prompt_tokens: int
+    next_token: list[SlotToken]
+
+
+class Slots(RootModel[list[Slot]]):
+    """The answer of /slots, oldest first."""
+
+
+class ServerLoad(AnswerModel):
+    """vLLM's /load: how many requests are open in the gateway, of all keys."""
+
+    server_load: int
+
+
+class TokenizerInfo(AnswerModel):
+    """vLLM's /tokenizer_info, without the class that transformers would load."""
+
+    model: str
+    vocab_size: int
+    model_max_length: int
+    add_bos_token: bool
+    bos_token: str
+    eos_token: str
+    chat_template: str

@@ -54,6 +54,12 @@ class ChatReply:
     async def whole(self) -> JsonPieces:
         """The JSON text, made piece by piece: log-probabilities all at once would hold up the
         loop. Raises ServiceError."""
+        head, choices, usage = await self.collected()
+        texts = array_json(map(object_json, choices))
+        return object_json({**head, "choices": texts, "usage": usage_object(usage)})
+
+    async def collected(self) -> tuple[dict[str, Any], list[dict[str, Any]], Usage]:
+        """The fields of the whole answer, its choices and its usage. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
             if (num_top := self._body.prompt_logprobs) is not None:
                 logprobs.check_prompt_logprobs(completion.prompts, 1, num_top, "prompt_logprobs")
@@ -82,8 +88,7 @@ class ChatReply:
                     answers[0].prompt_scores,
                     num_top,
                 )
-            texts = array_json(map(object_json, choices))
-            return object_json({**head, "choices": texts, "usage": usage_object(usage)})
+            return head, choices, usage
 
     async def chunks(
         self, direct: DirectWrite

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
@@ -27,6 +28,7 @@ from pdserve.gateway.http.dialect import (
 from pdserve.gateway.http.docs.document import described
 from pdserve.gateway.http.guard import caller_of
 from pdserve.gateway.openai.answers import (
+    ChatBatch,
     ChatCompletion,
     ChatCompletionChunk,
     DetokenizeAnswer,
@@ -39,6 +41,7 @@ from pdserve.gateway.openai.answers import (
 )
 from pdserve.gateway.openai.bodies.body import B, parse
 from pdserve.gateway.openai.bodies.schema import (
+    ChatBatchBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -47,11 +50,13 @@ from pdserve.gateway.openai.bodies.schema import (
     parse_tokenize,
 )
 from pdserve.gateway.openai.chat import ChatReply
+from pdserve.gateway.openai.chat_batch import chat_batch
 from pdserve.gateway.openai.completions import CompletionReply
 from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.openai.models import model_object, model_objects
 from pdserve.gateway.openai.responses.routes import add_response_routes
+from pdserve.gateway.openai.server_info import add_server_routes
 from pdserve.gateway.openai.tokens import detokenize, tokenize
 from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.sampling import refuse
@@ -61,6 +66,8 @@ from pdserve.gateway.storage.response_store import ResponseStore
 END = "[DONE]"  # the data of a stream's last event
 DONE = f"data: {END}\n\n".encode()
 PING = b": ping\n\n"  # a comment, which clients skip
+# Routes that clients look for without /v1, too.
+SHORT = ("/chat/completions", "/completions", "/embeddings", "/models", "/responses")
 STORED = ("/v1/files", "/v1/batches", "/v1/usage")
 
 
@@ -78,10 +85,11 @@ class MoreRoutes(Protocol):
 
 
 class OpenAiDialect:
-    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings and /v1/models, vLLM's
-    /tokenize and /detokenize, and with a database /v1/files, /v1/batches and /v1/usage."""
+    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings and /v1/models, also
+    without /v1; what vLLM and llama.cpp have beside them; and with a database /v1/files,
+    /v1/batches and /v1/usage."""
 
-    paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize")
+    paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize", *SHORT)
     statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
     not_offered: tuple[str, ...] = (
         "POST /v1/responses/compact",
@@ -133,6 +141,12 @@ class OpenAiDialect:
             body = await self._read(request, ChatBody)
             return self._answer(ChatReply(service, body, caller_of(request)), body.stream)
 
+        @app.post("/v1/chat/completions/batch", **described(ChatBatchBody, answer=ChatBatch))
+        async def chat_batch_route(request: Request) -> Response:
+            """The next message of each of several conversations."""
+            body = await self._read(request, ChatBatchBody)
+            return Reply(chat_batch(service, body, caller_of(request)), self)
+
         add_response_routes(app, self, service, self._bodies, self._limits, self._responses)
 
         @app.post(
@@ -181,6 +195,8 @@ class OpenAiDialect:
                 return JSONResponse(model_info(card))
             return JSONResponse(model_object(service, card))
 
+        add_server_routes(app, self, service, self._bodies)
+        _add_short(app)
         if self._stored is None:
             _add_refusals(app)
         else:
@@ -195,6 +211,15 @@ class OpenAiDialect:
             events = _events(reply.chunks(direct))
             return EventStream(events, self, self._limits, direct, lambda: PING)
         return Reply(reply.whole(), self)
+
+
+def _add_short(app: FastAPI) -> None:
+    """The routes without /v1; the description of the API has one name of each."""
+    for route in [route for route in app.routes if isinstance(route, APIRoute)]:
+        path = route.path.removeprefix("/v1")
+        if path != route.path and f"{path}/".startswith(tuple(f"{one}/" for one in SHORT)):
+            methods = sorted(route.methods or ())
+            app.add_api_route(path, route.endpoint, methods=methods, include_in_schema=False)
 
 
 def _add_refusals(app: FastAPI) -> None:

@@ -16,6 +16,7 @@ from pdserve.gateway.http.validation import ModelName
 from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import OwnedBody
 from pdserve.gateway.openai.bodies.schema import texts_or_ids
+from pdserve.gateway.pooling.runs import PreparedInputs
 from pdserve.gateway.pooling.vectors import base64_of, shaped
 from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.sampling import refuse
@@ -56,6 +57,8 @@ class EmbeddingBody(OwnedBody):
 class EmbeddingReply:
     """One call; make it after the body is checked, then take `whole`."""
 
+    keeps_start = False  # of a text that is too long, instead of its end
+
     def __init__(self, service: Service, body: EmbeddingBody, caller: Caller) -> None:
         self._service = service
         self._body = body
@@ -76,17 +79,19 @@ class EmbeddingReply:
             async with aclosing(service.pooling.embeddings(prepared)) as answers:
                 async for number, values in answers:
                     found[number] = self._item(number, values, prepared.model.card.normalizes)
-            total = prepared.num_tokens
-            return object_json(
-                {
-                    "id": self._id,
-                    "object": "list",
-                    "created": self._created,
-                    "data": array_json(found[number] for number in range(len(found))),
-                    "model": prepared.model.card.name,
-                    "usage": {"prompt_tokens": total, "total_tokens": total},
-                }
-            )
+            vectors = array_json(found[number] for number in range(len(found)))
+            return object_json(self._answer(prepared, vectors))
+
+    def _answer(self, prepared: PreparedInputs, vectors: JsonPieces) -> dict[str, Any]:
+        total = prepared.num_tokens
+        return {
+            "id": self._id,
+            "object": "list",
+            "created": self._created,
+            "data": vectors,
+            "model": prepared.model.card.name,
+            "usage": {"prompt_tokens": total, "total_tokens": total},
+        }
 
     def _item(self, number: int, values: Sequence[float], normalizes: bool) -> JsonPieces:
         vector = shaped(values, self._body.dimensions, normalizes)
@@ -118,6 +123,7 @@ class EmbeddingReply:
             self._caller.tenant.id,
             self._body.truncate_prompt_tokens,
             add_special_tokens=self._body.add_special_tokens is not False,
+            from_start=self.keeps_start,
         )
 
 
@@ -130,6 +136,7 @@ async def embedding_ids(
     kept_tokens: int | None = None,
     *,
     add_special_tokens: bool = True,
+    from_start: bool = False,
 ) -> list[Sequence[int]]:
     """The token ids of texts whose embedding is asked for. Raises ServiceError that names
     `param`."""
@@ -142,7 +149,7 @@ async def embedding_ids(
         else:
             ids = given
             await asyncio.sleep(0)
-        ids = kept_ids(ids, kept_tokens, model, model.card.context_len)
+        ids = kept_ids(ids, kept_tokens, model, model.card.context_len, from_start=from_start)
         if not ids:
             raise refuse(param, f"{param} {len(found)} has no tokens")
         check_room(len(ids), 0, model, param)

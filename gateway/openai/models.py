@@ -32,6 +32,13 @@ def default_sampling(service: Service, card: ModelCard) -> dict[str, float] | No
     return {name: value for name, value in asdict(text.defaults).items() if value is not None}
 
 
+def llama_sampling(service: Service, card: ModelCard) -> dict[str, float]:
+    """The same in the words of llama.cpp and Ollama; empty before its files are read."""
+    names = {"repetition_penalty": "repeat_penalty"}
+    defaults = default_sampling(service, card) or {}
+    return {names.get(name, name): value for name, value in defaults.items()}
+
+
 def model_objects(service: Service, cards: Sequence[ModelCard]) -> list[dict[str, Any]]:
     """All models, and all aliases that name one."""
     by_name = {card.name: card for card in sorted(cards, key=lambda card: card.name)}

@@ -27,6 +27,26 @@ class RerankAnswer(AnswerModel):
     results: list[RerankResult]
 
 
+class CohereVersion(AnswerModel):
+    version: Literal["2"]
+
+
+class CohereTokens(AnswerModel):
+    input_tokens: int
+    output_tokens: int
+
+
+class CohereMeta(AnswerModel):
+    api_version: CohereVersion
+    tokens: CohereTokens
+
+
+class CohereRerankAnswer(RerankAnswer):
+    """The answer of /v2/rerank; `meta` is Cohere's."""
+
+    meta: CohereMeta
+
+
 class ScoreObject(AnswerModel):
     index: int
     object: Literal["score"]

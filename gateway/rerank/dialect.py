@@ -1,4 +1,5 @@
-"""/rerank and /score on the HTTP shell, also below /v1; errors are OpenAI's, as vLLM has it."""
+"""/rerank and /score on the HTTP shell, also below /v1 and with Cohere's answer below /v2; errors
+are OpenAI's, as vLLM has it."""
 
 import time
 from collections.abc import Awaitable, Mapping
@@ -19,7 +20,7 @@ from pdserve.gateway.openai.answers import ErrorObject
 from pdserve.gateway.openai.bodies.body import parse
 from pdserve.gateway.openai.errors import error_object
 from pdserve.gateway.requests.caller import Caller
-from pdserve.gateway.rerank.answers import RerankAnswer, ScoreList
+from pdserve.gateway.rerank.answers import CohereRerankAnswer, RerankAnswer, ScoreList
 from pdserve.gateway.rerank.schema import RerankBody, ScoreBody
 from pdserve.gateway.rerank.scores import Scored, score
 from pdserve.gateway.service import Service
@@ -28,7 +29,7 @@ from pdserve.gateway.service import Service
 class RerankDialect:
     """Scores of documents for a query, sorted or in order."""
 
-    paths: tuple[str, ...] = ("/v1/rerank", "/v1/score", "/rerank", "/score")
+    paths: tuple[str, ...] = ("/v1/rerank", "/v2/rerank", "/v1/score", "/rerank", "/score")
     not_offered: tuple[str, ...] = ()
     statuses: Mapping[int, int] = MappingProxyType({})  # all as they are
     request_id_header: str = REQUEST_ID
@@ -55,6 +56,12 @@ class RerankDialect:
             body = await self._bodies.read(request, partial(parse, RerankBody))
             return self._reply(rerank(self._service, body, caller_of(request)))
 
+        @app.post("/v2/rerank", **described(RerankBody, answer=CohereRerankAnswer))
+        async def rerank_v2(request: Request) -> Response:
+            """Documents, sorted by how well they answer a query, as Cohere's second API has it."""
+            body = await self._bodies.read(request, partial(parse, RerankBody))
+            return self._reply(cohere_rerank(self._service, body, caller_of(request)))
+
         @app.post("/v1/score", **score_fields)
         @app.post("/score", **score_fields)
         async def score_route(request: Request) -> Response:
@@ -66,7 +73,17 @@ class RerankDialect:
         return Reply(work, self)
 
 
-async def rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str, Any]:
+async def cohere_rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str, Any]:
+    """The same; documents are left out unless the client wants them. Raises ServiceError."""
+    wanted = body.return_documents is True
+    answer = await rerank(service, body, caller, with_documents=wanted)
+    spent = {"input_tokens": answer["usage"]["prompt_tokens"], "output_tokens": 0}
+    return {**answer, "meta": {"api_version": {"version": "2"}, "tokens": spent}}
+
+
+async def rerank(
+    service: Service, body: RerankBody, caller: Caller, *, with_documents: bool = True
+) -> dict[str, Any]:
     """The best documents first; of two alike the earlier. Raises ServiceError."""
     id_ = f"rerank-{caller.request_id}"
     scored = await score(service, body.request(), body.called_by(caller, id_))
@@ -74,7 +91,7 @@ async def rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str
     results: list[dict[str, Any]] = []
     for n in order[: body.top_n or None]:
         result: dict[str, Any] = {"index": n, "relevance_score": scored.scores[n]}
-        if body.return_documents is not False:
+        if with_documents and body.return_documents is not False:
             result["document"] = {"text": body.documents[n]}
         results.append(result)
     return {"id": id_, "model": scored.model, "usage": _usage(scored), "results": results}

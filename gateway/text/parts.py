@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic_core import from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,15 @@ def text_of(content: Sequence[ContentPart]) -> str:
 def reasoning_of(content: Sequence[ContentPart]) -> str:
     """What the model thinks in a content."""
     return "".join(part.text for part in content if isinstance(part, ReasoningPart))
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """The arguments of a call as an object; of a text that max_tokens has cut, what is there."""
+    try:
+        value = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def calls_of(content: Sequence[ContentPart]) -> list[ToolCallPart]:

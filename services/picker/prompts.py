@@ -13,6 +13,7 @@ from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Dialect, HttpError, HttpLimits, dialect_of
 from pdserve.gateway.http.inner import post
 from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.ollama.dialect import OllamaDialect
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.pooling.runs import PreparedInputs
 from pdserve.gateway.prepared_completion import PreparedCompletion
@@ -89,6 +90,7 @@ class PromptReader:
         self._dialects: list[Dialect] = [
             AnthropicDialect(service, limits, bodies),
             RerankDialect(service, bodies),
+            OllamaDialect(service, limits, bodies),
             OpenAiDialect(service, limits, bodies),
         ]
         self.readiness = Readiness(service.upstream, service.catalog)

@@ -25,6 +25,7 @@ from pdserve.gateway.http.serving.server import HttpServer
 from pdserve.gateway.http.serving.sockets import listen
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.ollama.dialect import OllamaDialect
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.rerank.dialect import RerankDialect
 from pdserve.gateway.service import Service
@@ -100,6 +101,7 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
         dialects = [
             AnthropicDialect(service, bounds, bodies),
             RerankDialect(service, bodies),
+            OllamaDialect(service, bounds, bodies),
             OpenAiDialect(service, bounds, bodies, responses),
         ]
         readiness = Readiness(router, service.catalog)

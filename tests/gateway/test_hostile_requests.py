@@ -11,6 +11,7 @@ from systems.text_pools import Pool
 
 pytestmark = pytest.mark.anyio
 RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
+OLLAMA = "/api/chat"
 
 
 @pytest.fixture
@@ -83,6 +84,13 @@ def bodies(url: str) -> dict[str, tuple[str, str, dict[str, Any]]]:
             part,
             {"messages": user({"type": "document", "source": source}), "max_tokens": 5},
         ),
+        "image of Ollama's": (
+            OLLAMA,
+            "messages[0].images",
+            {"messages": [{**HI[0], "images": [url]}]},
+        ),
+        "format": (OLLAMA, "format", {"messages": HI, "format": {"$ref": url}}),
+        "image of a batch": (f"{CHAT}/batch", "content[0].type", {"messages": [user(image)]}),
         "MCP servers": (
             MESSAGES,
             "mcp_servers",

@@ -25,7 +25,11 @@ from pdserve.services.router.service import OPEN_METHODS
 KEY = {"authorization": "Bearer KEY"}
 OTHERS = {"POST", "PUT", "DELETE", "PATCH"}
 # Not 405: OpenAI has the first, which is not offered here; the second names a response.
-NOT_OFFERED = {("DELETE", "/v1/models/{name}"), ("DELETE", "/v1/responses/input_tokens")}
+NOT_OFFERED = {
+    ("DELETE", "/v1/models/{name}"),
+    ("DELETE", "/v1/responses/input_tokens"),
+    ("DELETE", "/responses/input_tokens"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,7 @@ def test_the_routes_are_those_of_the_application() -> None:
     from pdserve.gateway.http.app import create_routes
     from pdserve.gateway.http.docs.pages import add_docs
     from pdserve.gateway.observability.siblings import Siblings
+    from pdserve.gateway.ollama.dialect import OllamaDialect
     from pdserve.gateway.openai.dialect import OpenAiDialect
     from pdserve.gateway.openai.stored.routes import StoredRoutes
     from pdserve.gateway.rerank.dialect import RerankDialect
@@ -51,6 +56,7 @@ def test_the_routes_are_those_of_the_application() -> None:
     dialects = [
         AnthropicDialect(none, none, none),
         RerankDialect(none, none),
+        OllamaDialect(none, none, none),
         OpenAiDialect(service, none, none, stored=stored),
     ]
     app = create_routes(dialects, service, none)
@@ -101,7 +107,7 @@ def test_a_route_wants_what_the_table_says(fleet: Fleet, subtests: pytest.Subtes
 def check_route(http: httpx.Client, server: str, route: str, who: str) -> None:
     method, _, path = route.partition(" ")
     model = "SmolLM2-135M-Instruct"
-    names = {"/v1/models/{name}": model, "/web/{name}": "chat.js"}
+    names = {"/v1/models/{name}": model, "/models/{name}": model, "/web/{name}": "chat.js"}
     url = server + re.sub(r"{.*}", names.get(path, "none"), path)
     without = http.request(method, url)
     with_key = http.request(method, url, headers=KEY, follow_redirects=True)

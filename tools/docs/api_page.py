@@ -16,13 +16,23 @@ from pdserve.gateway.anthropic import fields as anthropic
 from pdserve.gateway.anthropic import members as anthropic_members
 from pdserve.gateway.anthropic.schema import CountBody, MessagesBody
 from pdserve.gateway.http.validation import NOTHING
+from pdserve.gateway.ollama import fields as ollama
+from pdserve.gateway.ollama.schema import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaShowBody,
+)
 from pdserve.gateway.openai.bodies import fields
 from pdserve.gateway.openai.bodies import members as chat_members
 from pdserve.gateway.openai.bodies.schema import (
     Body,
+    ChatBatchBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    TemplateBody,
     TokenizeBody,
     TokenizeChatBody,
 )
@@ -58,6 +68,14 @@ Roles, content, tools and items follow one rule on every route:
 Below the fields of /v1/chat/completions, /v1/responses and /v1/messages are the members of their
 unions, as the packages of OpenAI and Anthropic have them (tests/gateway/test_unions.py compares).
 """
+SHORT = "The route is there without `/v1`, too."
+STREAMED = (
+    "It streams unless `stream` is false. Of `options`, "
+    + ", ".join(f"`{name}`" for name in sorted(ollama.IGNORED_OPTIONS))
+    + " are ignored; "
+    + ", ".join(f"`{name}`" for name in sorted(ollama.REFUSED_OPTIONS))
+    + " are refused but for the values that change nothing."
+)
 SERVED, IGNORED, REFUSED = "served", "ignored", "refused"
 USUAL = {repr(value) for value in NOTHING}
 
@@ -121,20 +139,28 @@ def _served_by(body: type[BaseModel]) -> set[str]:
 
 
 ROUTES = (
-    _openai("/v1/chat/completions", ChatBody, unions=chat_members.UNIONS),
+    _openai("/v1/chat/completions", ChatBody, remark=SHORT, unions=chat_members.UNIONS),
+    _openai(
+        "/v1/chat/completions/batch", ChatBatchBody,
+        remark="`messages` is a list of conversations, and each gets one choice.",
+    ),
     _openai(
         "/v1/completions", CompletionBody,
-        remark="It takes either `prompt` or `prompt_token_ids`.",
+        remark=f"It takes either `prompt` or `prompt_token_ids`. {SHORT}",
     ),
     _other(
         "/v1/responses", ResponsesBody, responses,
-        remark="The input of a custom tool is kept to its regular expression; its Lark grammar is "
-        "only shown to the model.",
+        remark=f"{SHORT} The input of a custom tool is kept to its regular expression; its Lark "
+        "grammar is only shown to the model.",
         unions=responses_members.UNIONS,
     ),
     _other("/v1/responses/input_tokens", InputTokensBody, responses, ResponsesBody.model_fields),
-    _openai("/v1/embeddings", EmbeddingBody),
-    _openai("/rerank", RerankBody, remark="`/v1/rerank` is the same."),
+    _openai("/v1/embeddings", EmbeddingBody, remark=SHORT),
+    _openai(
+        "/rerank", RerankBody,
+        remark="`/v1/rerank` is the same; `/v2/rerank` answers as Cohere does, without documents "
+        "unless `return_documents` is true.",
+    ),
     _openai(
         "/score", ScoreBody,
         remark="`/v1/score` is the same. It takes one pair of texts: `text_1` and `text_2`, "
@@ -146,12 +172,26 @@ ROUTES = (
         unions=anthropic_members.UNIONS,
     ),
     _other("/v1/messages/count_tokens", CountBody, anthropic, MessagesBody.model_fields),
+    *(
+        _other(path, body, ollama, remark=remark)
+        for path, body, remark in (
+            ("/api/chat", OllamaChatBody, STREAMED),
+            ("/api/generate", OllamaGenerateBody, STREAMED),
+            ("/api/embed", OllamaEmbedBody, ""),
+            ("/api/embeddings", OllamaEmbeddingsBody, ""),
+            ("/api/show", OllamaShowBody, ""),
+        )
+    ),
     _openai(
         "/tokenize", TokenizeBody, TokenizeChatBody,
         remark="It takes either `prompt` or `messages`. The fields of a completion that change no "
         "prompt are ignored.",
     ),
     _openai("/detokenize", DetokenizeBody),
+    _openai(
+        "/apply-template", TemplateBody,
+        remark="The fields of a completion that change no prompt are ignored.",
+    ),
     Route("/v1/files", (FileUpload,), {"expires_after": ()}, remark="The body is a form."),
     _openai("/v1/batches", BatchBody),
 )  # fmt: skip

@@ -33,10 +33,10 @@ from pdserve.services.host.rpc.backpressure import Backpressure, SlowReaderError
 log = logging.getLogger("pdserve.gateway.http")
 
 NO_ROOM = "other answers needed the room"
+EVENTS = "text/event-stream; charset=utf-8"
 HEAD_S = 0.25
 SILENCE_S = 10.0  # after which a stream says that it goes on
 STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -184,8 +184,10 @@ class EventStream(Response):
         limits: HttpLimits,
         direct: DirectWrite | None = None,
         ping: Callable[[], Event] | None = None,
+        media_type: str = EVENTS,
     ) -> None:
         self._events = events
+        self._head = [(b"content-type", media_type.encode()), *STREAM]
         self._direct = direct or DirectWrite()
         self._ping = ping
         self._errors = errors
@@ -250,7 +252,7 @@ class EventStream(Response):
         if not self._begun:
             self._begun = True
             self._last_event = monotonic()
-            await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+            await send({"type": "http.response.start", "status": 200, "headers": self._head})
 
     async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
         self._num_writing += 1

@@ -24,6 +24,7 @@ _MODELS = "x-pdserve-models"  # the schemas that a description refers to, until 
 CLIENT_LEFT = 499  # nobody reads it
 SHELL_ERRORS = (401, 403, 404, 405)
 BODY_ERRORS = (408, 413, 415)
+LINES = "application/x-ndjson"  # a stream of JSON objects, each on a line
 _EVENT = {  # before OpenAPI 3.2 the schema of a stream is that of each event
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -46,6 +47,7 @@ class Description:
     answer: Model
     event: Model | None
     end: str
+    stream: str
     form: Model | None
     query: Model | None
 
@@ -53,7 +55,9 @@ class Description:
         """The part of an OpenAPI operation that this is."""
         models: dict[str, Any] = {}
         content: dict[str, Any] = {"application/json": {"schema": _ref(self.answer, models)}}
-        if self.event is not None:
+        if self.stream == LINES and self.event is not None:
+            content[LINES] = {"schema": _ref(self.event, models)}
+        elif self.event is not None:
             data = f"With `stream: true` the data of each event is a {self.event.__name__}"
             text = f"{data}, or an error" + (f"; at the end {self.end}." if self.end else ".")
             content["text/event-stream"] = {
@@ -83,13 +87,15 @@ def described(
     answer: Model,
     event: Model | None = None,
     end: str = "",
+    stream: str = "",
     form: Model | None = None,
     query: Model | None = None,
 ) -> dict[str, Any]:
     """Further arguments of a route: what it takes, one of several or nothing, and what it answers.
-    With `event` it can also be a stream of those, after which `end` is the data of the last.
+    With `event` it can also be a stream of those, after which `end` is the data of the last;
+    `stream`: LINES where they are no server-sent events.
     `form` has the fields of a body that is a form, `query` optional parameters of the URL."""
-    made = Description(bodies, answer, event, end, form, query)
+    made = Description(bodies, answer, event, end, stream, form, query)
     return {"openapi_extra": {_DESCRIPTION: made}}
 
 

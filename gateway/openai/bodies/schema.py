@@ -246,6 +246,22 @@ class ChatBody(ConversationBody, Sampling):
         )
 
 
+class ChatBatchBody(ChatBody):
+    """Body of /v1/chat/completions/batch: a chat with the messages of several."""
+
+    messages: list[Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]] = Field(  # type: ignore[assignment]
+        min_length=1, max_length=MAX_PROMPTS
+    )
+    n: Literal[1] | None = None  # each has one choice
+    stream: Literal[False] | None = None  # not served
+    stream_options: None = None  # not served
+    prompt_logprobs: None = None  # not served
+
+    def chat(self, number: int) -> ChatBody:
+        """One of the chats."""
+        return self.model_copy(update={"messages": self.messages[number]})
+
+
 class CompletionBody(Sampling):
     """Body of /v1/completions."""
 
@@ -307,14 +323,13 @@ class TokenizeBody(Body):
     return_token_strs: bool = False
 
 
-class TokenizeChatBody(StructureFields, ConversationBody):
-    """Body of /tokenize for messages: of a chat what decides on its prompt, and which tools of MCP
-    servers are in it."""
+class TemplateBody(StructureFields, ConversationBody):
+    """Body of /apply-template: of a chat what decides on its prompt, and which tools of MCP servers
+    are in it."""
 
     model: ModelName = ""
     tool_choice: Any = None
     prompt_logprobs: int | None = None
-    return_token_strs: bool = False
 
     def asked(self) -> ChatCompletionRequest:
         """The chat. Raises ServiceError for fields that contradict each other."""
@@ -323,6 +338,12 @@ class TokenizeChatBody(StructureFields, ConversationBody):
         )
         use = tool_use(self.tools or [], self.tool_choice, None)
         return ChatCompletionRequest(self.model, self.conversation(), sampling, tool_use=use)
+
+
+class TokenizeChatBody(TemplateBody):
+    """Body of /tokenize for messages."""
+
+    return_token_strs: bool = False
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeBody | TokenizeChatBody:

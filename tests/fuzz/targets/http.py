@@ -17,6 +17,7 @@ from pdserve.gateway.http.app import create_app
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.ollama.dialect import OllamaDialect
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.services.host.tenants.keys import ApiKeys
 
@@ -34,6 +35,13 @@ TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}]},
 ]
 MESSAGES = {"model": "tiny", "messages": TURNS, "system": [{"type": "text", "text": "a"}]}
+OLLAMA = {
+    "model": "tiny",
+    "options": {"num_predict": 3, "temperature": 0.5},
+    "format": {"type": "object"},
+    "think": True,
+    "stream": False,
+}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"model": "tiny", "prompt": "hello", "max_tokens": 3},
@@ -52,6 +60,20 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "/v1/responses/input_tokens": {"model": "tiny", "input": ITEMS, "tools": [FUNCTION]},
     "/v1/messages/count_tokens": MESSAGES,
+    "/v1/chat/completions/batch": {**CHAT, "messages": [CHAT["messages"], CHAT["messages"]]},
+    "/chat/completions": CHAT,
+    "/api/chat": {
+        **OLLAMA,
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+            {"role": "tool", "tool_name": "f", "content": "x"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    },
+    "/api/generate": {**OLLAMA, "prompt": "hello", "system": "a"},
+    "/api/show": {"model": "tiny"},
+    "/apply-template": {"model": "tiny", "messages": CHAT["messages"]},
     "/tokenize": {"model": "tiny", "prompt": "hello"},
     "/detokenize": {"model": "tiny", "tokens": [1, 2, 3]},
 }
@@ -62,7 +84,7 @@ FIELDS = (
     "ignore_eos", "min_tokens", "stop_token_ids", "add_special_tokens", "messages", "prompt",
     "tools", "response_format", "tokens", "model", "input", "instructions", "text", "reasoning",
     "include", "metadata", "previous_response_id", "tool_choice", "system", "thinking",
-    "stop_sequences", "output_config",
+    "stop_sequences", "output_config", "options", "format", "think", "images",
 )  # fmt: skip
 LIMITS = HttpLimits(1 << 16, 1 << 18, 0.5, 1 << 16, 1.0)
 
@@ -78,6 +100,7 @@ class Fuzzed:
         bodies = BodyReader(LIMITS)
         dialects = [
             AnthropicDialect(service, LIMITS, bodies),
+            OllamaDialect(service, LIMITS, bodies),
             OpenAiDialect(service, LIMITS, bodies, MemoryStore()),
         ]
         app = create_app(dialects, service, Readiness(router, service.catalog), ApiKeys())
@@ -102,6 +125,6 @@ class Fuzzed:
         assert answer.status_code < 500, answer.text
         if answer.status_code >= 400:
             error = answer.json()["error"]
-            assert error["message"]
+            assert error if path.startswith("/api/") else error["message"]
             assert len(answer.content) < 4096, "it quotes too much"
         return str(answer.status_code)

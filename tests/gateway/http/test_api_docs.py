@@ -43,6 +43,10 @@ ROUTES = {
     "DELETE /v1/files/{file_id}", "GET /v1/files/{file_id}/content", "POST /v1/batches",
     "GET /v1/batches", "GET /v1/batches/{batch_id}", "POST /v1/batches/{batch_id}/cancel",
     "GET /v1/usage", "GET /v1/models", "GET /v1/models/{name}", "GET /health", "GET /ready",
+    "POST /v1/chat/completions/batch", "POST /v2/rerank", "POST /api/chat", "POST /api/generate",
+    "POST /api/embed", "POST /api/embeddings", "POST /api/show", "GET /api/tags", "GET /api/ps",
+    "GET /api/version", "POST /apply-template", "GET /tokenizer_info", "GET /props", "GET /slots",
+    "GET /load",
     "GET /version", "GET /metrics", "GET /fleet/state", "GET /v1/traces/{request_id}",
 }  # fmt: skip
 
@@ -74,6 +78,7 @@ def test_every_route_is_described(page: Any) -> None:
         for method, operation in methods.items():
             answers = operation["responses"]
             is_message = path.startswith("/v1/messages")
+            other = "OllamaError" if path.startswith("/api/") else "ErrorObject"
             codes = {str(code) for code in HTTP_STATUS.values()} - {"499"}
             assert codes - {"503"} | {"529" if is_message else "503"} <= answers.keys()
             takes = method == "post" and not path.endswith("/cancel")
@@ -81,7 +86,7 @@ def test_every_route_is_described(page: Any) -> None:
             assert operation["description"]
             for code in answers.keys() - {"200"}:
                 (ref,) = references(answers[code])
-                assert ref.endswith("/MessagesError" if is_message else "/ErrorObject")
+                assert ref.endswith(f"/{'MessagesError' if is_message else other}")
             assert "schema" in next(iter(answers["200"]["content"].values()))
 
 
@@ -147,6 +152,7 @@ ASKED = {
         "messages": HI, "max_tokens": 100,
         "tools": [{"name": "get_time", "input_schema": {"type": "object"}}],
     },
+    "/api/chat": {"messages": HI, "tools": [{"type": "function", "function": TOOL}]},
 }  # fmt: skip
 
 
@@ -156,10 +162,10 @@ async def test_thoughts_and_calls_are_as_described(make_http, page, url, stream)
     client = make_http(ToolModel(THOUGHT, template=THINKING))
     reply = await client.post(url, json={"model": "tiny", **ASKED[url], "stream": stream})
     assert reply.status_code == 200, reply.text
-    assert re.search('"type":"(thinking|reasoning)"|reasoning_content', reply.text)
+    assert re.search('"type":"(thinking|reasoning)"|reasoning_content|"thinking":', reply.text)
     assert "get_time" in reply.text
-    check = checker(page, f"POST {url}", "text/event-stream" if stream else "application/json")
-    lines = re.findall(r"^data: (\{.*)$", reply.text, re.MULTILINE) if stream else [reply.text]
+    check = checker(page, f"POST {url}", reply.headers["content-type"].partition(";")[0])
+    lines = re.findall(r"^(?:data: )?(\{.*)$", reply.text, re.MULTILINE)
     assert len(lines) > (5 if stream else 0)
     for line in lines:
         check.validate(json.loads(line))
@@ -181,6 +187,16 @@ SCORE = {"model": "reranker", "text_1": "a", "text_2": ["a", "b"]}
         ("/v1/messages/count_tokens", {"model": "tiny", "messages": HI}),
         ("/tokenize", {"model": "tiny", "prompt": "a", "return_token_strs": True}),
         ("/detokenize", {"model": "tiny", "tokens": [1]}),
+        ("/apply-template", {"model": "tiny", "messages": HI}),
+        ("/v2/rerank", RERANK),
+        ("/v1/chat/completions/batch", {"model": "tiny", "messages": [HI, HI], "logprobs": True}),
+        ("/api/chat", {"model": "tiny", "messages": HI, "stream": False, "logprobs": True}),
+        ("/api/generate", {"model": "tiny", "prompt": "hi", "stream": False}),
+        ("/api/chat", {"model": "tiny"}),
+        ("/api/generate", {"model": "tiny"}),
+        ("/api/embed", {"model": "embedder", "input": ["a", "b"]}),
+        ("/api/embeddings", {"model": "embedder", "prompt": "a"}),
+        ("/api/show", {"model": "tiny"}),
     ],
 )
 def test_other_answers_are_as_described(gateway, page, url, body):
@@ -189,6 +205,15 @@ def test_other_answers_are_as_described(gateway, page, url, body):
     checker(page, f"POST {url}").validate(reply.json())
     wrong = gateway.post(url, json={**body, "model": 5})
     checker(page, f"POST {url}", status=400).validate(wrong.json())
+
+
+@pytest.mark.parametrize(
+    "url", ["/api/tags", "/api/ps", "/api/version", "/props", "/slots", "/load", "/tokenizer_info"]
+)
+def test_lists_are_as_described(gateway, page, url):
+    reply = gateway.get(url, params={"model": "tiny"})
+    assert reply.status_code == 200, reply.text
+    checker(page, f"GET {url}").validate(reply.json())
 
 
 def test_what_is_kept_is_as_described(gateway, page):

@@ -88,6 +88,21 @@ async def test_the_best_without_their_texts(make_http):
     assert len(every["results"]) == 3
 
 
+async def test_coheres_second_api(make_http):
+    """Its answers have no documents."""
+    http = make_http(reranker(by_length))
+    first = await ask(http, "/v1/rerank", {**RERANK, "return_documents": False})
+    second = await ask(http, "/v2/rerank", {**RERANK, "top_n": 2})
+    assert second["results"] == first["results"][:2]
+    spent = {"input_tokens": first["usage"]["prompt_tokens"], "output_tokens": 0}
+    assert second["meta"] == {"api_version": {"version": "2"}, "tokens": spent}
+    with_text = await ask(http, "/v2/rerank", {**RERANK, "return_documents": True})
+    texts = [one["document"]["text"] for one in with_text["results"]]
+    assert sorted(texts) == sorted(DOCUMENTS)
+    reply = await http.post("/v2/rerank", json={**RERANK, "max_tokens_per_doc": 9})
+    assert reply.json()["error"]["param"] == "max_tokens_per_doc"
+
+
 async def test_documents_that_are_objects_and_an_instruction(make_http):
     router = reranker(by_length)
     body = {**RERANK, "documents": [{"text": "hello"}, "w"], "instruction": "Judge."}

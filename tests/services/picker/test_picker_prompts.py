@@ -18,6 +18,7 @@ from pdserve.gateway.http.inner import post
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.metrics import GatewayMetrics
 from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.ollama.dialect import OllamaDialect
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.rerank.dialect import RerankDialect
 from pdserve.gateway.settings import GatewaySettings
@@ -62,6 +63,10 @@ BODIES = [
         "/v1/messages",
         {"max_tokens": 9, "system": "be brief", "messages": MESSAGES},
     ),
+    ("/chat/completions", {"messages": MESSAGES}),
+    ("/v1/chat/completions/batch", {"messages": [MESSAGES]}),
+    ("/api/chat", {"messages": MESSAGES, "stream": False}),
+    ("/api/generate", {"prompt": "hello", "system": "be brief", "model": "tiny:latest"}),
 ]
 
 
@@ -93,6 +98,7 @@ async def asked_of_a_router(path: str, body: bytes, tenant: Tenant) -> Any:
     dialects = [
         AnthropicDialect(service, LIMITS, bodies),
         RerankDialect(service, bodies),
+        OllamaDialect(service, LIMITS, bodies),
         OpenAiDialect(service, LIMITS, bodies),
     ]
     routes = create_routes(dialects, service, Readiness(upstream, service.catalog))

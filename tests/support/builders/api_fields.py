@@ -11,8 +11,10 @@ from pdserve.gateway.openai.bodies.thinking import ThinkingFields
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 INPUT_TOKENS = f"{RESPONSES}/input_tokens"
 EMBEDDINGS, FILES, BATCHES = "/v1/embeddings", "/v1/files", "/v1/batches"
+BATCH = f"{CHAT}/batch"
 LEAST: dict[str, dict[str, Any]] = {
     CHAT: {"model": "tiny", "messages": HI},
+    BATCH: {"model": "tiny", "messages": [HI]},
     PLAIN: {"model": "tiny", "prompt": "hello"},
     RESPONSES: {"model": "tiny", "input": "hello"},
     INPUT_TOKENS: {"model": "tiny", "input": "hello"},
@@ -21,6 +23,12 @@ LEAST: dict[str, dict[str, Any]] = {
     "/score": {"model": "reranker", "text_1": "a", "text_2": ["b", "c"]},
     MESSAGES: {"model": "tiny", "messages": HI, "max_tokens": 5},
     COUNT: {"model": "tiny", "messages": HI},
+    "/api/chat": {"model": "tiny", "messages": HI, "stream": False},
+    "/api/generate": {"model": "tiny", "prompt": "hello", "stream": False},
+    "/api/embed": {"model": "embedder", "input": "hello"},
+    "/api/embeddings": {"model": "embedder", "prompt": "hello"},
+    "/api/show": {"model": "tiny"},
+    "/apply-template": {"model": "tiny", "messages": HI},
     "/tokenize": {"model": "tiny", "prompt": "hello"},
     "/detokenize": {"model": "tiny", "tokens": [1, 2]},
 }
@@ -139,8 +147,20 @@ GIVEN: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True, "top_logprobs": 2},
     "best_of": {"best_of": 2},
     "echo": {"echo": True},
+    "options": {"options": {"num_predict": 3}},
+    "format": {"format": "json"},
+    "truncate": {"truncate": False},
+    "name": {"name": "tiny"},
 }  # fmt: skip
-OWN = {  # where a route has another value
+OWN: dict[tuple[str, str], dict[str, Any]] = {  # where a route has another value
+    **{
+        (BATCH, name): {**given, "messages": [given["messages"]]}
+        for name, given in GIVEN.items()
+        if "messages" in given
+    },
+    (BATCH, "n"): {"n": 1},
+    (BATCH, "stream"): {"stream": False},
+    **{(path, "prompt"): {"prompt": "x"} for path in ("/api/generate", "/api/embeddings")},
     (PLAIN, "logprobs"): {"logprobs": 2},
     (PLAIN, "logprob_token_ids"): {"logprobs": 1, "logprob_token_ids": [3]},
     (PLAIN, "return_tokens_as_token_ids"): {"logprobs": 1, "return_tokens_as_token_ids": True},
@@ -161,7 +181,7 @@ OWN = {  # where a route has another value
     },
     **{
         (path, "model"): {"model": LEAST[path]["model"]}
-        for path in (EMBEDDINGS, "/rerank", "/score")
+        for path in (EMBEDDINGS, "/rerank", "/score", "/api/embed", "/api/embeddings")
     },
     **{
         (path, "truncate_prompt_tokens"): {"truncate_prompt_tokens": -1}

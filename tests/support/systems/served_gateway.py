@@ -20,6 +20,7 @@ from pdserve.gateway.http.serving.server import HttpServer
 from pdserve.gateway.http.serving.sockets import listen
 from pdserve.gateway.limits import AdmissionLimits
 from pdserve.gateway.observability.readiness import Readiness
+from pdserve.gateway.ollama.dialect import OllamaDialect
 from pdserve.gateway.openai.dialect import OpenAiDialect
 from pdserve.gateway.openai.stored.parts import StoredParts
 from pdserve.gateway.rerank.dialect import RerankDialect
@@ -78,6 +79,7 @@ def served_gateway(
             dialects = [
                 AnthropicDialect(service, LIMITS, bodies),
                 RerankDialect(service, bodies),
+                OllamaDialect(service, LIMITS, bodies),
                 openai,
             ]
             readiness = Readiness(router, service.catalog)

@@ -1,0 +1,64 @@
+"""/api/embed and /api/embeddings: texts in, vectors out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from pdserve.gateway.http.answers.json_text import JsonPieces, object_json
+from pdserve.gateway.ollama.models import served_name
+from pdserve.gateway.ollama.reply import times
+from pdserve.gateway.ollama.schema import OllamaEmbedBody, OllamaEmbeddingsBody
+from pdserve.gateway.openai.embeddings import EmbeddingReply
+from pdserve.gateway.pooling.runs import PreparedInputs
+from pdserve.gateway.pooling.vectors import shaped
+from pdserve.gateway.requests.caller import Caller
+from pdserve.gateway.service import Service
+
+
+class _Vectors(EmbeddingReply):
+    """The vectors of /api/embed have length 1; of a text that is too long the beginning counts."""
+
+    keeps_start = True
+
+    def _item(self, number: int, values: Sequence[float], normalizes: bool) -> JsonPieces:
+        return JsonPieces((to_json(shaped(values, self._body.dimensions, True).tolist()),))
+
+    def _answer(self, prepared: PreparedInputs, vectors: JsonPieces) -> dict[str, Any]:
+        durations = times(prepared.meter.state())
+        return {
+            "model": prepared.model.card.name,
+            "embeddings": vectors,
+            "total_duration": durations["total_duration"],
+            "load_duration": durations["load_duration"],
+            "prompt_eval_count": prepared.num_tokens,
+        }
+
+
+class _Vector(EmbeddingReply):
+    """The one vector of /api/embeddings."""
+
+    keeps_start = True
+
+    def _item(self, number: int, values: Sequence[float], normalizes: bool) -> JsonPieces:
+        return JsonPieces((to_json(shaped(values, None, normalizes).tolist()),))
+
+    def _answer(self, prepared: PreparedInputs, vectors: JsonPieces) -> dict[str, Any]:
+        return {"embedding": JsonPieces(vectors[1:-1])}
+
+
+async def embed(
+    service: Service, body: OllamaEmbedBody | OllamaEmbeddingsBody, caller: Caller
+) -> JsonPieces:
+    """The JSON text of the answer. Raises ServiceError."""
+    name = await served_name(service, body.model or "")
+    several = isinstance(body, OllamaEmbedBody)
+    embedding = body.embedding()
+    if embedding is not None:
+        embedding.model = name
+        return await (_Vectors if several else _Vector)(service, embedding, caller).whole()
+    with service.limits.admit(caller.tenant.id):
+        await service.count(caller)
+        model = await service.catalog.get(name)
+    empty = {"model": model.card.name, "embeddings": []} if several else {"embedding": []}
+    return object_json(empty)

@@ -1,0 +1,96 @@
+"""The models of the fleet as Ollama lists them: /api/tags, /api/ps and /api/show."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from pdserve.gateway.openai.models import capabilities, llama_sampling
+from pdserve.gateway.service import Service
+from pdserve.protos.common_pb2 import ModelCard
+from pdserve.services.host.errors import ServiceError
+
+LATEST = ":latest"  # the tag of a name without one
+NEVER = "9999-12-31T23:59:59Z"
+# Ollama's words for what a model can do, by those of /v1/models.
+_CAPABILITIES = {
+    "completion": "completion",
+    "tools": "tools",
+    "reasoning": "thinking",
+    "embeddings": "embedding",
+}
+
+
+async def served_name(service: Service, name: str) -> str:
+    """The name without the tag `latest`, unless a model has it in its name."""
+    if name.endswith(LATEST):
+        try:
+            await service.catalog.card(name)
+        except ServiceError:
+            return name.removesuffix(LATEST)
+    return name
+
+
+async def tags(service: Service) -> dict[str, Any]:
+    """The models that are served."""
+    cards = sorted(await service.catalog.cards(), key=lambda card: card.name)
+    return {"models": [_tag(card) for card in cards]}
+
+
+async def processes(service: Service) -> dict[str, Any]:
+    """The same: a model that is served is loaded."""
+    cards = sorted(await service.catalog.cards(), key=lambda card: card.name)
+    more = [{"expires_at": NEVER, "context_length": card.context_len} for card in cards]
+    return {"models": [{**_tag(card), **its} for card, its in zip(cards, more, strict=True)]}
+
+
+async def show(service: Service, name: str) -> dict[str, Any]:
+    """One model. Raises ServiceError."""
+    model = await service.catalog.get(await served_name(service, name))
+    card = model.card
+    abilities = capabilities(service, card)
+    defaults = llama_sampling(service, card)
+    info: dict[str, Any] = {
+        "general.architecture": card.architecture,
+        f"{card.architecture}.context_length": card.context_len,
+        f"{card.architecture}.vocab_size": card.vocab_size,
+    }
+    if card.hidden_size:
+        info[f"{card.architecture}.embedding_length"] = card.hidden_size
+    return {
+        "modified_at": _modified(card),
+        "template": await service.catalog.template(card),
+        "parameters": "\n".join(f"{name} {value}" for name, value in defaults.items()),
+        "details": _details(card),
+        "model_info": info,
+        "capabilities": [word for name, word in _CAPABILITIES.items() if abilities[name]],
+    }
+
+
+def _tag(card: ModelCard) -> dict[str, Any]:
+    return {
+        "name": card.name,
+        "model": card.name,
+        "modified_at": _modified(card),
+        "size": card.weights_bytes,
+        "digest": card.kv_identity.weights,
+        "details": _details(card),
+    }
+
+
+def _details(card: ModelCard) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": card.architecture,
+        "families": [card.architecture],
+        "parameter_size": "",
+        "quantization_level": card.kv_identity.quantization,
+    }
+
+
+def _modified(card: ModelCard) -> str:
+    return written(datetime.fromtimestamp(card.created, UTC))
+
+
+def written(when: datetime) -> str:
+    """A time in UTC as this API writes it."""
+    return when.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"

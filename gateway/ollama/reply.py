@@ -1,0 +1,136 @@
+"""One answer of /api/chat or /api/generate, whole or line by line."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic_core import to_json
+
+from pdserve.gateway.choice import ScoredToken
+from pdserve.gateway.completion import HeldLogprobs
+from pdserve.gateway.http.answers.json_text import JsonList, JsonPieces, object_json
+from pdserve.gateway.observability.meter import MeteredRequest
+from pdserve.gateway.ollama.models import served_name, written
+from pdserve.gateway.ollama.output import OllamaContent, joined
+from pdserve.gateway.openai.logprobs import with_top
+from pdserve.gateway.prepared_completion import Usage
+from pdserve.gateway.requests.caller import Caller
+from pdserve.gateway.requests.completions import ChatCompletionRequest
+from pdserve.gateway.service import Service
+
+_REASONS = {"tool_calls": "stop"}  # finish reasons that this API calls otherwise
+
+
+class OllamaReply:
+    """Make it of a request, then take `whole` or `lines`."""
+
+    def __init__(
+        self, service: Service, request: ChatCompletionRequest, caller: Caller, *, is_chat: bool
+    ) -> None:
+        self._service = service
+        self._request = request
+        self._is_chat = is_chat
+        self._caller = caller.of_body(f"ollama-{caller.request_id}", None, None)
+        self._content = OllamaContent()
+        self._model = ""
+        self._end: dict[str, Any] = {}  # what the last line says of the request
+
+    async def whole(self) -> JsonPieces:
+        """The JSON text. Raises ServiceError."""
+        messages, scores = [], JsonList()
+        async with aclosing(self._messages(held=True)) as deltas:
+            async for message, tokens in deltas:
+                messages.append(message)
+                scores.extend(_scores(tokens))
+        answer = self._answer(joined(messages), self._end)
+        if self._request.sampling.logprobs is not None:
+            answer["logprobs"] = scores.pieces()
+        return object_json(answer)
+
+    async def lines(self) -> AsyncGenerator[bytes, None]:
+        """The lines as they are sent. Raises ServiceError."""
+        async with aclosing(self._messages(held=False)) as deltas:
+            async for message, tokens in deltas:
+                more = {"logprobs": _scores(tokens)} if tokens else {}
+                if message or more:
+                    yield line(self._answer(message, {"done": False, **more}))
+        yield line(self._answer({}, self._end))
+
+    async def _messages(
+        self, *, held: bool
+    ) -> AsyncGenerator[tuple[dict[str, Any], Sequence[ScoredToken]], None]:
+        """What each delta says, and its tokens; `held`: all are kept until the answer is
+        complete."""
+        name = await served_name(self._service, self._request.model)
+        async with self._service.prepare(replace(self._request, model=name), self._caller) as ready:
+            self._model = ready.model.card.name
+            scores = HeldLogprobs(ready) if held else None
+            finish, usage = "", Usage(0, 0, 0)
+            async with aclosing(self._service.completions.stream(ready)) as items:
+                async for item in items:
+                    if isinstance(item, Usage):
+                        usage = item
+                        continue
+                    if scores is not None:
+                        scores.add(item)
+                    finish = item.finish or finish
+                    yield self._content.push(item), item.tokens
+            self._end = {
+                "done": True,
+                "done_reason": _REASONS.get(finish, finish),
+                **times(ready.meter.state()),
+                "prompt_eval_count": usage.prompt_tokens,
+                "eval_count": usage.completion_tokens,
+            }
+
+    def _answer(self, message: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+        return answer(self._model, message, more, is_chat=self._is_chat)
+
+
+async def load(service: Service, name: str, caller: Caller, *, is_chat: bool) -> dict[str, Any]:
+    """The answer to a request without a prompt, which makes a model ready for others. Raises
+    ServiceError."""
+    with service.limits.admit(caller.tenant.id):
+        await service.count(caller)
+        model = await service.catalog.get(await served_name(service, name))
+    more = {"done": True, "done_reason": "load"}
+    return answer(model.card.name, {}, more, is_chat=is_chat)
+
+
+def answer(
+    model: str, message: dict[str, Any], more: dict[str, Any], *, is_chat: bool
+) -> dict[str, Any]:
+    """The object of a whole answer or of a line."""
+    head = {"model": model, "created_at": written(datetime.now(UTC))}
+    if is_chat:
+        return {**head, "message": {"role": "assistant", "content": "", **message}, **more}
+    rest = {name: value for name, value in message.items() if name != "content"}
+    return {**head, "response": message.get("content", ""), **rest, **more}
+
+
+def times(state: MeteredRequest) -> dict[str, int]:
+    """Where the time of a request went, in nanoseconds."""
+    total_s = state.elapsed_s
+    first_s = total_s if state.first_token_s is None else state.first_token_s
+    prepared_s = first_s if state.prepared_s is None else state.prepared_s
+    return {
+        "total_duration": _nanoseconds(total_s),
+        "load_duration": _nanoseconds(prepared_s),
+        "prompt_eval_duration": _nanoseconds(first_s - prepared_s),
+        "eval_duration": _nanoseconds(total_s - first_s),
+    }
+
+
+def line(value: dict[str, Any]) -> bytes:
+    """An object as a stream has it."""
+    return to_json(value) + b"\n"
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))
+
+
+def _scores(tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
+    return [with_top(token, as_ids=False) for token in tokens]

@@ -1,0 +1,258 @@
+"""Request bodies of Ollama's API: strict types here, bounds in gateway/sampling.py."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
+
+from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
+from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, parse_body
+from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
+from pdserve.gateway.ollama.fields import (
+    IGNORED,
+    IGNORED_OPTIONS,
+    INSTEAD,
+    REFUSED,
+    REFUSED_OPTIONS,
+)
+from pdserve.gateway.openai.bodies.schema import MAX_MESSAGES
+from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
+from pdserve.gateway.openai.embeddings import MAX_INPUTS, EmbeddingBody
+from pdserve.gateway.requests.completions import ChatCompletionRequest
+from pdserve.gateway.requests.sampling import RequestedSampling
+from pdserve.gateway.requests.structure import Structure
+from pdserve.gateway.requests.tool_use import ToolUse
+from pdserve.gateway.sampling import bounded, refuse
+from pdserve.gateway.text.messages import TemplateInput
+from pdserve.services.host.errors import ServiceError
+
+_REPETITION = BOUNDS["repetition_penalty"].api
+_NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+def _format(value: Any) -> Any:
+    if value is None or value in ("", "json") or isinstance(value, dict):
+        return value
+    raise ValueError('must be "json" or a JSON schema')
+
+
+def _texts(value: Any) -> Any:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a string or a list of strings")
+    if len(texts) > MAX_INPUTS:
+        raise ValueError(f"at most {MAX_INPUTS} texts, not {len(texts)}")
+    return texts
+
+
+_TEXT = {"type": "string"}
+Format = Annotated[
+    Any,
+    AfterValidator(_format),
+    WithJsonSchema({"anyOf": [{"enum": ["", "json"]}, {"type": "object"}, {"type": "null"}]}),
+]
+Texts = Annotated[
+    Any,
+    AfterValidator(_texts),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": MAX_INPUTS}]}),
+]
+
+
+class OllamaOptions(StrictModel):
+    """How an answer is sampled; what is not named takes the model's own default."""
+
+    model_config = ConfigDict(json_schema_extra=bounded)
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None  # -1: any
+    stop: list[StopString] | None = Field(None, max_length=MAX_ENTRIES["stop"])
+    num_predict: int | None = None  # none above 0: what is left of the context
+    repeat_penalty: float | None = Field(None, ge=_REPETITION.low, le=_REPETITION.high)
+    repeat_last_n: int | None = Field(None, ge=-1)  # 0: no penalties; -1: they look at all tokens
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    def penalties(self) -> dict[str, Any]:
+        """Fields of RequestedSampling. Raises ServiceError for a window of some tokens."""
+        if self.repeat_last_n == 0:
+            return {**_NO_PENALTIES}
+        named = {
+            "repetition_penalty": self.repeat_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+        }
+        penalties = {name: value for name, value in named.items() if value is not None}
+        penalized = any(penalties.get(name, off) != off for name, off in _NO_PENALTIES.items())
+        if penalized and self.repeat_last_n not in (None, -1):
+            text = "penalties look at all tokens here, which -1 asks for"
+            raise refuse("options.repeat_last_n", f"options.repeat_last_n: {text}")
+        return penalties
+
+
+class NamedModel(StrictModel):
+    """What names a model, which may have the tag `latest`; without a name the only one is meant."""
+
+    model: str | None = None
+
+
+class OllamaGeneration(NamedModel):
+    """What both routes take that generate text."""
+
+    conversation_field: ClassVar[str]
+    stream: bool | None = None  # true
+    format: Format = None
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def turns(self) -> list[dict[str, Any]]:
+        """The conversation."""
+        raise NotImplementedError
+
+    def tool_use(self) -> ToolUse | None:
+        """None without tools. Raises ServiceError."""
+        return None
+
+    def request(self) -> ChatCompletionRequest | None:
+        """None without a conversation: the client wants the model to be loaded. A last message of
+        the assistant is continued. Raises ServiceError for fields that contradict each other."""
+        turns = self.turns()
+        if not turns:
+            return None
+        continues = turns[-1]["role"] == "assistant" and not turns[-1].get("tool_calls")
+        template = TemplateInput(
+            turns,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            suggested=self._template_variables(),
+            messages_field=self.conversation_field,
+        )
+        return ChatCompletionRequest(
+            self.model or "", template, self._sampling(), tool_use=self.tool_use()
+        )
+
+    def _sampling(self) -> RequestedSampling:
+        if self.top_logprobs and not self.logprobs:
+            raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
+        options = self.options or OllamaOptions.model_validate({})
+        limit = options.num_predict or 0
+        return RequestedSampling(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=None if options.seed == -1 else options.seed,
+            stop=tuple(options.stop or ()),
+            max_tokens=limit if limit > 0 else None,
+            max_tokens_field="options.num_predict",
+            structure=self._structure(),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs_field="top_logprobs",
+            **options.penalties(),
+        )
+
+    def _structure(self) -> Structure | None:
+        if isinstance(self.format, dict):
+            return Structure("json_schema", self.format, "format", lenient=True)
+        return Structure("json_object", None, "format") if self.format else None
+
+    def _template_variables(self) -> dict[str, Any]:
+        if self.think is None:
+            return {}
+        thinks = self.think is not False
+        effort = {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
+        return {"enable_thinking": thinks, "thinking": thinks, **effort}
+
+
+class OllamaChatBody(OllamaGeneration):
+    """Body of /api/chat."""
+
+    conversation_field = "messages"
+    messages: list[OllamaMessage] | None = Field(None, max_length=MAX_MESSAGES)
+    tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
+
+    def turns(self) -> list[dict[str, Any]]:
+        return conversation(self.messages or ())
+
+    def tool_use(self) -> ToolUse | None:
+        return tool_use(self.tools or [], None, None)
+
+
+class OllamaGenerateBody(OllamaGeneration):
+    """Body of /api/generate: one message of the user, after the chat template."""
+
+    conversation_field = "prompt"
+    prompt: str | None = None
+    system: str | None = None
+
+    def turns(self) -> list[dict[str, Any]]:
+        if not self.prompt:
+            return []
+        turns = [("system", self.system), ("user", self.prompt)]
+        return [{"role": role, "content": text} for role, text in turns if text]
+
+
+class OllamaEmbedBody(NamedModel):
+    """Body of /api/embed."""
+
+    input: Texts
+    truncate: bool | None = None  # true: a text that is too long loses its end
+    dimensions: int | None = Field(None, ge=1)
+    options: dict[str, Any] | None = None  # an embedding is not sampled
+
+    def embedding(self) -> EmbeddingBody | None:
+        """None without inputs."""
+        if not self.input:
+            return None
+        return EmbeddingBody.model_construct(
+            model=self.model or "",
+            input=self.input,
+            dimensions=self.dimensions,
+            truncate_prompt_tokens=None if self.truncate is False else -1,
+        )
+
+
+class OllamaEmbeddingsBody(NamedModel):
+    """Body of /api/embeddings, an earlier /api/embed."""
+
+    prompt: str | None = None
+    options: dict[str, Any] | None = None
+
+    def embedding(self) -> EmbeddingBody | None:
+        """None without a prompt."""
+        if not self.prompt:
+            return None
+        return EmbeddingBody.model_construct(
+            model=self.model or "", input=[self.prompt], truncate_prompt_tokens=-1
+        )
+
+
+class OllamaShowBody(NamedModel):
+    """Body of /api/show."""
+
+    name: str | None = None  # an earlier name of `model`
+
+
+B = TypeVar("B", bound=NamedModel)
+
+
+def parse(kind: type[B], body: Mapping[str, Any]) -> B:
+    """Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    options = body.get("options")
+    if issubclass(kind, OllamaGeneration) and isinstance(options, Mapping):
+        try:
+            parse_body(
+                OllamaOptions,
+                options,
+                refused=REFUSED_OPTIONS,
+                ignored=IGNORED_OPTIONS,
+                instead={},
+            )
+        except ServiceError as error:
+            at = "options." if error.param else "options: "
+            raise refuse(f"options.{error.param}".rstrip("."), at + error.message) from None
+    return parse_body(kind, body, refused=REFUSED, ignored=IGNORED, instead=INSTEAD)

@@ -1,0 +1,171 @@
+"""What clients of llama.cpp and vLLM ask of a server: /props, /slots, /load, /tokenizer_info, and
+/apply-template.
+
+A client sees the models, the number of open requests, and of these its own alone.
+"""
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
+from pydantic_core import from_json, to_json
+from starlette.responses import JSONResponse
+
+from pdserve.gateway.catalog import ServedModel
+from pdserve.gateway.http.answers.replies import Reply
+from pdserve.gateway.http.body import BodyReader
+from pdserve.gateway.http.dialect import ErrorShape
+from pdserve.gateway.http.docs.document import described
+from pdserve.gateway.http.guard import caller_of
+from pdserve.gateway.observability.request_log import MAX_SHOWN
+from pdserve.gateway.openai.answers import (
+    AppliedTemplate,
+    ServerLoad,
+    ServerProps,
+    Slots,
+    TokenizerInfo,
+)
+from pdserve.gateway.openai.bodies.body import parse
+from pdserve.gateway.openai.bodies.schema import TemplateBody
+from pdserve.gateway.openai.models import llama_sampling
+from pdserve.gateway.requests.caller import Caller
+from pdserve.gateway.service import Service
+from pdserve.protos.common_pb2 import UNAVAILABLE
+from pdserve.services.host.errors import ServiceError
+
+
+class ModelQuery(BaseModel):
+    """Which model is meant; without a name the only one."""
+
+    model: str = ""
+
+
+class SlotsQuery(BaseModel):
+    """1: an error if no request of this client would be taken now."""
+
+    fail_on_no_slot: str = ""
+
+
+def add_server_routes(
+    app: FastAPI, errors: ErrorShape, service: Service, bodies: BodyReader
+) -> None:
+    """Mount them. Other processes of the same port are heard for /slots and /load."""
+    service.siblings.answer("slots", lambda tenant, _: to_json(_slots(service, tenant)))
+    service.siblings.answer("load", lambda tenant, _: to_json(_num_open(service)))
+
+    @app.get("/props", **described(answer=ServerProps, query=ModelQuery))
+    async def props(request: Request) -> Response:
+        """What llama.cpp says of its model and of itself."""
+        return JSONResponse(await _props(service, request.query_params.get("model", "")))
+
+    @app.get("/slots", **described(answer=Slots, query=SlotsQuery))
+    async def slots(request: Request) -> Response:
+        """The open requests of this key."""
+        tenant = caller_of(request).tenant.id
+        if request.query_params.get("fail_on_no_slot") == "1":
+            _check_room(service, tenant)
+        others = await service.siblings.ask("slots", tenant)
+        requests = [one for some in map(from_json, others) for one in some]
+        requests = sorted([*_slots(service, tenant), *requests], key=lambda one: -one["age_s"])
+        contexts = {card.name: card.context_len for card in await service.catalog.cards()}
+        listed = [_slot(n, one, contexts) for n, one in enumerate(requests[:MAX_SHOWN])]
+        return JSONResponse(listed)
+
+    @app.get("/load", **described(answer=ServerLoad))
+    async def load(request: Request) -> Response:
+        """How many requests are open."""
+        others = await service.siblings.ask("load", caller_of(request).tenant.id)
+        return JSONResponse({"server_load": _num_open(service) + sum(map(from_json, others))})
+
+    @app.get("/tokenizer_info", **described(answer=TokenizerInfo, query=ModelQuery))
+    async def tokenizer_info(request: Request) -> Response:
+        """What is known of a model's tokenizer."""
+        return JSONResponse(await _tokenizer_info(service, request.query_params.get("model", "")))
+
+    @app.post("/apply-template", **described(TemplateBody, answer=AppliedTemplate))
+    async def apply_template(request: Request) -> Response:
+        """The text of a chat's prompt, which no model is run for."""
+        body = await bodies.read(request, lambda fields: parse(TemplateBody, fields))
+        return Reply(_applied(service, body, caller_of(request)), errors)
+
+
+async def _props(service: Service, name: str) -> dict[str, Any]:
+    model = await service.catalog.get(name)
+    params = llama_sampling(service, model.card)
+    return {
+        "default_generation_settings": {"n_ctx": model.card.context_len, "params": params},
+        "total_slots": service.limits.max_requests,
+        "model_alias": model.card.name,
+        **await _template_and_tokens(service, model),
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"pdserve {version('pdserve')}",
+    }
+
+
+async def _tokenizer_info(service: Service, name: str) -> dict[str, Any]:
+    model = await service.catalog.get(name)
+    return {
+        "model": model.card.name,
+        "vocab_size": model.card.vocab_size,
+        "model_max_length": model.card.context_len,
+        "add_bos_token": model.card.adds_bos,
+        **await _template_and_tokens(service, model),
+    }
+
+
+async def _template_and_tokens(service: Service, model: ServedModel) -> dict[str, str]:
+    card, vocabulary = model.card, model.text.vocabulary
+    return {
+        "chat_template": await service.catalog.template(card),
+        "bos_token": vocabulary.token_piece(card.bos_id) if card.has_bos else "",
+        "eos_token": vocabulary.token_piece(card.eos_ids[0]) if card.eos_ids else "",
+    }
+
+
+async def _applied(service: Service, body: TemplateBody, caller: Caller) -> dict[str, str]:
+    owner = caller.tenant.id
+    with service.limits.admit(owner):
+        await service.count(caller)
+        model = await service.catalog.get(body.model)
+        ids = await service.prompt_ids(body.asked(), model, caller)
+        text = await service.texts.decode(model, ids, "messages", owner, skip_special=False)
+        return {"prompt": text}
+
+
+def _num_open(service: Service) -> int:
+    return service.limits.open + service.limits.background
+
+
+def _slots(service: Service, tenant: bytes) -> list[dict[str, Any]]:
+    """The open requests of a tenant in this process, oldest first."""
+    return [
+        {
+            "request_id": state.request_id,
+            "model": state.model,
+            "n_prompt_tokens": state.prompt_tokens,
+            "num_decoded": state.generated_tokens,
+            "age_s": state.elapsed_s,
+        }
+        for state in service.requests.open_of(tenant)[:MAX_SHOWN]
+    ]
+
+
+def _slot(number: int, state: dict[str, Any], contexts: dict[str, int]) -> dict[str, Any]:
+    return {
+        "id": number,
+        "request_id": state["request_id"],
+        "model": state["model"],
+        "n_ctx": contexts.get(state["model"], 0),
+        "is_processing": True,
+        "n_prompt_tokens": state["n_prompt_tokens"],
+        "next_token": [{"n_decoded": state["num_decoded"]}],
+    }
+
+
+def _check_room(service: Service, tenant: bytes) -> None:
+    """Raises ServiceError UNAVAILABLE, as llama.cpp's status is 503."""
+    try:
+        service.limits.admit(tenant)
+    except ServiceError as error:
+        raise ServiceError(UNAVAILABLE, error.message, retry_after_s=1.0) from None

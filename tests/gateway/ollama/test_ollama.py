@@ -1,0 +1,480 @@
+"""Ollama's API: bodies as Ollama documents them, over a scripted router."""
+
+import json
+import time
+from collections.abc import Callable
+from datetime import datetime
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fakes.router import FakeRouter, failed, placed, saying, served
+from fakes.scripted_parts import ScriptedParts, deltas
+from fakes.tool_model import THINKING, ToolModel, calls
+from oracles.http_errors import LARGE
+from systems.served_gateway import every_kind
+
+from pdserve.gateway.content.model_texts import kept_ids
+from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
+from pdserve.gateway.text.parts import ReasoningPart, TextPart, ToolCallPart
+from pdserve.protos import common_pb2 as pb
+
+pytestmark = pytest.mark.anyio
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+ASKED: dict[str, Any] = {"model": "tiny", "messages": HI}
+WHOLE = {"stream": False}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a place",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+CALLS = deltas(
+    ReasoningPart("I "),
+    ReasoningPart("look."),
+    TextPart("Let me "),
+    TextPart("see."),
+    ToolCallPart(0, "call_a", "weather"),
+    ToolCallPart(0, arguments='{"place":'),
+    ToolCallPart(0, arguments=' "Rome"}'),
+    ToolCallPart(1, "call_b", "weather", '{"place": "Oslo"}'),
+    finish="tool_calls",
+)
+
+
+@pytest.fixture
+def client(make_http: Callable[..., httpx.AsyncClient]) -> Callable[..., httpx.AsyncClient]:
+    def make(play: Any, **options: Any) -> httpx.AsyncClient:
+        if isinstance(play, ScriptedParts):
+            options["arrange"], play = play.install, saying("unused")
+        return make_http(play, **options)
+
+    return make
+
+
+def lines(reply: httpx.Response) -> list[Any]:
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    assert reply.text.endswith("\n")
+    return [json.loads(line) for line in reply.text.splitlines()]
+
+
+async def test_a_chat_is_streamed_as_lines_unless_it_asks_for_a_whole(client):
+    router = FakeRouter(saying("hello world", cached=2))
+    http = client(router)
+    found = lines(await http.post("/api/chat", json=ASKED))
+    assert "".join(one["message"]["content"] for one in found) == "hello world"
+    assert [one["done"] for one in found] == [False] * (len(found) - 1) + [True]
+    assert len(found) > 2
+    whole = (await http.post("/api/chat", json={**ASKED, **WHOLE})).json()
+    assert whole["message"] == {"role": "assistant", "content": "hello world"}
+    assert whole.keys() == found[-1].keys()
+    prompt = len(router.starts[0].prompt_ids)
+    for one in (whole, found[-1]):
+        assert (one["model"], one["done"], one["done_reason"]) == ("tiny", True, "stop")
+        assert one["prompt_eval_count"] == prompt
+        assert one["eval_count"] == len(router.encode("hello world")) + 1
+        parts = ("load_duration", "prompt_eval_duration", "eval_duration")
+        assert all(isinstance(one[name], int) and one[name] >= 0 for name in parts)
+        assert sum(one[name] for name in parts) == pytest.approx(one["total_duration"], abs=3)
+        assert 0 < one["total_duration"] < 60e9
+        datetime.fromisoformat(one["created_at"])
+    stamps = [datetime.fromisoformat(one["created_at"]) for one in found]
+    assert all(a <= b for a, b in pairwise(stamps))
+
+
+async def test_generate_is_a_chat_of_one_message(client):
+    router = FakeRouter(saying("hello world"))
+    http = client(router)
+    asked = {"model": "tiny", "prompt": "hi", "system": "be short"}
+    found = lines(await http.post("/api/generate", json=asked))
+    assert "".join(one["response"] for one in found) == "hello world"
+    whole = (await http.post("/api/generate", json={**asked, **WHOLE})).json()
+    assert (whole["response"], whole["done_reason"]) == ("hello world", "stop")
+    assert "message" not in whole
+    chat = [{"role": "system", "content": "be short"}, *HI]
+    await http.post("/api/chat", json={"model": "tiny", "messages": chat})
+    assert len({tuple(start.prompt_ids) for start in router.starts}) == 1
+
+
+async def test_options_reach_the_engine(client):
+    router = FakeRouter(saying("hello world hello"))
+    http = client(router)
+    options = {
+        "temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.125, "seed": 3,
+        "repeat_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25,
+        "num_predict": 9, "stop": ["never", "wor"], "num_ctx": 8192, "num_thread": 4,
+        "repeat_last_n": -1, "mirostat": 0, "something": "new",
+    }  # fmt: skip
+    asked = {**ASKED, "options": options, "keep_alive": "5m", **WHOLE}
+    answer = (await http.post("/api/chat", json=asked)).json()
+    assert (answer["message"]["content"], answer["done_reason"]) == ("hello ", "stop")
+    params = router.starts[0].params
+    sent = (params.temperature, params.top_k, params.top_p, params.min_p, router.starts[0].seed)
+    assert sent == (0.5, 7, 0.75, 0.125, 3)
+    assert params.repetition_penalty == 1.5
+    assert (params.presence_penalty, params.frequency_penalty) == (0.5, 0.25)
+    assert params.max_tokens == 9
+    seeds = set()
+    for limit in (-1, -2, 0):
+        more = {"options": {"num_predict": limit, "seed": -1}}
+        await http.post("/api/chat", json={**ASKED, **more})
+        assert router.starts[-1].params.max_tokens == 0, "what is left of the context"
+        seeds.add(router.starts[-1].seed)
+    assert len(seeds) == 3, "any"
+    neutral = {"repeat_last_n": 64, "repeat_penalty": 1.0, "presence_penalty": 0.0}
+    reply = await http.post("/api/chat", json={**ASKED, "options": neutral})
+    assert reply.status_code == 200
+    off = {"repeat_last_n": 0, "repeat_penalty": 1.5, "presence_penalty": 1.0}
+    await http.post("/api/chat", json={**ASKED, "options": off})
+    params = router.starts[-1].params
+    assert (params.repetition_penalty, params.presence_penalty) == (1.0, 0.0)
+    cut = await http.post("/api/chat", json={**ASKED, **WHOLE, "options": {"num_predict": 1}})
+    assert cut.json()["done_reason"] == "length"
+
+
+async def test_what_would_change_the_answer_is_refused_by_name(client, subtests):
+    http = client(saying("x"))
+    chat = {"model": "tiny", "messages": HI}
+    prompt = {"model": "tiny", "prompt": "hi"}
+    image = {"role": "user", "content": "hi", "images": ["AAAA"]}
+    for path, body, name in (
+        ("/api/generate", {**prompt, "raw": True}, "raw"),
+        ("/api/generate", {**prompt, "suffix": "x"}, "suffix"),
+        ("/api/generate", {**prompt, "template": "{{ .Prompt }}"}, "template"),
+        ("/api/generate", {**prompt, "images": ["AAAA"]}, "images"),
+        ("/api/generate", {**prompt, "context": [1, 2]}, "context"),
+        (
+            "/api/chat",
+            {**chat, "messages": [image]},
+            "messages[0].images: they are not supported by this server",
+        ),
+        ("/api/generate", {**prompt, "prompt": "long " * 9999}, "prompt"),
+        ("/api/chat", {**chat, "max_tokens": 5}, "use options"),
+        ("/api/chat", {**chat, "options": {"mirostat": 2}}, "options.mirostat"),
+        ("/api/chat", {**chat, "options": {"temperature": "x"}}, "options.temperature"),
+        ("/api/chat", {**chat, "options": {"temperature": 9}}, "temperature"),
+        ("/api/chat", {**chat, "options": {"repeat_penalty": 0}}, "options.repeat_penalty"),
+        ("/api/chat", {**chat, "options": 5}, "options"),
+        (
+            "/api/chat",
+            {**chat, "options": {"repeat_last_n": 64, "repeat_penalty": 1.1}},
+            "options.repeat_last_n",
+        ),
+        ("/api/chat", {**chat, "format": "xml"}, "format"),
+        ("/api/chat", {**chat, "think": "a lot"}, "think"),
+        ("/api/chat", {**chat, "top_logprobs": 2}, "top_logprobs"),
+        ("/api/chat", {**chat, "messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+    ):
+        with subtests.test(f"{path} {name}"):
+            reply = await http.post(path, json=body)
+            assert reply.status_code == 400, reply.text
+            assert reply.json().keys() == {"error"}
+            assert name in reply.json()["error"]
+    nothing = {"raw": False, "suffix": "", "images": [], "context": None, "template": ""}
+    reply = await http.post("/api/generate", json={**prompt, **nothing, **WHOLE})
+    assert reply.json()["response"] == "x"
+
+
+async def test_format_and_thinking_reach_the_pipeline(client):
+    parts = ScriptedParts(*[CALLS] * 8)
+    http = client(parts)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for form, found in (
+        ("json", ("json_object", None, False)),
+        (schema, ("json_schema", schema, True)),
+        ("", None),
+        (None, None),
+    ):
+        await http.post("/api/chat", json={**ASKED, "format": form})
+        structure = parts.asked[-1].sampling.structure
+        assert found == (structure and (structure.kind, structure.value, structure.lenient))
+    for think, variables in (
+        (True, {"enable_thinking": True, "thinking": True}),
+        (False, {"enable_thinking": False, "thinking": False}),
+        ("low", {"enable_thinking": True, "thinking": True, "reasoning_effort": "low"}),
+        (None, {}),
+    ):
+        await http.post("/api/chat", json={**ASKED, "think": think})
+        assert parts.asked[-1].conversation.suggested == variables
+
+
+async def test_thoughts_and_calls_streamed_and_whole_are_the_same(client):
+    http = client(ScriptedParts(CALLS, CALLS))
+    asked = {**ASKED, "tools": [WEATHER]}
+    found = lines(await http.post("/api/chat", json=asked))
+    whole = (await http.post("/api/chat", json={**asked, **WHOLE})).json()
+    made = [
+        {"id": id_, "function": {"index": n, "name": "weather", "arguments": {"place": place}}}
+        for n, (id_, place) in enumerate((("call_a", "Rome"), ("call_b", "Oslo")))
+    ]
+    assert whole["message"] == {
+        "role": "assistant", "content": "Let me see.", "thinking": "I look.", "tool_calls": made,
+    }  # fmt: skip
+    messages = [one["message"] for one in found]
+    assert "".join(one["content"] for one in messages) == "Let me see."
+    assert "".join(one.get("thinking", "") for one in messages) == "I look."
+    assert [call for one in messages for call in one.get("tool_calls", ())] == made
+    assert whole["done_reason"] == found[-1]["done_reason"] == "stop"
+    assert whole["eval_count"] == 9
+
+
+async def test_a_call_that_is_cut_has_what_is_there(client):
+    cut = deltas(ToolCallPart(0, "call_a", "weather", '{"place": "Rome", "day": '), finish="length")
+    http = client(ScriptedParts(cut))
+    answer = (await http.post("/api/chat", json={**ASKED, "tools": [WEATHER], **WHOLE})).json()
+    assert answer["message"]["tool_calls"][0]["function"]["arguments"] == {"place": "Rome"}
+    assert answer["done_reason"] == "length"
+
+
+async def test_a_loop_of_tools(client):
+    """The answer goes back as it came, or without ids, as Ollama's clients send it."""
+    parts = ScriptedParts(CALLS, *[deltas(TextPart("Warm."))] * 2)
+    http = client(parts)
+    asked = {**ASKED, "tools": [WEATHER]}
+    first = (await http.post("/api/chat", json={**asked, **WHOLE})).json()["message"]
+    results = [
+        {"role": "tool", "tool_name": "weather", "content": "20"},
+        {"role": "tool", "content": "no such place"},
+    ]
+    for named in (True, False):
+        turn = json.loads(json.dumps(first))
+        for call in turn["tool_calls"]:
+            call |= {} if named else {"id": ""}
+        body = {**asked, "messages": [*HI, turn, *results], **WHOLE}
+        answer = await http.post("/api/chat", json=body)
+        assert answer.json()["message"]["content"] == "Warm."
+        _, assistant, one, two = parts.messages()
+        assert (assistant["content"], assistant["reasoning_content"]) == ("Let me see.", "I look.")
+        ids = [call["id"] for call in assistant["tool_calls"]]
+        assert ids == (["call_a", "call_b"] if named else ["call00000", "call00001"])
+        places = [call["function"]["arguments"]["place"] for call in assistant["tool_calls"]]
+        assert places == ["Rome", "Oslo"]
+        assert (one["tool_call_id"], one["name"], one["content"]) == (ids[0], "weather", "20")
+        assert (two["tool_call_id"], two["name"]) == (ids[1], "weather")
+    assert [tool.name for tool in parts.asked[0].tool_use.tools] == ["weather"]
+
+
+def test_results_of_many_calls_take_linear_time() -> None:
+    """Each result names a tool of which no call is open, or no tool."""
+    function = {"function": {"name": "f"}}
+    calls_ = {"role": "assistant", "tool_calls": [function] * 128}
+    result = {"role": "tool", "tool_name": "g", "content": ""}
+    messages = [OllamaMessage.model_validate(calls_)] * 1024
+    messages += [OllamaMessage.model_validate(result)] * 2048
+    began = time.process_time()
+    turns = conversation(messages)
+    assert time.process_time() - began < 2
+    ids = [call["id"] for turn in turns[:1024] for call in turn["tool_calls"]]
+    assert len(set(ids)) == 128 * 1024
+    assert [turn["tool_call_id"] for turn in turns[1024:]] == ids[:2048]
+    mixed = [
+        {"role": "assistant", "tool_calls": [{"function": {"name": name}} for name in "fgf"]},
+        *({"role": "tool", "tool_name": name, "content": ""} for name in "gff"),
+        {"role": "tool", "content": ""},
+    ]
+    turns = conversation([OllamaMessage.model_validate(message) for message in mixed])
+    ids = [call["id"] for call in turns[0]["tool_calls"]]
+    assert [turn.get("tool_call_id") for turn in turns[1:]] == [ids[1], ids[0], ids[2], None]
+
+
+async def test_a_real_template_and_parser(client):
+    text = "<think>hm</think>Look: " + calls("weather", '{"place": "Rome"}')
+    http = client(ToolModel(text, template=THINKING))
+    answer = (await http.post("/api/chat", json={**ASKED, "tools": [WEATHER], **WHOLE})).json()
+    message = answer["message"]
+    assert message["thinking"] == "hm"
+    assert message["content"].startswith("Look:")
+    function = message["tool_calls"][0]["function"]
+    assert (function["name"], function["arguments"]) == ("weather", {"place": "Rome"})
+
+
+async def test_a_last_message_of_the_assistant_is_continued(client):
+    router = FakeRouter(saying(" world"))
+    turns = [*HI, {"role": "assistant", "content": "hello"}]
+    await client(router).post("/api/chat", json={"model": "tiny", "messages": turns})
+    prompt = router.words.decode(router.starts[0].prompt_ids, skip_special_tokens=False)
+    assert prompt.endswith("assistant\nhello")
+
+
+async def test_log_probabilities(client):
+    http = client(saying("hello world"))
+    asked = {**ASKED, "logprobs": True, "top_logprobs": 2}
+    found = lines(await http.post("/api/chat", json=asked))
+    whole = (await http.post("/api/chat", json={**asked, **WHOLE})).json()
+    streamed = [score for one in found for score in one.get("logprobs", ())]
+    assert len(whole["logprobs"]) == whole["eval_count"]
+    assert [s["token"] for s in streamed] == [s["token"] for s in whole["logprobs"]]
+    assert streamed[0].keys() == {"token", "logprob", "bytes", "top_logprobs"}
+
+
+async def test_names_have_a_tag(client):
+    tagged, blobs = served("tiny:latest")
+    plain, _ = served("other")
+    router = FakeRouter(saying("x"), [tagged, plain], blobs)
+    http = client(router)
+    for name, model in (
+        ("tiny:latest", "tiny:latest"), ("other:latest", "other"), ("other", "other"),
+    ):  # fmt: skip
+        reply = await http.post("/api/chat", json={"model": name, "messages": HI, **WHOLE})
+        assert reply.json()["model"] == model
+        assert router.starts[-1].model == model
+        assert (await http.post("/api/show", json={"model": name})).status_code == 200
+        assert (await http.post("/api/show", json={"name": name})).status_code == 200
+    for path, body in (
+        ("/api/chat", {"messages": HI}), ("/api/generate", {"prompt": "a"}), ("/api/show", {}),
+        ("/api/chat", {"messages": HI, "stream": False}), ("/api/embed", {"input": "a"}),
+        ("/api/embeddings", {"prompt": "a"}), ("/api/chat", {}), ("/api/embed", {"input": []}),
+    ):  # fmt: skip
+        reply = await http.post(path, json={"model": "none:latest", **body})
+        assert reply.status_code == 404, (path, reply.text)
+        assert "none" in reply.json()["error"]
+
+
+async def test_a_missing_name_means_the_only_model(client):
+    http = client(saying("x"))
+    for model in ({}, {"model": ""}, {"model": None}):
+        for path, body in (
+            ("/api/chat", {"messages": HI}), ("/api/chat", {}), ("/api/generate", {"prompt": "a"}),
+            ("/api/show", {}),
+        ):  # fmt: skip
+            reply = await http.post(path, json={**model, **body, **WHOLE})
+            assert reply.status_code == 200, reply.text
+    several = client(every_kind())
+    reply = await several.post("/api/chat", json={"messages": HI})
+    assert (reply.status_code, "embedder" in reply.json()["error"]) == (400, True)
+
+
+async def test_without_a_prompt_a_model_is_loaded(client):
+    router = FakeRouter(saying("x"))
+    http = client(router)
+    for path, body in (
+        ("/api/chat", {}),
+        ("/api/chat", {"messages": [], "keep_alive": 0}),
+        ("/api/generate", {}),
+        ("/api/generate", {"prompt": "", "keep_alive": "10m"}),
+    ):
+        answer = (await http.post(path, json={"model": "tiny", **body})).json()
+        assert (answer["done"], answer["done_reason"]) == (True, "load")
+        assert answer.get("response", answer.get("message", {}).get("content")) == ""
+    assert router.starts == []
+
+
+async def test_the_lists_of_models(client):
+    router = every_kind()
+    http = client(router)
+    tags = (await http.get("/api/tags")).json()["models"]
+    assert [one["name"] for one in tags] == ["embedder", "reranker", "tiny"]
+    card = router.cards[0]
+    (tiny,) = (one for one in tags if one["name"] == "tiny")
+    assert (tiny["size"], tiny["digest"]) == (card.weights_bytes, card.kv_identity.weights)
+    assert tiny["details"]["family"] == card.architecture
+    assert tiny["details"]["quantization_level"] == card.kv_identity.quantization
+    assert datetime.fromisoformat(tiny["modified_at"]).timestamp() == card.created
+    running = (await http.get("/api/ps")).json()["models"]
+    assert [one["context_length"] for one in running if one["name"] == "tiny"] == [card.context_len]
+    shown = (await http.post("/api/show", json={"model": "tiny"})).json()
+    assert shown["template"].encode() == router.blobs[card.template_digest]
+    assert shown["capabilities"] == ["completion", "tools"]
+    info = shown["model_info"]
+    assert info["general.architecture"] == card.architecture
+    assert info[f"{card.architecture}.context_length"] == card.context_len
+    shown = (await http.post("/api/show", json={"model": "embedder"})).json()
+    assert shown["capabilities"] == ["embedding"]
+    version = (await http.get("/api/version")).json()["version"]
+    assert tuple(map(int, version.split("."))) >= (0, 6, 4), "what editors want at least"
+
+
+async def test_what_a_model_recommends(client):
+    card, blobs = served(generation={"temperature": 0.5, "repetition_penalty": 1.25})
+    http = client(FakeRouter(saying("x"), [card], blobs))
+    shown = (await http.post("/api/show", json={"model": "tiny"})).json()
+    assert shown["parameters"].splitlines() == ["temperature 0.5", "repeat_penalty 1.25"]
+    settings = (await http.get("/props")).json()["default_generation_settings"]
+    assert settings["params"] == {"temperature": 0.5, "repeat_penalty": 1.25}
+
+
+async def test_embeddings(client):
+    http = client(every_kind(), bounds=LARGE)
+    openai = {"model": "embedder", "input": ["a", "b"]}
+    plain = (await http.post("/v1/embeddings", json=openai)).json()
+    answer = (await http.post("/api/embed", json=openai)).json()
+    vectors = [one["embedding"] for one in plain["data"]]
+    assert answer["embeddings"] == [pytest.approx(vector, abs=1e-6) for vector in vectors]
+    assert answer["prompt_eval_count"] == plain["usage"]["prompt_tokens"]
+    assert answer["total_duration"] >= answer["load_duration"] >= 0
+    short = (await http.post("/api/embed", json={**openai, "input": "a", "dimensions": 2})).json()
+    (vector,) = short["embeddings"]
+    assert sum(value * value for value in vector) == pytest.approx(1.0, abs=1e-6)
+    one = (await http.post("/api/embeddings", json={"model": "embedder", "prompt": "a"})).json()
+    assert one == {"embedding": pytest.approx(vectors[0], abs=1e-6)}
+    empty = await http.post("/api/embed", json={"model": "embedder", "input": []})
+    assert empty.json() == {"model": "embedder", "embeddings": []}
+    empty = await http.post("/api/embeddings", json={"model": "embedder"})
+    assert empty.json() == {"embedding": []}
+    wrong = await http.post("/api/embed", json={"model": "tiny", "input": "a"})
+    assert wrong.status_code == 400
+
+
+async def test_a_long_text_loses_its_end_unless_that_is_refused(client):
+    router = every_kind()
+    http = client(router, bounds=LARGE)
+    context = router.cards[1].context_len
+    text = "a b " * context
+    asked = {"model": "embedder", "input": text}
+    assert (await http.post("/api/embed", json=asked)).status_code == 200
+    ids = list(router.starts[-1].prompt_ids)
+    assert ids == router.encode(text)[:context]
+    assert (await http.post("/api/embeddings", json={**asked, "prompt": text})).status_code == 200
+    assert list(router.starts[-1].prompt_ids) == ids
+    refused = await http.post("/api/embed", json={**asked, "truncate": False})
+    assert refused.status_code == 400
+    assert "context" in refused.json()["error"]
+
+
+def test_a_text_that_is_cut_keeps_the_eos_that_it_ends_with() -> None:
+    card = SimpleNamespace(eos_ids=(9,), bos_id=None)
+    text = SimpleNamespace(vocabulary=SimpleNamespace(card=card))
+    model: Any = SimpleNamespace(card=SimpleNamespace(context_len=8), text=text)
+    for ids, kept in (
+        ([1, 2, 3, 4, 9], [1, 2, 9]),
+        ([1, 2, 3, 4, 5], [1, 2, 3]),
+        ([1, 2, 9], [1, 2, 9]),
+    ):
+        assert kept_ids(ids, -1, model, 3, from_start=True) == kept
+
+
+async def test_errors(client):
+    async def play(router: FakeRouter, start: pb.Start) -> Any:
+        yield placed(start)
+        yield failed(start, pb.OVERLOADED, "later")
+
+    http = client(play)
+    reply = await http.post("/api/chat", json=ASKED)
+    assert reply.json() == {"error": "later"}
+    assert reply.status_code == 429
+    http = client(saying("x"), keys=("right",))
+    for method, path in (
+        ("POST", "/api/chat"), ("POST", "/api/generate"), ("GET", "/api/tags"), ("GET", "/api/ps"),
+        ("POST", "/api/show"), ("GET", "/api/version"), ("POST", "/api/embed"),
+        ("POST", "/api/embeddings"),
+    ):  # fmt: skip
+        reply = await http.request(method, path, json=ASKED)
+        assert (reply.status_code, reply.json().keys()) == (401, {"error"})
+    key = {"authorization": "Bearer right"}
+    assert (await http.get("/api/tags", headers=key)).status_code == 200
+    reply = await http.post("/api/pull", json={"model": "tiny"}, headers=key)
+    assert (reply.status_code, reply.json().keys()) == (404, {"error"})
+    assert "not offered" in reply.json()["error"]
+
+
+async def test_a_stream_that_fails_ends_with_an_error_line(client):
+    parts = ScriptedParts([*deltas(TextPart("hello"))[:1], RuntimeError("secret")])
+    found = lines(await client(parts).post("/api/chat", json=ASKED))
+    assert found[0]["message"]["content"] == "hello"
+    assert found[-1].keys() == {"error"}
+    assert "secret" not in found[-1]["error"]
