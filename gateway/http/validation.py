@@ -141,7 +141,8 @@ def _integer_fields(kind: type[BaseModel]) -> tuple[str, ...]:
 
 
 def _takes_integers(annotation: Any) -> bool:
-    return annotation is int or any(map(_takes_integers, get_args(annotation)))
+    is_integer = annotation is int or type(annotation) is int  # the latter of a Literal
+    return is_integer or any(map(_takes_integers, get_args(annotation)))
 
 
 def _has_float(value: Any) -> bool:

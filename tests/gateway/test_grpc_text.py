@@ -66,7 +66,7 @@ async def test_complete_with_options(make_channel):
             grpc.StatusCode.INVALID_ARGUMENT,
         ),
         (
-            ChatRequest(messages=HI, options=TextOptions(params=pb.SamplingParams(max_tokens=512))),
+            ChatRequest(messages=[ChatMessage(role="user", content="a b " * 400)]),
             grpc.StatusCode.OUT_OF_RANGE,
         ),
         (

@@ -53,9 +53,13 @@ HEAD = """\
 `/docs` shows it.
 
 A field is served; or refused with a 400 that names it, because it would change the answer; or
-ignored, because it changes no answer here. A refused field may be there with a value that asks for
-nothing: null, false and what is empty, or the values that stand beside it. Fields that are in no
-table are ignored, and named in the debug log.
+ignored, because it changes no answer here. A refused field may be null, or have the values that
+stand beside it; where none stand there, false and what is empty, which ask for nothing. Fields that
+are in no table are ignored, and named in the debug log.
+
+`model` may be left out where one model is served. `max_tokens` and its other names are bounds: an
+answer ends with the context, unless the gateway has `--strict-max-tokens`. Integers may be written
+as `16.0`.
 
 Roles, content, tools and items follow one rule on every route:
 
@@ -289,6 +293,8 @@ def _number(value: float) -> str:
 
 def _taken(values: tuple[Any, ...]) -> str:
     """Values that ask for nothing, where they are not the usual ones."""
+    if values == (None,):
+        return "but `null`"
     unusual = [value for value in values if repr(value) not in USUAL]
     return f"but {', '.join(f'`{json.dumps(value)}`' for value in unusual)}" if unusual else ""
 

@@ -10,7 +10,7 @@ from pdserve.gateway.openai.bodies import described, members
 from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
 from pdserve.gateway.openai.bodies.structure import StructureFields
-from pdserve.gateway.openai.bodies.thinking import ReasoningConfig, Thinking, ThinkingFields
+from pdserve.gateway.openai.bodies.thinking import ReasoningBody, Thinking, ThinkingFields
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
 from pdserve.gateway.openai.custom_input import custom_arguments
 from pdserve.gateway.requests.completions import ChatCompletionRequest
@@ -161,7 +161,7 @@ class ConversationBody(ThinkingFields, Body):
         AfterValidator(_scalars),
     ] = None
     reasoning_effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
-    reasoning: ReasoningConfig | None = None
+    reasoning: ReasoningBody | None = None
     verbosity: Literal[*VERBOSITIES] | None = None  # type: ignore[valid-type]
     tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
 

@@ -14,14 +14,14 @@ from pdserve.gateway.sampling import refuse
 from pdserve.gateway.text.messages import EFFORTS, suggested_variables
 
 
-class ThinkingConfig(StrictModel):
+class ThinkingBody(StrictModel):
     """Anthropic's form, which GLM, DeepSeek and others share."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=0)
 
 
-class ReasoningConfig(StrictModel):
+class ReasoningBody(StrictModel):
     """OpenRouter's form."""
 
     enabled: bool | None = None
@@ -46,7 +46,7 @@ class ThinkingFields(StrictModel):
 
     enable_thinking: bool | None = None  # Qwen, vLLM
     think: bool | Literal["low", "medium", "high"] | None = None  # Ollama
-    thinking: bool | ThinkingConfig | None = None
+    thinking: bool | ThinkingBody | None = None
 
     def thinking_variables(self) -> dict[str, Any]:
         """Variables of a template. Raises ServiceError for fields that contradict each other."""
@@ -78,7 +78,7 @@ class ThinkingFields(StrictModel):
             yield Thinking("think", True, self.think)
         elif self.think is not None:
             yield Thinking("think", self.think)
-        if isinstance(self.thinking, ThinkingConfig):
+        if isinstance(self.thinking, ThinkingBody):
             enabled = self.thinking.type != "disabled"
             budget = self.thinking.budget_tokens if enabled else None
             yield Thinking("thinking", enabled, budget=budget)

@@ -93,7 +93,6 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
 WRONG = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"model": None}, "model"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     (

@@ -98,7 +98,7 @@ async def test_the_proxys_path_is_told(make_http):
 async def test_bounds_are_those_of_sampling(make_http):
     models = (await make_http(saying("x")).get("/openapi.json")).json()["components"]["schemas"]
     body = models["ChatBody"]
-    assert body["required"] == ["model", "messages"]
+    assert body["required"] == ["messages"]
     assert body["properties"]["temperature"]["anyOf"][0] == {
         "type": "number", "minimum": 0, "maximum": 2
     }  # fmt: skip

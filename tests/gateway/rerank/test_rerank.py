@@ -213,7 +213,6 @@ async def test_a_certain_answer(make_http, infinite):
 
 
 REFUSED = [
-    ("/rerank", {"model": ""}, "model", "must provide a model"),
     ("/rerank", {"query": 5}, "query", "valid string"),
     ("/rerank", {"query": None}, "query", "valid string"),
     ("/rerank", {"documents": []}, "documents", "at least 1 item"),
