@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
-from pdserve.gateway.anthropic.models import VERSION_HEADER, model_info, model_page
 from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import JsonPieces
 from pdserve.gateway.http.answers.replies import EventStream, Reply
@@ -50,7 +49,12 @@ from pdserve.gateway.openai.chat import ChatReply
 from pdserve.gateway.openai.completions import CompletionReply
 from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
 from pdserve.gateway.openai.errors import error_object
-from pdserve.gateway.openai.models import model_object
+from pdserve.gateway.openai.models import (
+    ANTHROPIC_VERSION,
+    model_info,
+    model_object,
+    model_page,
+)
 from pdserve.gateway.openai.responses.routes import add_response_routes
 from pdserve.gateway.openai.tokens import detokenize, tokenize
 from pdserve.gateway.requests.caller import Caller
@@ -167,7 +171,7 @@ class OpenAiDialect:
             """The models that are served; to a request with `anthropic-version`, as its API
             lists them."""
             cards = sorted(await service.catalog.cards(), key=lambda card: card.name)
-            if VERSION_HEADER in request.headers:
+            if ANTHROPIC_VERSION in request.headers:
                 return JSONResponse(model_page(cards))
             data = [model_object(service, card) for card in cards]
             return JSONResponse({"object": "list", "data": data})
@@ -176,7 +180,7 @@ class OpenAiDialect:
         async def model(request: Request, name: str) -> Response:
             """One model that is served."""
             card = await service.catalog.card(name)
-            if VERSION_HEADER in request.headers:
+            if ANTHROPIC_VERSION in request.headers:
                 return JSONResponse(model_info(card))
             return JSONResponse(model_object(service, card))
 
