@@ -23,7 +23,8 @@ _BILLING = "x-anthropic-billing-header:"  # a line of Claude Code that is anothe
 
 
 def conversation(
-    system: str | Sequence[Block] | None, messages: Sequence[tuple[str, str | Sequence[Block]]]
+    system: str | Sequence[Block] | None,
+    messages: Sequence[tuple[str, str | Sequence[Block] | None]],
 ) -> list[dict[str, Any]]:
     """The turns of a chat; `messages` are pairs of a role and a content.
 
@@ -37,7 +38,10 @@ def conversation(
     made.add_system(system or (), "system")
     num_rules = len(made.turns)
     for role, run in groupby(enumerate(messages), lambda numbered: numbered[1][0]):
-        contents = [(content, f"messages[{index}].content") for index, (_, content) in run]
+        contents = [
+            (_given(content, role, f"messages[{index}].content"), f"messages[{index}].content")
+            for index, (_, content) in run
+        ]
         if role == "system":
             for content, at in contents:
                 made.add_system(content, at)
@@ -139,6 +143,13 @@ class _Turns:
             raise refuse(f"{at}.type", f"{at}.type: {text}")
         self.dropped.add(kind)
         return []
+
+
+def _given(content: str | Sequence[Block] | None, role: str, at: str) -> str | Sequence[Block]:
+    """The content of a message; that of the assistant may be null. Raises ServiceError."""
+    if content is None and role != "assistant":
+        raise refuse(at, f"{at} is required")
+    return content or ()
 
 
 def _arguments(given: Any) -> Any:

@@ -44,7 +44,7 @@ class MessageTurn(StrictModel):
     """One message."""
 
     role: Literal[*ROLES]  # type: ignore[valid-type]
-    content: TextOrObjects
+    content: TextOrObjects | None = None
 
 
 class AnthropicTool(StrictModel):

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import JSONResponse
 
-from pdserve.gateway.anthropic.models import VERSION_HEADER, model_info, model_page
 from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import JsonPieces
 from pdserve.gateway.http.answers.replies import EventStream, Reply
@@ -54,7 +53,13 @@ from pdserve.gateway.openai.chat_batch import chat_batch
 from pdserve.gateway.openai.completions import CompletionReply
 from pdserve.gateway.openai.embeddings import EmbeddingBody, EmbeddingReply
 from pdserve.gateway.openai.errors import error_object
-from pdserve.gateway.openai.models import model_object, model_objects
+from pdserve.gateway.openai.models import (
+    ANTHROPIC_VERSION,
+    model_info,
+    model_object,
+    model_objects,
+    model_page,
+)
 from pdserve.gateway.openai.responses.routes import add_response_routes
 from pdserve.gateway.openai.server_info import add_server_routes
 from pdserve.gateway.openai.tokens import detokenize, tokenize
@@ -182,7 +187,7 @@ class OpenAiDialect:
             """The models that are served; to a request with `anthropic-version`, as its API
             lists them."""
             cards = await service.catalog.cards()
-            if VERSION_HEADER in request.headers:
+            if ANTHROPIC_VERSION in request.headers:
                 return JSONResponse(model_page(sorted(cards, key=lambda card: card.name)))
             data = model_objects(service, cards)
             return JSONResponse({"object": "list", "data": data})
@@ -191,7 +196,7 @@ class OpenAiDialect:
         async def model(request: Request, name: str) -> Response:
             """One model that is served."""
             card = await service.catalog.card(name)
-            if VERSION_HEADER in request.headers:
+            if ANTHROPIC_VERSION in request.headers:
                 return JSONResponse(model_info(card))
             return JSONResponse(model_object(service, card))
 

@@ -1,11 +1,15 @@
-"""/v1/models: the models of the fleet as OpenAI lists them, with further fields of their cards."""
+"""/v1/models: the models of the fleet as OpenAI lists them, with further fields of their cards, and
+as Anthropic does."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import ModelCard
+
+ANTHROPIC_VERSION = "anthropic-version"  # the header of a request of Anthropic's API
 
 
 def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
@@ -67,4 +71,29 @@ def model_object(service: Service, card: ModelCard) -> dict[str, Any]:
         "weights_digest": card.kv_identity.weights,
         "kv_identity": card.kv_identity.digest.hex(),
         "numerics_id": card.kv_identity.numerics,
+    }
+
+
+def model_info(card: ModelCard) -> dict[str, Any]:
+    """A model as Anthropic's API describes one."""
+    created = datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
+    return {
+        "type": "model",
+        "id": card.name,
+        "display_name": card.name,
+        "created_at": created,
+        "lifecycle": "active",
+        "max_input_tokens": card.context_len,
+        "max_tokens": card.context_len,
+    }
+
+
+def model_page(cards: Sequence[ModelCard]) -> dict[str, Any]:
+    """All models on one page of Anthropic's API."""
+    data = [model_info(card) for card in cards]
+    return {
+        "data": data,
+        "has_more": False,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
     }

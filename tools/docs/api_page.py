@@ -65,7 +65,8 @@ Roles, content, tools and items follow one rule on every route:
 
 - What would change the answer and cannot be honoured is refused by name.
 - A tool that is offered to the model and cannot be run here, such as a provider's web search, is
-  left out and named in the log. A tool choice that asks for it is refused.
+  left out and named in the log, a field that offers it (`mcp_servers`, `web_search_options`)
+  too. A tool choice that asks for it is refused.
 - History is kept as text, or dropped and named in the log where it says nothing to a model here.
 - A hint is taken, whatever its value.
 
@@ -113,7 +114,7 @@ def _openai(
         refused |= {name: known[name] for name in fields.OF_PROMPTS if name not in served}
         return Route(path, bodies, refused, ignored, remark=remark)
     refused |= {name: values for name, values in known.items() if name not in served}
-    every = fields.IGNORED | ignored
+    every = fields.IGNORED | fields.LEFT_OUT | ignored
     return Route(path, bodies, refused, every, fields.OTHER_NAMES, remark, unions)
 
 

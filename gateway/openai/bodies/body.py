@@ -12,15 +12,17 @@ from pydantic import Field
 from pdserve.gateway.http.validation import Priority, StrictModel, check_num_fields, parse_fields
 from pdserve.gateway.openai.bodies.fields import (
     IGNORED,
+    LEFT_OUT,
     OF_PROMPTS,
     OF_REQUESTS,
     REFUSED,
     refused_field,
 )
 from pdserve.gateway.requests.caller import MAX_SESSION, Caller
+from pdserve.gateway.requests.members import Fate, note
 from pdserve.gateway.sampling import refuse
 
-_KNOWN = IGNORED | OF_REQUESTS | REFUSED.keys()
+_KNOWN = IGNORED | LEFT_OUT | OF_REQUESTS | REFUSED.keys()
 
 
 class Body(StrictModel):
@@ -50,4 +52,5 @@ def parse(kind: type[B], body: Mapping[str, Any]) -> B:
     asked = body if kind.generates else {k: v for k, v in body.items() if k in OF_PROMPTS}
     if refused := refused_field(asked, kind.model_fields):
         raise refuse(*refused)
+    note(Fate.LEFT_OUT, "fields", (name for name in LEFT_OUT if body.get(name)))
     return parse_fields(kind, body, _KNOWN)

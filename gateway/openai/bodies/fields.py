@@ -29,7 +29,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             # OpenAI
-            "suffix", "functions", "audio", "web_search_options", "store",
+            "suffix", "functions", "audio", "store",
             "moderation",
             # vLLM
             "guided_decoding_backend", "guided_whitespace_pattern", "use_beam_search",
@@ -151,6 +151,9 @@ IGNORED: frozenset[str] = frozenset(
         "keep_alive",
     )
 )  # fmt: skip
+
+# They offer tools that cannot be run here.
+LEFT_OUT: frozenset[str] = frozenset(("web_search_options",))
 
 # Under what usage is counted, and the place of a request among its tenant's. Routes without use
 # for one ignore it.

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import CodedError
@@ -99,9 +99,9 @@ class ResponsePrompt:
             found = await self._store.find(self._caller.tenant.id, f"resp_{written[1]}")
             if found is not None:
                 text = found.items if written[2] else found.response
-                self._bodies.hold(self._caller, PARSED_RATIO * len(text))
                 value = from_json(text)
                 items = value if written[2] else value["output"]
+                self._bodies.hold(self._caller, PARSED_RATIO * len(to_json(items)))
                 known.update((item["id"], item) for item in items)
         if name not in known:
             where = "was not found" if self._store else "is not kept: this server keeps none"

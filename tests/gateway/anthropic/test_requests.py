@@ -100,6 +100,7 @@ WRONG = [
         "messages[0].content[0].type",
     ),
     ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
     (said(), "messages"),
     (said({"type": "text"}), "messages[0].content[0].text"),
     (said({"text": "x"}), "messages[0].content[0].type"),
@@ -298,6 +299,7 @@ async def test_hints_are_taken(make_http, subtests):
         {"tools": [TOOL], "tool_choice": "required"},
         {"context_management": {"edits": [{"type": "clear_thinking_1", "keep": {"value": 1}}]}},
         {"tools": [{**TOOL, "name": f"f{n}"} for n in range(150)]},
+        {"messages": [*HI, {"role": "assistant", "content": None}, *HI]},
     ):
         with subtests.test(fields=str(fields)[:80]):
             reply = await client.post(URL, json={**ASKED, **fields})
