@@ -40,6 +40,7 @@ async def test_answers_have_their_form(
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", PACKAGED)
 async def test_200_answers_of_a_real_tokenizer_have_their_form(
     make_http: Callable[..., Any], name: str, subtests: pytest.Subtests
