@@ -178,6 +178,7 @@ def _only_tags(value: Mapping[str, Any], split: Split) -> list[str]:
 
     Where another tag could begin, a model may write a few characters of text, which end it all: one
     that can only end or go on with tags repeats them until it has no tokens left, if it is small.
+    Behind a tag without an end that text would be part of the tag.
     """
     tags = value["structures"]
     lines = [
@@ -187,9 +188,10 @@ def _only_tags(value: Mapping[str, Any], split: Split) -> list[str]:
     ]  # fmt: skip
     if value.get("stop_after_first"):
         return ["start: tag", *lines]
+    last = "BETWEEN? LAST?" if all(tag["end"] for tag in tags) else ""
     firsts = "".join(sorted({_literal(trigger[0]) for trigger in value["triggers"]}))
     return [
-        "start: tag (BETWEEN? tag)* BETWEEN? LAST?",
+        f"start: tag (BETWEEN? tag)* {last}",
         rf"BETWEEN: /\s{{1,{MAX_BETWEEN}}}/",
         rf"LAST: /[^\s{firsts}](.|\n){{0,{MAX_LAST - 1}}}/",
         *lines,
