@@ -1,5 +1,6 @@
 """Tokenizer, template and token ids of a GGUF file."""
 
+from pdserve.engine.checkpoints.chat_template import one_template, with_token_names
 from pdserve.engine.checkpoints.gguf.ends import end_ids
 from pdserve.engine.checkpoints.gguf.mapping import Metadata
 from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
@@ -11,14 +12,32 @@ from pdserve.engine.checkpoints.text_card import (
     turn_end_ids,
 )
 
+_TEMPLATE = "tokenizer.chat_template"
+_TOKENS = {
+    "pad": "tokenizer.ggml.padding_token_id",
+    "unk": "tokenizer.ggml.unknown_token_id",
+    "sep": "tokenizer.ggml.seperator_token_id",  # so in GGUF
+    "cls": "tokenizer.ggml.cls_token_id",
+    "mask": "tokenizer.ggml.mask_token_id",
+}
+
 
 def gguf_text_files(metadata: Metadata) -> TextFiles:
     """What the metadata says about text. Raises CheckpointError if its tokenizer is not known."""
     encoded = tokenizer_json(metadata)
     tokenizer = load_tokenizer(encoded)
-    template = metadata.get("tokenizer.chat_template", "")
-    if not isinstance(template, str):
-        template = ""
+    named = {"default": metadata.get(_TEMPLATE)} | {
+        name.removeprefix(f"{_TEMPLATE}."): text
+        for name, text in metadata.items()
+        if name.startswith(f"{_TEMPLATE}.")
+    }
+    texts = {name: text for name, text in named.items() if isinstance(text, str)}
+    tokens = {
+        f"{name}_token": tokenizer.id_to_token(metadata[key])
+        for name, key in _TOKENS.items()
+        if checked_ids([metadata.get(key)], tokenizer.get_vocab_size())
+    }
+    template = with_token_names(one_template(texts), tokens)
     ends = [*end_ids(metadata, tokenizer.token_to_id), *sorted(turn_end_ids(tokenizer, template))]
     size = tokenizer.get_vocab_size()
     bos = checked_ids([metadata.get("tokenizer.ggml.bos_token_id")], size)

@@ -5,6 +5,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from pdserve.engine.checkpoints.chat_template import one_template, with_token_names
 from pdserve.engine.checkpoints.hf.json_file import read_bytes, read_json_if_there
 from pdserve.engine.checkpoints.source import CheckpointError, TextFiles
 from pdserve.engine.checkpoints.text_card import checked_ids, load_tokenizer, puts_before_prompt
@@ -49,10 +50,37 @@ def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
 def _template(path: Path, own: dict[str, Any]) -> str:
     """From the file of its own, the older JSON file, or tokenizer_config.json, in that order."""
     if (path / "chat_template.jinja").exists():
-        return read_bytes(path / "chat_template.jinja").decode("utf-8", "replace")
+        files = {"default": path / "chat_template.jinja"}
+        files |= {f.stem: f for f in sorted((path / "additional_chat_templates").glob("*.jinja"))}
+        named = {name: read_bytes(file).decode("utf-8", "replace") for name, file in files.items()}
+        return with_token_names(one_template(named), _token_names(own))
     given = read_json_if_there(path / "chat_template.json").get("chat_template")
     given = given or own.get("chat_template")
     if isinstance(given, list):  # several by name
-        entries = (entry for entry in given if isinstance(entry, dict))
-        given = next((e.get("template") for e in entries if e.get("name") == "default"), None)
-    return given if isinstance(given, str) else ""
+        given = {e["name"]: e.get("template") for e in given if _is_named(e)}
+    if isinstance(given, str):
+        given = {"default": given}
+    named = given if isinstance(given, dict) else {}
+    texts = {name: text for name, text in named.items() if isinstance(text, str)}
+    return with_token_names(one_template(texts), _token_names(own))
+
+
+def _is_named(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str)
+
+
+def _token_names(own: dict[str, Any]) -> dict[str, str | None]:
+    """The special tokens of tokenizer_config.json by name, but for bos and eos, which the model's
+    ids say: those are named here where it has none."""
+    named = {name: token for name, token in own.items() if name.endswith("_token")}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        named |= own[key] if isinstance(own.get(key), dict) else {}
+    found: dict[str, str | None] = {}
+    for name, token in named.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name in ("bos_token", "eos_token"):
+            if token is None:
+                found[name] = None
+        elif isinstance(text, str):
+            found[name] = text
+    return found

@@ -29,7 +29,7 @@ class Capabilities:
     list_roles, text_roles: roles whose content may be a list of parts, or a text.
     """
 
-    tools: bool = True  # shows them
+    tools: bool = True  # writes another prompt with them
     calls: bool = True  # shows those of earlier turns
     text_arguments: bool = False  # takes the arguments of a call as JSON text, not as an object
     malformed_arguments: bool = False  # takes a text that is no JSON object in their place
@@ -101,7 +101,7 @@ def probed(render: Fill) -> Capabilities:
     call = _call(f'{{"{KEY}": "{VALUE}"}}' if text_arguments else {KEY: VALUE}, no_content)
     lists, plain = _content_roles(fill, offered, call)
     return Capabilities(
-        tools=any(TOOL in (fill([user], _TOOLS) or "") for user in users),
+        tools=any(fill([user], _TOOLS) not in (None, fill([user], None)) for user in users),
         calls=any(map(_shows_call, texts.values())),
         text_arguments=text_arguments,
         malformed_arguments=fill([_USER, malformed, _RESULT], offered) is not None,

@@ -1,6 +1,6 @@
 """Messages and tools in the forms that a chat template can render; pure."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -44,19 +44,20 @@ def text_of(message: Message) -> str:
     return content_text(message.get("content") or "", "")
 
 
-def alternatives(first: Conversation) -> list[Conversation]:
+def alternatives(first: Conversation) -> Iterator[Conversation]:
     """The conversation, and others with the same content for a template that refuses it, those that
-    change least first."""
+    change least first; 16 at most."""
+    yield first
+    made = [first]
     changes = [change for change in _CHANGES if change(first) != first]
-    made: list[Conversation] = []
-    for count in range(len(changes) + 1):
+    for count in range(1, len(changes) + 1):
         for chosen in combinations(changes, count):
             conversation = first
             for change in chosen:
                 conversation = change(conversation)
             if conversation not in made:
                 made.append(conversation)
-    return made
+                yield conversation
 
 
 def with_known_systems(

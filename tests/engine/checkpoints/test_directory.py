@@ -1,15 +1,18 @@
 """Hugging Face directories: safetensors headers, shards, and what stands beside the weights."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import pytest
 import torch
 from builders.tiny_models import write_tiny
 from safetensors.torch import load_file, save_file
 
+from pdserve.engine.checkpoints.chat_template import one_template
 from pdserve.engine.checkpoints.hf.checkpoint import DirectoryCheckpoint
 from pdserve.engine.checkpoints.hf.json_file import read_json
 from pdserve.engine.checkpoints.hf.safetensors import SafetensorsReader
@@ -195,11 +198,54 @@ def test_chat_template_places(tmp_path: Path) -> None:
     several = [{"name": name, "template": str(name)[:1].upper()} for name in names]
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps({"chat_template": several}))
-    assert open_checkpoint(folder).text_files().chat_template == "D"
+    template = open_checkpoint(folder).text_files().chat_template
+    assert template == one_template({"default": "D", "tool_use": "T"})
     settings.write_text(json.dumps({"chat_template": "S"}))
     assert open_checkpoint(folder).text_files().chat_template == "S"
     (folder / "chat_template.jinja").write_text("J")
     assert open_checkpoint(folder).text_files().chat_template == "J"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    template = open_checkpoint(folder).text_files().chat_template
+    assert template == one_template({"default": "J", "tool_use": "T"})
+
+
+def test_special_tokens_are_named_as_in_the_settings(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    settings = folder / "tokenizer_config.json"
+    names = ("bos_token", "pad_token", "unk_token", "image_token", "tool_token", "sep_token")
+    (folder / "chat_template.jinja").write_text("".join(f"{{{{ {name} }}}}|" for name in names))
+    given = {
+        "bos_token": None,
+        "pad_token": '<p"\\é😀{%>',
+        "unk_token": {"content": "<u>"},
+        "image_token": "<i>",
+        "extra_special_tokens": {"tool_token": "<t>"},
+        "mask_token": "<m>",
+        "add_bos_token": True,
+    }
+    settings.write_text(json.dumps(given))
+    template = open_checkpoint(folder).text_files().chat_template
+    assert jinja2.Template(template).render(bos_token="<b>") == '|<p"\\é😀{%>|<u>|<i>|<t>||'
+    assert "mask_token" not in template
+
+
+def test_several_templates_are_one(subtests: pytest.Subtests) -> None:
+    """As transformers chooses between them, and with the white space of each."""
+    sources = (
+        "\n  a{% if x %}\n  b\n  {%- endif %}\n  ",
+        "{% macro m() %}M{% endmacro %}{{ m() }}\n",
+        "",
+    )
+    options = {"trim_blocks": True, "lstrip_blocks": True}
+    for default, tool_use in product(sources, sources):
+        with subtests.test(default=default, tool_use=tool_use):
+            both = one_template({"rag": "R", "default": default, "tool_use": tool_use})
+            for tools, alone in ((None, default), ([1], tool_use)):
+                expected = jinja2.Template(alone, **options).render(x=1)
+                assert jinja2.Template(both, **options).render(x=1, tools=tools) == expected
+    assert one_template({"rag": "R", "other": "O"}) == "R"
+    assert one_template({}) == ""
 
 
 def test_tokenizer_is_needed_and_checked(tmp_path: Path) -> None:

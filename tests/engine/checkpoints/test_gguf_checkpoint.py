@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from builders.tiny_models import ARCHITECTURES, add_mtp, write_tiny
 from builders.viewed import assert_same_tensors
@@ -221,6 +222,19 @@ def test_text_files(tmp_path: Path) -> None:
     assert (got.eos_ids, got.bos_id, got.adds_bos) == ((258,), 256, True)
     assert (expected.eos_ids, expected.bos_id, expected.adds_bos) == ((258,), 256, True)
     assert got.chat_template == expected.chat_template
+
+
+def test_templates_and_tokens_by_name(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "hf", "llama")
+    metadata = dict(GgufReader(write_gguf(folder, tmp_path / "model.gguf")).metadata)
+    metadata["tokenizer.chat_template"] = "{{ pad_token }}"
+    metadata["tokenizer.chat_template.tool_use"] = "T"
+    metadata["tokenizer.chat_template.none"] = 7
+    metadata["tokenizer.ggml.padding_token_id"] = 257
+    source = gguf_text_files(metadata).chat_template
+    pad = metadata["tokenizer.ggml.tokens"][257]
+    assert jinja2.Template(source).render() == pad
+    assert jinja2.Template(source).render(tools=[1]) == "T"
 
 
 def test_end_of_turn_token_of_the_template_ends_a_generation(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
-from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text.messages import REASONING, TemplateInput
 from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard
@@ -373,3 +374,79 @@ def test_templates_that_do_not_parse(tokenizer: Tokenizer) -> None:
     for source in ("{% for %}", "{{ a", "{% nonsense %}", "x" * (1 << 19), "{{ " + "(" * 5000):
         with pytest.raises(UnsupportedTokenizer, match="template"):
             ChatTemplate(source, tokenizer)
+
+
+def test_a_thought_has_the_name_that_the_template_reads(
+    tokenizer: Tokenizer, subtests: pytest.Subtests
+) -> None:
+    """Whatever the client calls it."""
+    for read in REASONING:
+        template = ChatTemplate(
+            "{% for m in messages %}{{ m.content }}{% if m.NAME %}({{ m.NAME }}){% endif %}"
+            "{% endfor %}".replace("NAME", read),
+            tokenizer,
+        )
+        for sent in REASONING:
+            with subtests.test(read=read, sent=sent):
+                turns = [user("q"), {**assistant("a"), sent: "hm"}, user("r")]
+                assert template.render(TemplateInput(turns)).text == "qa(hm)r"
+
+
+def test_a_thought_beside_words_and_calls(tokenizer: Tokenizer) -> None:
+    """As gpt-oss', which refuses a turn that has all three."""
+    source = CALLS.replace("WRITTEN", "{{ c.function.name }}").replace(
+        "{{ m.content }}",
+        "{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+        "{{ m.thinking }}{{ m.content }}",
+    )
+    turn = {**assistant("I look."), "reasoning": "hm", "tool_calls": [call("f", "{}")]}
+    text = ChatTemplate(source, tokenizer).render(TemplateInput([user("q"), turn])).text
+    assert text == "qhm\n\nI look.[f]"
+
+
+def test_rules_in_their_places(tokenizer: Tokenizer, subtests: pytest.Subtests) -> None:
+    """Where the template shows them, and otherwise in one system turn and turns of the user."""
+    shown = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    first = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('first') }}{% endif %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    )
+    silent = first.replace("{{ raise_exception('first') }}", "{% continue %}")
+    alternating = (
+        "{% for m in messages %}{% if m.role == 'system' and loop.index0 %}"
+        "{{ raise_exception('first') }}{% endif %}"
+        "{% if loop.index0 and m.role == messages[loop.index0 - 1].role %}"
+        "{{ raise_exception('alternate') }}{% endif %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    )
+    result = {"role": "tool", "content": "3", "tool_call_id": "1"}
+    called = {"role": "assistant", "content": "c", "tool_calls": [call("f", "{}")]}
+
+    def rule(text: str, role: str = "system") -> dict[str, Any]:
+        return {"role": role, "content": text}
+
+    for turns, kept, merged, joined in (
+        ([rule("1"), rule("2", "developer"), user("q")], "s:1;s:2;u:q;", "s:1\n\n2;u:q;", None),
+        ([rule("1"), user("q"), rule("2")], "s:1;u:q;s:2;", "s:1;u:q;u:2;", "s:1;u:q\n\n2;"),
+        (
+            [rule("1"), user("q"), assistant("a"), rule("2"), rule("3"), user("r")],
+            "s:1;u:q;a:a;s:2;s:3;u:r;",
+            "s:1;u:q;a:a;u:2;u:3;u:r;",
+            "s:1;u:q;a:a;u:2\n\n3\n\nr;",
+        ),
+        (
+            [user("q"), called, result, rule("2")],
+            "u:q;a:c;t:3;s:2;",
+            "u:q;a:c;t:3;u:2;",
+            "u:q;a:c;t:3;u:2;",
+        ),
+    ):
+        for name, source, expected in (
+            ("shown", shown, kept),
+            ("first", first, merged),
+            ("silent", silent, merged),
+            ("alternating", alternating, joined or merged),
+        ):
+            with subtests.test(name=name, expected=expected):
+                template = ChatTemplate(source, tokenizer)
+                template.capabilities = replace(template.capabilities, calls=True)
+                assert template.render(TemplateInput(turns)).text == expected
