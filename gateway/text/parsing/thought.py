@@ -1,6 +1,7 @@
 """Splits what a model thinks between two tags from its answer, as the text comes; pure.
 
-A thought stands at the very beginning, or the prompt has opened it. White space beside the tags is
+A thought stands at the very beginning, or the prompt has opened it. A closing tag at the very
+beginning closes an empty one. White space beside the tags is
 left out. A thought that nothing closes goes to the end.
 """
 
@@ -53,7 +54,14 @@ class ThoughtStream:
         if start.startswith(self._begin) and not much_space:
             self._open = True
             self._pending = start[len(self._begin) :]
-        elif ended or much_space or not self._begin.startswith(start):
+        elif start.startswith(self._end) and not much_space:
+            self._answering = True
+            self._pending = start[len(self._end) :]
+        elif (
+            ended
+            or much_space
+            or not (self._begin.startswith(start) or self._end.startswith(start))
+        ):
             self._answering = True
             self._skipping = False
 

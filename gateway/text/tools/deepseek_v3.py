@@ -6,16 +6,24 @@ from pdserve.gateway.text.parsing.family import (
     Calls,
     ToolFamily,
     json_arguments,
+    json_calls,
 )
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 FENCED = "```json"
+OTHER, OTHER_END = "<tool_call>", "</tool_call>"
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    """The calls of V3, and those of V3.1, which have the name before the separator."""
+    """The calls of V3, and those of V3.1, which have the name before the separator; those of models
+    distilled from R1 are at times JSON in other tags."""
+    if opener == OTHER:
+        yield from json_calls(reader, schemas)
+        yield from reader.space()
+        yield from reader.closes(OTHER_END)
+        return
     yield from reader.space()
     if (yield from reader.expect(CALL, END)) == END:
         return
@@ -50,7 +58,7 @@ FAMILY = ToolFamily(
         f"\n```{CALL_END}{END}",
         trigger=BEGIN,
     ),
-    openers=(BEGIN,),
+    openers=(BEGIN, OTHER),
     read=read,
     special=(BEGIN, END, CALL, CALL_END, SEPARATOR),
 )

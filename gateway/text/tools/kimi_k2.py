@@ -1,4 +1,5 @@
-"""Kimi K2's calls: a section of them, with ids functions.NAME:INDEX, which it wants back."""
+"""Kimi K2's calls: a section of them, with ids functions.NAME:INDEX, which it wants back. It
+leaves out the section's tags at times."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments
@@ -11,7 +12,7 @@ ARGUMENTS = "<|tool_call_argument_begin|>"
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
-    if (yield from reader.expect(CALL, END)) == END:
+    if opener == BEGIN and (yield from reader.expect(CALL, END)) == END:
         return
     while True:
         written, _ = yield from reader.until(ARGUMENTS, most=MAX_NAME_CHARS)
@@ -20,19 +21,23 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         own = name and written.startswith("functions.") and index.isdecimal()
         yield from json_arguments(reader, schemas, name or written, written if own else "")
         yield from reader.space()
-        if not (yield from reader.closes(CALL_END)):
+        closed = yield from reader.closes(CALL_END)
+        if not (closed or opener == CALL):
             raise Malformed
         yield from reader.space()
         if (yield from reader.closes(END)):
             return
-        yield from reader.expect(CALL)
+        if opener == BEGIN:
+            yield from reader.expect(CALL)
+        elif not (yield from reader.takes(CALL)):
+            return
 
 
 FAMILY = ToolFamily(
     "kimi_k2",
     lambda template: BEGIN in template,
     CallForm(f"{BEGIN}{CALL}functions.NAME:0{ARGUMENTS}", f"{CALL_END}{END}", trigger=BEGIN),
-    openers=(BEGIN,),
+    openers=(BEGIN, CALL),
     read=read,
     special=(BEGIN, END, CALL, CALL_END, ARGUMENTS),
 )

@@ -11,6 +11,7 @@ from pdserve.gateway.text.parsing.family import (
 from pdserve.gateway.text.parsing.pythonic import mixed_calls, python_calls
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader
 
+OTHERS = "<TOOLCALL>", "functools"  # of families with the same header
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 TAG, END = "<|python_tag|>", "<|eom_id|>"
 
@@ -33,7 +34,9 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
 
 FAMILY = ToolFamily(
     "llama3_json",
-    lambda template: "<|start_header_id|>" in template and "<TOOLCALL>" not in template,
+    lambda template: (
+        "<|start_header_id|>" in template and not any(other in template for other in OTHERS)
+    ),
     CallForm('{"name": "NAME", "parameters": ', "}", trigger='{"name": "'),
     openers=(TAG, FUNCTION),
     bare="{[`",

@@ -1,4 +1,4 @@
-"""The calls of Phi-4-mini: a JSON list after functools, or in <|tool_call|>."""
+"""The calls of Phi-4-mini and Firefunction: a JSON list after functools, or in <|tool_call|>."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
@@ -26,7 +26,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
 
 FAMILY = ToolFamily(
     "phi4_mini_json",
-    lambda template: "<|tool|>" in template or BEGIN in template,
+    lambda template: "<|tool|>" in template or BEGIN in template or WORD in template,
     CallForm(WORD + '[{"name": "NAME", "arguments": ', "}]", trigger=WORD),
     openers=(BEGIN, WORD),
     read=read,

@@ -24,6 +24,7 @@ TEMPLATES = {
     "think": "{{ content.split('</think>') }}",
     "seed_oss": "<seed:think>{{ reasoning }}</seed:think>",
     "mistral": "[THINK]{{ reasoning }}[/THINK]",
+    "apriel": "Here are my reasoning steps: {{ reasoning }}[BEGIN FINAL RESPONSE]",
     "kimi_k3": "<|open|>think<|sep|>",
     "minimax_m3": "<mm:think>{{ reasoning }}</mm:think>",
     "command_a": "<|START_THINKING|>{{ reasoning }}<|END_THINKING|>",
@@ -131,6 +132,15 @@ def test_a_quoted_tag_in_an_answer_is_text(subtests: pytest.Subtests) -> None:
             answer = f"Write {begin} and {end}."
             assert parse(name, answer) == ("", answer)
             assert parse(name, f"{begin}x{end}{answer}") == ("x", answer)
+
+
+def test_an_answer_may_begin_with_the_end_of_no_thought(subtests: pytest.Subtests) -> None:
+    for name in TAGGED:
+        with subtests.test(name):
+            _, end = tags(name)
+            for pieces in ([f"{end}\nHi"], f"{end}\nHi"):
+                assert parse(name, pieces) == ("", "Hi")
+            assert parse(name, end[:-1]) == ("", end[:-1])
 
 
 def test_an_empty_thought_is_none(subtests: pytest.Subtests) -> None:

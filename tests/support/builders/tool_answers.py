@@ -88,6 +88,9 @@ TOOL_ANSWERS = {
         f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{_ARGUMENTS}",
         "", "", "<|call|><|start|>assistant", "<|channel|> <|message|>",
     ),
+    "gigachat3": _repeated(
+        f"<|function_call|>{_JSON}", "", "", "<|message_sep|>\n\n", "<|role_sep|>",
+    ),
     "jamba": _repeated(_JSON, "<tool_calls>[\n", "\n]</tool_calls>", ",\n", "<tool_calls>"),
     "nemotron": _repeated(_JSON, "<TOOLCALL>[", "]</TOOLCALL>", ", ", "<TOOLCALL>"),
     "internlm2": _repeated(
