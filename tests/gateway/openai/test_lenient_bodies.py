@@ -173,7 +173,8 @@ async def test_integers_may_be_written_with_a_point(make_http, subtests):
     for url, body, whole in (
         (CHAT, BODIES[CHAT], {
             "n": 2, "max_tokens": 16, "top_k": 3, "seed": 7, "min_tokens": 1, "top_logprobs": 2,
-            "stop_token_ids": [5, 6], "truncate_prompt_tokens": 9, "priority": 1, "repeat_last_n": -1,
+            "stop_token_ids": [5, 6], "truncate_prompt_tokens": 9, "priority": 1,
+            "repeat_last_n": -1,
         }),
         (PLAIN, BODIES[PLAIN], {"logprobs": 2, "best_of": 2, "max_tokens": 3, "n": 1}),
         ("/v1/responses", {"input": "a"}, {"max_output_tokens": 5}),
