@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pdserve.gateway.router_client.upstream import Upstream
 from pdserve.gateway.text.errors import UnsupportedTokenizer
+from pdserve.gateway.text.tools import FALLBACK
 from pdserve.gateway.text.vocabulary import TextCard
 from pdserve.gateway.text_processes.pool import LoadedText, TextPool
 from pdserve.protos.common_pb2 import (
@@ -207,11 +208,18 @@ class Catalog:
             adds_bos=card.adds_bos,
         )
         try:
-            return await self._text_pool.load(text_card, files)
+            text = await self._text_pool.load(text_card, files)
         except UnsupportedTokenizer as error:
             why = f"the model cannot be served: {error}"
             self._refused[key] = why, asyncio.get_running_loop().time()
             raise ServiceError(UNAVAILABLE, why) from error
+        if text.tool_parser == FALLBACK:
+            log.warning(
+                "model %r: its chat template shows tools in a way that is not known; its calls are "
+                "read as JSON at the beginning of an answer (--tool-parser names another form)",
+                card.name,
+            )
+        return text
 
     async def close(self) -> None:
         """Ends the text processes."""

@@ -123,7 +123,7 @@ class ChatChoice(AnswerModel):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
-    stop_reason: str | int | None
+    stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
 

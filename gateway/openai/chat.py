@@ -72,7 +72,7 @@ class ChatReply:
                     "message": self._message(answer.content),
                     "logprobs": answer.scores.pieces() if self._body.logprobs else None,
                     "finish_reason": self._finish(answer.finish),
-                    "stop_reason": answer.stop,
+                    **({} if answer.stop is None else {"stop_reason": answer.stop}),
                 }
                 for answer in answers
             ]
@@ -131,7 +131,8 @@ class ChatReply:
                         for one in self._late_inputs(item.choice):
                             yield {**head, "choices": [_choice(item.choice, one)]} | after
                         ending = _choice(item.choice, {}, self._finish(item.finish))
-                        ending["stop_reason"] = item.stop_reason
+                        if item.stop_reason is not None:
+                            ending["stop_reason"] = item.stop_reason
                         yield {**head, "choices": [ending]} | after
 
     @staticmethod

@@ -57,7 +57,8 @@ class CompletionReply:
                 number = answer.index // completion.sampling.n
                 prompt = completion.prompts[number]
                 choice = self._choice(answer.index, answer.content, answer.finish)
-                choice["stop_reason"] = answer.stop
+                if answer.stop is not None:
+                    choice["stop_reason"] = answer.stop
                 if self._body.logprobs is not None:
                     choice["logprobs"] = answer.scores.pieces()
                 if self._body.return_token_ids:
@@ -100,7 +101,7 @@ class CompletionReply:
                 async for item in items:
                     if not isinstance(item, Usage):
                         choice = self._choice(item.choice, item.content, item.finish)
-                        if item.finish is not None:
+                        if item.stop_reason is not None:
                             choice["stop_reason"] = item.stop_reason
                         many = len(item.tokens) > AT_ONCE and scored
                         if many:

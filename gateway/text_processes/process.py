@@ -28,7 +28,7 @@ from pdserve.gateway.text.reasoning import reasoning_family_of
 from pdserve.gateway.text.templates.capabilities import Capabilities
 from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
-from pdserve.gateway.text.tools import FALLBACK, tool_family_of
+from pdserve.gateway.text.tools import tool_family_of
 from pdserve.gateway.text.vocabulary import TextCard, store
 from pdserve.gateway.text_processes.protocol import (
     FORK,
@@ -96,11 +96,6 @@ class TextModel:
             text = answer.read()
             os.waitpid(pid, 0)
         self.template.capabilities = Capabilities.decoded(text) if text else Capabilities()
-        if self.tool_parser == FALLBACK:
-            log.warning(
-                "the chat template of a model shows tools in a way that is not known here: its "
-                "calls are read as JSON at the beginning of an answer (--tool-parser)"
-            )
 
     @property
     def tool_parser(self) -> str:

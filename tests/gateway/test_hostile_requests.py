@@ -99,7 +99,8 @@ def bodies(url: str) -> dict[str, tuple[str, str, dict[str, Any]]]:
     }
 
 
-LEFT_OUT = ("MCP server", "MCP servers")  # tools that cannot be run here
+# Tools that cannot be run here, and references of schemas that are not strict, are left out.
+LEFT_OUT = ("MCP server", "MCP servers", "schema of an answer", "format")
 
 
 async def test_no_address_of_a_client_is_connected_to(
@@ -151,5 +152,6 @@ async def test_a_broken_schema_of_a_tool_harms_no_other_request(
                 tools = [{"type": "function", "function": {**tool, "strict": strict}}]
                 asked = {**plain, "tools": tools, "tool_choice": "required"}
                 reply = await client.post(CHAT, json=asked)
-                assert reply.status_code == 400, reply.text
+                left_out = not strict and "pattern" in schema
+                assert reply.status_code == (200 if left_out else 400), reply.text
                 assert (await client.post(CHAT, json=plain)).status_code == 200

@@ -210,10 +210,10 @@ async def test_what_has_ended_a_choice_is_said(make_http, subtests):
         ):  # fmt: skip
             with subtests.test(url=url, more=more):
                 (choice,) = (await client.post(url, json=body | more)).json()["choices"]
-                assert choice["stop_reason"] == wanted
+                assert choice.get("stop_reason") == wanted
                 parts = events((await client.post(url, json=body | more | {"stream": True})).text)
                 ended = [c for p in parts for c in p["choices"] if c["finish_reason"]]
-                assert [c["stop_reason"] for c in ended] == [wanted]
+                assert [c.get("stop_reason") for c in ended] == [wanted]
 
 
 async def test_aliases_and_any_name(make_http):

@@ -58,7 +58,7 @@ async def test_a_batch_from_its_file_to_its_answers(tmp_path):
 
 
 async def test_lines_that_the_api_refuses_are_in_the_error_file(tmp_path):
-    good, bad = lines_of(2), lines_of(3, max_tokens=-1)
+    good, bad = lines_of(2), lines_of(3, max_tokens=-2)
     data = good + bad.replace(b"request-", b"bad-")
     async with stored_gateway(FakeRouter(saying("hello")), tmp_path) as gateway:
         client = gateway.client()
@@ -70,7 +70,7 @@ async def test_lines_that_the_api_refuses_are_in_the_error_file(tmp_path):
         errors = await content_of(client, batch.error_file_id)
         assert [line["custom_id"] for line in errors] == ["bad-0", "bad-1", "bad-2"]
         async with gateway.http() as http:
-            body = {"model": "tiny", "messages": HI, "max_tokens": -1}
+            body = {"model": "tiny", "messages": HI, "max_tokens": -2}
             live = await http.post(CHAT, json=body)
         assert {json.dumps(line["response"]["body"]) for line in errors} == {
             json.dumps(live.json())

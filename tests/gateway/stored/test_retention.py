@@ -40,7 +40,7 @@ async def files_of(client: openai.AsyncOpenAI) -> set[str]:
 async def test_old_batches_and_their_files_go_and_the_others_stay(tmp_path):
     async with stored_gateway(router(), tmp_path) as gateway:
         client = gateway.client()
-        lines = lines_of(2) + lines_of(1, max_tokens=-1).replace(b"request-", b"bad-")
+        lines = lines_of(2) + lines_of(1, max_tokens=-2).replace(b"request-", b"bad-")
         old = await ended(client, await start_batch(client, lines))
         young = await ended(client, await start_batch(client, lines_of(2)))
         unused = await client.files.create(file=lines_of(1), purpose="batch")

@@ -159,7 +159,7 @@ async def test_a_key_sees_its_own_usage_only(tmp_path):
         assert len(result["api_key_id"]) == 12
         report = (await other.get("/v1/usage")).json()
         assert not any(bucket["results"] for bucket in report["data"])
-        assert (await http.post(CHAT, json={**BODY, "max_tokens": -1})).status_code == 400
+        assert (await http.post(CHAT, json={**BODY, "max_tokens": -2})).status_code == 400
         await gateway.stored.usage.flush()
         (result,) = await results(http)
         assert result["num_model_requests"] == 1  # what is refused has used nothing
