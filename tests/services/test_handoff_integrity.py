@@ -199,7 +199,7 @@ def test_both_sides_must_agree_on_encryption(encrypted: bool, make_pair: MakePai
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_another_wire_version_is_refused_by_name_on_both_sides(
-    transport: str, make_pair: MakePair, tmp_path: Path
+    transport: str, make_pair: MakePair, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = make_pair(transport)
     hello = messages.Hello(
@@ -228,3 +228,4 @@ def test_another_wire_version_is_refused_by_name_on_both_sides(
     pair.hand_off(asked)
     assert pair.answer(asked) == local(asked), "its own version is still welcome"
     pair.assert_clean()
+    assert "connection failed" not in caplog.text, "it has ended as refused, by no fault of decode"
