@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOKEN_S = 0.01
+IDLE_MS = "3000"  # after which clients give up a silent stream, where that can be set
 STOP_S = 20
 RUN_S = 240
 PROGRAMS = ("unshare", "nsenter", "ip")
@@ -106,6 +107,9 @@ class Loopback:
             timeout=RUN_S,
             cwd=self.work,
             env={**kept, "HOME": str(self.home), "BASE_URL": self.url, **env},
+        )
+        (self._served / f"client-{len(list(self._served.glob('client-*')))}").write_text(
+            process.stdout
         )
         assert process.returncode == 0, f"{process.stdout[-6000:]}\n{self.log[-3000:]}"
         return process.stdout

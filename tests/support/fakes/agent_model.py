@@ -53,7 +53,7 @@ TEMPLATE = """
 {% endif %}{% endif %}"""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # added tokens that are not special
-LONG_TEXT = "".join(f"{row:3}. The tide comes in, and the boats rise.\n" for row in range(1, 57))
+LONG_TEXT = "".join(f"{row:3}. The tide comes in, and the boats rise.\n" for row in range(1, 58))
 THOUGHT = "I look at what was said before I answer."
 DIRECTIVE = re.compile(r"\[\[(list|write|call|recall|say)\s*(.*?)\]\]", re.DOTALL)
 LISTING = ("list_files", "ls", "list", "bash", "exec_command", "shell_command", "shell", "read")
@@ -218,14 +218,14 @@ class AgentModel(FakeRouter):
 
     def __init__(self, notes: Path, context_len: int, token_s: float) -> None:
         card, blobs = served(NAME, context_len, template=TEMPLATE)
-        tokenizer = tokenizer_json()
-        card.tokenizer_digest = hashlib.sha256(tokenizer).hexdigest()
-        blobs[card.tokenizer_digest] = tokenizer
+        data = tokenizer_json()
+        words = tokenizers.Tokenizer.from_buffer(data)
+        card.tokenizer_digest = hashlib.sha256(data).hexdigest()
+        card.vocab_size = words.get_vocab_size()
+        card.eos_ids[:] = [words.token_to_id("<|im_end|>")]
+        blobs[card.tokenizer_digest] = data
         super().__init__(self._say, [card], blobs)
-        self.words = tokenizers.Tokenizer.from_buffer(tokenizer)
-        card.vocab_size = self.words.get_vocab_size()
-        del card.eos_ids[:]
-        card.eos_ids.append(self.eos)
+        self.words = words
         self._notes = notes
         self._token_s = token_s
 
