@@ -36,6 +36,7 @@ class Loopback:
         self._folder = folder
         self._context_len = context_len
         self._settings = settings
+        self._num_runs = 0
         self.home = folder / "home"
         self.work = folder / "work"
         self._served = folder / "gateway"
