@@ -34,7 +34,7 @@ class Loopback:
         if os.geteuid() != 0:
             pytest.skip("a network with loopback alone needs root")
         self._folder = folder
-        self._context_len = context_len
+        self.context_len = context_len
         self._settings = settings
         self._num_runs = 0
         self.home = folder / "home"
@@ -44,7 +44,7 @@ class Loopback:
             own.mkdir()
 
     def __enter__(self) -> "Loopback":
-        arguments = [self._served, self._context_len, TOKEN_S, json.dumps(self._settings)]
+        arguments = [self._served, self.context_len, TOKEN_S, json.dumps(self._settings)]
         with (self._served / "log").open("w") as log:
             self._process = subprocess.Popen(
                 [

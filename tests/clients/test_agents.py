@@ -1,7 +1,7 @@
 """Agents of a terminal: each looks at its folder, writes a long file, and recalls both."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,7 @@ SEEN = "harbour-lights.txt"
 CONTEXT_LEN = 131072
 
 Turn = Callable[..., str]  # what a person says, and whether it continues the session
-
-
-@pytest.fixture
-def loopback(tmp_path: Path) -> Iterator[Loopback]:
-    with Loopback(tmp_path, CONTEXT_LEN) as loopback:
-        (loopback.work / SEEN).touch()
-        yield loopback
+Agent = Callable[[Loopback], Turn]
 
 
 def claude_code(loopback: Loopback) -> Turn:
@@ -59,6 +53,7 @@ def codex(loopback: Loopback) -> Turn:
     (folder / "config.toml").write_text(f"""
 model = "{NAME}"
 model_provider = "pdserve"
+model_context_window = {loopback.context_len}
 check_for_update_on_startup = false
 show_raw_agent_reasoning = true
 [analytics]
@@ -119,13 +114,35 @@ def opencode(loopback: Loopback) -> Turn:
 
 
 @pytest.mark.parametrize("agent", [claude_code, codex, opencode], ids=lambda one: one.__name__)
-def test_a_session(agent: Callable[[Loopback], Turn], loopback: Loopback) -> None:
-    long_file = loopback.work / "long.txt"
-    turn = agent(loopback)
-    first = turn(f"[[list {loopback.work}]]")
-    assert "The tool has answered: " in first
-    assert SEEN in first.split("The tool has answered: ")[1]
-    assert THOUGHT in first
-    turn(f"[[write {long_file}]]", resumes=True)
-    assert long_file.read_text() == LONG_TEXT
-    assert "turn 3 with 2 results" in turn("[[recall]]", resumes=True)
+def test_a_session(agent: Agent, tmp_path: Path) -> None:
+    with Loopback(tmp_path, CONTEXT_LEN) as loopback:
+        (loopback.work / SEEN).touch()
+        long_file = loopback.work / "long.txt"
+        turn = agent(loopback)
+        first = turn(f"[[list {loopback.work}]]")
+        assert "The tool has answered: " in first
+        assert SEEN in first.split("The tool has answered: ")[1]
+        assert THOUGHT in first
+        turn(f"[[write {long_file}]]", resumes=True)
+        assert long_file.read_text() == LONG_TEXT
+        assert "turn 3 with 2 results" in turn("[[recall]]", resumes=True)
+
+
+# The tokens of each agent's own prompt leave room for two texts, and not for three.
+@pytest.mark.parametrize(
+    ("agent", "context_len"),
+    [(claude_code, 56_000), (codex, 36_000), (opencode, 35_000)],
+    ids=("claude_code", "codex", "opencode"),
+)
+def test_an_overflow(agent: Agent, context_len: int, tmp_path: Path) -> None:
+    with Loopback(tmp_path, context_len) as loopback:
+        turn = agent(loopback)
+        text = " The tide comes in, and the boats rise." * 560
+        for number in range(1, 4):
+            answer = f"Text {number} has been read."
+            assert answer in turn(f"[[say {answer}]]{text}", resumes=number > 1)
+        prompts = [note["prompt"] for note in loopback.notes]
+        assert len(prompts) > 3
+        assert len(prompts[-1]) < len(prompts[1])  # of the two texts before it, a summary is there
+        if agent is not codex:  # which reckons with the context by itself
+            assert "finish=CONTEXT_LENGTH_EXCEEDED" in loopback.log

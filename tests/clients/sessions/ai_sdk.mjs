@@ -49,7 +49,8 @@ async function turn(messages, content) {
     if (part.type === "reasoning-delta") thoughts += part.text;
   }
   if (failure) throw failure;
-  return [await result.text, [...said, ...(await result.response).messages]];
+  const answered = (await result.steps).flatMap((step) => step.response.messages);
+  return [await result.text, [...said, ...answered]];
 }
 
 let [listed, messages] = await turn([], "[[list .]]");

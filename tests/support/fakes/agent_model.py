@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from fakes.router import Event, FakeRouter, finished, placed, served, tokens
@@ -127,7 +128,7 @@ class Prompt:
 
 
 def answer(prompt: Prompt, grammar: str = "") -> str:
-    """What the model says; in a JSON schema's grammar, a value of it."""
+    """What the model says after its thought; where it is all JSON of a schema, a value of it."""
     verb, words, num_results = prompt.directive
     call = None
     if num_results == 0 and verb == "call":
@@ -139,9 +140,7 @@ def answer(prompt: Prompt, grammar: str = "") -> str:
             call = _call(tool["name"], _arguments(tool, verb, words))
     if call is None and (schema := _schema(grammar)) is not None:
         return words if verb == "say" else json.dumps(_value(schema))
-    text = call or _text(prompt, verb, words)
-    thinks = prompt.thinks and not grammar
-    return f"<think>\n{THOUGHT}\n</think>\n\n{text}" if thinks else text
+    return call or _text(prompt, verb, words)
 
 
 def _call(name: str, arguments: dict[str, Any]) -> str:
@@ -171,8 +170,8 @@ def _text(prompt: Prompt, verb: str, words: str) -> str:
 
 
 def _schema(grammar: str) -> dict[str, Any] | None:
-    grammars = json.loads(grammar)["grammars"] if grammar else []
-    return next((one["json_schema"] for one in grammars if "json_schema" in one), None)
+    """The schema of the whole answer, None if it has another grammar."""
+    return json.loads(grammar)["grammars"][0].get("json_schema") if grammar else None
 
 
 def _arguments(tool: dict[str, Any], verb: str, place: str) -> dict[str, Any]:
@@ -226,12 +225,13 @@ class AgentModel(FakeRouter):
         blobs[card.tokenizer_digest] = data
         super().__init__(self._say, [card], blobs)
         self.words = words
+        self._masks = LLTokenizer(data.decode(), eos_token=self.eos)
         self._notes = notes
         self._token_s = token_s
 
     async def _say(self, router: FakeRouter, start: pb.Start) -> AsyncGenerator[Event, None]:
         yield placed(start)
-        text = answer(self._prompt(start), start.params.grammar.source)
+        text = self._answer(start)
         room = self.cards[0].context_len - len(start.prompt_ids)
         num_tokens = start.params.max_tokens or room
         ids = [*self.encode(text), self.eos][:num_tokens]
@@ -246,6 +246,23 @@ class AgentModel(FakeRouter):
             await asyncio.sleep(begun + (position + 1) * self._token_s - time.monotonic())
             yield tokens(start, [token], position, 0, finish)
         yield finished(start)
+
+    def _answer(self, start: pb.Start) -> str:
+        """With a thought, unless the template has closed it or the grammar has no room for it."""
+        prompt, grammar = self._prompt(start), start.params.grammar
+        text = answer(prompt, grammar.source)
+        thinking = f"<think>\n{THOUGHT}\n</think>\n\n{text}"
+        if not grammar.source:
+            return thinking if prompt.thinks else text
+        if grammar.begins_after:
+            return thinking if prompt.thinks and self._accepts(grammar.source, text) else text
+        matches = [one for one in (thinking, text) if self._accepts(grammar.source, one)]
+        assert matches, f"{text!r} does not match {grammar.source}"
+        return matches[0] if prompt.thinks else text
+
+    def _accepts(self, grammar: str, text: str) -> bool:
+        ids = [*self.encode(text), self.eos]
+        return LLMatcher(self._masks, grammar).try_consume_tokens(ids) == len(ids)
 
     def _prompt(self, start: pb.Start) -> Prompt:
         begin = self.words.token_to_id("<|im_start|>")
