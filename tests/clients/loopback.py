@@ -95,8 +95,10 @@ class Loopback:
         file = self._served / "notes.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
-    def run(self, *words: str | Path, stdin: str = "", **env: str) -> str:
-        """What a client's command prints to both of its streams; fails unless it exits with 0."""
+    def run(
+        self, *words: str | Path, stdin: str = "", exit_codes: tuple[int, ...] = (0,), **env: str
+    ) -> str:
+        """What a client's command prints to both of its streams; fails with another exit code."""
         inside = ["nsenter", f"--net=/proc/{self._process.pid}/ns/net", "--"]
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         process = subprocess.run(
@@ -112,5 +114,5 @@ class Loopback:
         (self._served / f"client-{len(list(self._served.glob('client-*')))}").write_text(
             process.stdout
         )
-        assert process.returncode == 0, f"{process.stdout[-6000:]}\n{self.log[-3000:]}"
+        assert process.returncode in exit_codes, f"{process.stdout[-6000:]}\n{self.log[-3000:]}"
         return process.stdout

@@ -68,7 +68,7 @@ stream_max_retries = 0
 """)
 
     def turn(text: str, resumes: bool = False) -> str:
-        flags = ("--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+        flags = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
         resume = ("resume", "--last") if resumes else ()
         return loopback.run(program, "exec", *flags, *resume, "-", stdin=text)
 
@@ -108,7 +108,8 @@ def opencode(loopback: Loopback) -> Turn:
     def turn(text: str, resumes: bool = False) -> str:
         flags = ("--format", "json", "--thinking")
         resume = ("--continue",) if resumes else ()
-        return loopback.run(program, "run", *flags, *resume, text, **env)
+        # It exits with 1 after an overflow from which it has recovered, too.
+        return loopback.run(program, "run", *flags, *resume, text, exit_codes=(0, 1), **env)
 
     return turn
 
@@ -131,18 +132,19 @@ def test_a_session(agent: Agent, tmp_path: Path) -> None:
 # The tokens of each agent's own prompt leave room for two texts, and not for three.
 @pytest.mark.parametrize(
     ("agent", "context_len"),
-    [(claude_code, 56_000), (codex, 36_000), (opencode, 35_000)],
+    [(claude_code, 56_000), (codex, 38_000), (opencode, 35_000)],
     ids=("claude_code", "codex", "opencode"),
 )
 def test_an_overflow(agent: Agent, context_len: int, tmp_path: Path) -> None:
     with Loopback(tmp_path, context_len) as loopback:
         turn = agent(loopback)
-        text = " The tide comes in, and the boats rise." * 560
+        text = loopback.work / "text.txt"
+        text.write_text("The tide comes in, and the boats rise.\n" * 560)
         for number in range(1, 4):
-            answer = f"Text {number} has been read."
-            assert answer in turn(f"[[say {answer}]]{text}", resumes=number > 1)
-        prompts = [note["prompt"] for note in loopback.notes]
-        assert len(prompts) > 3
-        assert len(prompts[-1]) < len(prompts[1])  # of the two texts before it, a summary is there
+            turn(f"[[read {text}]]", resumes=number > 1)
+        longest = max(len(note["prompt"]) for note in loopback.notes)
+        assert "All is well." in turn("[[say All is well.]]", resumes=True)
+        # A summary stands for the texts.
+        assert len(loopback.notes[-1]["prompt"]) < longest
         if agent is not codex:  # which reckons with the context by itself
             assert "finish=CONTEXT_LENGTH_EXCEEDED" in loopback.log

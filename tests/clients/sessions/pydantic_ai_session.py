@@ -48,7 +48,8 @@ async def session(model: Model) -> None:
     recalled, messages = await turn(agent, messages, RECALL)
     parts = [part for message in messages for part in message.parts]
     thoughts = "".join(part.content for part in parts if isinstance(part, ThinkingPart))
-    check(listed, recalled, thoughts)
+    # A thought without a summary has its text elsewhere in OpenAI's responses.
+    check(listed, recalled, None if isinstance(model, OpenAIResponsesModel) else thoughts)
     try:
         await turn(agent, messages, TOO_LONG)
         raise AssertionError("the prompt was taken")

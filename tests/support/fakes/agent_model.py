@@ -5,6 +5,7 @@ A user's text directs it by words in double square brackets; the newest directiv
 answer without a call has been given:
 
 - `[[list FOLDER]]` calls a tool that lists files or runs a shell command
+- `[[read FILE]]` calls a shell tool that shows a file
 - `[[write FILE]]` calls a tool that writes LONG_TEXT to a file
 - `[[call NAME JSON]]` calls a tool by its name with these arguments
 - `[[recall]]` tells which turn this is, and what the prompt has of earlier ones
@@ -56,9 +57,11 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # added tokens that are not special
 LONG_TEXT = "".join(f"{row:3}. The tide comes in, and the boats rise.\n" for row in range(1, 58))
 THOUGHT = "I look at what was said before I answer."
-DIRECTIVE = re.compile(r"\[\[(list|write|call|recall|say)\s*(.*?)\]\]", re.DOTALL)
+DIRECTIVE = re.compile(r"\[\[(list|read|write|call|recall|say)\s*(.*?)\]\]", re.DOTALL)
 LISTING = ("list_files", "ls", "list", "bash", "exec_command", "shell_command", "shell", "read")
-WRITING = ("write_file", "write", "bash", "exec_command", "shell_command", "shell")
+READING = ("bash", "exec_command", "shell_command", "shell")
+WRITING = ("write_file", "write", *READING)
+TOOLS = {"list": LISTING, "read": READING, "write": WRITING}
 PAGES = Path(__file__).parents[3] / "docs"
 
 
@@ -134,8 +137,8 @@ def answer(prompt: Prompt, grammar: str = "") -> str:
     if num_results == 0 and verb == "call":
         name, _, arguments = words.partition(" ")
         call = _call(name, json.loads(arguments))
-    elif num_results == 0 and verb in ("list", "write"):
-        tool = prompt.tool(LISTING if verb == "list" else WRITING)
+    elif num_results == 0 and verb in TOOLS:
+        tool = prompt.tool(TOOLS[verb])
         if tool is not None:
             call = _call(tool["name"], _arguments(tool, verb, words))
     if call is None and (schema := _schema(grammar)) is not None:
@@ -176,7 +179,12 @@ def _schema(grammar: str) -> dict[str, Any] | None:
 
 def _arguments(tool: dict[str, Any], verb: str, place: str) -> dict[str, Any]:
     """What the tool's schema requires, and what says where to look or what to write."""
-    command = f"ls {place}" if verb == "list" else f"cat > {place} <<'END'\n{LONG_TEXT}END"
+    commands = {
+        "list": f"ls {place}",
+        "read": f"cat {place}",
+        "write": f"cat > {place} <<'END'\n{LONG_TEXT}END",
+    }
+    command = commands[verb]
     known = {
         "command": command,
         "cmd": command,
