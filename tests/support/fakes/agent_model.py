@@ -113,7 +113,11 @@ class Prompt:
 
     @property
     def directive(self) -> tuple[str, str, int]:
-        """The newest one's verb and words, and how many results of tools have come since."""
+        """The newest one's verb and words, and how many results of tools have come since; none
+        where a summary of the conversation is the last request."""
+        last = self.messages[-1] if self.messages else Message("", "")
+        if last.role == "user" and "summary" in last.text and not DIRECTIVE.search(last.text):
+            return "", "", 0
         for at in range(len(self.messages) - 1, -1, -1):
             message = self.messages[at]
             later = self.messages[at + 1 :]
