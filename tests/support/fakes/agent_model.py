@@ -116,7 +116,7 @@ class Prompt:
         """The newest one's verb and words, and how many results of tools have come since; none
         where a summary of the conversation is the last request."""
         last = self.messages[-1] if self.messages else Message("", "")
-        if last.role == "user" and "summary" in last.text and not DIRECTIVE.search(last.text):
+        if last.role == "user" and "summary" in DIRECTIVE.split(last.text)[-1]:
             return "", "", 0
         for at in range(len(self.messages) - 1, -1, -1):
             message = self.messages[at]
