@@ -36,7 +36,10 @@ TEMPLATE = """
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<|im_end|>
 {% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
+{%- for message in messages %}
+{%- if message.role == 'system' and not loop.first %}
+{{- raise_exception('the system message is the first one') }}
+{%- endif %}<|im_start|>{{ message.role }}
 {% if message.reasoning_content %}<think>
 {{ message.reasoning_content }}
 </think>
