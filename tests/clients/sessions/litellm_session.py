@@ -1,0 +1,63 @@
+"""LiteLLM: streamed chats with tools by hand, and an overflow by its own exception."""
+
+import json
+
+import litellm
+from session import (
+    BASE_URL,
+    CHAT_TOOLS,
+    IDLE_S,
+    KEY,
+    LIST,
+    MODEL,
+    RECALL,
+    TOO_LONG,
+    WRITE,
+    check,
+    run_tool,
+)
+
+litellm.telemetry = False
+thoughts = ""
+
+
+def answer(messages: list) -> object:
+    global thoughts
+    chunks = []
+    for chunk in litellm.completion(
+        model=f"openai/{MODEL}",
+        api_base=f"{BASE_URL}/v1",
+        api_key=KEY,
+        messages=messages,
+        tools=CHAT_TOOLS,
+        stream=True,
+        timeout=IDLE_S,
+        max_retries=0,
+    ):
+        chunks.append(chunk)
+        thoughts += getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
+    return litellm.stream_chunk_builder(chunks, messages=messages).choices[0].message
+
+
+def turn(messages: list, text: str) -> str:
+    messages.append({"role": "user", "content": text})
+    while True:
+        message = answer(messages)
+        messages.append(message.model_dump())
+        if not message.tool_calls:
+            return message.content
+        for call in message.tool_calls:
+            result = run_tool(call.function.name, json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+messages: list = [{"role": "system", "content": "You are brief."}]
+listed = turn(messages, LIST)
+turn(messages, WRITE)
+check(listed, turn(messages, RECALL), thoughts)
+before = list(messages)
+try:
+    turn(messages, TOO_LONG)
+    raise AssertionError("the prompt was taken")
+except litellm.ContextWindowExceededError:
+    assert "turn 4" in turn(before, RECALL)
