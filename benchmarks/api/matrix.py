@@ -73,6 +73,8 @@ STRUCTURES: Values = {
     "json_schema": [ARRAY],
     "grammar": [GBNF],
     "structural_tag": [TAG],
+    "constraint": [REGEX],
+    "constraint_type": ["regex"],
 }
 # Likewise the names of the bound of thinking.
 BUDGETS: Values = {
@@ -90,6 +92,8 @@ SHARED: Values = {
     "top_k": [1, 40, -1],
     "min_p": [0.0, 0.1],
     "repetition_penalty": [1.1],
+    "repeat_penalty": [1.1],
+    "repeat_last_n": [-1],
     "presence_penalty": [0.5],
     "frequency_penalty": [0.5],
     "logit_bias": [{"28": 5.0}],
@@ -113,8 +117,16 @@ SHARED: Values = {
     "session_id": ["a session"],
     "user": ["a user"],
 }
+# Whether the model thinks; the fields of one request say the same.
+THINKING: Values = {
+    "enable_thinking": [False, True],
+    "think": [True, "low"],
+    "thinking": [False, {"type": "disabled"}],
+}
 # How a conversation becomes a prompt.
 CONVERSATION: Values = {
+    **THINKING,
+    "reasoning": [{"effort": "low"}],
     "add_generation_prompt": [True, False],
     "continue_final_message": [True],
     "add_special_tokens": [False],
@@ -148,6 +160,7 @@ OF_COMPLETIONS: Values = {
     "add_special_tokens": [True, False],
 }
 OF_RESPONSES: Values = {
+    **THINKING,
     "instructions": ["Answer in one word."],
     "stream": [False, True],
     "store": [False],
@@ -209,6 +222,7 @@ TOKENIZE: Values = {"add_special_tokens": [True, False], "return_token_strs": [F
 CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
 NEEDS: dict[str, dict[str, Any]] = {
     **{name: {"max_tokens": 48} for name in (*STRUCTURES, "output_config")},
+    "constraint_type": {"constraint": REGEX, "max_tokens": 48},
     "text": {"max_output_tokens": 48},
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True},
@@ -230,7 +244,11 @@ NEEDS_OF: dict[str, dict[str, dict[str, Any]]] = {
         "tool_choice": {"tools": OF_RESPONSES["tools"][0], "max_output_tokens": 48},
         "parallel_tool_calls": {"tools": OF_RESPONSES["tools"][0]},
     },
-    "/tokenize": {"tool_choice": {"tools": [TOOL]}, **{name: {} for name in STRUCTURES}},
+    "/tokenize": {
+        "tool_choice": {"tools": [TOOL]},
+        **{name: {} for name in STRUCTURES},
+        "constraint_type": {"constraint": REGEX},
+    },
     "/v1/messages": {"tool_choice": {"tools": OF_MESSAGES["tools"][0], "max_tokens": 48}},
 }
 # At most one field of each group is in a mix.
@@ -243,6 +261,8 @@ GROUPS: tuple[frozenset[str], ...] = (
     frozenset({"prompt_token_ids", *BUDGETS}),  # of a thought that has begun
     frozenset({"allowed_token_ids", *BUDGETS}),  # which needs the token that ends it
     frozenset({"include", "top_logprobs"}),
+    frozenset({*THINKING, "reasoning", "reasoning_effort"}),
+    frozenset({"repetition_penalty", "repeat_penalty"}),
     frozenset({"thinking", "max_tokens"}),
 )
 # Only by themselves: templates without a place for tools refuse what has them.

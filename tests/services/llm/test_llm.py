@@ -355,7 +355,7 @@ def test_a_structure_that_cannot_be_is_said(llm: LLM) -> None:
     tag = {"begin": "a", "schema": {"enum": [1]}, "end": "b"}
     for form, text, param in [
         ({"regex": "("}, "invalid regular expression", "structured_outputs.regex"),
-        ({"json": {"unevaluatedItems": 1}}, "unevaluatedItems", "structured_outputs.json"),
+        ({"json": {"contains": {}}}, "contains", "structured_outputs.json"),
         ({"json": "{"}, "not valid JSON", "structured_outputs.json"),
         ({"choice": []}, "must not be empty", "structured_outputs.choice"),
         ({"structural_tag": {"structures": [{}], "triggers": ["a"]}}, "begin, schema and end",
