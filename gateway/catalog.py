@@ -6,7 +6,7 @@ workers serve, or that has another name, is loaded once.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pdserve.gateway.router_client.upstream import Upstream
@@ -47,9 +47,9 @@ class Catalog:
         aliases: Sequence[str] = (),
         any_model: bool = False,
     ) -> None:
-        """An alias is NAME=MODEL, or the NAME of the only model that is served; `any_model`: so is
-        any unknown name."""
-        self.aliases = dict(_alias(text) for text in aliases)
+        """`aliases`: NAME=MODEL, or NAME alone, which means the only model that is served.
+        `any_model`: any unknown name means the only model, too."""
+        self._aliases = dict(_alias(text) for text in aliases)
         self._any_model = any_model
         self._upstream = upstream
         self._text_pool = text_pool
@@ -71,17 +71,35 @@ class Catalog:
         while len(self._seen) > MAX_LOADED:
             del self._seen[next(iter(self._seen))]
 
+    async def listed(self) -> dict[str, ModelCard]:
+        """The live models by the names that clients may use: in order their own names, then the
+        aliases."""
+        served = {card.name: card for card in await self.cards()}
+        only = next(iter(served.values())) if len(served) == 1 else None
+        found: dict[str, ModelCard] = {}
+        for name in (*sorted(served), *self._aliases):
+            model = self._model(name, self._seen.keys() | served.keys())
+            card = only if model == "" else served.get(model or "")
+            if card is not None:
+                found[name] = card
+        return found
+
+    async def knows(self, name: str) -> bool:
+        """Whether a model or an alias has the name. The model's workers may be away."""
+        try:
+            served = {card.name for card in await self.cards()}
+        except ServiceError:
+            served = set()
+        return self._model(name, self._seen.keys() | served) is not None
+
     async def card(self, name: str) -> ModelCard:
-        """The card of a live model. Raises ServiceError MODEL_NOT_FOUND, UNAVAILABLE."""
+        """The card of the live model of that name or alias; "" names the only one. Raises
+        ServiceError MODEL_NOT_FOUND, UNAVAILABLE, INVALID_ARGUMENT."""
         cards = await self.cards()
-        for card in cards:
-            if card.name == name:
-                return card
-        if not cards:
-            raise _no_model_yet()
-        raise ServiceError(
-            MODEL_NOT_FOUND, f"the model {quoted(name)} does not exist", param="model"
-        )
+        card = self._resolved(name, cards)
+        if all(card.name != live.name for live in cards):
+            raise _unknown(name) if cards else _no_model_yet()
+        return card
 
     def loaded(self, card: ModelCard) -> LoadedText | None:
         """What the model's files say, if they are loaded now."""
@@ -94,29 +112,44 @@ class Catalog:
         """The model of that name or alias; "" names the only one.
 
         A model whose workers are all away for the moment is still found: the router decides
-        whether a request for it waits. Raises ServiceError MODEL_NOT_FOUND, UNAVAILABLE.
+        whether a request for it waits. Raises ServiceError MODEL_NOT_FOUND, UNAVAILABLE,
+        INVALID_ARGUMENT.
         """
-        card: ModelCard | None = None
-        if name:
-            try:
-                card = await self.card(self.aliases.get(name) or name)
-            except ServiceError as error:
-                card = self._seen.get(self.aliases.get(name) or name)
-                unknown = error.code == MODEL_NOT_FOUND
-                means_the_only = unknown and (self._any_model or self.aliases.get(name) == "")
-                if card is None and not means_the_only:
-                    raise
-        if card is None:
+        try:
             cards = await self.cards()
-            if not cards:
-                raise _no_model_yet()
-            if len(cards) > 1:
-                names = ", ".join(sorted(card.name for card in cards))
-                raise ServiceError(
-                    INVALID_ARGUMENT, f"name one of the served models: {names}", param="model"
-                )
-            card = cards[0]
+        except ServiceError:
+            model = self._model(name, self._seen)
+            if not model:
+                raise
+            card = self._seen[model]
+        else:
+            card = self._resolved(name, cards)
         return ServedModel(card, await self._text(card))
+
+    def _model(self, name: str, known: Collection[str]) -> str | None:
+        """The model of that name, else that of the alias; "" is the only one, None is unknown."""
+        if not name or name in known:
+            return name
+        model = self._aliases.get(name)
+        return model if model == "" or model in known else None
+
+    def _resolved(self, name: str, cards: Sequence[ModelCard]) -> ModelCard:
+        """The model that a name means, of the live `cards` and those seen earlier; the only one is
+        a live one. Raises ServiceError."""
+        known = {**self._seen, **{card.name: card for card in cards}}
+        model = self._model(name, known)
+        if model:
+            return known[model]
+        if not cards:
+            raise _no_model_yet()
+        if model is None and not self._any_model:
+            raise _unknown(name)
+        if len(cards) > 1:
+            names = ", ".join(sorted(card.name for card in cards))
+            raise ServiceError(
+                INVALID_ARGUMENT, f"name one of the served models: {names}", param="model"
+            )
+        return cards[0]
 
     async def template(self, card: ModelCard) -> str:
         """The source of the model's chat template; empty if it has none. Raises ServiceError."""
@@ -228,7 +261,7 @@ class Catalog:
 
 
 def _alias(text: str) -> tuple[str, str]:
-    """A name, and that of its model; "" is the only one that is served."""
+    """An alias and the name of its model; "" means the only model that is served."""
     name, _, model = text.partition("=")
     return name, model
 
@@ -250,6 +283,10 @@ def _is_final(load: "asyncio.Task[LoadedText]") -> bool:
         return False
     error = load.exception()
     return error is None or isinstance(error.__cause__, UnsupportedTokenizer)
+
+
+def _unknown(name: str) -> ServiceError:
+    return ServiceError(MODEL_NOT_FOUND, f"the model {quoted(name)} does not exist", param="model")
 
 
 def _no_model_yet() -> ServiceError:

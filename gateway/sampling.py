@@ -5,10 +5,12 @@ words. The bounds are those of engine/api/sampling_bounds.py.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from pdserve.engine.api.sampling_bounds import (
     BOUNDS,
@@ -60,6 +62,25 @@ def client_errors() -> Iterator[None]:
         yield
     except TextError as error:
         raise refuse(error.param, str(error)) from error
+
+
+_NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+PenaltyWindow = Annotated[int | None, Field(ge=-1)]
+"""The last tokens that penalties look at; 0: none, so there are no penalties; -1: all."""
+
+
+def within_window(
+    penalties: Mapping[str, float], window: int | None, field: str
+) -> dict[str, float]:
+    """The penalties of a request that has a window, by their names in RequestedSampling. Raises
+    ServiceError for some that look at a part of the tokens; `field`: that of the window."""
+    if window == 0:
+        return {**_NO_PENALTIES}
+    penalized = any(penalties.get(name, off) != off for name, off in _NO_PENALTIES.items())
+    if penalized and window not in (None, -1):
+        raise refuse(field, f"{field}: penalties look at all tokens here, which -1 asks for")
+    return {**penalties}
 
 
 def check(requested: RequestedSampling, card: ModelCard) -> None:
@@ -175,12 +196,10 @@ def _recommended(
     for name in (own.name for own in fields(defaults)):
         value = getattr(requested, name)
         found[name] = getattr(defaults, name) if value is None else value
-    if found["top_p"] == 0:
+    if found["top_p"] == 0:  # the best token alone, which the engine knows as top_k
         found |= {"top_p": 1.0, "top_k": 1}
     if found["top_k"] is not None:
         found["top_k"] = min(max(found["top_k"], 0), card.vocab_size)
-    if found["top_p"] == 0:  # the best token alone, which the engine knows as top_k
-        found |= {"top_p": 1.0, "top_k": 1}
     return found
 
 

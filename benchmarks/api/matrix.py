@@ -168,6 +168,7 @@ OF_RESPONSES: Values = {
     "max_output_tokens": [1, 20],
     "temperature": [0],
     "top_p": [1e-6],
+    "repeat_last_n": [0],
     "top_logprobs": [3],
     "tools": [[{"type": "function", **MEASURE}]],
     "tool_choice": ["none", "auto", "required", {"type": "function", "name": "measure"}],

@@ -14,6 +14,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         (
             # Anthropic, with betas
             "compaction", "fallbacks", "thread", "user_profile_id",
+            "context_management",  # edits that clear thoughts alone are taken (schema.py)
             # OpenAI, vLLM
             "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p",
             "logit_bias", "logprobs", "top_logprobs", "response_format", "functions", "input",
@@ -27,12 +28,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "think": (None,),
     "n": (None, 1),
     "speed": (None, "standard"),
-    # And any other edits that clear thoughts alone.
-    "context_management": (
-        *NOTHING,
-        {"edits": []},
-        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    ),
 }
 
 # They change no answer of this server. The provider's own tools run in a container.

@@ -142,21 +142,21 @@ class CountBody(StrictModel):
         )
 
     def structure(self) -> Structure | None:
-        asked = self.output_config.format if self.output_config else None
-        if asked is None:
+        form = self.output_config.format if self.output_config else None
+        if form is None:
             return None
-        return Structure("json_schema", asked.schema_, "output_config.format.schema")
+        return Structure("json_schema", form.schema_, "output_config.format.schema")
 
     def _template_variables(self) -> dict[str, Any]:
-        """What a template is told where it may be."""
-        told: dict[str, Any] = {}
+        """Variables of a template, where it allows them."""
+        variables: dict[str, Any] = {}
         if self.output_config and self.output_config.effort:
             effort = self.output_config.effort
-            told["reasoning_effort"] = "xhigh" if effort == "max" else effort
+            variables["reasoning_effort"] = "xhigh" if effort == "max" else effort
         if self.thinking:
             thinks = self.thinking.type != "disabled"
-            told |= {"enable_thinking": thinks, "thinking": thinks}
-        return told
+            variables |= {"enable_thinking": thinks, "thinking": thinks}
+        return variables
 
 
 class MessagesBody(CountBody):

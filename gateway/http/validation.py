@@ -91,13 +91,17 @@ def _schema_size(schema: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises ServiceError if the tools of a request are too many, or too large together. Their
-    schemas have been checked one by one."""
+    """Raises ServiceError if the tools of a request are too many, or too large, one by one or
+    together."""
     if len(tools) > MAX_TOOLS:
         raise refuse("tools", f"tools: at most {MAX_TOOLS} tools, not {len(tools)}")
     num_values = num_chars = 0
     for tool in tools:
-        values, chars = _schema_size(tool.parameters or {})
+        try:
+            values, chars = _schema_size(tool.parameters or {})
+        except ValueError as error:
+            param = tool.param or "tools"
+            raise refuse(param, f"{param}: {error}") from None
         num_values += values
         num_chars += chars + len(tool.description)
     if num_values > MAX_TOOLS_VALUES or num_chars > MAX_TOOLS_CHARS:

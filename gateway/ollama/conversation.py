@@ -56,13 +56,12 @@ def conversation(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
         if message.tool_calls:
             calls = []
             for call in message.tool_calls:
-                name = (
-                    call.id or f"call{num_calls:05d}"
-                )  # nine letters, as Mistral's templates want
+                # Nine letters, as Mistral's templates want.
+                id_ = call.id or f"call{num_calls:05d}"
                 num_calls += 1
-                open_calls.add(name, call.function.name)
+                open_calls.add(id_, call.function.name)
                 function = {"name": call.function.name, "arguments": call.function.arguments}
-                calls.append({"id": name, "type": "function", "function": function})
+                calls.append({"id": id_, "type": "function", "function": function})
             turn |= {"content": message.content or None, "tool_calls": calls}
         if message.role == "tool":
             id_, tool = open_calls.take(message.tool_call_id, message.tool_name)

@@ -6,7 +6,6 @@ from typing import Any
 from pdserve.gateway.openai.models import capabilities, llama_sampling
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import ModelCard
-from pdserve.services.host.errors import ServiceError
 
 LATEST = ":latest"  # the tag of a name without one
 NEVER = "9999-12-31T23:59:59Z"
@@ -20,26 +19,27 @@ _CAPABILITIES = {
 
 
 async def served_name(service: Service, name: str) -> str:
-    """The name without the tag `latest`, unless a model has it in its name."""
-    if name.endswith(LATEST):
-        try:
-            await service.catalog.card(name)
-        except ServiceError:
-            return name.removesuffix(LATEST)
-    return name
+    """The name without the tag `latest`, unless a model or an alias has the tag in its name."""
+    if not name.endswith(LATEST) or await service.catalog.knows(name):
+        return name
+    return name.removesuffix(LATEST)
 
 
 async def tags(service: Service) -> dict[str, Any]:
-    """The models that are served."""
-    cards = sorted(await service.catalog.cards(), key=lambda card: card.name)
-    return {"models": [_tag(card) for card in cards]}
+    """The models that are served, and their aliases."""
+    cards = await service.catalog.listed()
+    return {"models": [_tag(name, card) for name, card in cards.items()]}
 
 
 async def processes(service: Service) -> dict[str, Any]:
     """The same: a model that is served is loaded."""
-    cards = sorted(await service.catalog.cards(), key=lambda card: card.name)
-    more = [{"expires_at": NEVER, "context_length": card.context_len} for card in cards]
-    return {"models": [{**_tag(card), **its} for card, its in zip(cards, more, strict=True)]}
+    cards = await service.catalog.listed()
+    return {
+        "models": [
+            {**_tag(name, card), "expires_at": NEVER, "context_length": card.context_len}
+            for name, card in cards.items()
+        ]
+    }
 
 
 async def show(service: Service, name: str) -> dict[str, Any]:
@@ -65,10 +65,10 @@ async def show(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-def _tag(card: ModelCard) -> dict[str, Any]:
+def _tag(name: str, card: ModelCard) -> dict[str, Any]:
     return {
-        "name": card.name,
-        "model": card.name,
+        "name": name,
+        "model": name,
         "modified_at": _modified(card),
         "size": card.weights_bytes,
         "digest": card.kv_identity.weights,

@@ -1,7 +1,7 @@
 """Request bodies of Ollama's API: strict types here, bounds in gateway/sampling.py."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
 
@@ -16,18 +16,18 @@ from pdserve.gateway.ollama.fields import (
     REFUSED_OPTIONS,
 )
 from pdserve.gateway.openai.bodies.schema import MAX_MESSAGES
+from pdserve.gateway.openai.bodies.thinking import Think, ollama_thinking, thinking_variables
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
 from pdserve.gateway.openai.embeddings import MAX_INPUTS, EmbeddingBody
 from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.requests.tool_use import ToolUse
-from pdserve.gateway.sampling import bounded, refuse
+from pdserve.gateway.sampling import PenaltyWindow, bounded, refuse, within_window
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.services.host.errors import ServiceError
 
 _REPETITION = BOUNDS["repetition_penalty"].api
-_NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -38,6 +38,8 @@ def _format(value: Any) -> Any:
 
 
 def _texts(value: Any) -> Any:
+    if value is None or value == "":
+        return []
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError("must be a string or a list of strings")
@@ -55,7 +57,15 @@ Format = Annotated[
 Texts = Annotated[
     Any,
     AfterValidator(_texts),
-    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": MAX_INPUTS}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _TEXT,
+                {"type": "array", "items": _TEXT, "maxItems": MAX_INPUTS},
+                {"type": "null"},
+            ]
+        }
+    ),
 ]
 
 
@@ -71,25 +81,19 @@ class OllamaOptions(StrictModel):
     stop: list[StopString] | None = Field(None, max_length=MAX_ENTRIES["stop"])
     num_predict: int | None = None  # none above 0: what is left of the context
     repeat_penalty: float | None = Field(None, ge=_REPETITION.low, le=_REPETITION.high)
-    repeat_last_n: int | None = Field(None, ge=-1)  # 0: no penalties; -1: they look at all tokens
+    repeat_last_n: PenaltyWindow = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
     def penalties(self) -> dict[str, Any]:
         """Fields of RequestedSampling. Raises ServiceError for a window of some tokens."""
-        if self.repeat_last_n == 0:
-            return {**_NO_PENALTIES}
-        named = {
+        penalties = {
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
         }
-        penalties = {name: value for name, value in named.items() if value is not None}
-        penalized = any(penalties.get(name, off) != off for name, off in _NO_PENALTIES.items())
-        if penalized and self.repeat_last_n not in (None, -1):
-            text = "penalties look at all tokens here, which -1 asks for"
-            raise refuse("options.repeat_last_n", f"options.repeat_last_n: {text}")
-        return penalties
+        given = {name: value for name, value in penalties.items() if value is not None}
+        return within_window(given, self.repeat_last_n, "options.repeat_last_n")
 
 
 class NamedModel(StrictModel):
@@ -105,7 +109,7 @@ class OllamaGeneration(NamedModel):
     stream: bool | None = None  # true
     format: Format = None
     options: OllamaOptions | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: Think = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -128,7 +132,7 @@ class OllamaGeneration(NamedModel):
             turns,
             add_generation_prompt=not continues,
             continue_final_message=continues,
-            suggested=self._template_variables(),
+            suggested=thinking_variables([ollama_thinking(self.think)]),
             messages_field=self.conversation_field,
         )
         return ChatCompletionRequest(
@@ -159,13 +163,6 @@ class OllamaGeneration(NamedModel):
         if isinstance(self.format, dict):
             return Structure("json_schema", self.format, "format", lenient=True)
         return Structure("json_object", None, "format") if self.format else None
-
-    def _template_variables(self) -> dict[str, Any]:
-        if self.think is None:
-            return {}
-        thinks = self.think is not False
-        effort = {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
-        return {"enable_thinking": thinks, "thinking": thinks, **effort}
 
 
 class OllamaChatBody(OllamaGeneration):
@@ -199,7 +196,7 @@ class OllamaGenerateBody(OllamaGeneration):
 class OllamaEmbedBody(NamedModel):
     """Body of /api/embed."""
 
-    input: Texts
+    input: Texts = None
     truncate: bool | None = None  # true: a text that is too long loses its end
     dimensions: int | None = Field(None, ge=1)
     options: dict[str, Any] | None = None  # an embedding is not sampled

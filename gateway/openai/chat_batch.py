@@ -13,9 +13,9 @@ from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.sampling import check_logprobs
 from pdserve.gateway.service import Service
 
-AT_ONCE = (
-    16  # conversations of a batch that are open; one with log-probabilities, which take memory
-)
+# Conversations of a batch that are open. Of those with log-probabilities, which take memory, it is
+# one.
+AT_ONCE = 16
 
 
 async def chat_batch(service: Service, body: ChatBatchBody, caller: Caller) -> JsonPieces:

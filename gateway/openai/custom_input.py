@@ -27,11 +27,11 @@ class CustomFormat(StrictModel):
 
     type: Literal["text", "grammar"] = "text"
     syntax: Literal["lark", "regex"] | None = None
-    definition: str = Field("", max_length=1 << 16)
+    definition: str = Field("", max_length=1 << 15)
 
 
-def custom_tool(name: str, description: str, form: CustomFormat | None) -> Tool:
-    """The function that the model is offered."""
+def custom_tool(name: str, description: str, form: CustomFormat | None, param: str = "") -> Tool:
+    """The function that the model is offered. `param`: the request's field that has `form`."""
     value: dict[str, Any] = {"type": "string"}
     strict = False
     if form is not None and form.type == "grammar":
@@ -47,7 +47,7 @@ def custom_tool(name: str, description: str, form: CustomFormat | None) -> Tool:
         "required": [INPUT],
         "additionalProperties": False,
     }
-    return Tool(name, description, parameters, strict)
+    return Tool(name, description, parameters, strict, param)
 
 
 def custom_arguments(text: str) -> str:

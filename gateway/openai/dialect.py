@@ -57,7 +57,6 @@ from pdserve.gateway.openai.models import (
     ANTHROPIC_VERSION,
     model_info,
     model_object,
-    model_objects,
     model_page,
 )
 from pdserve.gateway.openai.responses.routes import add_response_routes
@@ -184,21 +183,22 @@ class OpenAiDialect:
 
         @app.get("/v1/models", **described(answer=ModelList))
         async def models(request: Request) -> Response:
-            """The models that are served; to a request with `anthropic-version`, as its API
-            lists them."""
-            cards = await service.catalog.cards()
+            """The models that are served, and their aliases; to a request with
+            `anthropic-version`, as its API lists them."""
+            cards = await service.catalog.listed()
             if ANTHROPIC_VERSION in request.headers:
-                return JSONResponse(model_page(sorted(cards, key=lambda card: card.name)))
-            data = model_objects(service, cards)
+                return JSONResponse(model_page(cards))
+            data = [model_object(service, name, card) for name, card in cards.items()]
             return JSONResponse({"object": "list", "data": data})
 
         @app.get("/v1/models/{name:path}", **described(answer=ModelObject))
         async def model(request: Request, name: str) -> Response:
-            """One model that is served."""
+            """One model that is served, by its name or an alias."""
             card = await service.catalog.card(name)
+            name = name or card.name
             if ANTHROPIC_VERSION in request.headers:
-                return JSONResponse(model_info(card))
-            return JSONResponse(model_object(service, card))
+                return JSONResponse(model_info(name, card))
+            return JSONResponse(model_object(service, name, card))
 
         add_server_routes(app, self, service, self._bodies)
         _add_short(app)

@@ -4,12 +4,21 @@ from typing import Any
 
 from pdserve.gateway.http.dialect import HttpError
 
+CONTEXT_CODE = "context_length_exceeded"
 # Codes that OpenAI names otherwise; a wrong field has no code, its name is in `param`.
 _CODES = {
     "invalid_argument": None,
     "unauthenticated": "invalid_api_key",
     "overloaded": "rate_limit_exceeded",
 }
+
+
+def error_message(error: HttpError) -> str:
+    """The text of an error. A prompt that is too long has the code's name in it, by which LangChain
+    knows one."""
+    if error.code != CONTEXT_CODE or CONTEXT_CODE in error.message:
+        return error.message
+    return f"{error.message} ({CONTEXT_CODE})"
 
 
 def error_object(error: HttpError) -> dict[str, Any]:
@@ -20,7 +29,7 @@ def error_object(error: HttpError) -> dict[str, Any]:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {
         "error": {
-            "message": error.message,
+            "message": error_message(error),
             "type": kind,
             "param": error.param or None,
             "code": _CODES.get(error.code, error.code or None),

@@ -1,7 +1,7 @@
 """/v1/models: the models of the fleet as OpenAI lists them, with further fields of their cards, and
 as Anthropic does."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -43,21 +43,10 @@ def llama_sampling(service: Service, card: ModelCard) -> dict[str, float]:
     return {names.get(name, name): value for name, value in defaults.items()}
 
 
-def model_objects(service: Service, cards: Sequence[ModelCard]) -> list[dict[str, Any]]:
-    """All models, and all aliases that name one."""
-    by_name = {card.name: card for card in sorted(cards, key=lambda card: card.name)}
-    objects = [model_object(service, card) for card in by_name.values()]
-    only = next(iter(by_name), "") if len(by_name) == 1 else ""
-    for alias, name in service.catalog.aliases.items():
-        card = by_name.get(name or only)
-        if card is not None and alias not in by_name:
-            objects.append({**model_object(service, card), "id": alias})
-    return objects
-
-
-def model_object(service: Service, card: ModelCard) -> dict[str, Any]:
+def model_object(service: Service, name: str, card: ModelCard) -> dict[str, Any]:
+    """A model under its own name or an alias."""
     return {
-        "id": card.name,
+        "id": name,
         "object": "model",
         "created": card.created,
         "owned_by": "pdserve",
@@ -74,13 +63,13 @@ def model_object(service: Service, card: ModelCard) -> dict[str, Any]:
     }
 
 
-def model_info(card: ModelCard) -> dict[str, Any]:
+def model_info(name: str, card: ModelCard) -> dict[str, Any]:
     """A model as Anthropic's API describes one."""
     created = datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
     return {
         "type": "model",
-        "id": card.name,
-        "display_name": card.name,
+        "id": name,
+        "display_name": name,
         "created_at": created,
         "lifecycle": "active",
         "max_input_tokens": card.context_len,
@@ -88,9 +77,9 @@ def model_info(card: ModelCard) -> dict[str, Any]:
     }
 
 
-def model_page(cards: Sequence[ModelCard]) -> dict[str, Any]:
-    """All models on one page of Anthropic's API."""
-    data = [model_info(card) for card in cards]
+def model_page(cards: Mapping[str, ModelCard]) -> dict[str, Any]:
+    """All models and aliases on one page of Anthropic's API."""
+    data = [model_info(name, card) for name, card in cards.items()]
     return {
         "data": data,
         "has_more": False,

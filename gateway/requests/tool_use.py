@@ -13,7 +13,7 @@ class Tool:
     description: str = ""
     parameters: Mapping[str, Any] | None = None  # JSON schema of its arguments; None: an object
     strict: bool = False  # its arguments match the schema whatever the model would write
-    param: str = ""  # the request's field that has `parameters`; empty: none has
+    param: str = ""  # the request's field that `parameters` come from; empty: none
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates expect it."""

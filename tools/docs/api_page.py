@@ -59,7 +59,8 @@ are in no table are ignored, and named in the debug log.
 
 `model` may be left out where one model is served. `max_tokens` and its other names are bounds: an
 answer ends with the context, unless the gateway has `--strict-max-tokens`. Integers may be written
-as `16.0`.
+as `16.0`. Penalties look at all tokens: `repeat_last_n` may be 0, which turns them off, and any
+other value where a request sets none; with a penalty it may be -1 alone.
 
 Roles, content, tools and items follow one rule on every route:
 
@@ -173,7 +174,8 @@ ROUTES = (
     ),
     _other(
         "/v1/messages", MessagesBody, anthropic,
-        remark="The tools of `mcp_servers` cannot be run here, and are left out.",
+        remark="The tools of `mcp_servers` cannot be run here, and are left out. "
+        "`context_management` may clear thoughts.",
         unions=anthropic_members.UNIONS,
     ),
     _other("/v1/messages/count_tokens", CountBody, anthropic, MessagesBody.model_fields),

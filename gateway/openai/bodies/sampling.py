@@ -1,7 +1,7 @@
 """The fields that chat and plain completions share; their bounds are in gateway/sampling.py."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -10,7 +10,7 @@ from pdserve.gateway.http.validation import ModelName, TokenLimit
 from pdserve.gateway.openai.bodies import described
 from pdserve.gateway.openai.bodies.body import Body, OwnedBody
 from pdserve.gateway.openai.bodies.structure import StructureFields
-from pdserve.gateway.sampling import refuse
+from pdserve.gateway.sampling import PenaltyWindow, refuse, within_window
 from pdserve.services.host.errors import MAX_QUOTED, cut
 
 # Fields that RequestedSampling has under the same name.
@@ -18,7 +18,7 @@ _SAME_NAMES = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "ignore_eos", "min_tokens", "n", "seed", "skip_special_tokens",
 )  # fmt: skip
-_PENALTIES = ("presence_penalty", "frequency_penalty")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids")
 # One bound under the names that servers have for it: vLLM, Qwen and SGLang, llama.cpp.
 _THINKING = ("thinking_token_budget", "thinking_budget", "reasoning_budget")
@@ -66,7 +66,7 @@ class Sampling(StructureFields, OwnedBody):
     min_p: float | None = None
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # the same, as llama.cpp calls it
-    repeat_last_n: Literal[-1, 0] | None = None  # tokens that penalties look at: all, or none
+    repeat_last_n: PenaltyWindow = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, _few("logit_bias")] = None
@@ -115,8 +115,8 @@ class Sampling(StructureFields, OwnedBody):
                 raise refuse("repeat_penalty", "give either repetition_penalty or repeat_penalty")
             given["repetition_penalty"] = self.repeat_penalty
             given["repetition_penalty_field"] = "repeat_penalty"
-        if self.repeat_last_n == 0:
-            given |= {**dict.fromkeys(_PENALTIES, 0.0), "repetition_penalty": 1.0}
+        penalties = {name: given[name] for name in _PENALTIES if given[name] is not None}
+        given |= within_window(penalties, self.repeat_last_n, "repeat_last_n")
         return {
             **{name: value for name, value in given.items() if value is not None},
             **{name: tuple(getattr(self, name) or ()) for name in _LISTS},

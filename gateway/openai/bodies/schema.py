@@ -193,11 +193,11 @@ class ConversationBody(ThinkingFields, Body):
         yield from super()._thinking_fields()
         if self.reasoning_effort is not None:
             yield Thinking("reasoning_effort", effort=self.reasoning_effort)
-        if (asked := self.reasoning) is not None:
-            enabled = asked.enabled
-            if enabled is None and asked.max_tokens is not None:
+        if (reasoning := self.reasoning) is not None:
+            enabled = reasoning.enabled
+            if enabled is None and reasoning.max_tokens is not None:
                 enabled = True
-            yield Thinking("reasoning", enabled, asked.effort, asked.max_tokens)
+            yield Thinking("reasoning", enabled, reasoning.effort, reasoning.max_tokens)
 
 
 class ChatBody(ConversationBody, Sampling):
@@ -223,7 +223,11 @@ class ChatBody(ConversationBody, Sampling):
     @property
     def custom_tools(self) -> frozenset[str]:
         """The names of those that are called with a text."""
-        return frozenset(tool.custom.name for tool in self.tools or () if tool.custom)
+        return frozenset(
+            tool.custom.name
+            for tool in self.tools or ()
+            if tool.type == "custom" and tool.custom is not None
+        )
 
     def tool_use(self) -> ToolUse | None:
         """Raises ServiceError for a wrong tool_choice."""

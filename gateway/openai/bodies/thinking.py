@@ -3,7 +3,7 @@
 They become variables of chat templates, and a bound of the thoughts' tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,43 +41,61 @@ class Thinking:
     budget: int | None = None
 
 
+Think = bool | Literal["low", "medium", "high"] | None
+
+
+def ollama_thinking(think: Think) -> Thinking:
+    """What Ollama's `think` asks for: a level is an effort."""
+    if isinstance(think, str):
+        return Thinking("think", True, think)
+    return Thinking("think", think)
+
+
+def thinking_variables(fields: Iterable[Thinking]) -> dict[str, Any]:
+    """Variables of a template. Raises ServiceError for fields that contradict each other."""
+    variables: dict[str, Any] = {}
+    sources: dict[str, str] = {}  # the fields that set them
+    disabled = effort = ""  # the fields that forbid thinking, and that say how much of it
+    for field in fields:
+        disabled = field.field if field.enabled is False else disabled
+        effort = field.field if field.effort not in (None, "none") else effort
+        if disabled and effort:
+            other = disabled if effort == field.field else effort
+            raise refuse(field.field, f"{field.field} contradicts {other}")
+        values = suggested_variables(field.effort, None)
+        if field.enabled is not None:
+            values |= {"enable_thinking": field.enabled, "thinking": field.enabled}
+        for name, value in values.items():
+            if variables.setdefault(name, value) != value:
+                raise refuse(field.field, f"{field.field} contradicts {sources[name]}")
+            sources.setdefault(name, field.field)
+    return variables
+
+
 class ThinkingFields(StrictModel):
     """Fields at the top of a body."""
 
     enable_thinking: bool | None = None  # Qwen, vLLM
-    think: bool | Literal["low", "medium", "high"] | None = None  # Ollama
+    think: Think = None  # Ollama
     thinking: bool | ThinkingBody | None = None
 
     def thinking_variables(self) -> dict[str, Any]:
         """Variables of a template. Raises ServiceError for fields that contradict each other."""
-        found: dict[str, Any] = {}
-        of: dict[str, str] = {}  # which field says it
-        for asked in self._thinking_fields():
-            told: dict[str, Any] = suggested_variables(asked.effort, None)
-            if asked.enabled is not None:
-                told |= {"enable_thinking": asked.enabled, "thinking": asked.enabled}
-            for name, value in told.items():
-                if found.setdefault(name, value) != value:
-                    raise refuse(asked.field, f"{asked.field} contradicts {of[name]}")
-                of.setdefault(name, asked.field)
-        return found
+        return thinking_variables(self._thinking_fields())
 
     def thinking_bounds(self) -> dict[str, int]:
         """The tokens that thoughts may have, by the field that says it."""
         return {
-            f"{asked.field}.{'max_tokens' if asked.field == 'reasoning' else 'budget_tokens'}":
-            asked.budget
-            for asked in self._thinking_fields()
-            if asked.budget is not None
+            f"{field.field}.{'max_tokens' if field.field == 'reasoning' else 'budget_tokens'}":
+            field.budget
+            for field in self._thinking_fields()
+            if field.budget is not None
         }  # fmt: skip
 
     def _thinking_fields(self) -> Iterator[Thinking]:
         if self.enable_thinking is not None:
             yield Thinking("enable_thinking", self.enable_thinking)
-        if isinstance(self.think, str):
-            yield Thinking("think", True, self.think)
-        elif self.think is not None:
-            yield Thinking("think", self.think)
+        yield ollama_thinking(self.think)
         if isinstance(self.thinking, ThinkingBody):
             enabled = self.thinking.type != "disabled"
             budget = self.thinking.budget_tokens if enabled else None

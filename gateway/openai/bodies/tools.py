@@ -19,12 +19,8 @@ from pdserve.gateway.requests.tool_use import Tool, ToolUse
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import quoted
 
-MODES = {
-    "none": "none",
-    "auto": "auto",
-    "required": "required",
-    "any": "required",
-}  # "any" is Anthropic's word
+# "any" is the word of Anthropic and Mistral.
+MODES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
 
 
 def _flat(form: Any) -> Any:
@@ -66,9 +62,11 @@ class ToolBody(Body):
         if TOOLS.get(self.type, LEFT_OUT).fate is Fate.LEFT_OUT:
             return None
         if self.type == "custom":
-            if self.custom is None:
+            custom = self.custom
+            if custom is None:
                 raise refuse(f"{at}.custom", f"{at}.custom is required")
-            return custom_tool(self.custom.name, self.custom.description or "", self.custom.format)
+            param = f"{at}.custom.format"
+            return custom_tool(custom.name, custom.description or "", custom.format, param)
         function = self.function
         if function is None:
             raise refuse(f"{at}.function", f"{at}.function is required")
@@ -97,8 +95,8 @@ def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> 
     note(Fate.LEFT_OUT, "tools", left_out)
     tools, names = list(found.values()), found.keys()
     check_tools(tools)
-    if isinstance(choice, dict):
-        choice = MODES.get(str(choice.get("type")), choice)
+    mode = choice.get("type") if isinstance(choice, dict) else choice
+    choice = MODES.get(str(mode), choice)
     if not tools:
         if choice not in (None, "none", "auto"):
             raise refuse("tool_choice", "tool_choice needs tools")

@@ -32,7 +32,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     "truncation": (None, "disabled", "auto"),  # nothing is left out of a prompt
     "repeat_penalty": (None, 1.0),
-    "repeat_last_n": (None, -1),
     "n": (None, 1),
     "skip_special_tokens": (None, True),
 }

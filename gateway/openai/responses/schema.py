@@ -1,6 +1,7 @@
 """The request body of /v1/responses: strict types here, bounds in gateway/sampling.py."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
@@ -15,12 +16,12 @@ from pdserve.gateway.http.validation import (
     TokenLimit,
     parse_body,
 )
-from pdserve.gateway.openai.bodies.thinking import ThinkingFields
+from pdserve.gateway.openai.bodies.thinking import Thinking, ThinkingFields, thinking_variables
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.requests.caller import MAX_SESSION
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure
-from pdserve.gateway.sampling import bounded, refuse
+from pdserve.gateway.sampling import PenaltyWindow, bounded, refuse, within_window
 from pdserve.gateway.text.messages import EFFORTS, VERBOSITIES, suggested_variables
 
 LOGPROBS = "message.output_text.logprobs"
@@ -87,9 +88,18 @@ class InputTokensBody(ThinkingFields):
         return self.reasoning.effort if self.reasoning else None
 
     def template_variables(self, effort: str | None) -> dict[str, Any]:
-        """Variables of a template; `effort`: that which an item asks for."""
+        """Variables of a template; `effort`: that of an item, which replaces the request's. Raises
+        ServiceError for fields that contradict each other."""
         verbosity = self.text.verbosity if self.text else None
-        return self.thinking_variables() | suggested_variables(effort or self.effort, verbosity)
+        fields = [
+            replace(field, effort=effort or field.effort) if field.field == "reasoning" else field
+            for field in self._thinking_fields()
+        ]
+        return thinking_variables(fields) | suggested_variables(None, verbosity)
+
+    def _thinking_fields(self) -> Iterator[Thinking]:
+        yield from super()._thinking_fields()
+        yield Thinking("reasoning", effort=self.effort)
 
     def structure(self) -> Structure | None:
         """Raises ServiceError for a schema that is missing."""
@@ -115,6 +125,7 @@ class ResponsesBody(InputTokensBody):
     max_output_tokens: TokenLimit = None
     temperature: float | None = None
     top_p: float | None = None
+    repeat_last_n: PenaltyWindow = None  # llama.cpp's; this API has no penalties
     top_logprobs: int | None = None
     max_tool_calls: int | None = Field(None, ge=1)  # of tools that the gateway calls
     priority: Priority | None = None
@@ -144,6 +155,7 @@ class ResponsesBody(InputTokensBody):
             structure=self.structure(),
             thinking_budget=budget,
             thinking_budget_field=field,
+            **within_window({}, self.repeat_last_n, "repeat_last_n"),
         )
 
 

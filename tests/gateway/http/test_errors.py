@@ -323,6 +323,7 @@ async def test_too_long_for_the_context(make_http, subtests):
             words = "This model's maximum context length is 512 tokens. However, you requested "
             assert error["message"].startswith(words)
             assert re.search(rf" \d+ tokens \(\d+ in the {param}, \d+ in the", error["message"])
+            assert error["message"].count("context_length_exceeded") == 1  # LangChain knows it so
             assert router.starts == []
 
 

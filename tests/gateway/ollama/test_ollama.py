@@ -335,6 +335,22 @@ async def test_names_have_a_tag(client):
         assert "none" in reply.json()["error"]
 
 
+async def test_aliases_with_a_tag(client):
+    names = ("tiny", "two")
+    router = FakeRouter(saying("x"), [served(name)[0] for name in names], served()[1])
+    http = client(router, aliases=("a=tiny", "b:latest=two", "two:latest=tiny"))
+    for name, model in (
+        ("a", "tiny"), ("a:latest", "tiny"), ("b:latest", "two"), ("two:latest", "tiny"),
+        ("tiny:latest", "tiny"),
+    ):  # fmt: skip
+        reply = await http.post("/api/chat", json={"model": name, "messages": HI, **WHOLE})
+        assert reply.json()["model"] == model
+        assert (await http.post("/api/show", json={"model": name})).status_code == 200
+    assert (await http.post("/api/show", json={"model": "b"})).status_code == 404
+    openai = await http.post("/v1/chat/completions", json={"model": "a:latest", "messages": HI})
+    assert openai.status_code == 404
+
+
 async def test_a_missing_name_means_the_only_model(client):
     http = client(saying("x"))
     for model in ({}, {"model": ""}, {"model": None}):
@@ -412,8 +428,9 @@ async def test_embeddings(client):
     assert sum(value * value for value in vector) == pytest.approx(1.0, abs=1e-6)
     one = (await http.post("/api/embeddings", json={"model": "embedder", "prompt": "a"})).json()
     assert one == {"embedding": pytest.approx(vectors[0], abs=1e-6)}
-    empty = await http.post("/api/embed", json={"model": "embedder", "input": []})
-    assert empty.json() == {"model": "embedder", "embeddings": []}
+    for more in ({"input": []}, {"input": ""}, {"input": None}, {}):
+        empty = await http.post("/api/embed", json={"model": "embedder", **more})
+        assert empty.json() == {"model": "embedder", "embeddings": []}
     empty = await http.post("/api/embeddings", json={"model": "embedder"})
     assert empty.json() == {"embedding": []}
     wrong = await http.post("/api/embed", json={"model": "tiny", "input": "a"})

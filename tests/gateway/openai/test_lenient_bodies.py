@@ -63,12 +63,37 @@ async def test_thinking_by_every_name(make_http, subtests):
         {"enable_thinking": True, "thinking": False},
         {"think": False, "reasoning": {"enabled": True}},
         {"enable_thinking": True, "reasoning_effort": "none"},
+        {"think": False, "reasoning_effort": "high"},
+        {"enable_thinking": False, "reasoning": {"effort": "low"}},
     ):
         reply = await client.post(CHAT, json=BODIES[CHAT] | wrong)
         assert "contradicts" in check(reply, 400, list(wrong)[1])["message"]
-    reply = await client.post("/v1/responses", json={"input": "hi", "enable_thinking": False})
-    assert reply.status_code == 200, reply.text
-    assert list(router.starts[-1].prompt_ids) == router.encode("hi thinking False False")
+
+
+async def test_thinking_in_responses(make_http, subtests):
+    router = templated()
+    client = make_http(router)
+    update = {"type": "configuration_update", "reasoning": {"effort": "high"}}
+    items = [{"role": "user", "content": "hi"}, update]
+    for fields, text in (
+        ({"enable_thinking": False}, "hi thinking False False"),
+        ({"enable_thinking": False, "reasoning": {"effort": "none"}},
+         "hi effort none thinking False False"),
+        ({"reasoning": {"effort": "none"}}, "hi effort none thinking False False"),
+        ({"reasoning": {"effort": "none"}, "input": items}, "hi effort high"),
+    ):  # fmt: skip
+        with subtests.test(fields=fields):
+            reply = await client.post("/v1/responses", json={"input": "hi", **fields})
+            assert reply.status_code == 200, reply.text
+            assert list(router.starts[-1].prompt_ids) == router.encode(text)
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        for wrong in (
+            {"enable_thinking": False, "reasoning": {"effort": "high"}},
+            {"think": True, "reasoning": {"effort": "none"}},
+            {"thinking": False, "input": items},
+        ):
+            reply = await client.post(path, json={"input": "hi", **wrong})
+            assert "contradicts" in check(reply, 400, "reasoning")["message"]
 
 
 async def test_false_is_refused_where_it_cannot_be_honoured(make_http, subtests):
@@ -138,6 +163,11 @@ async def test_neutral_samplers_and_other_names(make_http, subtests):
             assert told.repetition_penalty == 1.0
             told.ClearField("repetition_penalty")
             assert told == plain
+            neutral["repeat_last_n"] = 64
+            reply = await client.post(url, json=body | neutral)
+            assert reply.status_code == 200, reply.text
+            router.starts[-1].params.ClearField("repetition_penalty")
+            assert router.starts[-1].params == plain
             more = {"repeat_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0}
             for last, wanted in ((None, (1.5, 1, 1)), (-1, (1.5, 1, 1)), (0, (1, 0, 0))):
                 reply = await client.post(url, json=body | more | {"repeat_last_n": last})
@@ -146,13 +176,25 @@ async def test_neutral_samplers_and_other_names(make_http, subtests):
                 found = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
                 assert found == wanted
             for wrong, param in (
-                ({"repeat_last_n": 64}, "repeat_last_n"),
+                ({"repeat_last_n": 64, "presence_penalty": 1.0}, "repeat_last_n"),
+                ({"repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n"),
+                ({"repeat_last_n": -2}, "repeat_last_n"),
                 ({"repeat_penalty": 11}, "repeat_penalty"),
                 ({"repeat_penalty": 1.5, "repetition_penalty": 1.2}, "repeat_penalty"),
                 ({"guidance_scale": 2.0}, "guidance_scale"),
                 ({"dry_multiplier": 0.8}, "dry_multiplier"),
             ):
                 check(await client.post(url, json=body | wrong), 400, param)
+
+
+async def test_a_window_of_penalties_in_responses(make_http):
+    card, blobs = served(generation={"repetition_penalty": 1.25})
+    router = FakeRouter(saying("x"), [card], blobs)
+    client = make_http(router)
+    for last, penalty in ((None, 1.25), (64, 1.25), (-1, 1.25), (0, 1.0)):
+        reply = await client.post("/v1/responses", json={"input": "a", "repeat_last_n": last})
+        assert reply.status_code == 200, reply.text
+        assert router.starts[-1].params.repetition_penalty == penalty
 
 
 async def test_top_p_0_is_greedy(make_http):
@@ -229,7 +271,16 @@ async def test_aliases_and_any_name(make_http):
     listed = (await client.get("/v1/models")).json()["data"]
     ids = [(one["id"], one["root"]) for one in listed]
     assert ids == [("tiny", "tiny"), ("gpt-4o", "tiny"), ("claude", "tiny")]
-    assert (await client.get("/v1/models/gpt-4o")).status_code == 404
+    versioned = {"anthropic-version": "2023-06-01"}
+    page = (await client.get("/v1/models", headers=versioned)).json()
+    tags = [(await client.get(f"/api/{path}")).json()["models"] for path in ("tags", "ps")]
+    for names in (page["data"], *tags):
+        assert [one.get("id", one.get("name")) for one in names] == ["tiny", "gpt-4o", "claude"]
+    for one, info in zip(listed, page["data"], strict=True):
+        path = f"/v1/models/{one['id']}"
+        assert (await client.get(path)).json() == one
+        assert (await client.get(path, headers=versioned)).json() == info
+    check(await client.get("/v1/models/lost"), 404, "model", "model_not_found")
     anything = make_http(router, any_model=True)
     assert (await anything.post(CHAT, json={"model": "x", "messages": HI})).status_code == 200
     two = FakeRouter(saying("x"), [served(name)[0] for name in ("one", "two")])
@@ -240,6 +291,14 @@ async def test_aliases_and_any_name(make_http):
     assert (await both.post(CHAT, json={"model": "two", "messages": HI})).status_code == 200
     reply = await both.post(CHAT, json={"model": "second", "messages": HI})
     assert reply.json()["model"] == "two"
+    hidden = make_http(two, aliases=("one=two",))
+    reply = await hidden.post(CHAT, json={"model": "one", "messages": HI})
+    assert reply.json()["model"] == "one"
+    assert (await hidden.get("/v1/models/one")).json()["root"] == "one"
+    assert [one["root"] for one in (await hidden.get("/v1/models")).json()["data"]] == [
+        "one",
+        "two",
+    ]
 
 
 async def test_the_last_message_is_a_prefix(make_http):
@@ -256,13 +315,15 @@ async def test_the_last_message_is_a_prefix(make_http):
 
 async def test_a_choice_of_tools_as_an_object(make_http, subtests):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    for kind in ("auto", "none", "required"):
+    for kind, same in (("auto", "auto"), ("none", "none"), ("required", "any")):
         with subtests.test(kind):
             router = FakeRouter(saying("x"), *thinking_model())
             client = make_http(router)
-            for choice in (kind, {"type": kind}):
+            for choice in (kind, {"type": kind}, same, {"type": same}):
                 body = {**BODIES[CHAT], "tools": [tool], "tool_choice": choice}
                 assert (await client.post(CHAT, json=body)).status_code == 200
-            one, other = router.starts
-            assert one.params == other.params
-            assert list(one.prompt_ids) == list(other.prompt_ids)
+            one, *others = router.starts
+            assert len(others) == 3
+            for other in others:
+                assert one.params == other.params
+                assert list(one.prompt_ids) == list(other.prompt_ids)

@@ -19,7 +19,10 @@ from oracles.http_errors import LARGE
 from oracles.sse import events
 
 from pdserve.gateway.content.answer_format import ParserChoice
+from pdserve.gateway.http.validation import MAX_SCHEMA_CHARS, check_tools
 from pdserve.gateway.openai.bodies.tools import FunctionBody
+from pdserve.gateway.requests.tool_use import Tool
+from pdserve.services.host.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/chat/completions"
@@ -638,6 +641,10 @@ async def test_a_custom_tool_is_called_with_a_text(make_http: Callable[..., Any]
     assert '"patch' in model.prompt(-1)
     only = {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "patch"}},
                                       {"type": "web_search"}]}  # fmt: skip
+    both = {**CLOCK, "custom": {"name": "get_time"}}
+    clock = make_http(ToolModel(calling("get_time", "{}")))
+    reply = await clock.post(URL, json=body(tools=[both]))
+    assert reply.json()["choices"][0]["message"]["tool_calls"][0]["type"] == "function"
     choices: tuple[Any, ...] = (
         {"type": "auto"},
         {"type": "custom", "custom": {"name": "patch"}},
@@ -646,6 +653,45 @@ async def test_a_custom_tool_is_called_with_a_text(make_http: Callable[..., Any]
     for choice in choices:
         reply = await client.post(URL, json={**asked, "tool_choice": choice})
         assert reply.status_code == 200, reply.json()
+
+
+async def test_the_grammar_of_a_custom_tool_is_bounded_and_checked(
+    make_http: Callable[..., Any], subtests: pytest.Subtests
+) -> None:
+    client = make_http(router(saying("x")), bounds=LARGE)
+
+    def tool(definition: str) -> dict[str, Any]:
+        form = {"type": "grammar", "syntax": "regex", "definition": definition}
+        return {"name": "c", "format": form}
+
+    def chat(definition: str) -> dict[str, Any]:
+        return body(tools=[{"type": "custom", "custom": tool(definition)}])
+
+    def responses(definition: str) -> dict[str, Any]:
+        return {"input": "hi", "tools": [{"type": "custom", **tool(definition)}]}
+
+    long = "a" * 65535
+    for url, asked, field in (
+        (URL, chat(long), "tools[0].custom.format.definition"),
+        (URL, chat("a("), "tools[0].custom.format"),
+        ("/v1/responses", responses(long), "tools[0].format.definition"),
+    ):
+        with subtests.test(field):
+            reply = await client.post(url, json=asked)
+            assert reply.status_code == 400, reply.text
+            error = reply.json()["error"]
+            assert error["param"] == field
+            assert error["message"].startswith(field)
+    reply = await client.post(URL, json=chat("a" * (1 << 15)))
+    assert reply.status_code in (200, 400), reply.text
+
+
+def test_a_tool_that_is_too_large_is_refused_by_its_field() -> None:
+    large = {"type": "object", "title": "a" * MAX_SCHEMA_CHARS}
+    for param in ("tools[0].custom.format", ""):
+        with pytest.raises(ServiceError, match="must have at most") as refused:
+            check_tools([Tool("f", parameters=large, param=param)])
+        assert refused.value.param == (param or "tools")
 
 
 async def test_parts_and_messages_of_history(
