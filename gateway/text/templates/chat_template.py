@@ -9,6 +9,8 @@ Nothing here bounds what a template computes: one of a stranger is rendered in a
 (gateway/text_processes).
 """
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -43,12 +45,14 @@ from pdserve.gateway.text.templates.turns import (
 from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
 from pdserve.gateway.text.tools import GENERIC, tool_family
 
+log = logging.getLogger(__name__)
+
 # Words of a client that a template may make special tokens of, as of <|user|>.
 _WORDS = {
     word: constant(word) for word in ("system", "developer", "user", "assistant", "tool", *EFFORTS)
 }
 
-
+MAX_NAMES = 8  # of special tokens in one line of the log
 _END = "\u2026"  # of a last message that has no text, within the template alone
 
 
@@ -70,6 +74,7 @@ class ChatTemplate:
         """
         self._template = compiled(source, now) if source else None
         self._capabilities: Capabilities | None = None
+        self._tokenizer = tokenizer
         card = tokenizer.card
         tokens = {
             "bos_token": tokenizer.token_name(card.bos_id),
@@ -82,7 +87,14 @@ class ChatTemplate:
         """What the template can render; it is probed once, when this is first needed, unless it has
         been set."""
         if self._capabilities is None:
-            self._capabilities = probed(self._probe)
+            lost: set[int] = set()
+            self._capabilities = probed(lambda messages, tools: self._probe(messages, tools, lost))
+            if lost:
+                names = [self._tokenizer.token_name(token) for token in sorted(lost)[:MAX_NAMES]]
+                log.warning(
+                    "special tokens that the chat template computes become plain text: %s",
+                    ", ".join(map(repr, names)),
+                )
         return self._capabilities
 
     @capabilities.setter
@@ -192,11 +204,22 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
+        lost: set[int],
     ) -> str | None:
+        """The text of a conversation; None if the template fails on it. Adds to `lost` the special
+        tokens in the text whose origin is not known to be the template."""
         try:
-            return self._text(messages, tools, add_generation_prompt=True)
+            rendered = _plain(self._text(messages, tools, add_generation_prompt=True))
         except Exception:
             return None
+        split = self._tokenizer.special.split
+        known = split(rendered.text, rendered.origin)
+        lost.update(_tokens(split(rendered.text)) - _tokens(known))
+        return rendered.text
+
+
+def _tokens(parts: Sequence[str | int]) -> Counter[int]:
+    return Counter(part for part in parts if isinstance(part, int))
 
 
 def _with_end(content: str) -> TemplateText:
