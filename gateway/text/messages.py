@@ -91,7 +91,7 @@ def _message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
     made["role"] = role
     thoughts = [made.pop(name) for name in REASONING if name in made]
     if thoughts:
-        made["reasoning_content"] = thoughts[0]
+        made["reasoning_content"] = next(filter(None, thoughts), "")
     calls = made.pop("tool_calls", None)  # a template may only ask whether there is the key
     if calls:
         made["tool_calls"] = _tool_calls(calls, f"{param}.tool_calls")

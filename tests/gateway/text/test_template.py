@@ -388,8 +388,12 @@ def test_a_thought_has_the_name_that_the_template_reads(
         )
         for sent in REASONING:
             with subtests.test(read=read, sent=sent):
-                turns = [user("q"), {**assistant("a"), sent: "hm"}, user("r")]
-                assert template.render(TemplateInput(turns)).text == "qa(hm)r"
+                empty = dict.fromkeys(REASONING, "")
+                for thought in ({sent: "hm"}, {**empty, sent: "hm"}):
+                    turns = [user("q"), {**assistant("a"), **thought}, user("r")]
+                    assert template.render(TemplateInput(turns)).text == "qa(hm)r"
+                turns = [user("q"), {**assistant("a"), **empty}, user("r")]
+                assert template.render(TemplateInput(turns)).text == "qar"
 
 
 def test_a_thought_beside_words_and_calls(tokenizer: Tokenizer) -> None:
