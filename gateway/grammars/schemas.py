@@ -227,7 +227,7 @@ def without_faults(schema: Any, why: Why) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     copy: dict[str, Any] = json.loads(json.dumps(schema))
-    ids = {inner.get("$id") for _, inner in _subschemas(copy)}
+    ids = {inner["$id"] for _, inner in _subschemas(copy) if isinstance(inner.get("$id"), str)}
     for _, inner in list(_subschemas(copy)):
         for key in ("pattern", "multipleOf"):
             if key in inner and why({key: inner[key]}):

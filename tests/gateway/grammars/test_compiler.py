@@ -139,6 +139,8 @@ LENIENT = [
         "in": {"$ref": "#/$defs/a", "type": "object"}, "n": {"type": "null"}}}}},
      ['{"in": {"n": null}}'], ['{"in": {"n": 1}}']),
     ({"type": "integer", "multipleOf": 1e-30, "maximum": 7}, ["7"], ["8", "null"]),
+    ({"$id": ["x"], "type": "object", "properties": {
+        "a": {"$id": {}, "pattern": "(?=a)", "type": "string"}}}, ['{"a": "b"}'], ['{"a": 1}']),
 ]  # fmt: skip
 
 
