@@ -88,15 +88,13 @@ class GrammarCompiler:
         return text
 
     def _eased(self, structure: Structure) -> Structure:
-        """Its lenient schemas without what cannot be compiled."""
+        """Its schemas without what cannot be compiled and need not bind."""
         value = structure.value
-        if structure.kind == "json_schema" and structure.lenient:
-            return replace(structure, value=without_faults(value, self._why))
+        if structure.kind == "json_schema":
+            return replace(structure, value=self._eased_schema(value, structure.lenient))
         if structure.kind == "structural_tag":
             tags = [
-                {**tag, "schema": without_faults(tag["schema"], self._why)}
-                if is_lenient(tag, structure)
-                else tag
+                {**tag, "schema": self._eased_schema(tag["schema"], is_lenient(tag, structure))}
                 for tag in value["structures"]
             ]
             eased = {**value, "structures": tags}
@@ -105,9 +103,14 @@ class GrammarCompiler:
             return replace(structure, value=eased)
         return structure
 
+    def _eased_schema(self, schema: Any, lenient: bool) -> Any:
+        schema = enforceable(schema, MAX_STRUCTURE_VALUES)
+        return without_faults(schema, self._why, lenient=lenient)
+
     def _why(self, schema: Mapping[str, Any]) -> str:
-        """Why a schema cannot be compiled by itself; empty if it can."""
-        return self._wrong(json.dumps({"grammars": [{"json_schema": schema}]}))
+        """Why a schema cannot be compiled by itself, even if it is lenient; empty if it can."""
+        guided = {**schema, "x-guidance": {"lenient": True}}
+        return self._wrong(json.dumps({"grammars": [{"json_schema": guided}]}))
 
     def _wrong(self, text: str) -> str:
         """Why no answer can follow a grammar; empty if one can."""

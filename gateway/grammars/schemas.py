@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urljoin
 
 from pdserve.gateway.text.errors import TextError
 
@@ -26,6 +27,7 @@ _ANNOTATIONS = frozenset(
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
+_OF_TEXT = ("type", "format", "pattern", "minLength", "maxLength", "enum", "const")
 _COUNTS = frozenset(
     ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 )
@@ -222,28 +224,70 @@ def _target(reference: Any, root: Mapping[str, Any]) -> Any:
     return found
 
 
-def without_faults(schema: Any, why: Why) -> Any:
-    """A copy without what cannot be compiled although it is valid; the rest binds."""
+def without_faults(schema: Any, why: Why, *, lenient: bool) -> Any:
+    """A copy without what cannot be compiled although it is valid; the rest binds. If the schema is
+    not lenient, only annotations are left out."""
     if not isinstance(schema, Mapping):
         return schema
     copy: dict[str, Any] = json.loads(json.dumps(schema))
-    ids = {inner.get("$id") for _, inner in _subschemas(copy)}
-    for _, inner in list(_subschemas(copy)):
-        for key in ("pattern", "multipleOf"):
+    inners = [inner for _, inner in _subschemas(copy)]
+    if lenient:
+        _drop_keywords(copy, inners, why)
+    _drop_annotations(copy, inners, why)
+    return copy
+
+
+def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], why: Why) -> None:
+    """Drops keywords of the schemas within `root`."""
+    documents = {_document(root, inner.get("$id")) for inner in inners} - {""}
+    anchors = [inner.get("$anchor") for inner in inners]
+    for inner in inners:
+        for key in ("pattern", "multipleOf", "$id"):
             if key in inner and why({key: inner[key]}):
                 del inner[key]
-        document = str(inner.get("$ref", "")).partition("#")[0]
-        if "://" in document and document not in ids:
-            del inner["$ref"]  # nothing is fetched
+        reference = inner.get("$ref")
+        if isinstance(reference, str):
+            document, _, place = reference.partition("#")
+            if document and _document(root, document) not in documents:
+                if why({"$ref": reference}):  # nothing is fetched
+                    del inner["$ref"]
+            elif place and place[0] != "/" and place not in anchors:
+                del inner["$ref"]
         patterns = inner.get("patternProperties")
         if isinstance(patterns, Mapping):
             _drop_patterns(inner, patterns, why)
-    if why(copy).startswith("circular"):  # of references with keywords beside them
-        for _, inner in list(_subschemas(copy)):
+    if why(root).startswith("circular"):  # of references with keywords beside them
+        for inner in inners:
             if "$ref" in inner:
                 for key in inner.keys() - {"$ref", "$defs", "definitions"}:
                     del inner[key]
-    return copy
+
+
+def _document(root: Mapping[str, Any], reference: Any) -> str:
+    """The address of the document that a reference names; empty if it names none."""
+    base = root.get("$id")
+    try:
+        address = urljoin(base, reference) if isinstance(base, str) else reference
+        return address.partition("#")[0] if isinstance(address, str) else ""
+    except (TypeError, ValueError):
+        return ""
+
+
+def _drop_annotations(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], why: Why) -> None:
+    """Drops formats that leave no text which the other keywords take, and unknown dialects."""
+    for inner in inners:
+        if "$schema" in inner and why({"$schema": inner["$schema"]}):
+            del inner["$schema"]
+        keywords = {key: inner[key] for key in _OF_TEXT if key in inner}
+        if "format" in inner and why(keywords):
+            del keywords["format"]
+            if not why(keywords):
+                del inner["format"]
+    if why(root):  # perhaps by formats that stand apart from the other keywords
+        formats = [(inner, inner.pop("format")) for inner in inners if "format" in inner]
+        if why(root):
+            for inner, form in formats:
+                inner["format"] = form
 
 
 def _drop_patterns(schema: dict[str, Any], patterns: Mapping[str, Any], why: Why) -> None:

@@ -51,9 +51,9 @@ def source(structure: Structure, tokens: ModelTokens) -> str:
 
 
 def _has_tokens(structure: Structure, split: Split) -> bool:
-    """Whether a client's text may have that of a token which matches no text. Where a grammar
-    leaves only one text, llguidance forces the usual tokens of it, and so this one, unless told
-    not to."""
+    """Whether a client's text may contain the text of a token that matches no text. Where a grammar
+    leaves only one text, llguidance forces its usual tokens, and so this one, without the option
+    `no_forcing`."""
     value = structure.value
     if structure.kind in ("regex", "lark", "grammar"):
         return True

@@ -23,7 +23,7 @@ class TemplateInput:
     add_generation_prompt: bool = True  # opens the assistant's turn
     continue_final_message: bool = False  # leaves the last message open, for the answer to go on
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template's own
-    suggested: Mapping[str, Any] = field(default_factory=dict)  # likewise, where they are allowed
+    suggested: Mapping[str, Any] = field(default_factory=dict)  # more of them, if allowed
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_parser: str = ""  # of calls as plain text, where the template has no place for tools
     messages_field: str = "messages"  # as the client calls it
@@ -67,7 +67,7 @@ class CallArguments(NamedTuple):
 def normalized(
     messages: Sequence[Mapping[str, Any]], field: str = "messages"
 ) -> list[dict[str, Any]]:
-    """Messages as every template is given them, but for what it can render (templates/turns.py).
+    """Messages in the form that templates/turns.py makes into what one template can render.
 
     Roles are known ones, contents are texts or lists of text parts, arguments of calls are
     CallArguments, a thought is `reasoning_content`; other fields are kept, those that are null are
@@ -91,7 +91,7 @@ def _message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
     made["role"] = role
     thoughts = [made.pop(name) for name in REASONING if name in made]
     if thoughts:
-        made["reasoning_content"] = thoughts[0]
+        made["reasoning_content"] = next(filter(None, thoughts), "")
     calls = made.pop("tool_calls", None)  # a template may only ask whether there is the key
     if calls:
         made["tool_calls"] = _tool_calls(calls, f"{param}.tool_calls")

@@ -70,8 +70,8 @@ def _is_named(entry: Any) -> bool:
 
 
 def _token_names(own: dict[str, Any]) -> dict[str, str | None]:
-    """The special tokens of tokenizer_config.json by name, but for bos and eos, which the model's
-    ids say: those are named here where it has none."""
+    """The special tokens of tokenizer_config.json by name. Leaves out bos and eos, whose ids the
+    model gives, unless the file says that the model has none."""
     named = {name: token for name, token in own.items() if name.endswith("_token")}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         named |= own[key] if isinstance(own.get(key), dict) else {}

@@ -93,8 +93,8 @@ class Message(Body):
         """As chat templates expect it."""
         more = {name: getattr(self, name) for name in _OPTIONAL}
         given = {name: value for name, value in more.items() if value is not None}
-        if self.reasoning is not None:
-            given.setdefault("reasoning_content", self.reasoning)
+        if self.reasoning is not None and not self.reasoning_content:
+            given["reasoning_content"] = self.reasoning
         if self.function_call is not None and not self.tool_calls:
             function = self.function_call.model_dump()
             call = {"id": _call_id(function["name"]), "type": "function", "function": function}

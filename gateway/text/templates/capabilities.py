@@ -144,7 +144,7 @@ def _shows_call(text: str) -> bool:
 
 
 def _no_content(texts: Mapping[NoContent, str]) -> NoContent:
-    """The first with which the call is shown, where it is at all, and fewest words none."""
+    """The content that shows the call, if any does, and writes the word "none" least often."""
     if not texts:
         return "empty"
     return min(texts, key=lambda at: (not _shows_call(texts[at]), texts[at].count("none")))

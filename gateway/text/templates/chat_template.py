@@ -9,8 +9,12 @@ Nothing here bounds what a template computes: one of a stranger is rendered in a
 (gateway/text_processes).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
+from itertools import chain
 from typing import Any
 
 import jinja2
@@ -43,13 +47,19 @@ from pdserve.gateway.text.templates.turns import (
 from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
 from pdserve.gateway.text.tools import GENERIC, tool_family
 
+log = logging.getLogger(__name__)
+
 # Words of a client that a template may make special tokens of, as of <|user|>.
 _WORDS = {
     word: constant(word) for word in ("system", "developer", "user", "assistant", "tool", *EFFORTS)
 }
 
-
+MAX_NAMES = 8  # of special tokens in one line of the log
 _END = "\u2026"  # of a last message that has no text, within the template alone
+
+
+class _Refusal(TextError):
+    """What the template itself raises for a conversation."""
 
 
 class ChatTemplate:
@@ -70,6 +80,7 @@ class ChatTemplate:
         """
         self._template = compiled(source, now) if source else None
         self._capabilities: Capabilities | None = None
+        self._tokenizer = tokenizer
         card = tokenizer.card
         tokens = {
             "bos_token": tokenizer.token_name(card.bos_id),
@@ -82,7 +93,14 @@ class ChatTemplate:
         """What the template can render; it is probed once, when this is first needed, unless it has
         been set."""
         if self._capabilities is None:
-            self._capabilities = probed(self._probe)
+            lost: set[int] = set()
+            self._capabilities = probed(lambda messages, tools: self._probe(messages, tools, lost))
+            if lost:
+                names = [self._tokenizer.token_name(token) for token in sorted(lost)[:MAX_NAMES]]
+                log.warning(
+                    "special tokens that the chat template computes become plain text: %s",
+                    ", ".join(map(repr, names)),
+                )
         return self._capabilities
 
     @capabilities.setter
@@ -94,75 +112,85 @@ class ChatTemplate:
         """Whether the template has a place for tools; otherwise `render` makes them text."""
         return self._template is not None and self.capabilities.tools
 
-    def render(self, asked: TemplateInput) -> Rendered:
+    def render(self, request: TemplateInput) -> Rendered:
         """The prompt for a conversation. Raises TextError: for bad messages, and with what the
         template itself raises."""
-        field = asked.messages_field
+        field = request.messages_field
         if self._template is None:
             raise TextError("this model has no chat template; use completions", field)
-        messages = normalized(asked.messages, field)
+        messages = normalized(request.messages, field)
         can = self.capabilities
-        if not can.tools and (asked.tools or not can.calls):
-            return self._with_plain_tools(asked, messages)
-        return self._rendered(asked, Conversation(messages, asked.tools or None))
+        if not can.tools and (request.tools or not can.calls):
+            return self._with_plain_tools(request, messages)
+        return self._rendered(request, Conversation(messages, request.tools or None))
 
     def _with_plain_tools(
-        self, asked: TemplateInput, messages: Sequence[Mapping[str, Any]]
+        self, request: TemplateInput, messages: Sequence[Mapping[str, Any]]
     ) -> Rendered:
         """Tools, calls and results as text: the tools in the system's turn, or in the user's if the
         template has none."""
-        family = tool_family(asked.tool_parser or GENERIC)
+        family = tool_family(request.tool_parser or GENERIC)
         assert family is not None  # the gateway's settings name only those that there are
         turns = plain_turns(with_texts(messages), family.form)
-        if not asked.tools:
-            return self._rendered(asked, Conversation(turns, None))
-        text = described(asked.tools, family.form)
+        if not request.tools:
+            return self._rendered(request, Conversation(turns, None))
+        text = described(request.tools, family.form)
         try:
             with_system = Conversation(in_system_turn(turns, text), None)
-            rendered = self._rendered(asked, with_system)
+            rendered = self._rendered(request, with_system)
             if text in rendered.text:
                 return rendered
-        except TextError:
+        except _Refusal:
             pass
-        return self._rendered(asked, Conversation(in_user_turn(turns, text), None))
+        return self._rendered(request, Conversation(in_user_turn(turns, text), None))
 
-    def _rendered(self, asked: TemplateInput, conversation: Conversation) -> Rendered:
-        """The conversation, or one with the same content if the template refuses it. Raises the
-        TextError of the first."""
-        error: TextError | None = None
-        for other in alternatives(conversation):
-            try:
-                return self._filled(asked, other)
-            except TextError as raised:
-                error = error or raised
-        assert error is not None
-        raise error
+    def _rendered(self, request: TemplateInput, conversation: Conversation) -> Rendered:
+        """The conversation, or one with the same content if the template refuses it: the one that
+        changes least. Raises the TextError of the first; the template has then refused those that
+        change most, too."""
+        try:
+            return self._filled(request, conversation)
+        except _Refusal:
+            *less, most = alternatives(conversation) or [[]]
+            last = self._first_filled(request, most)
+            if last is None:
+                raise
+        return self._first_filled(request, chain.from_iterable(less)) or last
 
-    def _filled(self, asked: TemplateInput, conversation: Conversation) -> Rendered:
+    def _first_filled(
+        self, request: TemplateInput, conversations: Iterable[Conversation]
+    ) -> Rendered | None:
+        """The first that the template does not refuse. Raises TextError."""
+        for conversation in conversations:
+            with suppress(_Refusal):
+                return self._filled(request, conversation)
+        return None
+
+    def _filled(self, request: TemplateInput, conversation: Conversation) -> Rendered:
         """Raises TextError."""
-        field = asked.messages_field
+        field = request.messages_field
         can = self.capabilities
         turns = with_known_systems(conversation.messages, can.systems, developer=can.developer)
         said = text_of(turns[-1])
-        if asked.continue_final_message:
+        if request.continue_final_message:
             turns[-1]["content"] = _with_end(said)
         messages = [shaped(turn, can) for turn in turns]
         try:
             written = self._text(
                 messages,
                 conversation.tools,
-                **asked.variables,
-                add_generation_prompt=asked.add_generation_prompt,
+                **request.variables,
+                add_generation_prompt=request.add_generation_prompt,
             )
         except jinja2.TemplateError as error:
-            raise TextError(str(error.message or error), field) from None
-        except (TextError, MemoryError):
+            raise _Refusal(str(error.message or error), field) from None
+        except MemoryError:
             raise
         except RecursionError:
             raise TextError("the messages are nested too deeply", field) from None
         except Exception as error:  # whatever Python raises for values the template did not expect
-            raise TextError(f"the chat template fails on them: {error}", field) from None
-        if asked.continue_final_message:
+            raise _Refusal(f"the chat template fails on them: {error}", field) from None
+        if request.continue_final_message:
             return _until_end(written, said)
         return _plain(written)
 
@@ -192,11 +220,22 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
+        lost: set[int],
     ) -> str | None:
+        """The text of a conversation; None if the template fails on it. Adds to `lost` the special
+        tokens in the text whose origin is not known to be the template."""
         try:
-            return self._text(messages, tools, add_generation_prompt=True)
+            rendered = _plain(self._text(messages, tools, add_generation_prompt=True))
         except Exception:
             return None
+        split = self._tokenizer.special.split
+        known = split(rendered.text, rendered.origin)
+        lost.update(_tokens(split(rendered.text)) - _tokens(known))
+        return rendered.text
+
+
+def _tokens(parts: Sequence[str | int]) -> Counter[int]:
+    return Counter(part for part in parts if isinstance(part, int))
 
 
 def _with_end(content: str) -> TemplateText:

@@ -30,13 +30,13 @@ def plain_turns(messages: Sequence[Message], form: CallForm) -> list[dict[str, A
     """The messages without calls of tools and without the role `tool`. Turns of the user that this
     would put side by side become one, for templates in which roles alternate."""
     turns: list[dict[str, Any]] = []
-    names: dict[Any, str] = {}  # of called functions, by the ids of calls
+    names: dict[str, str] = {}  # of called functions, by the ids of calls
     result_before = False
     for message in messages:
         turn = dict(message)
         calls = turn.pop("tool_calls", None) or ()
         if calls:
-            names |= {call.get("id"): call["function"]["name"] for call in calls}
+            names |= {str(call.get("id")): call["function"]["name"] for call in calls}
             turn["content"] = _lines(turn.get("content"), *(_call(call, form) for call in calls))
         is_result = turn["role"] == "tool"
         if is_result:
@@ -75,8 +75,8 @@ def _call(call: Message, form: CallForm) -> str:
     return begin + (text if value is None else _json(value)) + form.end
 
 
-def _result(message: Message, names: Mapping[Any, str]) -> str:
-    name = message.get("name") or names.get(message.get("tool_call_id"))
+def _result(message: Message, names: Mapping[str, str]) -> str:
+    name = message.get("name") or names.get(str(message.get("tool_call_id")))
     return f"Result of {name or 'the call'}:\n{message['content']}"
 
 

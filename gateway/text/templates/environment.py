@@ -13,16 +13,29 @@ import jinja2
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
-from jinja2.filters import sync_do_join
+from jinja2.filters import do_indent, do_replace, do_title, do_wordwrap, sync_do_join
 from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from markupsafe import Markup
 
 from pdserve.gateway.text.errors import UnsupportedTokenizer
-from pdserve.gateway.text.templates.template_text import TemplateText, constant, written
+from pdserve.gateway.text.templates.template_text import (
+    SafeText,
+    TemplateText,
+    constant,
+    formatted,
+    indented,
+    is_plain,
+    recased,
+    wrapped,
+    written,
+)
 
 MAX_SOURCE_CHARS = 1 << 18
+# Methods of a client's text whose result may have an argument of the template's in it.
+_INSERTING = frozenset(("join", "replace"))
 
 
 def compiled(source: str, now: Callable[[], datetime]) -> jinja2.Template:
@@ -39,8 +52,15 @@ def compiled(source: str, now: Callable[[], datetime]) -> jinja2.Template:
         optimized=False,  # constants are computed when they are rendered, not here
         finalize=_unchanged,
     )
-    environment.filters["tojson"] = _tojson
-    environment.filters["join"] = _join
+    environment.filters |= {
+        "tojson": _tojson,
+        "join": _join,
+        "replace": _replace,
+        "safe": _safe,
+        "title": _title,
+        "indent": _indent,
+        "wordwrap": _wordwrap,
+    }
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: now().strftime(form)
     try:
@@ -92,6 +112,27 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(**options)
         self.constants: list[TemplateText] = []
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is str and attribute in _INSERTING:
+            obj = TemplateText(obj)
+        return super().getattr(obj, attribute)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """As the sandbox's own, with the origin of what is formatted."""
+        plain = super().wrap_str_format(value)
+        form = getattr(value, "__self__", None)
+        if plain is None or not isinstance(form, TemplateText):
+            return plain
+        formatter = SandboxedFormatter(self)
+
+        def formatting(*args: Any, **kwargs: Any) -> str:
+            text = plain(*args, **kwargs)
+            if value.__name__ == "format_map":
+                args, kwargs = (), args[0]
+            return formatted(form, text, lambda name: formatter.get_field(name, args, kwargs)[0])
+
+        return formatting
+
 
 @jinja2.pass_context
 def _unchanged(context: Context, value: Any) -> Any:
@@ -118,6 +159,54 @@ def _join(
     if type(d) is str:
         d = TemplateText(d)
     return sync_do_join(context, value, d, attribute)
+
+
+@jinja2.pass_eval_context
+def _replace(context: EvalContext, s: Any, old: Any, new: Any, count: int | None = None) -> str:
+    """As jinja's own filter, also of a text that the template did not write."""
+    if context.autoescape:
+        return do_replace(context, s, old, new, count)
+    text = str(s)
+    source = TemplateText(text) if type(text) is str else text
+    return source.replace(str(old), str(new), -1 if count is None else count)
+
+
+def _safe(value: Any) -> Markup:
+    return SafeText(value) if isinstance(value, TemplateText) else Markup(value)
+
+
+def _title(s: Any) -> str:
+    text = do_title(s)
+    return recased(s, text) if isinstance(s, TemplateText) else text
+
+
+def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    if not is_plain(s):
+        return do_indent(s, width, first, blank)
+    indent = width if isinstance(width, str) else " " * width
+    return indented(s, indent, first=first, blank=blank)
+
+
+@jinja2.pass_environment
+def _wordwrap(
+    environment: jinja2.Environment,
+    s: str,
+    width: int = 79,
+    break_long_words: bool = True,
+    wrapstring: str | None = None,
+    break_on_hyphens: bool = True,
+) -> str:
+    if not is_plain(s):
+        return do_wordwrap(environment, s, width, break_long_words, wrapstring, break_on_hyphens)
+    return wrapped(
+        s,
+        environment.newline_sequence if wrapstring is None else wrapstring,
+        width=width,
+        expand_tabs=False,
+        replace_whitespace=False,
+        break_long_words=break_long_words,
+        break_on_hyphens=break_on_hyphens,
+    )
 
 
 def _tojson(

@@ -6,12 +6,21 @@ its result gives a plain str. A plain str counts as a client's, so that no opera
 not, makes a special token of a client's text.
 """
 
-from collections.abc import Iterable
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from string import Formatter
 from typing import Any, SupportsIndex, TypeGuard
+
+from markupsafe import Markup
 
 CLIENT = "\0"  # in an origin, for a character that the template did not write
 LAST = "\1"  # for the character that ends the message which an answer goes on with
 _NO_ORIGINS = str.maketrans(LAST, CLIENT)
+# A field of printf: key, options and type.
+_FIELD = re.compile(
+    r"%(?:\(([^()]*)\))?([#0\- +]*(?:\*|\d+)?(?:\.(?:\*|\d+)?)?)[hlL]?(.)", re.DOTALL
+)
 
 
 class TemplateText(str):
@@ -32,15 +41,21 @@ class TemplateText(str):
         return self
 
     def __add__(self, other: object) -> Any:
-        return written((self, other)) if _is_plain(other) else NotImplemented
+        return written((self, other)) if is_plain(other) else NotImplemented
 
     def __radd__(self, other: object) -> Any:
-        return written((other, self)) if _is_plain(other) else NotImplemented
+        return written((other, self)) if is_plain(other) else NotImplemented
 
     def __mul__(self, count: SupportsIndex) -> "TemplateText":
         return TemplateText(str.__mul__(self, count), self._origin * count)
 
     __rmul__ = __mul__
+
+    def __mod__(self, values: Any) -> "TemplateText":
+        return _checked(str.__mod__(self, values), self._filled(values))
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[at] for at in range(len(self)))
 
     def __getitem__(self, at: SupportsIndex | slice) -> "TemplateText":
         return TemplateText(str.__getitem__(self, at), self._origin[at])
@@ -64,13 +79,13 @@ class TemplateText(str):
     def removesuffix(self, suffix: str, /) -> "TemplateText":
         return self[: len(str.removesuffix(self, suffix))]
 
-    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Any]:
         return self._placed(str.split(self, sep, maxsplit), len(sep or ""))
 
-    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Any]:
         return self._placed(str.rsplit(self, sep, maxsplit), len(sep or ""))
 
-    def splitlines(self, keepends: bool = False) -> list[str]:
+    def splitlines(self, keepends: bool = False) -> list[Any]:
         return self._placed(str.splitlines(self, keepends), 0)
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
@@ -82,23 +97,37 @@ class TemplateText(str):
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         if not (isinstance(old, str) and isinstance(new, str) and old):
             return str.replace(self, old, new, count)
-        return TemplateText(new, origin_of(new)).join(self.split(old, count))
+        origins = []
+        start = 0
+        for piece in str.split(self, old, count):
+            origins.append(self._origin[start : start + len(piece)])
+            start += len(piece) + len(old)
+        return TemplateText(str.replace(self, old, new, count), origin_of(new).join(origins))
 
     def upper(self) -> "TemplateText":
-        return self._with_case(str.upper(self))
+        return recased(self, str.upper(self))
 
     def lower(self) -> "TemplateText":
-        return self._with_case(str.lower(self))
+        return recased(self, str.lower(self))
 
     def title(self) -> "TemplateText":
-        return self._with_case(str.title(self))
+        return recased(self, str.title(self))
 
     def capitalize(self) -> "TemplateText":
-        return self._with_case(str.capitalize(self))
+        return recased(self, str.capitalize(self))
 
-    def _placed(self, pieces: list[str], sep_len: int) -> list[str]:
+    def center(self, width: SupportsIndex, fill: str = " ", /) -> "TemplateText":
+        return padded(self, str.center(self, width, fill))
+
+    def ljust(self, width: SupportsIndex, fill: str = " ", /) -> "TemplateText":
+        return padded(self, str.ljust(self, width, fill))
+
+    def rjust(self, width: SupportsIndex, fill: str = " ", /) -> "TemplateText":
+        return padded(self, str.rjust(self, width, fill))
+
+    def _placed(self, pieces: list[str], sep_len: int) -> list["TemplateText"]:
         """Pieces of this text, in order, of which at least `sep_len` characters lie between two."""
-        placed: list[str] = []
+        placed: list[TemplateText] = []
         start = 0
         for piece in pieces:
             start = str.find(self, piece, start)
@@ -111,15 +140,29 @@ class TemplateText(str):
         end = len(self) - len(after)
         return self[: len(before)], self[len(before) : end], self[end:]
 
-    def _with_case(self, text: str) -> "TemplateText":
-        """This text in another case, which seldom changes the length."""
-        if len(text) != len(self):
-            return TemplateText(text)
-        pairs = zip(text, self._origin, strict=True)
-        return TemplateText(text, "".join(o if o in (CLIENT, LAST) else c for c, o in pairs))
+    def _filled(self, values: Any) -> Iterator[str]:
+        """The pieces of this format string and its fields, as far as they are known."""
+        given = iter(values if isinstance(values, tuple) else (values,))
+        start = 0
+        for field in _FIELD.finditer(self):
+            yield self[start : field.start()]
+            start = field.end()
+            key, options, kind = field.groups()
+            if kind == "%":
+                yield self[start - 1]
+                continue
+            if "*" in options or (key is not None and not isinstance(values, Mapping)):
+                return
+            value = next(given, None) if key is None else values.get(key)
+            if kind == "s" and not options:
+                is_client = CLIENT in self._origin[field.start() : start]
+                yield TemplateText(str(value)) if is_client else str(value)
+            else:
+                yield TemplateText(str.__mod__(f"%{options}{kind}", (value,)))
+        yield self[start:]
 
 
-def _is_plain(other: object) -> TypeGuard[str]:
+def is_plain(other: object) -> TypeGuard[str]:
     """Whether it is a text that adds to another as any str does, unlike jinja2's Markup."""
     return type(other) in (str, TemplateText)
 
@@ -129,9 +172,90 @@ def constant(text: str) -> TemplateText:
     return TemplateText(text, text.translate(_NO_ORIGINS))
 
 
+class SafeText(Markup):
+    """A TemplateText that jinja2's `safe` has marked. It keeps its origin when it is written; its
+    operations are Markup's, whose results have none."""
+
+    __slots__ = ("_origin",)
+    _origin: str
+
+    def __new__(cls, text: str = "", *_: Any) -> "SafeText":
+        made = super().__new__(cls, text)
+        made._origin = origin_of(text)
+        return made
+
+    def __str__(self) -> str:
+        return TemplateText(str.__str__(self), self._origin)
+
+
 def origin_of(text: str) -> str:
     """The origin of a text. Raises TypeError for what is none."""
-    return text._origin if isinstance(text, TemplateText) else CLIENT * len(text)
+    return text._origin if isinstance(text, TemplateText | SafeText) else CLIENT * len(text)
+
+
+def recased(source: TemplateText, text: str) -> TemplateText:
+    """`text`, which is `source` in another case. That seldom changes the length."""
+    if len(text) != len(source):
+        return TemplateText(text)
+    pairs = zip(text, origin_of(source), strict=True)
+    return TemplateText(text, "".join(o if o in (CLIENT, LAST) else c for c, o in pairs))
+
+
+def formatted(form: str, text: str, value_of: Callable[[str], Any]) -> TemplateText:
+    """`text`, which str.format makes of `form` and the values of its fields."""
+    if CLIENT in origin_of(form):
+        return TemplateText(text)
+    return _checked(text, _fields(form, value_of))
+
+
+def _fields(form: str, value_of: Callable[[str], Any]) -> Iterator[str]:
+    """The pieces of a format string and its fields, as far as they are known."""
+    number = 0
+    for literal, name, spec, conversion in Formatter().parse(form):
+        yield constant(literal)
+        if name is None:
+            continue
+        if not name:
+            name, number = str(number), number + 1
+        value = value_of(name)
+        if not spec and conversion in (None, "s"):
+            yield str(value)
+        elif spec and "{" in spec:
+            return
+        else:
+            field = f"{{0{'!' + conversion if conversion else ''}:{spec}}}"
+            yield TemplateText(field.format(value))
+
+
+def _checked(text: str, pieces: Iterable[str]) -> TemplateText:
+    """`text` with the origin of the pieces that make it up, if they do."""
+    made = written(pieces)
+    return made if made == text else TemplateText(text)
+
+
+def padded(source: TemplateText, text: str) -> TemplateText:
+    """`text`, which is `source` with characters before and after it."""
+    before = str.find(text, source)
+    rest = len(text) - before - len(source)
+    return TemplateText(text, CLIENT * before + origin_of(source) + CLIENT * rest)
+
+
+def wrapped(text: str, between: str, **options: Any) -> TemplateText:
+    """Lines of `text` as textwrap makes them of each of its lines, with `between` between them."""
+    joint = TemplateText(between, origin_of(between))
+    source = TemplateText(text, origin_of(text))
+    return joint.join(
+        joint.join(line._placed(textwrap.wrap(line, **options), 0))
+        for line in source._placed(str.splitlines(source), 0)
+    )
+
+
+def indented(text: str, indent: str, *, first: bool, blank: bool) -> TemplateText:
+    """`text` with `indent` before its lines: also before the first one, and blank ones, if these
+    options are true."""
+    top, *others = (TemplateText(text, origin_of(text)) + "\n").splitlines()
+    lines = [indent + line if line or blank else line for line in others]
+    return TemplateText("\n").join([indent + top if first else top, *lines])
 
 
 def written(texts: Iterable[str]) -> TemplateText:

@@ -1,6 +1,6 @@
 """Messages and tools in the forms that a chat template can render; pure."""
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -44,20 +44,26 @@ def text_of(message: Message) -> str:
     return content_text(message.get("content") or "", "")
 
 
-def alternatives(first: Conversation) -> Iterator[Conversation]:
-    """The conversation, and others with the same content for a template that refuses it, those that
-    change least first; 16 at most."""
-    yield first
+def alternatives(first: Conversation) -> list[list[Conversation]]:
+    """Conversations with the same content for a template that refuses the first one, grouped by how
+    much they change, least first; 11 at most."""
+    groups: list[list[Conversation]] = []
     made = [first]
     changes = [change for change in _CHANGES if change(first) != first]
     for count in range(1, len(changes) + 1):
+        group = []
         for chosen in combinations(changes, count):
+            if _system_first in chosen and _rules_joined in chosen:
+                continue
             conversation = first
             for change in chosen:
                 conversation = change(conversation)
             if conversation not in made:
                 made.append(conversation)
-                yield conversation
+                group.append(conversation)
+        if group:
+            groups.append(group)
+    return groups
 
 
 def with_known_systems(

@@ -139,6 +139,17 @@ LENIENT = [
         "in": {"$ref": "#/$defs/a", "type": "object"}, "n": {"type": "null"}}}}},
      ['{"in": {"n": null}}'], ['{"in": {"n": 1}}']),
     ({"type": "integer", "multipleOf": 1e-30, "maximum": 7}, ["7"], ["8", "null"]),
+    *(({"type": "object", "properties": {"a": {"$ref": to, "type": "string"}, "b": {"const": 1}}},
+       ['{"a": "x", "b": 1}'], ['{"a": 1}', '{"b": 2}'])
+      for to in ("other.json", "other.json#/a", "#foo", "a b", "urn:uuid:7", "http://[", "//x#y")),
+    ({"$id": "a b", "$schema": "http://example.com/s", "type": "null"}, ["null"], ["1"]),
+    ({"$id": "https://x.y/root", "type": "object", "properties": {
+        "a": {"$ref": "#/$defs/a"}, "b": {"$ref": "b"}, "c": {"$ref": "#c"}, "d": {"$ref": "d"}},
+      "$defs": {"a": {"type": "null"}, "b": {"$id": "b", "type": "null"},
+                "c": {"$anchor": "c", "type": "null"}}},
+     ['{"a": null, "b": null, "c": null, "d": 1}'], ['{"a": 1}', '{"b": 1}', '{"c": 1}']),
+    ({"$id": ["x"], "type": "object", "properties": {
+        "a": {"$id": {}, "pattern": "(?=a)", "type": "string"}}}, ['{"a": "b"}'], ['{"a": 1}']),
 ]  # fmt: skip
 
 
@@ -188,6 +199,15 @@ NOTHING_MORE = [
       "unevaluatedProperties": {"not": {}}}, ['{"a": null}'], ['{"b": 1}']),
     ({"type": "object", "properties": {"a": {"not": {}}, "b": {"anyOf": [
         {"not": {}}, {"type": "null"}]}}}, ['{"b": null}'], ['{"a": 1}', '{"b": 1}']),
+    *(({"type": "array", "prefixItems": [{"type": "string", "format": form, **keywords}],
+        "minItems": 1}, [f'["{text}"]'], ["[1]", '["' + "x" * 400 + '"]'])
+      for form in ("email", "uuid")
+      for keywords, text in (({"pattern": r"^\d+$"}, "123"), ({"enum": ["x"]}, "x"),
+                             ({"minLength": 300, "maxLength": 301}, "y" * 300))),
+    ({"allOf": [{"type": "string", "pattern": r"^\d+$"}, {"format": "email"}]}, ['"12"'], ['"a"']),
+    ({"$ref": "#/$defs/a", "format": "uuid", "$defs": {"a": {"type": "string", "maxLength": 2}}},
+     ['"ab"'], ['"abc"']),
+    ({"$schema": "http://example.com/s", "type": "null"}, ["null"], ["1"]),
     ({"discriminator": {"propertyName": "kind"}, "$defs": {"Cat": CAT, "Dog": DOG},
       "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]}, ['{"kind": "dog"}'],
      ['{"kind": "cow"}']),

@@ -123,6 +123,22 @@ async def test_thoughts_are_left_out_by_reasoning_exclude(make_http):
         assert thoughts == (thought or "")
 
 
+async def test_an_empty_thought_hides_none_under_another_name(make_http, subtests):
+    card, blobs = served(template="{{ messages[1].content }}{{ messages[1].reasoning_content }}")
+    for thought, text in (
+        ({"reasoning_content": "", "reasoning": "hm"}, "hm"),
+        ({"reasoning_content": "hm", "reasoning": ""}, "hm"),
+        ({"reasoning_content": None, "reasoning": "hm"}, "hm"),
+        ({"reasoning_content": "", "reasoning": ""}, ""),
+    ):
+        with subtests.test(thought):
+            router = FakeRouter(saying("x"), [card], blobs)
+            turns = [*HI, {"role": "assistant", "content": "a", **thought}, *HI]
+            reply = await make_http(router).post(CHAT, json={"model": "tiny", "messages": turns})
+            assert reply.status_code == 200, reply.text
+            assert list(router.starts[0].prompt_ids) == router.encode("a" + text)
+
+
 async def test_a_constraint_of_vllm_rs(make_http, subtests):
     router = FakeRouter(saying("x"))
     client = make_http(router)

@@ -28,6 +28,10 @@ STEPS = (
     *("({} in {})", "({} == {} | upper)", "({} < 'm')", "{}.translate({{88: ''}})"),
     *("{}.find('|')", "[{}, {}] | join('X')", "{} | first", "{} | last", "{{'k': {}}}['k']"),
     *("{} | unique | join", "{} | batch(1) | map('first') | join", "{}.casefold()"),
+    *("'%-5s%s%%' % ({}, {})", "'%(k)s%(k).2s' % {{'k': {}}}", "'{{:>9}}{{}}'.format({}, {})"),
+    *("'{{0}}{{{{{{k!r}}'.format({}, k={})", "'{{k}}'.format_map({{'k': {}}})"),
+    *("{} | wordwrap(5)", "{} | indent(2, true, true)", "{}.replace('a', ' ')", "{}.ljust(9, '.')"),
+    *("{}.join(['X', {}])", "{}.replace('X', {}, 1)", "{} | safe ~ {}", "{} | safe | trim"),
 )  # fmt: skip
 PIECES = (
     *SPECIALS, "<|IM_END|>", "<|im_Xend|>", "<|im_ end|>", ">|dne_mi|<", "&lt;s&gt;", "<S>",
@@ -116,6 +120,74 @@ def test_what_templates_write_by_computing_is_theirs(
             assert specials(tokenizer, template, asked) == expected
 
 
+KEPT = (
+    "{{ '<|im_start|>%s<|im_end|>' % C }}",
+    "{{ '<|im_start|>%s<|im_end|>%s%%' % (C, '<|im_start|>') }}",
+    "{{ '<|%s|>' % 'im_start' }}{{ '<|%s|>' | format('im_end') }}{{ '%s' | format(C) }}",
+    "{{ '<|im_start|>%(a)s%(b)s' % {'a': C, 'b': '<|im_end|>'} }}",
+    "{{ '<|im_start|>%-9s|%5.1f|%03d<|im_end|>' % (C, 1.25, 7) }}",
+    "{{ '<|im_start|>{}{}'.format(C, '<|im_end|>') }}",
+    "{{ '<|im_start|>{1}{0}{{}}'.format('<|im_end|>', C) }}",
+    "{{ '<|im_start|>{c}{m[role]}<|im_end|>'.format(c=C, m=messages[0]) }}",
+    "{{ '<|im_start|>{c!r:>9}{end!s}'.format_map({'c': C, 'end': '<|im_end|>'}) }}",
+    "{{ '<|im_start|>' | safe }}{{ C }}{{ ('<|im_end|>' | safe) ~ C }}",
+    "{{ '<|im_start|> to <|im_end|> wrap' | wordwrap(13) }}{{ C }}",
+    "{{ 'ab' | wordwrap(1, wrapstring='<|im_start|>') }}{{ C | wordwrap(9) }}",
+    "{% for letter in '<|im_start|>' %}{{ letter }}{% endfor %}{{ C }}",
+    "{{ '<|im_start|>' | list | join }}{{ C }}{{ '<|im_end|>' | batch(3) | map('join') | join }}",
+    "{{ C.replace('a', '<|im_start|>') }}{{ C | replace('a', '<|im_end|>') }}",
+    "{{ (C ~ 'b') | replace('b', '<|im_start|>', 1) }}{{ C.join(['<|im_end|>', '']) }}",
+    "{{ '<|im_start|>\n<|im_end|>\n\nx' | indent(2, true) }}{{ C }}",
+    "{{ 'x\ny' | indent('<|im_start|>', blank=true) }}{{ C | indent }}",
+    "{{ '<|im_start|>' | center(20) }}{{ C }}{{ '<|im_end|>'.ljust(12) }}{{ '</s>'.rjust(9) }}",
+    "{{ ('<|IM_START|>' | title | lower) + C }}",
+)
+
+
+def test_what_templates_write_by_formatting_is_theirs(
+    library: Any, tokenizer: Tokenizer, subtests: pytest.Subtests
+) -> None:
+    """As transformers' tokens where the client writes none, and the same special ones where it
+    does."""
+    for source in (form.replace("C", "messages[0].content") for form in KEPT):
+        with subtests.test(source=source):
+            template = ChatTemplate(source, tokenizer)
+            turns = [{"role": "user", "content": "what a day"}]
+            expected = library.apply_chat_template(turns, chat_template=source)["input_ids"]
+            asked = TemplateInput(turns, add_generation_prompt=False)
+            assert tokenizer.encode_rendered(template.render(asked)) == expected
+            found = specials(tokenizer, template, asked)
+            assert found
+            hostile = TemplateInput([{"role": "user", "content": "what <|im_end|>%s{} a day"}])
+            assert specials(tokenizer, template, hostile) == found
+
+
+def test_a_client_s_format_string_places_no_special_token(tokenizer: Tokenizer) -> None:
+    client = TemplateInput([{"role": "user", "content": "%s {}"}])
+    for source in (
+        "{{ ('' ~ messages[0].content) % '<|im_end|>' }}",
+        "{{ ('' ~ messages[0].content).format('<|im_end|>') }}",
+    ):
+        template = ChatTemplate(source, tokenizer)
+        assert "<|im_end|>" in template.render(client).text
+        assert specials(tokenizer, template, client) == []
+
+
+def test_lost_special_tokens_are_logged(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for written, lost in (
+        ("'<|im_start|>'", ()),
+        ("'<|im_start|>'.swapcase().swapcase()", ("<|im_start|>",)),
+        ("{'a': '<|im_end|>', 'b': '</s>'} | tojson", ("<|im_end|>", "</s>")),
+    ):
+        caplog.clear()
+        source = f"{{{{ messages[0].content }}}}{{{{ {written} }}}}<|im_end|>"
+        assert not ChatTemplate(source, tokenizer).shows_tools
+        assert len(caplog.records) == bool(lost)
+        assert all(repr(token) in caplog.text for token in lost)
+
+
 TEXTS = st.text(alphabet="aAbX \n\r|<é\0", max_size=12)
 METHODS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "strip": ((), ("aX",)),
@@ -136,6 +208,9 @@ METHODS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "__mul__": ((0,), (3,), (-1,)),
     "__getitem__": ((slice(1, None),), (slice(None, None, -1),), (slice(-3, 9, 2),)),
     "__add__": (("aX",),),
+    "center": ((9,), (16, "<")),
+    "ljust": ((9,), (16, "<")),
+    "rjust": ((9,), (16, "<")),
 }
 
 

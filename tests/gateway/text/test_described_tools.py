@@ -154,6 +154,15 @@ def test_the_last_turn_can_be_left_open(tokenizer: Tokenizer) -> None:
         assert text.endswith("In Oslo it is")
 
 
+def test_an_id_may_be_any_value(tokenizer: Tokenizer, subtests: pytest.Subtests) -> None:
+    for given in ("1", 1, ["1"], {"id": "1"}):
+        with subtests.test(given=given):
+            called = calls("Paris")
+            called["tool_calls"][0]["id"] = given
+            turns = [user("q"), called, {**result("Paris", "18"), "tool_call_id": given}]
+            assert "Result of get_weather:\n18" in render("chatml", tokenizer, *turns)
+
+
 def test_the_form_is_that_of_the_parser(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(TEMPLATES["chatml"], tokenizer)
     asked = TemplateInput(CONVERSATION, tools=[WEATHER], tool_parser="llama3_json")

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from pdserve.gateway.text.errors import TextError, UnsupportedTokenizer
 from pdserve.gateway.text.messages import REASONING, TemplateInput
+from pdserve.gateway.text.templates.capabilities import Capabilities
 from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.tokenizer import Tokenizer
 from pdserve.gateway.text.vocabulary import TextCard
@@ -388,8 +390,12 @@ def test_a_thought_has_the_name_that_the_template_reads(
         )
         for sent in REASONING:
             with subtests.test(read=read, sent=sent):
-                turns = [user("q"), {**assistant("a"), sent: "hm"}, user("r")]
-                assert template.render(TemplateInput(turns)).text == "qa(hm)r"
+                empty = dict.fromkeys(REASONING, "")
+                for thought in ({sent: "hm"}, {**empty, sent: "hm"}):
+                    turns = [user("q"), {**assistant("a"), **thought}, user("r")]
+                    assert template.render(TemplateInput(turns)).text == "qa(hm)r"
+                turns = [user("q"), {**assistant("a"), **empty}, user("r")]
+                assert template.render(TemplateInput(turns)).text == "qar"
 
 
 def test_a_thought_beside_words_and_calls(tokenizer: Tokenizer) -> None:
@@ -402,6 +408,39 @@ def test_a_thought_beside_words_and_calls(tokenizer: Tokenizer) -> None:
     turn = {**assistant("I look."), "reasoning": "hm", "tool_calls": [call("f", "{}")]}
     text = ChatTemplate(source, tokenizer).render(TemplateInput([user("q"), turn])).text
     assert text == "qhm\n\nI look.[f]"
+
+
+def test_a_refusal_takes_few_renders(tokenizer: Tokenizer) -> None:
+    """Three of a conversation that could be changed in eleven ways, one of one that the template
+    does not refuse."""
+    renders: list[str] = []
+
+    def now() -> datetime.datetime:
+        renders.append("render")
+        return datetime.datetime(2031, 5, 1)
+
+    turns = [
+        *(user("q"), {**assistant("I look."), "reasoning": "hm", "tool_calls": [call("f", "{}")]}),
+        *({"role": "tool", "tool_call_id": "1", "content": "42"}, assistant("a")),
+        *({"role": "system", "content": "rule"}, user("r")),
+    ]
+    counted = "{{ strftime_now('') }}{{ messages[0].content }}"
+    no_rule = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
+    for refused, num_renders in (("{{ raise_exception('no') }}", 3), (no_rule, 5), ("", 1)):
+        template = ChatTemplate(counted + refused, tokenizer, now)
+        template.capabilities = Capabilities()
+        renders.clear()
+        request = TemplateInput(turns, tools=[{"type": "function", "function": {"name": "f"}}])
+        with pytest.raises(TextError, match="no") if num_renders == 3 else nullcontext():
+            template.render(request)
+        assert len(renders) == num_renders
+    template = ChatTemplate(counted, tokenizer, now)
+    template.capabilities = Capabilities()
+    renders.clear()
+    opened = TemplateInput([*turns, assistant("b")], False, continue_final_message=True)
+    with pytest.raises(TextError, match="leaves the last message out"):
+        template.render(opened)
+    assert len(renders) == 1
 
 
 def test_rules_in_their_places(tokenizer: Tokenizer, subtests: pytest.Subtests) -> None:
