@@ -81,7 +81,8 @@ class ResponseCallOutput(AnswerModel):
 
 
 class OtherItem(AnswerModel):
-    """What a client has sent of another provider's tools, as it was."""
+    """What is kept of an item of another provider's tools: its type, id and status, and what the
+    model is shown of it."""
 
     id: str
     type: str
