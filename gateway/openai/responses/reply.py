@@ -120,12 +120,14 @@ class ResponseReply:
     def error_object(self, error: HttpError) -> Object:
         return error_object(error)
 
-    def ping(self) -> SentEvent:
-        """Events that say that the response goes on: clients count no others as a sign of life."""
+    def ping(self) -> bytes:
+        """Events that say that the response goes on: clients count no others as a sign of life.
+        Instructions, tools and output, which may be long, are in other events alone."""
         if not self._num_events:
-            return _framed(*self._opening())
-        going_on = object_json(self._object("in_progress"))
-        return _framed(self._numbered({"type": IN_PROGRESS, "response": going_on}))
+            return _pieces(*self._opening()).text()
+        short: Object = {"instructions": None, "output": [], "tools": []}
+        going_on = object_json({**self._object("in_progress"), **short})
+        return _pieces(self._numbered({"type": IN_PROGRESS, "response": going_on})).text()
 
     def _opening(self) -> list[Event]:
         """The first two events."""
@@ -232,7 +234,11 @@ class ResponseReply:
 
 
 def _framed(*events: Event) -> SentEvent:
+    return sent_event(_pieces(*events))
+
+
+def _pieces(*events: Event) -> JsonPieces:
     pieces = JsonPieces()
     for event in events:
         pieces += (b"event: %b\ndata: " % event["type"].encode(), *object_json(event), b"\n\n")
-    return sent_event(pieces)
+    return pieces
