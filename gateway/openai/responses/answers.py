@@ -120,7 +120,7 @@ class IncompleteDetails(AnswerModel):
 
 class ReasoningShown(AnswerModel):
     effort: str | None
-    summary: None
+    summary: Literal["detailed"] | None
 
 
 class TextShown(AnswerModel):
@@ -196,7 +196,8 @@ class ResponseEvent(AnswerModel):
     item: OutputItem | None = None
     item_id: str | None = None
     content_index: int | None = None
-    part: OutputText | ReasoningText | None = None
+    summary_index: int | None = None
+    part: OutputText | ReasoningText | SummaryText | None = None
     delta: str | None = None
     text: str | None = None
     logprobs: list[ScoredChatToken] | None = None

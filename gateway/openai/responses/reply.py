@@ -66,7 +66,9 @@ class ResponseReply:
         self._id = f"resp_{self._suffix}"
         self._caller = caller.of_body(self._id, body.session_id, body.user)
         self._created = int(time.time())
-        self._output = ResponseOutput(self._suffix, logprobs=body.logprobs)
+        self._output = ResponseOutput(
+            self._suffix, logprobs=body.logprobs, summarized=body.summarized
+        )
         self._model = body.model
         self._params: Object = {}
         self._num_events = 0
@@ -218,7 +220,10 @@ class ResponseReply:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {"effort": body.effort, "summary": None},
+            "reasoning": {
+                "effort": body.effort,
+                "summary": "detailed" if body.summarized else None,
+            },
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": self._keeps,
