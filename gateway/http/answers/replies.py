@@ -183,7 +183,7 @@ class EventStream(Response):
         errors: ErrorShape,
         limits: HttpLimits,
         direct: DirectWrite | None = None,
-        ping: Callable[[], Event] | None = None,
+        ping: Callable[[], bytes] | None = None,
         media_type: str = EVENTS,
     ) -> None:
         self._events = events
@@ -192,7 +192,8 @@ class EventStream(Response):
         self._ping = ping
         self._errors = errors
         self._backpressure = Backpressure(limits.max_buffer_bytes, limits.stall_s)
-        self._begun = False  # the head is sent
+        self._begun = False  # a head is sent, or is being sent
+        self._sending_head = asyncio.Lock()
         self._complete = False  # the whole response is sent
         self._num_writing = 0
         self._last_event = 0.0  # when one was made, or the head was sent; by time.monotonic
@@ -244,15 +245,18 @@ class EventStream(Response):
         keeps_up = scope.get("extensions", {}).get(KEEPS_UP, lambda: True)
         if self._ping is not None and not self._num_writing and keeps_up():
             self._last_event = monotonic()
-            event = self._ping()
-            await self._write(send, event if isinstance(event, bytes) else event.text())
+            await self._write(send, self._ping())
         return SILENCE_S
 
     async def _begin(self, send: Send) -> None:
-        if not self._begun:
-            self._begun = True
-            self._last_event = monotonic()
-            await send({"type": "http.response.start", "status": 200, "headers": self._head})
+        """Send the head, or wait for the task that sends it."""
+        if self._begun and not self._sending_head.locked():
+            return
+        async with self._sending_head:
+            if not self._begun:
+                self._begun = True
+                self._last_event = monotonic()
+                await send({"type": "http.response.start", "status": 200, "headers": self._head})
 
     async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
         self._num_writing += 1
@@ -286,6 +290,8 @@ class EventStream(Response):
         except Exception as error:  # before the first event
             if self._begun:
                 raise
+            self._begun = True  # no other head follows
+            self._num_writing += 1  # and no ping
             await error_response(self._errors, _public(error, scope))(scope, receive, send)
         self._complete = True
 

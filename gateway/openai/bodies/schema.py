@@ -14,7 +14,7 @@ from pdserve.gateway.openai.bodies.thinking import ReasoningBody, Thinking, Thin
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
 from pdserve.gateway.openai.custom_input import custom_arguments
 from pdserve.gateway.requests.completions import ChatCompletionRequest
-from pdserve.gateway.requests.members import DROPPED, SERVED, Fate
+from pdserve.gateway.requests.members import DROPPED, SERVED, Fate, note
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.tool_use import ToolUse
 from pdserve.gateway.sampling import client_errors, refuse
@@ -89,8 +89,8 @@ class Message(Body):
     function_call: CalledFunction | None = None  # the one call of an older client
     prefix: bool | None = None  # of the last one: the answer goes on with it (Mistral, DeepSeek)
 
-    def as_template(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+    def as_template(self, dropped: list[str]) -> dict[str, Any]:
+        """As chat templates expect it. Adds the kinds of parts that it is without to `dropped`."""
         more = {name: getattr(self, name) for name in _OPTIONAL}
         given = {name: value for name, value in more.items() if value is not None}
         if self.reasoning is not None and not self.reasoning_content:
@@ -103,7 +103,7 @@ class Message(Body):
             given["tool_calls"] = [_as_function(call) for call in self.tool_calls]
         role, content = self.role, self.content
         if role == "assistant":
-            content = _history(content if content is not None else self.refusal)
+            content = _history(content if content is not None else self.refusal, dropped)
             if content is None and not given.keys() & {"tool_calls", "reasoning_content"}:
                 content = ""
         elif role == "function":
@@ -128,16 +128,19 @@ def _as_function(call: Any) -> Any:
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
-def _history(content: Any) -> Any:
-    """The content of an assistant's message without the parts that say nothing to a model here."""
+def _history(content: Any, dropped: list[str]) -> Any:
+    """The content of an assistant's message without the parts that say nothing to a model here,
+    whose kinds it adds to `dropped`."""
     if not isinstance(content, list):
         return content
-    return [
-        part
-        for part in content
-        if not isinstance(part, dict)
-        or members.PARTS.get(str(part.get("type")), DROPPED).fate is not Fate.DROPPED
-    ]
+    kept = []
+    for part in content:
+        kind = str(part.get("type")) if isinstance(part, dict) else "text"
+        if members.PARTS.get(kind, DROPPED).fate is Fate.DROPPED:
+            dropped.append(kind)
+        else:
+            kept.append(part)
+    return kept
 
 
 def _as_text(part: Any) -> Any:
@@ -180,9 +183,12 @@ class ConversationBody(ThinkingFields, Body):
         variables = self.thinking_variables()
         if self.verbosity is not None:
             variables["verbosity"] = self.verbosity
+        dropped: list[str] = []
+        messages = [message.as_template(dropped) for message in self.messages]
+        note(Fate.DROPPED, "parts", dropped)
         with client_errors():
             return TemplateInput(
-                [message.as_template() for message in self.messages],
+                messages,
                 add_generation_prompt=not continues if opens is None else opens,
                 continue_final_message=continues,
                 variables=self.chat_template_kwargs or {},

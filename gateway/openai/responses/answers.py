@@ -81,7 +81,8 @@ class ResponseCallOutput(AnswerModel):
 
 
 class OtherItem(AnswerModel):
-    """What a client has sent of another provider's tools, as it was."""
+    """What is kept of an item of another provider's tools: its type, id and status, and what the
+    model is shown of it."""
 
     id: str
     type: str
@@ -119,7 +120,7 @@ class IncompleteDetails(AnswerModel):
 
 class ReasoningShown(AnswerModel):
     effort: str | None
-    summary: None
+    summary: Literal["detailed"] | None
 
 
 class TextShown(AnswerModel):
@@ -195,7 +196,8 @@ class ResponseEvent(AnswerModel):
     item: OutputItem | None = None
     item_id: str | None = None
     content_index: int | None = None
-    part: OutputText | ReasoningText | None = None
+    summary_index: int | None = None
+    part: OutputText | ReasoningText | SummaryText | None = None
     delta: str | None = None
     text: str | None = None
     logprobs: list[ScoredChatToken] | None = None

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
-from pdserve.gateway.http.validation import StrictModel, TextOrObjects, first_error
+from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, TextOrObjects, first_error
 from pdserve.gateway.openai.custom_input import custom_arguments
 from pdserve.gateway.openai.responses.members import ITEMS, PARTS, ROLES, UNKNOWN_ITEM
 from pdserve.gateway.openai.responses.tools import joined_name
-from pdserve.gateway.requests.members import DROPPED, REFUSED, Fate, note
+from pdserve.gateway.requests.members import DROPPED, REFUSED, SERVED, Fate, note
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.text.messages import EFFORTS
 from pdserve.services.host.errors import quoted
@@ -22,16 +22,15 @@ Item = dict[str, Any]
 class MessageItem(StrictModel):
     """A turn of the user, an earlier one of the assistant, or a rule for it."""
 
-    id: str | None = None
     role: Literal[*ROLES]  # type: ignore[valid-type]
     content: TextOrObjects | None = None
 
-    def normalized(self, at: str) -> Item:
+    def normalized(self, at: str, dropped: list[str]) -> Item:
         of_assistant = self.role == "assistant"
         if self.content is None and not of_assistant:
             raise refuse(f"{at}.content", f"{at}.content is required")
         kind = "output_text" if of_assistant else "input_text"
-        texts = _texts(self.content or (), f"{at}.content", history=of_assistant)
+        texts = _texts(self.content or (), f"{at}.content", dropped, history=of_assistant)
         more: Item = {"annotations": []} if of_assistant else {}
         parts = [{"type": kind, "text": text, **more} for text in texts]
         return {"type": "message", "role": self.role, "content": parts, "status": "completed"}
@@ -40,13 +39,12 @@ class MessageItem(StrictModel):
 class FunctionCallItem(StrictModel):
     """A call that the assistant has made. Arguments that are no JSON stay as they are written."""
 
-    id: str | None = None
     call_id: str
     name: str
     namespace: str | None = None
     arguments: Any = None
 
-    def normalized(self, at: str) -> Item:
+    def normalized(self, at: str, dropped: list[str]) -> Item:
         given = self.arguments
         if not isinstance(given, str):
             given = "" if given is None else to_json(given).decode()
@@ -63,13 +61,12 @@ class FunctionCallItem(StrictModel):
 class CustomCallItem(StrictModel):
     """A call of a custom tool that the assistant has made."""
 
-    id: str | None = None
     call_id: str
     name: str
     namespace: str | None = None
     input: str
 
-    def normalized(self, at: str) -> Item:
+    def normalized(self, at: str, dropped: list[str]) -> Item:
         return {
             "type": "custom_tool_call",
             "call_id": self.call_id,
@@ -84,14 +81,13 @@ class CallOutputItem(StrictModel):
     """What the client's function or custom tool has returned."""
 
     type: str
-    id: str | None = None
     call_id: str
     output: TextOrObjects
 
-    def normalized(self, at: str) -> Item:
+    def normalized(self, at: str, dropped: list[str]) -> Item:
         output: Any = self.output
         if not isinstance(output, str):
-            texts = _texts(output, f"{at}.output")
+            texts = _texts(output, f"{at}.output", dropped)
             output = [{"type": "input_text", "text": text} for text in texts]
         return {
             "type": self.type,
@@ -104,13 +100,12 @@ class CallOutputItem(StrictModel):
 class ReasoningItem(StrictModel):
     """What the assistant has thought. Of encrypted thoughts nothing is known here."""
 
-    id: str | None = None
     summary: TextOrObjects | None = None
     content: TextOrObjects | None = None
 
-    def normalized(self, at: str) -> Item:
-        thoughts = _texts(self.content or (), f"{at}.content", history=True)
-        summary = _texts(self.summary or (), f"{at}.summary", history=True)
+    def normalized(self, at: str, dropped: list[str]) -> Item:
+        thoughts = _texts(self.content or (), f"{at}.content", dropped, history=True)
+        summary = _texts(self.summary or (), f"{at}.summary", dropped, history=True)
         return {
             "type": "reasoning",
             "summary": [{"type": "summary_text", "text": text} for text in summary],
@@ -122,9 +117,9 @@ class ReasoningItem(StrictModel):
 class ReferenceItem(StrictModel):
     """An item of a response that is kept."""
 
-    id: str
+    id: str = Field(min_length=1)
 
-    def normalized(self, at: str) -> Item:
+    def normalized(self, at: str, dropped: list[str]) -> Item:
         return {"type": REFERENCE, "at": f"{at}.id"}
 
 
@@ -132,10 +127,9 @@ class ToolsItem(StrictModel):
     """Tools that are offered from here on."""
 
     type: str
-    id: str | None = None
-    tools: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = Field(max_length=MAX_TOOLS)
 
-    def normalized(self, at: str) -> Item:
+    def normalized(self, at: str, dropped: list[str]) -> Item:
         return {"type": self.type, "tools": self.tools, "status": "completed"}
 
 
@@ -146,11 +140,10 @@ class _Effort(StrictModel):
 class ConfigurationItem(StrictModel):
     """Another effort of reasoning from here on."""
 
-    id: str | None = None
     reasoning: _Effort | None = None
     text: None = None  # not served
 
-    def normalized(self, at: str) -> Item:
+    def normalized(self, at: str, dropped: list[str]) -> Item:
         effort = self.reasoning.effort if self.reasoning else None
         return {"type": "configuration_update", "reasoning": {"effort": effort}}
 
@@ -177,41 +170,47 @@ def parse_input(given: str | Sequence[Mapping[str, Any]]) -> list[Item]:
     if not 1 <= len(given) <= MAX_ITEMS:
         raise refuse("input", f"input must have 1 to {MAX_ITEMS} items, not {len(given)}")
     items = []
-    dropped = []
+    dropped: list[str] = []
+    dropped_parts: list[str] = []
     for index, item in enumerate(given):
         at = f"input[{index}]"
+        name = item.get("id")
+        if not isinstance(name, str | None):
+            raise refuse(f"{at}.id", f"{at}.id must be a string")
         kind = _kind(item, at)
         member = ITEMS.get(kind) or PARTS.get(kind, UNKNOWN_ITEM)
         if member.fate is Fate.DROPPED:
             dropped.append(kind)
-        elif member.fate is Fate.AS_TEXT:
-            items.append({**item, "type": kind})
+            continue
+        if member.fate is Fate.AS_TEXT:
+            kept = {key: item[key] for key in ("status", *member.text) if key in item}
+            made: Item = {"type": kind, **kept}
         elif kind in KINDS:
-            items.append(_parsed(KINDS[kind], item, at))
+            made = _parsed(KINDS[kind], item, at).normalized(at, dropped_parts)
         else:
             text = f"{at}.type: items of type {quoted(kind)} are not supported by this server"
             raise refuse(f"{at}.type", text)
+        items.append({**made, "id": name} if name else made)
     note(Fate.DROPPED, "items", dropped)
+    note(Fate.DROPPED, "parts", dropped_parts)
     return items
 
 
 def _kind(item: Mapping[str, Any], at: str) -> str:
-    """The type of an item: that of a reference if it has nothing but its id."""
-    if "id" in item and not item.keys() - {"id", "type", "status"}:
-        return REFERENCE
-    kind = item.get("type") or ("message" if "role" in item else None)
+    """The type of an item. One of a served type is a reference if it has nothing but its id."""
+    alone = bool(item.get("id")) and not item.keys() - {"id", "type", "status"}
+    default = "message" if "role" in item else REFERENCE if alone else None
+    kind = item.get("type") or default
     if not isinstance(kind, str):
         raise refuse(f"{at}.type", f"{at}.type must be a string")
-    return kind
+    return REFERENCE if alone and ITEMS.get(kind) is SERVED else kind
 
 
-def _parsed(kind: Any, item: Mapping[str, Any], at: str) -> Item:
+def _parsed(kind: Any, item: Mapping[str, Any], at: str) -> Any:
     try:
-        parsed = kind.model_validate(item)
+        return kind.model_validate(item)
     except ValidationError as error:
         raise first_error(error, at) from None
-    made: Item = parsed.normalized(at)
-    return {**made, "id": parsed.id} if parsed.id else made
 
 
 def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -262,37 +261,47 @@ class _Turns:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self._unanswered: set[str] = set()  # the ids of calls
-        self._held: list[str] = []  # texts of the client, until these are answered
+        self._held: list[tuple[str, str]] = []  # roles and texts, until these are answered
+        self._noted: dict[str, Any] = {}  # the last turn whose content is what was noted alone
 
     def end(self) -> None:
         held, self._held = self._held, []
-        for text in held:
-            self.note(text, of_client=True)
+        for role, text in held:
+            self._add_note(role, text)
 
     def note(self, text: str, *, of_client: bool) -> None:
         """Adds what is kept of an item to a turn that is there, or to a new one: nothing stands
         between calls and their answers."""
-        if of_client and self._unanswered:
-            self._held.append(text)
-            return
         role = "user" if of_client else "assistant"
+        if self._unanswered and self.messages[-1]["role"] != role:
+            self._held.append((role, text))
+        else:
+            self._add_note(role, text)
+
+    def _add_note(self, role: str, text: str) -> None:
         if not self.messages or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": None})
         turn = self.messages[-1]
-        turn["content"] = [*(turn["content"] or ()), {"type": "text", "text": text}]
+        if not turn["content"]:
+            turn["content"], self._noted = [], turn
+        turn["content"].append({"type": "text", "text": text})
 
     def say(self, role: str, texts: list[str]) -> None:
         self._unanswered.clear()
         self.end()
         parts = [{"type": "text", "text": text} for text in texts]
         rules = ("system", "developer")
+        last = self.messages[-1] if self.messages else {}
+        first_rules = role in rules and len(self.messages) == 1 and last["role"] in rules
+        after_notes = last is self._noted and last.get("role") == role
         if role == "assistant":
             turn = self._turn(open_to=("reasoning_content",))
-            turn["content"] = parts
-        elif role in rules and len(self.messages) == 1 and self.messages[0]["role"] in rules:
-            self.messages[0]["content"] += parts
+            turn["content"] = [*(turn["content"] or ()), *parts]
+        elif first_rules or after_notes:
+            last["content"] += parts
         else:
             self.messages.append({"role": role, "content": parts})
+        self._noted = {}
 
     def think(self, texts: list[str]) -> None:
         if texts:
@@ -319,8 +328,10 @@ class _Turns:
             self.end()
 
     def _turn(self, open_to: tuple[str, ...]) -> dict[str, Any]:
-        """The assistant's last turn if it has nothing else yet, or a new one."""
+        """The assistant's last turn if it has nothing else yet but notes, or a new one."""
         last = self.messages[-1] if self.messages else {}
+        if last is self._noted:
+            open_to = (*open_to, "content")
         if last.get("role") != "assistant" or any(
             last.get(key) and key not in open_to for key in ("content", "tool_calls")
         ):
@@ -330,9 +341,14 @@ class _Turns:
 
 
 def _texts(
-    content: str | Sequence[Mapping[str, Any]], at: str, *, history: bool = False
+    content: str | Sequence[Mapping[str, Any]],
+    at: str,
+    dropped: list[str],
+    *,
+    history: bool = False,
 ) -> list[str]:
-    """Raises ServiceError for a part that is no text; `history`: unknown ones are dropped."""
+    """Adds the kinds of parts that say nothing to `dropped`: of `history`, unknown ones as well.
+    Raises ServiceError for another part that is no text."""
     if isinstance(content, str):
         return [content]
     texts = []
@@ -340,6 +356,7 @@ def _texts(
         kind = str(part.get("type"))
         fate = PARTS.get(kind, DROPPED if history else REFUSED).fate
         if fate is Fate.DROPPED:
+            dropped.append(kind)
             continue
         if fate is Fate.REFUSED:
             text = f"parts of type {quoted(kind)} are not supported by this server, only text"

@@ -7,6 +7,8 @@ events may be JsonPieces: an answer holds its log-probabilities as their text.
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from pydantic_core import to_json
+
 from pdserve.gateway.choice import Delta, ScoredToken
 from pdserve.gateway.http.answers.json_text import JsonList, JsonPieces, array_json, object_json
 from pdserve.gateway.openai.custom_input import CustomInput
@@ -16,6 +18,7 @@ from pdserve.gateway.requests.tool_use import Tool
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 Event = dict[str, Any]
+_SUMMARY = "response.reasoning_summary"  # the beginning of the names of a summary's events
 _NO_TOOLS: Mapping[str, OfferedTool] = {}
 
 
@@ -23,13 +26,19 @@ class ResponseOutput:
     """Parts of one kind that follow each other are one item."""
 
     def __init__(
-        self, suffix: str, *, logprobs: bool, offered: Mapping[str, OfferedTool] = _NO_TOOLS
+        self,
+        suffix: str,
+        *,
+        logprobs: bool,
+        summarized: bool = False,
+        offered: Mapping[str, OfferedTool] = _NO_TOOLS,
     ) -> None:
-        """`suffix` makes the items' ids this response's. `offered`: the client's tools by the
-        names that the model knows."""
+        """`suffix` makes the items' ids this response's. `summarized`: reasoning is given as its
+        summary, too. `offered`: the client's tools by the names that the model knows."""
         self.items: list[JsonPieces] = []
         self._suffix = suffix
         self._logprobs = logprobs
+        self._reasoning = _SUMMARIZED if summarized else _REASONING
         self.offered = offered
         self._open: _OpenItem | None = None
         self._unplaced: list[ScoredToken] = []  # of text that is yet to come
@@ -60,7 +69,7 @@ class ResponseOutput:
             kind = "ctc" if tool.custom else "fc"
             self._open = _OpenCall(f"{kind}_{self._suffix}_{number}", number, part, tool)
         elif isinstance(part, ReasoningPart):
-            self._open = _OpenText(f"rs_{self._suffix}_{number}", number, _REASONING)
+            self._open = _OpenText(f"rs_{self._suffix}_{number}", number, self._reasoning)
         else:
             self._open = _OpenText(f"msg_{self._suffix}_{number}", number, _MESSAGE)
         yield from self._open.begin()
@@ -99,15 +108,23 @@ class _TextKind:
     """How an item is written whose content is one text."""
 
     def __init__(
-        self, part: type[TextPart | ReasoningPart], event: str, item: dict[str, Any]
+        self,
+        part: type[TextPart | ReasoningPart],
+        event: str,
+        item: dict[str, Any],
+        *,
+        summarized: bool = False,
     ) -> None:
         self.part = part
         self.event = event  # the beginning of its events' names
         self.item = item
+        self.summarized = summarized  # the text is also the summary
 
 
 _MESSAGE = _TextKind(TextPart, "output_text", {"type": "message", "role": "assistant"})
-_REASONING = _TextKind(ReasoningPart, "reasoning_text", {"type": "reasoning", "summary": []})
+_THOUGHT: dict[str, Any] = {"type": "reasoning", "summary": []}
+_REASONING = _TextKind(ReasoningPart, "reasoning_text", _THOUGHT)
+_SUMMARIZED = _TextKind(ReasoningPart, "reasoning_text", _THOUGHT, summarized=True)
 
 
 class _OpenText:
@@ -117,6 +134,7 @@ class _OpenText:
         self.item = {"id": name, **kind.item, "status": "in_progress", "content": []}
         self._at = {"item_id": name, "output_index": index}
         self._within = {**self._at, "content_index": 0}
+        self._of_summary = {**self._at, "summary_index": 0}
         self._kind = kind
         self._pieces: list[str] = []
         self._logprobs = JsonList()
@@ -129,8 +147,11 @@ class _OpenText:
         yield {
             "type": "response.content_part.added",
             **self._within,
-            "part": object_json(self._part()),
+            "part": object_json(self._part("")),
         }
+        if self._kind.summarized:
+            part = {"type": "summary_text", "text": ""}
+            yield {"type": f"{_SUMMARY}_part.added", **self._of_summary, "part": part}
 
     def push(self, part: ContentPart, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         assert not isinstance(part, ToolCallPart)
@@ -139,24 +160,32 @@ class _OpenText:
         kind = f"response.{self._kind.event}.delta"
         more = {"logprobs": logprobs} if self._has_logprobs else {}
         yield {"type": kind, **self._within, "delta": part.text, **more}
+        if self._kind.summarized:
+            yield {"type": f"{_SUMMARY}_text.delta", **self._of_summary, "delta": part.text}
 
     def close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         self._logprobs.extend(logprobs)
-        part = self._part()
+        whole = JsonPieces((to_json("".join(self._pieces)),))
+        part = self._part(whole)
         more = {"logprobs": part["logprobs"]} if self._has_logprobs else {}
         done = f"response.{self._kind.event}.done"
-        yield {"type": done, **self._within, "text": part["text"], **more}
+        yield {"type": done, **self._within, "text": whole, **more}
         text = object_json(part)
         yield {"type": "response.content_part.done", **self._within, "part": text}
         self.item = {**self.item, "status": status, "content": array_json([text])}
+        if self._kind.summarized:
+            yield {"type": f"{_SUMMARY}_text.done", **self._of_summary, "text": whole}
+            summary = object_json({"type": "summary_text", "text": whole})
+            yield {"type": f"{_SUMMARY}_part.done", **self._of_summary, "part": summary}
+            self.item["summary"] = array_json([summary])
         yield _item_event("done", self._at, self.item)
 
     @property
     def _has_logprobs(self) -> bool:
         return self._kind is _MESSAGE
 
-    def _part(self) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": self._kind.event, "text": "".join(self._pieces)}
+    def _part(self, text: str | JsonPieces) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": self._kind.event, "text": text}
         if self._has_logprobs:
             part |= {"annotations": [], "logprobs": self._logprobs.pieces()}
         return part

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import CodedError
@@ -19,7 +19,7 @@ from pdserve.gateway.openai.responses.items import (
 )
 from pdserve.gateway.openai.responses.members import ITEMS
 from pdserve.gateway.openai.responses.schema import InputTokensBody
-from pdserve.gateway.openai.responses.tools import Offer, parse_tools, tool_use
+from pdserve.gateway.openai.responses.tools import parse_tools, tool_use
 from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.requests.completions import ChatCompletionRequest
 from pdserve.gateway.requests.members import SERVED
@@ -49,7 +49,7 @@ class ResponsePrompt:
         self._bodies = bodies
         self._store = store
         self._items = parse_input(body.input)
-        self.offer = self._offer(self._items)
+        self.offer = parse_tools(body.tools or ())
 
     async def items(self) -> list[Item]:
         """The whole conversation. Raises ServiceError."""
@@ -62,7 +62,9 @@ class ResponsePrompt:
 
     def request(self, items: list[Item], sampling: RequestedSampling) -> ChatCompletionRequest:
         """Raises ServiceError."""
-        self.offer = self._offer(items)
+        lists = [i["tools"] for i in items if "tools" in i and ITEMS.get(i["type"]) is SERVED]
+        if lists:
+            self.offer = self.offer.with_more(lists)
         body = self._body
         template = TemplateInput(
             conversation(body.instructions, items),
@@ -71,12 +73,6 @@ class ResponsePrompt:
         )
         use = tool_use(self.offer, body.tool_choice, body.parallel_tool_calls is not False)
         return ChatCompletionRequest(body.model, template, sampling, tool_use=use)
-
-    def _offer(self, items: Sequence[Item]) -> Offer:
-        """The tools of the request and of its items."""
-        offer = parse_tools(self._body.tools or ())
-        lists = [i["tools"] for i in items if "tools" in i and ITEMS.get(i["type"]) is SERVED]
-        return offer.with_more(lists) if lists else offer
 
     async def _resolved(self, earlier: Sequence[Item]) -> list[Item]:
         """The items of the request, with those that it refers to."""
@@ -99,9 +95,9 @@ class ResponsePrompt:
             found = await self._store.find(self._caller.tenant.id, f"resp_{written[1]}")
             if found is not None:
                 text = found.items if written[2] else found.response
+                self._bodies.hold(self._caller, PARSED_RATIO * len(text))
                 value = from_json(text)
                 items = value if written[2] else value["output"]
-                self._bodies.hold(self._caller, PARSED_RATIO * len(to_json(items)))
                 known.update((item["id"], item) for item in items)
         if name not in known:
             where = "was not found" if self._store else "is not kept: this server keeps none"

@@ -66,7 +66,9 @@ class ResponseReply:
         self._id = f"resp_{self._suffix}"
         self._caller = caller.of_body(self._id, body.session_id, body.user)
         self._created = int(time.time())
-        self._output = ResponseOutput(self._suffix, logprobs=body.logprobs)
+        self._output = ResponseOutput(
+            self._suffix, logprobs=body.logprobs, summarized=body.summarized
+        )
         self._model = body.model
         self._params: Object = {}
         self._num_events = 0
@@ -120,12 +122,14 @@ class ResponseReply:
     def error_object(self, error: HttpError) -> Object:
         return error_object(error)
 
-    def ping(self) -> SentEvent:
-        """Events that say that the response goes on: clients count no others as a sign of life."""
+    def ping(self) -> bytes:
+        """Events that say that the response goes on: clients count no others as a sign of life.
+        Instructions, tools and output, which may be long, are in other events alone."""
         if not self._num_events:
-            return _framed(*self._opening())
-        going_on = object_json(self._object("in_progress"))
-        return _framed(self._numbered({"type": IN_PROGRESS, "response": going_on}))
+            return _pieces(*self._opening()).text()
+        short: Object = {"instructions": None, "output": [], "tools": []}
+        going_on = object_json({**self._object("in_progress"), **short})
+        return _pieces(self._numbered({"type": IN_PROGRESS, "response": going_on})).text()
 
     def _opening(self) -> list[Event]:
         """The first two events."""
@@ -216,7 +220,10 @@ class ResponseReply:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {"effort": body.effort, "summary": None},
+            "reasoning": {
+                "effort": body.effort,
+                "summary": "detailed" if body.summarized else None,
+            },
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": self._keeps,
@@ -232,7 +239,11 @@ class ResponseReply:
 
 
 def _framed(*events: Event) -> SentEvent:
+    return sent_event(_pieces(*events))
+
+
+def _pieces(*events: Event) -> JsonPieces:
     pieces = JsonPieces()
     for event in events:
         pieces += (b"event: %b\ndata: " % event["type"].encode(), *object_json(event), b"\n\n")
-    return sent_event(pieces)
+    return pieces

@@ -67,7 +67,7 @@ class TextConfig(StrictModel):
 
 class ReasoningConfig(StrictModel):
     effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
-    summary: Any = None  # the whole reasoning is shown, so there is none
+    summary: Any = None  # unless null, the whole reasoning is given as its summary, too
 
 
 class InputTokensBody(ThinkingFields):
@@ -86,6 +86,10 @@ class InputTokensBody(ThinkingFields):
     @property
     def effort(self) -> str | None:
         return self.reasoning.effort if self.reasoning else None
+
+    @property
+    def summarized(self) -> bool:
+        return self.reasoning is not None and self.reasoning.summary is not None
 
     def template_variables(self, effort: str | None) -> dict[str, Any]:
         """Variables of a template; `effort`: that of an item, which replaces the request's. Raises

@@ -1,6 +1,6 @@
 """The tools of /v1/responses: which are offered, and which of them an answer may or must call."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -46,9 +46,14 @@ class Offer:
     def with_more(self, lists: Sequence[Sequence[Mapping[str, Any]]]) -> "Offer":
         """The offer with tools that items have, where their names are new. Raises ServiceError."""
         tools = dict(self.tools)
+        left_out: list[str] = []
         for more in lists:
-            for name, one in parse_tools(more, "input: tools").tools.items():
-                tools.setdefault(name, one)
+            added: dict[str, OfferedTool] = {}
+            _add_tools(added, left_out, more, "input: tools", offered=tools)
+            tools |= added
+            if len(tools) > MAX_TOOLS:
+                break
+        note(Fate.LEFT_OUT, "tools", left_out)
         check_tools([one.tool for one in tools.values()])
         return Offer(tools, self.shown)
 
@@ -128,12 +133,27 @@ class _Allowed(StrictModel):
     tools: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-def parse_tools(given: Sequence[Mapping[str, Any]], at: str = "tools") -> Offer:
+def parse_tools(given: Sequence[Mapping[str, Any]]) -> Offer:
     """The tools that can be served. Raises ServiceError for a wrong one, or one whose name another
     has."""
     tools: dict[str, OfferedTool] = {}
-    shown: list[dict[str, Any]] = []
     left_out: list[str] = []
+    shown = _add_tools(tools, left_out, given, "tools")
+    note(Fate.LEFT_OUT, "tools", left_out)
+    check_tools([one.tool for one in tools.values()])
+    return Offer(tools, shown)
+
+
+def _add_tools(
+    tools: dict[str, OfferedTool],
+    left_out: list[str],
+    given: Sequence[Mapping[str, Any]],
+    at: str,
+    offered: Container[str] = (),
+) -> list[dict[str, Any]]:
+    """Adds those to `tools` that can be served and whose names are not `offered`, and the types of
+    others to `left_out`. Returns how a response shows them."""
+    shown: list[dict[str, Any]] = []
     for index, tool in enumerate(given):
         here = f"{at}[{index}]"
         kind = _kind(tool, here)
@@ -141,38 +161,42 @@ def parse_tools(given: Sequence[Mapping[str, Any]], at: str = "tools") -> Offer:
             left_out.append(kind)
         elif kind == "namespace":
             group = _parsed(Namespace, tool, here)
-            within = list(_parsed_tools(group.tools, f"{here}.tools"))
-            for place, parsed in within:
-                one = parsed.offered(place)
-                name = joined_name(group.name, one.name)
-                _add(tools, name, replace(one, namespace=group.name), place)
+            members = []
+            for place, member in enumerate(group.tools):
+                within = f"{here}.tools[{place}]"
+                if _is_offered(member, offered, group.name):
+                    continue
+                parsed = _parsed_tool(member, within)
+                one = replace(parsed.offered(within), namespace=group.name)
+                _add(tools, joined_name(group.name, one.name), one, within)
+                members.append(parsed.shown())
             about = {} if group.description is None else {"description": group.description}
-            members = [parsed.shown() for _, parsed in within]
             shown.append({"type": "namespace", "name": group.name, **about, "tools": members})
-        else:
-            for place, parsed in _parsed_tools([tool], at, index):
-                one = parsed.offered(place)
-                _add(tools, one.name, one, place)
-                shown.append(parsed.shown())
-    note(Fate.LEFT_OUT, "tools", left_out)
-    check_tools([one.tool for one in tools.values()])
-    return Offer(tools, shown)
+        elif not _is_offered(tool, offered):
+            parsed = _parsed_tool(tool, here)
+            one = parsed.offered(here)
+            _add(tools, one.name, one, here)
+            shown.append(parsed.shown())
+    return shown
 
 
-def _parsed_tools(
-    given: Sequence[Mapping[str, Any]], at: str, first: int = 0
-) -> Iterator[tuple[str, FunctionTool | CustomTool]]:
-    """Functions and custom tools, and where they stand."""
-    for index, tool in enumerate(given, first):
-        here = f"{at}[{index}]"
-        kind = _kind(tool, here)
-        if kind not in ("function", "custom"):
-            what = "is not supported by this server, only 'function' and 'custom'"
-            raise refuse(f"{here}.type", f"{here}.type: {quoted(kind)} {what}")
-        if kind == "function":
-            yield here, _parsed(FunctionTool, tool, here)
-        else:
-            yield here, _parsed(CustomTool, tool, here)
+def _is_offered(
+    tool: Mapping[str, Any], offered: Container[str], namespace: str | None = None
+) -> bool:
+    """Whether a tool that is yet to be checked has one of these names."""
+    name = tool.get("name")
+    return isinstance(name, str) and joined_name(namespace, name) in offered
+
+
+def _parsed_tool(tool: Mapping[str, Any], at: str) -> FunctionTool | CustomTool:
+    """A function or a custom tool."""
+    kind = _kind(tool, at)
+    if kind not in ("function", "custom"):
+        what = "is not supported by this server, only 'function' and 'custom'"
+        raise refuse(f"{at}.type", f"{at}.type: {quoted(kind)} {what}")
+    if kind == "function":
+        return _parsed(FunctionTool, tool, at)
+    return _parsed(CustomTool, tool, at)
 
 
 def _add(tools: dict[str, OfferedTool], name: str, one: OfferedTool, at: str) -> None:

@@ -2,13 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pdserve.gateway.http.answers import replies
 from pdserve.gateway.http.answers.held_answers import HeldAnswers
 from pdserve.gateway.http.answers.replies import DROP, HELD, KEEPS_UP, EventStream
 from pdserve.gateway.http.dialect import HttpLimits
+from pdserve.protos.common_pb2 import INVALID_ARGUMENT
+from pdserve.services.host.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
 LIMITS = HttpLimits(1 << 20, 1 << 20, 10.0, 100, 0.2)
@@ -37,13 +41,15 @@ class Client:
     def drop(self) -> None:
         self.dropped = True
 
-    async def ask(self, events: AsyncGenerator[bytes, None]) -> None:
+    async def ask(
+        self, events: AsyncGenerator[bytes, None], errors: Any = None, ping: Any = None
+    ) -> None:
         async def receive() -> Any:
             await asyncio.Event().wait()
 
         extensions = {KEEPS_UP: self.keeps_up, DROP: self.drop, HELD: HeldAnswers(1 << 20)}
         scope = {"type": "http", "extensions": extensions}
-        await EventStream(events, None, LIMITS)(scope, receive, self.send)  # type: ignore[arg-type]
+        await EventStream(events, errors, LIMITS, ping=ping)(scope, receive, self.send)
 
 
 class Source:
@@ -117,3 +123,35 @@ async def test_a_client_that_lags_and_goes_on_gets_all():
     await client.ask(source.events())
     assert b"".join(client.taken) == b"".join(b"%04d" % number for number in range(200))
     assert source.closed
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_one_head_comes_before_all_else(monkeypatch: pytest.MonkeyPatch, fails: bool):
+    """Also while the other task still sends it, or an error instead."""
+    monkeypatch.setattr(replies, "HEAD_S", 0.0)
+    monkeypatch.setattr(replies, "SILENCE_S", 0.01)
+    sent: list[tuple[str, int]] = []
+
+    class SlowHead(Client):
+        async def send(self, message: Any) -> None:
+            if message["type"] == "http.response.start":
+                await asyncio.sleep(0.05)
+            sent.append((message["type"].rpartition(".")[2], message.get("status", 0)))
+
+        def keeps_up(self) -> bool:
+            return True
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        if fails:
+            raise ServiceError(INVALID_ARGUMENT, "no")
+        await asyncio.sleep(0.02)
+        yield b"event"
+
+    shape = SimpleNamespace(statuses={}, error_object=lambda error: {"error": error.message})
+    await SlowHead(0).ask(events(), shape, lambda: b"ping")
+    if fails:
+        assert sent == [("start", 400), ("body", 0)]
+    else:
+        assert sent[0] == ("start", 200)
+        assert {kind for kind, _ in sent[1:]} == {"body"}
+        assert len(sent) > 2

@@ -120,6 +120,24 @@ async def test_a_silent_stream_has_pings(serve, make_http, short, subtests, over
                 assert 2 <= text.count(": ping\n\n") <= 4
 
 
+async def test_a_ping_of_a_response_repeats_nothing_long(make_http, short):
+    async def play(router: FakeRouter, start: pb.Start) -> Any:
+        async for event in saying("hello")(router, start):
+            if event.HasField("finished"):
+                await asyncio.sleep(2.5 * SILENCE_S)
+            yield event
+
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    body = {**BODIES[RESPONSES], "instructions": "be short", "tools": [tool]}
+    events = sent((await make_http(play).post(RESPONSES, json=body)).text)
+    opening, *pings = [e["response"] for e in events if e["type"] == "response.in_progress"]
+    assert len(pings) == 2
+    assert len(events[-1]["response"]["output"]) == 1
+    assert (opening["instructions"], len(opening["tools"])) == ("be short", 1)
+    for ping in pings:
+        assert ping == {**opening, "instructions": None, "output": [], "tools": []}
+
+
 async def test_an_early_refusal_keeps_its_status(serve, subtests):
     for code, status in (
         (pb.CONTEXT_LENGTH_EXCEEDED, 400), (pb.MODEL_NOT_FOUND, 404), (pb.OVERLOADED, 429),

@@ -40,7 +40,7 @@ WITHOUT: dict[tuple[str, str], str] = {
         (RESPONSES, name): SHOWN
         for name in ("metadata", "safety_identifier", "prompt_cache_key")
     },
-    **{(path, "reasoning.summary"): ONE for path in (CHAT, RESPONSES)},
+    (CHAT, "reasoning.summary"): ONE,
     (MESSAGES, "thinking.display"): ONE,
     **{(MESSAGES, name): WHOSE for name in ("metadata", "metadata.user_id")},
     **{

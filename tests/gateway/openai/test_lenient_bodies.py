@@ -343,3 +343,15 @@ async def test_a_choice_of_tools_as_an_object(make_http, subtests):
             for other in others:
                 assert one.params == other.params
                 assert list(one.prompt_ids) == list(other.prompt_ids)
+
+
+async def test_parts_that_are_dropped_are_logged_once(make_http, caplog, subtests):
+    strange = [{"type": "text", "text": "a"}, {"type": "a_part_of_tomorrow"}]
+    turns = [*HI, {"role": "assistant", "content": strange}] * 2 + HI
+    thought = {"type": "reasoning", "summary": [], "content": strange}
+    for url, body in ((CHAT, {"messages": turns}), ("/v1/responses", {"input": [*turns, thought]})):
+        with subtests.test(url), caplog.at_level("INFO"):
+            caplog.clear()
+            reply = await make_http(saying("x")).post(url, json=body)
+            assert reply.status_code == 200, reply.text
+            assert caplog.text.count("dropped and logged: parts 'a_part_of_tomorrow'") == 1

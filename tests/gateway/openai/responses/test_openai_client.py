@@ -368,7 +368,7 @@ async def test_structure_and_effort_reach_the_pipeline(connect):
         "reasoning_effort": "none", "enable_thinking": False, "thinking": False, "verbosity": "low"
     }  # fmt: skip
     assert answer.text.format.schema_ == schema
-    assert answer.reasoning.effort == "none"
+    assert (answer.reasoning.effort, answer.reasoning.summary) == ("none", "detailed")
     await client.responses.create(
         model="tiny", input="hi", text={"format": {"type": "json_object"}}
     )

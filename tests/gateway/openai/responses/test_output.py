@@ -47,6 +47,14 @@ def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             item["arguments"] += event["delta"]
         elif kind == "function_call_arguments.done":
             assert item["arguments"] == event["arguments"]
+        elif kind == "reasoning_summary_part.added":
+            item["summary"] = [{**event["part"]}]
+        elif kind == "reasoning_summary_part.done":
+            assert item["summary"] == [event["part"]]
+        elif kind == "reasoning_summary_text.delta":
+            item["summary"][event["summary_index"]]["text"] += event["delta"]
+        elif kind == "reasoning_summary_text.done":
+            assert item["summary"][event["summary_index"]]["text"] == event["text"]
         elif kind.endswith("_text.delta"):
             item["content"][0]["text"] += event["delta"]
         else:
@@ -59,11 +67,12 @@ def test_events_add_up_to_the_items() -> None:
     answers = [random_answer(random.Random(seed)) for seed in range(500)]
     assert sum(len(said(deltas)) > 3 for deltas in answers) > 100
     for deltas in answers:
-        check(deltas)
+        for summarized in (False, True):
+            check(deltas, summarized)
 
 
-def check(deltas: list[Delta]) -> None:
-    output = ResponseOutput("x", logprobs=False)
+def check(deltas: list[Delta], summarized: bool) -> None:
+    output = ResponseOutput("x", logprobs=False, summarized=summarized)
     events = [sent(event) for delta in deltas for event in output.push(delta)]
     items = [plain(item) for item in output.items]
     assert rebuilt(events) == items
@@ -74,6 +83,10 @@ def check(deltas: list[Delta]) -> None:
     ]  # fmt: skip
     assert told == (said(deltas) or [("TextPart", "")])
     ends = {"length": "incomplete"}.get(deltas[-1].finish or "", "completed")
+    for item in items:
+        if item["type"] == "reasoning":
+            text = {"type": "summary_text", "text": item["content"][0]["text"]}
+            assert item["summary"] == ([text] if summarized else [])
     statuses = [item["status"] for item in items]
     assert statuses == ["completed"] * (len(statuses) - 1) + [ends]
 

@@ -18,7 +18,7 @@ from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.openai.responses.items import MAX_ITEMS, conversation, parse_input
 from pdserve.gateway.openai.responses.members import TOOL_CHOICES, TOOLS
 from pdserve.gateway.openai.responses.schema import ResponsesBody
-from pdserve.gateway.openai.responses.tools import Offer, parse_tools, tool_use
+from pdserve.gateway.openai.responses.tools import FunctionTool, Offer, parse_tools, tool_use
 from pdserve.gateway.requests.members import LEFT_OUT, Fate
 from pdserve.gateway.requests.tool_use import ToolUse
 from pdserve.gateway.text.parts import TextPart
@@ -29,6 +29,7 @@ URL = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "tiny", "input": "hi"}
 WANTED = (True, 7, "x", ["x"], {"x": "x"})  # of each kind of value, one that asks for something
 TOOL = {"type": "function", "name": "f"}
+HI = {"role": "user", "content": "hi"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
@@ -99,6 +100,12 @@ WRONG = [
     ({"input": []}, "input"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
     ({"input": [{"id": "msg_x_0"}]}, "input[0].id"),
+    ({"input": [{"type": "item_reference", "id": ""}]}, "input[0].id"),
+    (
+        {"input": [{**HI, "id": "a"}, {"type": "web_search_call", "id": [1]}, {"id": "a"}]},
+        "input[1].id",
+    ),
+    ({"input": [{"type": "additional_tools", "tools": [TOOL] * 1025}]}, "input[0].tools"),
     ({"input": [{"content": "x"}]}, "input[0].type"),
     ({"input": [{"type": "compaction_trigger"}]}, "input[0].type"),
     ({"input": [{"type": "input_image", "image_url": "u"}]}, "input[0].type"),
@@ -224,7 +231,8 @@ async def test_what_the_template_refuses_is_the_input(make_http, path):
         check(await client.post(path, json=body), 400, "input", "context_length_exceeded")
 
 
-async def test_what_is_kept_counts_as_a_body_while_it_is_used(make_http):
+@pytest.mark.parametrize("by_item", [False, True])
+async def test_what_is_kept_counts_as_a_body_while_it_is_used(make_http, by_item):
     """Else small requests could bring along as much as they like."""
     held = asyncio.Event()
 
@@ -241,7 +249,11 @@ async def test_what_is_kept_counts_as_a_body_while_it_is_used(make_http):
     router = FakeRouter(play, [card], blobs)
     client = make_http(router, responses=MemoryStore(), bounds=bounds)
     first = await client.post(URL, json={**ASKED, "input": "x" * 40_000})
-    more = {**ASKED, "previous_response_id": first.json()["id"]}
+    name = first.json()["id"]
+    more = {**ASKED, "previous_response_id": name}
+    if by_item:
+        items = (await client.get(f"{URL}/{name}/input_items")).json()["data"]
+        more = {**ASKED, "input": [{"id": items[0]["id"]}]}
     waiting = asyncio.create_task(client.post(URL, json=more))
     await held.wait()
     reply = await client.post(URL, json=more)
@@ -406,19 +418,20 @@ HISTORY = [
     {"type": "compaction", "encrypted_content": "SECRET"},
     {"type": "reasoning", "summary": [], "encrypted_content": "SECRET"},
     {"type": "an_item_of_tomorrow", "id": "x", "content": "said", "encrypted_content": "SECRET"},
+    {"type": "file_search_call", "id": "fs_1", "status": "completed"},
 ]
 
 
 async def test_other_items_of_history_are_kept_as_text_or_dropped(make_http):
     router = ToolModel("x")
     client = make_http(router, responses=MemoryStore())
-    said = {"role": "user", "content": "hi"}
-    answer = (await client.post(URL, json={**ASKED, "input": [*HISTORY, said]})).json()
+    answer = (await client.post(URL, json={**ASKED, "input": [*HISTORY, HI]})).json()
     for text in ("cats", "ls", "a.txt", "b.txt", "c.txt", "+d", "said"):
         assert text in router.prompt(0)
     assert "SECRET" not in router.prompt(0)
     page = (await client.get(f"{URL}/{answer['id']}/input_items?order=asc")).json()["data"]
     assert page[0] == HISTORY[0]
+    assert page[7:9] == [{"type": "an_item_of_tomorrow", "id": "x", "content": "said"}, HISTORY[9]]
     more = {**ASKED, "previous_response_id": answer["id"]}
     assert (await client.post(URL, json=more)).status_code == 200
     assert "cats" in router.prompt(1)
@@ -430,6 +443,27 @@ def test_nothing_stands_between_a_call_and_its_answer() -> None:
     assert [turn["role"] for turn in made] == ["assistant", "tool", "user"]
     assert "cats" in made[0]["content"][0]["text"]
     assert len(made[2]["content"]) == 2
+
+
+def test_what_is_kept_as_text_leaves_turns_as_they_are(subtests) -> None:
+    said = {"role": "assistant", "content": "a"}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
+    output = {"type": "function_call_output", "call_id": "c", "output": "r"}
+    search, printed = HISTORY[0], HISTORY[2]
+    another = [{**item, "call_id": "d"} for item in (CALL, output)]
+    for items, roles in (
+        ([HI, search, said, HI], "user assistant user"),
+        ([HI, search, thought, search, said, CALL, output, search, said, HI],
+         "user assistant tool assistant user"),
+        ([said, printed, HI, said], "assistant user assistant"),
+        ([CALL, another[0], output, search, printed, another[1], HI],
+         "assistant tool tool assistant user"),
+    ):  # fmt: skip
+        with subtests.test(roles):
+            made = conversation(None, parse_input(items))
+            assert " ".join(turn["role"] for turn in made) == roles
+            assert str(made).count("cats") == items.count(search)
+            assert str(made).count("'a'") == items.count(said)
 
 
 def test_arguments_that_are_no_object_reach_the_template_as_they_are() -> None:
@@ -455,6 +489,28 @@ async def test_tools_and_effort_of_items_count(make_http):
         tools = re.search(r"tools:([ \w]*)<", router.prompt(number))
         assert tools is not None
         assert tools[1].split() == ["f", "spawn", "g"]
+
+
+async def test_tools_of_items_are_looked_at_once(make_http, monkeypatch, caplog):
+    """Those whose names are offered are not checked again."""
+    names: list[str] = []
+    validate = FunctionTool.model_validate
+
+    def count(value: Any) -> FunctionTool:
+        names.append(value["name"])
+        return validate(value)
+
+    monkeypatch.setattr(FunctionTool, "model_validate", count)
+    many = [{**TOOL, "name": f"f{number}"} for number in range(40)]
+    found = {"type": "tool_search_output", "tools": [*HOSTED, *many, namespace(SPAWN)]}
+    again = {**found, "tools": [{**TOOL, "parameters": "wrong"}, *found["tools"]]}
+    client = make_http(ToolModel("x"), bounds=LARGE)
+    with caplog.at_level("INFO"):
+        body = {**ASKED, "tools": [TOOL], "input": [found, *[again] * 59, HI]}
+        reply = await client.post(URL, json=body)
+    assert reply.status_code == 200, reply.json()
+    assert sorted(names) == sorted(["f", *(tool["name"] for tool in many), "spawn"])
+    assert caplog.text.count("left out and logged") == 1
 
 
 async def test_items_of_kept_responses_are_referred_to(make_http):
