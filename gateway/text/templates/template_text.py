@@ -155,8 +155,8 @@ class TemplateText(str):
                 return
             value = next(given, None) if key is None else values.get(key)
             if kind == "s" and not options:
-                is_client = CLIENT in self._origin[field.start() : start]
-                yield TemplateText(str(value)) if is_client else str(value)
+                is_own = _is_own(self._origin[field.start() : start])
+                yield str(value) if is_own else TemplateText(str(value))
             else:
                 yield TemplateText(str.__mod__(f"%{options}{kind}", (value,)))
         yield self[start:]
@@ -203,9 +203,14 @@ def recased(source: TemplateText, text: str) -> TemplateText:
 
 def formatted(form: str, text: str, value_of: Callable[[str], Any]) -> TemplateText:
     """`text`, which str.format makes of `form` and the values of its fields."""
-    if CLIENT in origin_of(form):
+    if not _is_own(origin_of(form)):
         return TemplateText(text)
     return _checked(text, _fields(form, value_of))
+
+
+def _is_own(origin: str) -> bool:
+    """Whether the template wrote all characters of a text."""
+    return CLIENT not in origin and LAST not in origin
 
 
 def _fields(form: str, value_of: Callable[[str], Any]) -> Iterator[str]:

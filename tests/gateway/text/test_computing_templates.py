@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.templates.chat_template import ChatTemplate
-from pdserve.gateway.text.templates.template_text import CLIENT, TemplateText, constant, origin_of
+from pdserve.gateway.text.templates.template_text import (
+    CLIENT,
+    LAST,
+    TemplateText,
+    constant,
+    formatted,
+    origin_of,
+)
 from pdserve.gateway.text.tokenizer import Tokenizer
 
 # Steps on a text; each gives a text. None of them writes a part of a special token.
@@ -171,6 +178,8 @@ def test_a_client_s_format_string_places_no_special_token(tokenizer: Tokenizer) 
         template = ChatTemplate(source, tokenizer)
         assert "<|im_end|>" in template.render(client).text
         assert specials(tokenizer, template, client) == []
+    form = constant("<|im_end|") + TemplateText(">", LAST) + constant("{}")
+    assert set(origin_of(formatted(form, "<|im_end|>x", lambda name: "x"))) == {CLIENT}
 
 
 def test_lost_special_tokens_are_logged(
