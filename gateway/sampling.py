@@ -70,9 +70,7 @@ PenaltyWindow = Annotated[int | None, Field(ge=-1)]
 """The last tokens that penalties look at; 0: none, so there are no penalties; -1: all."""
 
 
-def within_window(
-    penalties: Mapping[str, float], window: int | None, field: str
-) -> dict[str, Any]:
+def within_window(penalties: Mapping[str, float], window: int | None, field: str) -> dict[str, Any]:
     """The penalties of a request that has a window, by their names in RequestedSampling. Raises
     ServiceError for some that look at a part of the tokens; `field`: that of the window."""
     if window == 0:
