@@ -49,7 +49,7 @@ def reasoning_of(content: Sequence[ContentPart]) -> str:
 def arguments_object(text: str) -> dict[str, Any]:
     """The arguments of a call as an object; of a text that max_tokens has cut, what is there."""
     try:
-        value = from_json(text or "{}", allow_partial=True)
+        value = from_json(text or "{}", allow_inf_nan=False, allow_partial=True)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

@@ -4,16 +4,18 @@ from collections.abc import Callable
 from itertools import takewhile
 
 from pdserve.gateway.text.parsing.family import ContentParser, ThoughtParser
-from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, CallStream
-from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, text_of
+from pdserve.gateway.text.parsing.stream import CallStream
+from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
+
+MAX_HELD_CHARS = 1 << 16  # of a thought, from a call in it on
 
 
 class AnswerParser:
     """The calls in what `thoughts` leaves as text; either may be missing.
 
     A model may call a tool while it thinks and not close the thought. So what it thinks is held
-    back from the first call of a tool on: if the answer ends before the thought does, the call has
-    ended it, otherwise it is a part of it.
+    back from a call on, until text follows: then the call was an example. If the answer ends before
+    that, a whole call of a known tool has ended the thought.
     """
 
     def __init__(
@@ -27,6 +29,8 @@ class AnswerParser:
         self._calls = calls
         self._search = in_thought() if in_thought is not None else None
         self._held = ""  # of the thought
+        self._num_given = 0  # characters of it
+        self._first: int | None = None  # the call from which on nothing but calls has come
 
     def push(self, text: str) -> list[ContentPart]:
         if self._thoughts is None:
@@ -38,12 +42,12 @@ class AnswerParser:
         if self._thoughts is not None:
             parts = self._read(self._thoughts.finish(cut=cut))
         if self._search is not None and self._held:
-            self._search.finish(cut=cut)
+            assert self._calls is not None
+            parts += self._decided(self._search, self._search.finish(cut=cut))
             text, self._held = self._held, ""
-            if self._search.num_whole:
-                assert self._calls is not None
+            if self._first is not None and self._search.whole[-1:] >= [self._first]:
                 parts += self._calls.push(text.lstrip())
-            else:
+            elif text:
                 parts.append(ReasoningPart(text))
         return parts if self._calls is None else parts + self._calls.finish(cut=cut)
 
@@ -66,15 +70,22 @@ class AnswerParser:
     def _thought(self, search: CallStream, text: str) -> list[ContentPart]:
         """What is surely a thought."""
         self._held += text
-        size = 0
-        if not search.num_begun:
-            before = takewhile(lambda part: isinstance(part, TextPart), search.push(text))
-            size = len(text_of(list(before)))
-        elif not search.num_whole:
-            search.push(text)
-        if len(self._held) > MAX_CALL_CHARS:
-            self._search = None
-            size = len(self._held)
+        if len(self._held) <= MAX_HELD_CHARS:
+            return self._decided(search, search.push(text))
+        self._search = None
+        text, self._held = self._held, ""
+        return [ReasoningPart(text)]
+
+    def _decided(self, search: CallStream, parts: list[ContentPart]) -> list[ContentPart]:
+        """What is surely a thought, by the parts that have been found in it."""
+        for part in parts:
+            if not isinstance(part, ToolCallPart):
+                self._first = None
+            elif self._first is None:
+                self._first = part.index
+        end = search.num_decided if self._first is None else search.starts[self._first]
+        size = max(end - self._num_given, 0)
+        self._num_given += size
         text, self._held = self._held[:size], self._held[size:]
         return [ReasoningPart(text)] if text else []
 

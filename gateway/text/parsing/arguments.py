@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from pdserve.gateway.text.parsing.pieces import JsonLiteralPieces, encoded
+from pdserve.gateway.text.parsing.pieces import JsonLiteralPieces, OpenJson, encoded
 from pdserve.gateway.text.parsing.reader import BlockReader, Malformed, Pieces, T
 from pdserve.gateway.text.parsing.values import MAX_VALUES, Literals, json_text, json_value
 
@@ -37,6 +37,10 @@ class ToolSchemas:
     def __contains__(self, name: str) -> bool:
         """Whether there is a tool of that name."""
         return name in self._parameters
+
+    def knows(self, name: str, key: str) -> bool:
+        """Whether there is a tool of that name with such an argument."""
+        return self.call(name).knows(key)
 
     def call(self, name: str) -> "CallArguments":
         """What reads the arguments of one call of a tool, which need not be known."""
@@ -78,23 +82,27 @@ class CallArguments:
                 self._values_left -= literals.num_values
         return value if _types_of(value) & types else text
 
-    def pieces(self, key: str, texts: Pieces[T], *, json: bool = False) -> Pieces[T]:
-        """The JSON of a value whose text comes in pieces: a string is given as it comes, an object
-        or a list, too, where the schema allows no string. `json`: the value is JSON, or else a
-        string, whatever the schema says. Returns what `texts` returns. Raises CutOff, Malformed."""
+    def member(self, gap: str, key: str, texts: Pieces[T], *, json: bool = False) -> Pieces[T]:
+        """A member of the arguments as JSON, from the value's text in pieces; `gap` stands before
+        it. A string is given as it comes, an object or a list, too, where the schema allows no
+        string. `json`: the value is JSON, or else a string, whatever the schema says. Returns what
+        `texts` returns. Raises CutOff, Malformed."""
+        head = f"{gap}{json_text(key)}: "
         types = _OTHERS if json else self._types.of(key) if self._types is not None else _NOTHING
         form = _Form(types, quoted=json)
         while True:
             try:
                 text = next(texts)
             except StopIteration as ended:
-                yield from form.end(_json_or_text if json else lambda text: self.typed(key, text))
+                whole = _json_or_text if json else lambda text: self.typed(key, text)
+                yield head + "".join(form.end(whole))
                 result: T = ended.value
                 return result
             if text is None:
                 yield None
-            else:
-                yield from form.push(text)
+            elif piece := "".join(form.push(text)):
+                yield head + piece
+                head = ""
 
 
 def _json_or_text(text: str) -> Any:
@@ -106,7 +114,8 @@ def _json_or_text(text: str) -> Any:
 
 class _Form:
     """What the text of one value becomes: undecided at first, then a string, a value that is read
-    as it comes, or one that is read when it is whole."""
+    as it comes (over behind its last bracket, or where it is malformed), or one that is read when
+    it is whole."""
 
     def __init__(self, types: frozenset[str], *, quoted: bool) -> None:
         self._types = types
@@ -116,6 +125,7 @@ class _Form:
         self._texts: list[str] = []  # that are held back
         self._reader = BlockReader("")
         self._value: Pieces[None] | None = None
+        self._written = OpenJson()
 
     def push(self, text: str) -> Iterator[str]:
         if not self._decided:
@@ -129,7 +139,7 @@ class _Form:
         elif self._decided == "value":
             self._reader.feed(text)
             yield from self._read()
-        elif self._decided:
+        elif self._decided == "whole":
             self._texts.append(text)
 
     def end(self, typed: Callable[[str], Any]) -> Iterator[str]:
@@ -137,6 +147,8 @@ class _Form:
         if self._decided == "string":
             yield '"' if self._begun else '""'
         elif self._decided == "value":
+            if self._begun:
+                self._reader.feed("\n")  # ends a number
             self._reader.ended = True
             yield from self._read()
         if self._decided in ("", "whole"):
@@ -171,30 +183,17 @@ class _Form:
                 if piece is None:
                     return
                 self._begun = True
+                self._written.push(piece)
                 reader.drop_read()
                 yield piece
-            reader.text = ""  # what stands behind the value
-            reader.at = 0
+            self._decided = "over"
         except Malformed:
-            if self._begun:  # what is given cannot be taken back, and the rest is as it is
-                rest = reader.text[reader.at :]
-                self._value = _raw(reader)
-                if rest:
-                    reader.drop_read()
-                    reader.text = ""
-                    yield rest
+            if self._begun:  # what is given cannot be taken back
+                self._decided = "over"
+                yield self._written.closing
             else:
                 self._texts = [reader.text]
                 self._decided = "whole"
-
-
-def _raw(reader: BlockReader) -> Pieces[None]:
-    while not reader.ended:
-        if reader.text:
-            text, reader.text, reader.at = reader.text, "", 0
-            yield text
-        else:
-            yield None
 
 
 class _Budget:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
-from pdserve.gateway.text.parsing.pieces import json_pieces, quoted_json_pieces
+from pdserve.gateway.text.parsing.pieces import OpenJson, json_pieces, quoted_json_pieces
 from pdserve.gateway.text.parsing.reader import (
     MAX_NAME_CHARS,
     BlockReader,
@@ -111,8 +111,9 @@ class ReasoningFamily:
     opening: str = ""
 
 
-def call_of(value: Any, *, needs_arguments: bool = False) -> CallPiece:
-    """A call written as {"name": ..., "arguments" or "parameters": ...}. Raises Malformed."""
+def call_of(value: Any, schemas: ToolSchemas, *, needs_arguments: bool = False) -> CallPiece:
+    """A call written as {"name": ..., "arguments" or "parameters": ...}. Raises Malformed, also for
+    the definition of a tool."""
     if not isinstance(value, dict):
         raise Malformed
     function = value.get("function")
@@ -121,6 +122,13 @@ def call_of(value: Any, *, needs_arguments: bool = False) -> CallPiece:
     name = next((value[key] for key in NAME_KEYS if key in value), None)
     arguments = value.get("arguments", value.get("parameters"))
     if not isinstance(name, str) or not name or (needs_arguments and arguments is None):
+        raise Malformed
+    if DEFINITION_KEYS & value.keys() or (
+        "arguments" not in value
+        and isinstance(arguments, dict)
+        and arguments.get("type") == "object"
+        and not schemas.knows(name, "type")
+    ):
         raise Malformed
     if isinstance(arguments, str):
         arguments = json_value(arguments) if arguments.strip() else {}
@@ -135,26 +143,28 @@ def _whole(name: str, arguments: Any) -> CallPiece:
 
 def called(schemas: ToolSchemas, name: str, pieces: Pieces[None], id: str = "") -> Calls:
     """Gives the call of a function whose arguments come in pieces: as they come if it is one of the
-    tools, otherwise whole. Arguments that have begun end where they are malformed. Raises CutOff,
-    Malformed."""
+    tools, otherwise whole. Arguments that have begun end where they are malformed, and what is open
+    is closed. Raises CutOff, Malformed."""
     known = name in schemas
     held: list[str] = []
+    written = OpenJson()
     try:
         for piece in pieces:
             if piece is None:
                 yield None
             elif known:
+                written.push(piece)
                 yield CallPiece("" if held else name, piece, id)
                 held = [piece]
             else:
                 held.append(piece)
     except CutOff:
-        raise CutOff(name if known and not held else "", id) from None
+        raise CutOff(name if known and not held else "", id, written.closing) from None
     except Malformed:
         if not (known and held):
             raise
     if known and held:
-        yield CallPiece(last=True)
+        yield CallPiece(arguments=written.closing, last=True)
     else:
         yield replace(_whole(name, json_value("".join(held) or "{}")), id=id)
 
@@ -177,7 +187,21 @@ def json_call(reader: BlockReader, schemas: ToolSchemas, *, needs_arguments: boo
         return
     reader.at = start
     value = json_value((yield from reader.balanced()))
-    yield call_of(value, needs_arguments=needs_arguments)
+    yield call_of(value, schemas, needs_arguments=needs_arguments)
+
+
+def grammar_call(
+    reader: BlockReader, schemas: ToolSchemas, end: str
+) -> Generator[CallPiece | None, None, bool]:
+    """Reads a call as a grammar makes it, a JSON object, and its end tag; whether one begins here.
+    Raises CutOff, Malformed."""
+    yield from reader.space()
+    if (yield from reader.first()) != "{":
+        return False
+    yield from json_call(reader, schemas)
+    yield from reader.space()
+    yield from reader.closes(end)
+    return True
 
 
 class _CallHead:
@@ -208,7 +232,11 @@ class _CallHead:
                 yield from reader.more()
             if key in NAME_KEYS and first == '"':
                 self.name = json_value((yield from reader.string()))
+            elif key in DEFINITION_KEYS:
+                return False
             elif key in ARGUMENT_KEYS and self.name in self._schemas:
+                if key == "parameters" and first == "{" and (yield from self._may_be_schema()):
+                    return False
                 return first in ("{", '"')
             elif key == "function" and first == "{" and self._depth == 1:
                 opens = True
@@ -217,6 +245,19 @@ class _CallHead:
                 yield from _skip_value(reader)
             if not (yield from reader.taken(",")):
                 return False
+
+    def _may_be_schema(self) -> Reading[bool]:
+        """Whether the object that follows begins as a JSON schema, and not as arguments of the
+        tool. Raises CutOff."""
+        reader = self._reader
+        start = reader.at
+        key = ""
+        yield from reader.expect("{")
+        yield from reader.space()
+        if (yield from reader.first()) == '"':
+            key = (yield from reader.string())[1:-1]
+        reader.at = start
+        return key in SCHEMA_KEYS and not self._schemas.knows(self.name, key)
 
     def arguments(self) -> Pieces[None]:
         reader = self._reader
@@ -320,6 +361,10 @@ _FIRST_KEY = re.compile(r'\{\s*"([^"\\]{0,32})"')
 _HALF_KEY = re.compile(r'\{\s*(?:"[^"\\]{0,32})?\Z')
 NAME_KEYS = ("name", "tool_name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters")
+DEFINITION_KEYS = frozenset(("description", "strict"))  # of a tool; no call has them
+SCHEMA_KEYS = frozenset(
+    ("type", "properties", "required", "additionalProperties", "title", "$schema", "$defs")
+)
 CALL_KEYS = frozenset((*NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id"))
 
 

@@ -132,7 +132,7 @@ class HarmonyStream:
                 self._give(_TAG.sub("", header))
 
     def _call(self, name: str) -> Generator[None, None, None]:
-        """The arguments of a call. What is none stays unread, as a body."""
+        """Gives a call. Text that is no JSON object stays unread and is read as a body."""
         reader = self._reader
         reader.drop_read()
         schemas = ToolSchemas({name: None}) if self._schemas is None else self._schemas
@@ -148,13 +148,15 @@ class HarmonyStream:
                 if piece.arguments:
                     self._give_call(ToolCallPart(self._num_calls, arguments=piece.arguments))
                 reader.drop_read()
-        except CutOff:
+        except CutOff as end:
             known = name in schemas
             if self._cut and known and not begun:
                 self._give_call(ToolCallPart(self._num_calls, self._new_id(), name))
             if self._cut and known:
                 self._give_call(ToolCallPart(self._num_calls, cut=True))
-            elif not (begun or self._num_calls):
+            elif begun:
+                self._give_call(ToolCallPart(self._num_calls, arguments=end.closing))
+            elif not self._num_calls:
                 self._give(reader.text)
             raise
         except Malformed:
@@ -216,8 +218,9 @@ def _stripped_end(text: str) -> str:
 
 
 def _bounded(reader: BlockReader, calls: Calls) -> Calls:
-    """Raises Malformed for a call that is too long."""
+    """Ends a call that is too long as a malformed one. Raises Malformed."""
     for piece in calls:
         if piece is None and len(reader.text) > MAX_CALL_CHARS:
-            raise Malformed
+            yield calls.throw(Malformed())
+            return
         yield piece

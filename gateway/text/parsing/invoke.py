@@ -6,7 +6,7 @@ from pdserve.gateway.text.parsing.family import (
     CallPiece,
     Calls,
     called,
-    json_call,
+    grammar_call,
     object_pieces,
 )
 from pdserve.gateway.text.parsing.reader import (
@@ -16,16 +16,11 @@ from pdserve.gateway.text.parsing.reader import (
     Pieces,
     Reading,
 )
-from pdserve.gateway.text.parsing.values import json_text
 
 
 def read_invokes(reader: BlockReader, prefix: str, end: str, schemas: ToolSchemas) -> Calls:
     """The calls of a block to its end tag; `prefix` stands after the bracket of each inner tag."""
-    yield from reader.space()
-    if (yield from reader.first()) == "{":  # as a grammar makes it
-        yield from json_call(reader, schemas)
-        yield from reader.space()
-        yield from reader.closes(end)
+    if (yield from grammar_call(reader, schemas, end)):
         return
     begin = f"<{prefix}invoke name="
     if (yield from reader.expect(begin, end)) == end:
@@ -55,15 +50,14 @@ def _members(reader: BlockReader, prefix: str, known: CallArguments) -> Pieces[N
         head, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
         key, _, said = head.partition(" string=")
         key = _unquoted(key)
-        yield f"{gap}{json_text(key)}: "
-        gap = ", "
         texts = reader.pieces_until(f"</{prefix}parameter>")
         if not said:
-            yield from known.pieces(key, _without_lines(texts))
+            yield from known.member(gap, key, _without_lines(texts))
         elif "true" in said:
-            yield from CallArguments(None).pieces(key, texts)
+            yield from CallArguments(None).member(gap, key, texts)
         else:
-            yield from known.pieces(key, texts, json=True)
+            yield from known.member(gap, key, texts, json=True)
+        gap = ", "
 
 
 def _tag(reader: BlockReader, *tags: str) -> Reading[str]:

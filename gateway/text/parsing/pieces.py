@@ -19,11 +19,15 @@ from pdserve.gateway.text.parsing.values import MAX_DEPTH, MAX_VALUES, json_valu
 
 MAX_JSON_DEPTH = 200  # as pydantic_core has it
 
-# What matters outside of strings. A tag ends a call; so does the one of Mistral's.
-_OUTSIDE = re.compile(r'["{}\[\]<]')
-_BRACKETED = "[TOOL_CALLS]"
-_IN_STRING = re.compile(r'["\\\x00-\x1f]')
-_JSON_ESCAPES = '"\\/bfnrtu'
+_BRACKETED = "[TOOL_CALLS]"  # begins a call of Mistral's, though it looks like brackets
+_IN_STRING = {quote: re.compile(rf"[\"{quote}\\\x00-\x1f]") for quote in "\"'"}
+_JSON_SPACE = re.compile(r"[ \t\n\r]*")
+_JSON_WORD = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
+_JSON_ESCAPE = re.compile(  # no half of a surrogate pair
+    r"""\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"""
+    r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*+("?)|[{}\[\]]', re.DOTALL)
 _WHOLE_CHARS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*+')  # of a string
 _HIGH_SURROGATE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 
@@ -43,65 +47,122 @@ def encoded(text: str) -> str:
 
 
 def json_pieces(reader: BlockReader) -> Pieces[None]:
-    """Passes on the JSON object that begins here as the model writes it, to its last bracket or to
-    a tag outside of its strings. In strings, bare control characters and wrong escapes are escaped.
-    Raises CutOff; Malformed for an object that is too deep."""
-    depth = 0
-    in_string = over = False
-    while not over:
+    """Passes on the JSON object that begins here as the model writes it. Python's words, numbers
+    and single quotes become JSON, as do bare control characters and wrong escapes in strings;
+    trailing commas are left out. Commas, keys and the first bracket are given with the value that
+    follows. Raises CutOff, Malformed."""
+    brackets: list[str] = []  # that close what is open
+    held: list[str] = []
+    quote = ""  # of the string that is open
+    after = "{"  # the last token: a value is "v", a key "k"
+    over = malformed = False
+    while not (over or malformed):
+        text, at = reader.text, reader.at
         made: list[str] = []
-        at = reader.at
-        while not over:
-            found = (_IN_STRING if in_string else _OUTSIDE).search(reader.text, at)
-            if found is None:
-                made.append(reader.text[at:])
-                at = len(reader.text)
-                break
-            made.append(reader.text[at : found.start()])
-            at, mark = found.end(), found[0]
-            if in_string:
+        while not (over or malformed):
+            if quote:
+                found = _IN_STRING[quote].search(text, at)
+                end = found.start() if found else len(text)
+                target = held if after == "k" else made
+                target.append(text[at:end])
+                at = end
+                if found is None:
+                    break
+                mark, at = found[0], found.end()
                 if mark == "\\":
-                    behind = reader.text[at : at + 1]
-                    if not behind:
-                        at = found.start()
+                    escape = _JSON_ESCAPE.match(text, end)
+                    waits = len(text) - end < _LONGEST_ESCAPE and text[at : at + 1] in ("", "u")
+                    if escape:
+                        mark, at = escape[0], escape.end()
+                    elif waits and (at == len(text) or not reader.ended):
+                        at = end
                         break
-                    mark = f"\\{behind}" if behind in _JSON_ESCAPES else f"\\\\{encoded(behind)}"
-                    at += 1
-                elif mark == '"':
-                    in_string = False
+                    elif quote == "'" and text.startswith("'", at):
+                        mark, at = "'", at + 1
+                    else:
+                        mark = "\\\\"
+                elif mark == quote:
+                    mark, quote = '"', ""
                 else:
                     mark = encoded(mark)
-            elif mark == '"':
-                in_string = True
-            elif mark in "}]":
-                depth -= 1
-                over = not depth
-            else:
-                tag = reader.text[found.start() : found.start() + len(_BRACKETED)]
-                if mark == "<" or tag == _BRACKETED:
-                    at, mark, over = found.start(), "", True
-                elif mark == "[" and _BRACKETED.startswith(tag) and not reader.ended:
-                    at = found.start()
+                target.append(mark)
+                continue
+            space = _JSON_SPACE.match(text, at)
+            assert space is not None  # it matches nothing, too
+            held.append(space[0])
+            at = space.end()
+            first = text[at : at + 1]
+            is_key = bool(brackets) and brackets[-1] == "}" and after in ("{", ",")
+            is_value = not is_key and after in (("{", ",", ":") if brackets else ("{",))
+            word = _WORD.match(text, at) if is_value else None
+            if not first:
+                break
+            if first in "\"'" and (is_key or is_value):
+                held.append('"')
+                quote, after = first, "k" if is_key else "v"
+                if is_value:
+                    made += held
+                    held = []
+            elif first in "{[" and is_value:
+                rest = text[at : at + len(_BRACKETED)]
+                if rest != _BRACKETED and _BRACKETED.startswith(rest) and not reader.ended:
                     break
-                else:
-                    depth += 1
-                    if depth > MAX_JSON_DEPTH:
-                        raise Malformed
-            made.append(mark)
+                malformed = rest == _BRACKETED or len(brackets) == MAX_JSON_DEPTH
+                if malformed:
+                    break
+                held.append(first)
+                if brackets:
+                    made += held
+                    held = []
+                brackets.append("}" if first == "{" else "]")
+                after = "{"
+            elif brackets and first == brackets[-1] and after in ("{", ",", "v"):
+                made += (first,) if after == "," else (*held, first)
+                held = []
+                brackets.pop()
+                after, over = "v", len(brackets) == 0
+            elif (first == "," and after == "v") or (first == ":" and after == "k"):
+                held.append(first)
+                after = first
+            elif word and word[0]:
+                if word.end() == len(text) and len(word[0]) <= MAX_NAME_CHARS:
+                    break
+                try:
+                    made += (*held, _json_word(word[0]))
+                except Malformed:
+                    malformed = True
+                    break
+                held = []
+                at, after = word.end(), "v"
+                continue
+            else:
+                malformed = True
+                break
+            at += 1
         reader.at = at
         if piece := "".join(made):
             yield piece
+        if malformed:
+            raise Malformed
         if not over:
             yield from reader.more()
 
 
+def _json_word(text: str) -> str:
+    """A number or a name as JSON; as it is written if it is JSON. Raises Malformed."""
+    if len(text) > MAX_NAME_CHARS:
+        raise Malformed
+    value = word_value(text)
+    return text if _JSON_WORD.fullmatch(text) else value
+
+
 def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
     """The same of an object that is written into a JSON string, which begins here; {} if it is
-    empty. Raises CutOff, Malformed."""
+    empty. The whole string is read in any case. Raises CutOff, Malformed."""
     yield from reader.expect('"')
     inner = BlockReader("")
     pieces = _object_pieces(inner)
-    over = False
+    over = malformed = False
     while not inner.ended:
         text = yield from _unquoted(reader)
         if text:
@@ -109,13 +170,46 @@ def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
         else:
             yield from reader.expect('"')
             inner.ended = True
-        for piece in () if over else pieces:
-            if piece is None:
-                break
-            inner.drop_read()
-            yield piece
-        else:
-            over = True
+        try:
+            for piece in () if over else pieces:
+                if piece is None:
+                    break
+                inner.drop_read()
+                yield piece
+            else:
+                over = True
+        except Malformed:
+            over = malformed = True
+        if over:
+            inner.text, inner.at = "", 0
+    if malformed:
+        raise Malformed
+
+
+class OpenJson:
+    """What is open at the end of a JSON text that comes in pieces, each of whole escapes."""
+
+    def __init__(self) -> None:
+        self._brackets: list[str] = []
+        self._in_string = False
+
+    def push(self, text: str) -> None:
+        if self._in_string:
+            text = f'"{text}'
+        self._in_string = False
+        for found in _STRUCTURE.finditer(text):
+            mark = found[0]
+            if mark[0] == '"':
+                self._in_string = not found[1]
+            elif mark in "{[":
+                self._brackets.append("}" if mark == "{" else "]")
+            else:
+                self._brackets.pop()
+
+    @property
+    def closing(self) -> str:
+        """The text that closes it."""
+        return '"' * self._in_string + "".join(reversed(self._brackets))
 
 
 def _object_pieces(reader: BlockReader) -> Pieces[None]:
@@ -161,8 +255,8 @@ class LiteralPieces:
         self._values_left = max_values
 
     def value(self, head: str = "", depth: int = 0) -> Pieces[None]:
-        """The next value. `head`: text that is given before it, once something begins that may be
-        one. Raises CutOff, Malformed."""
+        """The next value. `head`: text that is given with its beginning, which is a bracket, a
+        quote, or a whole number or name. Raises CutOff, Malformed."""
         reader = self._reader
         self._values_left -= 1
         if depth > MAX_DEPTH or self._values_left < 0:
@@ -180,26 +274,30 @@ class LiteralPieces:
             yield from self._string(quote)
             yield '"'
         elif first and first in "+-.0123456789TFNtfn":
-            if head:
-                yield head
-            yield (yield from self._word())
+            word = yield from self._word()
+            yield f"{head}{word}"
         else:
             yield from reader.more()  # raises CutOff at the end
             raise Malformed
 
     def _object(self, head: str, depth: int) -> Pieces[None]:
         reader = self._reader
+        shown = bool(head) or depth > 1  # what the arguments begin with is given with a value
         head += "{"
+        begun = False
         while not (yield from reader.taken("}")):
             yield from reader.space()
             key = yield from self._key()
-            yield f"{head}{key}: "
-            yield from self.value("", depth)
+            if shown and not begun:
+                yield head
+                head = ""
+            yield from self.value(f"{head}{key}: ", depth)
             head = ", "
+            begun = True
             if not (yield from reader.taken(",")):
                 yield from reader.expect("}")
                 break
-        yield "}" if head == ", " else f"{head}}}"
+        yield "}" if begun else f"{head}}}"
 
     def _list(self, head: str, end: str, depth: int) -> Pieces[None]:
         reader = self._reader

@@ -3,7 +3,7 @@
 import re
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
-from pdserve.gateway.text.parsing.family import Calls, bare_calls, called
+from pdserve.gateway.text.parsing.family import CallPiece, Calls, bare_calls, called
 from pdserve.gateway.text.parsing.pieces import LiteralPieces
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces
 
@@ -71,12 +71,29 @@ def python_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool = Fals
 
 def mixed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     """Reads calls of an answer that begins with them: JSON objects, a list of them or of Python's
-    calls, also in fenced code. Raises CutOff, Malformed."""
-    yield from reader.space()
-    fenced = yield from reader.takes("```")
-    if fenced:
+    calls. Fenced calls are held until the answer ends, for with other text behind them they are an
+    example. Raises CutOff, Malformed."""
+    if not (yield from reader.taken("```")):
+        yield from _listed_calls(reader, schemas)
+        return
+    calls: list[CallPiece] = []
+    fenced = "```"
+    while fenced:
         yield from reader.until("\n", most=MAX_NAME_CHARS)
-        yield from reader.space()
+        for piece in _listed_calls(reader, schemas):
+            if piece is None:
+                yield None
+            else:
+                calls.append(piece)
+        yield from reader.closes("```")
+        fenced = yield from reader.taken("```")
+    if (yield from reader.first()):
+        raise Malformed
+    yield from calls
+
+
+def _listed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
+    yield from reader.space()
     at = reader.at
     if (yield from reader.takes("[")):
         yield from reader.space()
@@ -89,5 +106,3 @@ def mixed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     else:
         yield from python_calls(reader, schemas, bare=True)
     yield from reader.space()
-    if fenced:
-        yield from reader.closes("```")

@@ -31,12 +31,14 @@ class Malformed(Exception):
 
 class CutOff(Malformed):
     """The text ended in the middle. `name`: of a known tool whose call it ended in, before the
-    arguments; `id`: of that call."""
+    arguments; `id`: of that call; `closing`: what makes whole JSON of the arguments that were
+    given."""
 
-    def __init__(self, name: str = "", id: str = "") -> None:
+    def __init__(self, name: str = "", id: str = "", closing: str = "") -> None:
         super().__init__()
         self.name = name
         self.id = id
+        self.closing = closing
 
 
 def held(text: str, marks: Sequence[str]) -> int:

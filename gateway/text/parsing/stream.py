@@ -2,8 +2,8 @@
 
 The arguments of a known tool's call are given as they come, once its name and their beginning are
 read; other calls are given whole. What begins as a call and is none goes back into the text, in
-order, if nothing of it has been given. Of what has, the arguments end where the text is no longer a
-call's, and the text goes on there.
+order, if nothing of it has been given. Arguments that have begun end at the first character that
+cannot belong to them, and the text goes on there.
 
 An answer that is cut off within a call has a part of it; without arguments if it has come to the
 known tool's name. If it has not, what is cut off is left out in a block that has had a call or that
@@ -20,6 +20,7 @@ from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed, 
 from pdserve.gateway.text.parts import ContentPart, TextPart, ToolCallPart
 
 MAX_CALL_CHARS = 1 << 20  # of one call
+SLICE_CHARS = 4096  # that are read at once, so that taking off their beginning costs little
 MAX_SPACE = 1024  # white space that waits for text
 FENCE: Final = "```"
 MAX_FENCE = 1024  # a run of more backticks is none
@@ -62,6 +63,9 @@ class CallStream:
         # Characters that may begin a call without a tag, at the answer's beginning only.
         self._bare = "" if calls_first else family.bare
         self._pending = ""
+        self._at = 0  # what is before it in `_pending` has been given
+        self._later = ""  # follows `_pending`, from `_later_at` on
+        self._later_at = 0
         self._space = ""
         self._fence = 0  # backticks of the one that is open
         self._in_info = False  # the rest of its line
@@ -69,7 +73,10 @@ class CallStream:
         self._ended = False
         self._cut = False  # by its length
         self._num_calls = 0
-        self.num_whole = 0  # calls of known tools
+        self._num_pushed = 0  # characters
+        self._block_start = 0  # the position of the last block
+        self.starts: list[int] = []  # of each call, where it or the space before it begins
+        self.whole: list[int] = []  # the indices of whole calls of known tools
         self._ids: set[str] = set()  # that the model has given
         self._has_text = False
         self._reader: BlockReader | None = None
@@ -81,39 +88,56 @@ class CallStream:
         self._parts: list[ContentPart] = []
 
     @property
-    def num_begun(self) -> int:
-        """Calls that have begun."""
-        return self._num_calls
+    def num_decided(self) -> int:
+        """How many characters, from the beginning, are text or have been read in a block."""
+        end = self._num_read if self._reader is None else self._block_start
+        return end - len(self._space)
+
+    @property
+    def _num_read(self) -> int:
+        waiting = len(self._pending) - self._at + len(self._later) - self._later_at
+        return self._num_pushed - waiting
 
     def push(self, text: str) -> list[ContentPart]:
-        if self._reader is not None:
-            self._reader.feed(text)
-        else:
-            self._pending += text
+        self._num_pushed += len(text)
+        self._later, self._later_at = text, 0
         return self._advanced()
 
     def finish(self, *, cut: bool = False) -> list[ContentPart]:
-        self._ended = True
         self._cut = cut
-        if self._reader is not None:
-            self._reader.ended = True
-        parts = self._advanced()
+        parts: list[ContentPart] = []
+        while not self._ended:
+            self._ended = True
+            if self._reader is not None:
+                self._reader.ended = True
+            parts += self._advanced()
         if self._space and not self._num_calls:
             parts.append(TextPart(self._space))
         self._space = ""
         return parts
 
     def _advanced(self) -> list[ContentPart]:
-        while self._in_block() if self._reader is not None else self._in_text():
-            pass
+        more = True
+        while more:
+            while self._in_block() if self._reader is not None else self._in_text():
+                pass
+            self._pending, self._at = self._pending[self._at :], 0
+            text = self._later[self._later_at : self._later_at + SLICE_CHARS]
+            self._later_at += len(text)
+            if self._reader is not None:
+                self._reader.feed(text)
+            else:
+                self._pending += text
+            more = bool(text)
+        self._later, self._later_at = "", 0
         parts, self._parts = self._parts, []
         return parts
 
     def _in_text(self) -> bool:
         """Whether there is more to do with the text that has come."""
         if self._calls_first and not (self._num_calls or self._plain):
-            start = self._pending.lstrip()
-            if len(self._pending) - len(start) < MAX_SPACE:
+            start = self._pending[self._at :].lstrip()
+            if len(self._pending) - self._at - len(start) < MAX_SPACE:
                 if not self._ended and any(o.startswith(start) for o in self._openers):
                     return False
                 self._plain = not start.startswith(self._openers)
@@ -123,7 +147,7 @@ class CallStream:
             self._pass(len(self._pending))
             return False
         if self._bare:
-            start = self._pending.lstrip()
+            start = self._pending[self._at :].lstrip()
             if not start and len(self._pending) < MAX_SPACE and not self._ended:
                 return False
             bare, self._bare = self._bare, ""
@@ -132,9 +156,9 @@ class CallStream:
                 self._begin("")
                 return True
         pattern = _INFO if self._in_info else _RUN
-        found = (pattern if self._fence else self._pattern).search(self._pending)
+        found = (pattern if self._fence else self._pattern).search(self._pending, self._at)
         if found is None:
-            keep = 0 if self._ended or self._fence else held(self._pending, self._marks)
+            keep = 0 if self._ended or self._fence else held(self._pending[self._at :], self._marks)
             self._pass(len(self._pending) - keep)
             return False
         at, mark = found.start(), found[0]
@@ -153,7 +177,7 @@ class CallStream:
                 return False
             self._pass(at)
             self._run(len(mark), behind)
-            self._pass(len(mark))
+            self._pass(found.end())
             return True
         self._pass(at)
         self._begin(mark)
@@ -169,13 +193,14 @@ class CallStream:
         elif self._blank and len(FENCE) <= length < MAX_FENCE:
             self._fence, self._in_info = length, True
 
-    def _pass(self, size: int) -> None:
-        """Gives so much of what is pending as text."""
-        self._emit(self._pending[:size])
-        self._pending = self._pending[size:]
+    def _pass(self, end: int) -> None:
+        """Gives what is pending, to a position, as text."""
+        self._emit(self._pending[self._at : end])
+        self._at = end
 
     def _begin(self, opener: str) -> None:
-        text, self._pending = self._pending, ""
+        self._block_start = self._num_read
+        text, self._pending, self._at = self._pending[self._at :], "", 0
         self._reader = BlockReader(text, len(opener), ended=self._ended)
         self._opener = opener
         self._has_called = False
@@ -193,24 +218,32 @@ class CallStream:
                     reader.drop_read()
                 elif len(reader.text) > MAX_CALL_CHARS:
                     reader.at = len(reader.text)
+                    if self._in_call and (end := block.throw(Malformed())):
+                        self._called(end)
                     raise Malformed
                 else:
                     return False
-        except CutOff as end:
+        except CutOff as error:
             rest = reader.text
             reader.at = len(rest)
-            if self._cut and (self._in_call or (end.name and self._opener)):
+            if self._cut and (self._in_call or (error.name and self._opener)):
                 if not self._in_call:
-                    self._called(CallPiece(end.name, id=end.id))
+                    self._called(CallPiece(error.name, id=error.id))
                 self._give(ToolCallPart(self._num_calls - 1, cut=True))
-            elif not (self._in_call or self._is_left_out(rest)):
+            elif self._in_call:
+                self._called(CallPiece(arguments=error.closing))
+            elif not self._is_left_out(rest):
                 self._emit(rest)
         except Malformed:
             if not (self._opener or self._has_called):
                 reader.at = 0  # it may have fenced code
             if not self._in_call:
                 self._emit(reader.text[: reader.at])
-        self._pending = reader.text[reader.at :]
+        rest = reader.text[reader.at :]
+        self._pending, rest = rest[:SLICE_CHARS], rest[SLICE_CHARS:]
+        if rest:
+            self._later, self._later_at = rest + self._later[self._later_at :], 0
+            self._ended = False  # only behind it
         self._reader = self._block = None
         self._in_call = False
         return True
@@ -237,12 +270,14 @@ class CallStream:
             id = piece.id if given else self._new_id()
             self._give(ToolCallPart(self._num_calls, id, piece.name))
             self._num_calls += 1
+            self.starts.append(self._block_start - len(self._space))
             self._name = piece.name
         if piece.arguments:
             self._give(ToolCallPart(self._num_calls - 1, arguments=piece.arguments))
         if piece.last:
             self._in_call = False
-            self.num_whole += self._name in self._schemas
+            if self._name in self._schemas:
+                self.whole.append(self._num_calls - 1)
 
     def _give(self, part: ToolCallPart) -> None:
         if self._parallel or not part.index:

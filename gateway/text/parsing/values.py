@@ -14,7 +14,12 @@ from pdserve.gateway.text.parsing.reader import Malformed
 MAX_DEPTH = 64
 MAX_VALUES = 2048  # of a text that is read here: a few milliseconds
 
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_DIGITS = r"[0-9](?:_?[0-9])*"
+_BASED = r"0[xX](?:_?[0-9a-fA-F])+|0[oO](?:_?[0-7])+|0[bB](?:_?[01])+"
+_NUMBER = re.compile(
+    rf"[+-]?(?:(?P<based>{_BASED})"
+    rf"|(?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][+-]?{_DIGITS})?)"
+)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _SPACE = re.compile(r"\s*")
 _WORDS = {
@@ -57,18 +62,18 @@ def json_text(value: Any) -> str:
 
 def word_value(text: str) -> str:
     """A number, or one of the names that are values, as JSON. Raises Malformed."""
-    if _NUMBER.fullmatch(text):
-        return json_text(_number(text))
+    if number := _NUMBER.fullmatch(text):
+        return json_text(_number(number))
     if text not in _WORDS:
         raise Malformed
     return json_text(_WORDS[text])
 
 
-def _number(text: str) -> int | float:
+def _number(number: re.Match[str]) -> int | float:
     try:
-        return int(text)
+        return int(number[0], 0 if number["based"] else 10)
     except ValueError:
-        return float(text)  # too many digits for an int, too
+        return float(number[0])  # too many digits for an int, too
 
 
 class Literals:
@@ -103,7 +108,7 @@ class Literals:
             return text
         if number := _NUMBER.match(self.text, self.at):
             self.at = number.end()
-            return _number(number[0])
+            return _number(number)
         word = _NAME.match(self.text, self.at)
         if word is None or word[0] not in _WORDS:
             raise Malformed

@@ -6,7 +6,7 @@ from pdserve.gateway.text.parsing.family import (
     Calls,
     ToolFamily,
     called,
-    json_call,
+    grammar_call,
 )
 from pdserve.gateway.text.parsing.pieces import GemmaLiteralPieces
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed
@@ -21,11 +21,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
 def read_call(
     reader: BlockReader, end: str, schemas: ToolSchemas, literals: GemmaLiteralPieces
 ) -> Calls:
-    yield from reader.space()
-    if (yield from reader.first()) == "{":  # as a grammar makes it
-        yield from json_call(reader, schemas)
-        if not (yield from reader.closes(end)):
-            raise Malformed
+    if (yield from grammar_call(reader, schemas, end)):
         return
     yield from reader.expect("call:")
     name, mark = yield from reader.until("{", end, most=MAX_NAME_CHARS)

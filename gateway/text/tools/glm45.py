@@ -6,21 +6,16 @@ from pdserve.gateway.text.parsing.family import (
     Calls,
     ToolFamily,
     called,
-    json_call,
+    grammar_call,
     object_pieces,
 )
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces
-from pdserve.gateway.text.parsing.values import json_text
 
 END = "</tool_call>"
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    yield from reader.space()
-    if (yield from reader.first()) == "{":  # as a grammar makes it
-        yield from json_call(reader, schemas)
-        yield from reader.space()
-        yield from reader.closes(END)
+    if (yield from grammar_call(reader, schemas, END)):
         return
     name, end = yield from reader.until("<arg_key>", END, most=MAX_NAME_CHARS)
     name = name.strip()
@@ -35,10 +30,9 @@ def _members(reader: BlockReader, end: str, known: CallArguments) -> Pieces[None
         key, _ = yield from reader.until("</arg_key>", most=MAX_NAME_CHARS)
         yield from reader.space()
         yield from reader.expect("<arg_value>")
-        yield f"{gap}{json_text(key)}: "
-        gap = ", "
         # What the tools do not describe is JSON, or else a string.
-        yield from known.pieces(key, _value(reader), json=not known.knows(key))
+        yield from known.member(gap, key, _value(reader), json=not known.knows(key))
+        gap = ", "
         yield from reader.space()
         end = yield from reader.expect("<arg_key>", END)
 

@@ -10,11 +10,10 @@ from pdserve.gateway.text.parsing.family import (
     Calls,
     ToolFamily,
     called,
-    json_call,
+    grammar_call,
     object_pieces,
 )
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces
-from pdserve.gateway.text.parsing.values import json_text
 
 OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
 BEGIN, END = f"{OPEN}tools{SEPARATOR}", f"{CLOSE}tools{SEPARATOR}"
@@ -31,11 +30,7 @@ _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if opener in AROUND:
         return
-    yield from reader.space()
-    if (yield from reader.first()) == "{":  # as a grammar makes it
-        yield from json_call(reader, schemas)
-        yield from reader.space()
-        yield from reader.closes(END)
+    if (yield from grammar_call(reader, schemas, END)):
         return
     while (yield from reader.expect(f"{OPEN}call ", END)) != END:
         head, _ = yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
@@ -59,10 +54,11 @@ def _members(reader: BlockReader) -> Pieces[None]:
         head, _ = yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)
         said = _attributes(head)
         key = said.get("key", "")
-        yield f"{gap}{json_text(key)}: "
-        gap = ", "
+        if not key:
+            raise Malformed
         is_json = said.get("type", "string") != "string"
-        yield from CallArguments(None).pieces(key, _value(reader), json=is_json)
+        yield from CallArguments(None).member(gap, key, _value(reader), json=is_json)
+        gap = ", "
         yield from reader.space()
 
 

@@ -6,11 +6,10 @@ from pdserve.gateway.text.parsing.family import (
     Calls,
     ToolFamily,
     called,
-    json_call,
+    grammar_call,
     object_pieces,
 )
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces
-from pdserve.gateway.text.parsing.values import json_text
 
 MARK = "]<]minimax[>["
 BEGIN, END = f"{MARK}<tool_call>", f"{MARK}</tool_call>"
@@ -18,11 +17,7 @@ INVOKE, INVOKE_END = f"{MARK}<invoke name=", f"{MARK}</invoke>"
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    yield from reader.space()
-    if (yield from reader.first()) == "{":  # as a grammar makes it
-        yield from json_call(reader, schemas)
-        yield from reader.space()
-        yield from reader.closes(END)
+    if (yield from grammar_call(reader, schemas, END)):
         return
     while (yield from reader.expect(INVOKE, END)) == INVOKE:
         name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
@@ -42,9 +37,8 @@ def _members(reader: BlockReader, known: CallArguments) -> Pieces[None]:
         key, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
         if not key or key.startswith("/"):
             raise Malformed
-        yield f"{gap}{json_text(key)}: "
+        yield from known.member(gap, key, _text(reader, f"{MARK}</{key}>"))
         gap = ", "
-        yield from known.pieces(key, _text(reader, f"{MARK}</{key}>"))
 
 
 def _text(reader: BlockReader, end: str) -> Pieces[None]:

@@ -6,7 +6,7 @@ from pdserve.gateway.text.parsing.family import (
     Calls,
     ToolFamily,
     called,
-    json_call,
+    grammar_call,
     object_pieces,
 )
 from pdserve.gateway.text.parsing.reader import (
@@ -16,7 +16,6 @@ from pdserve.gateway.text.parsing.reader import (
     Malformed,
     Pieces,
 )
-from pdserve.gateway.text.parsing.values import json_text
 
 _CLOSE, _NEXT = "</parameter>", ("<parameter=", "</function>")
 # A value on lines of its own may have such tags within its lines.
@@ -35,11 +34,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
 def read_function(reader: BlockReader, opener: str, end: str, schemas: ToolSchemas) -> Calls:
     """The call of a block, which may begin with <function= without an opener of its own."""
     if opener != "<function=":
-        yield from reader.space()
-        if (yield from reader.first()) == "{":  # as a grammar makes it
-            yield from json_call(reader, schemas)
-            yield from reader.space()
-            yield from reader.closes(end)
+        if (yield from grammar_call(reader, schemas, end)):
             return
         yield from reader.expect("<function=")
     name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
@@ -56,9 +51,8 @@ def _members(reader: BlockReader, known: CallArguments) -> Pieces[None]:
         key, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
         if "\n" in key:
             raise Malformed
-        yield f"{gap}{json_text(key)}: "
+        end = yield from known.member(gap, key, _value(reader))
         gap = ", "
-        end = yield from known.pieces(key, _value(reader))
 
 
 def _value(reader: BlockReader) -> Pieces[str]:

@@ -1,7 +1,7 @@
 """Step 3's calls: <steptml:invoke> in tags like DeepSeek's."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
-from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, json_call
+from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, grammar_call
 from pdserve.gateway.text.parsing.invoke import read_invoke
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader
 
@@ -11,11 +11,7 @@ PREFIX = "steptml:"
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    yield from reader.space()
-    if (yield from reader.first()) == "{":  # as a grammar makes it
-        yield from json_call(reader, schemas)
-        yield from reader.space()
-        yield from reader.closes(END)
+    if (yield from grammar_call(reader, schemas, END)):
         return
     while (yield from reader.expect(CALL, END)) == CALL:
         yield from reader.until(SEPARATOR, most=MAX_NAME_CHARS)

@@ -166,13 +166,41 @@ def test_a_call_in_a_thought_is_none(subtests: pytest.Subtests) -> None:
 
 
 def test_a_whole_call_ends_a_thought_that_is_not_closed(subtests: pytest.Subtests) -> None:
-    for name, behind in product(TAGGED, ("", "\n", " So.")):
+    for name, behind in product(TAGGED, ("", "\n")):
         with subtests.test(name=name, behind=behind):
             begin, _ = tags(name)
             answer = f"{begin}I will.\n{CALL}{behind}"
             for pieces in ([answer], answer):
                 found = parse(name, pieces, tools="hermes", schemas=KNOWN)
-                assert found == ("I will.", behind.rstrip())
+                assert found == ("I will.", "")
+
+
+EXAMPLES = [  # thought, its calls, whether cut
+    (f"The format is {CALL}, but first I must think about", 0, True),
+    (f"The format is {CALL}. So.", 0, False),
+    (f"The format is {CALL}. So:\n{CALL}", 1, False),
+    (f"So:\n{CALL}\n{CALL}", 2, True),
+    (f"So:\n{CALL}\n{CALL[:-15]}", 2, True),
+    (f"So:\n{CALL[:-15]}", 0, True),
+    (f"So:\n{CALL}" + "`a" * 100_000, 0, True),
+]
+
+
+def test_calls_end_an_open_thought_only_if_nothing_follows(subtests: pytest.Subtests) -> None:
+    for name, (thought, num_calls, cut) in product(TAGGED, EXAMPLES):
+        with subtests.test(name=name, thought=thought[:100]):
+            begin, _ = tags(name)
+            small = [thought] if len(thought) > 1000 else list(thought)
+            for pieces in ([thought], small):
+                form = AnswerFormat(tool_family("hermes"), reasoning_family(name), KNOWN)
+                parser = form.parser()
+                assert parser is not None
+                content = [part for piece in (begin, *pieces) for part in parser.push(piece)]
+                content += parser.finish(cut=cut)
+                assert len(calls_of(content)) == num_calls
+                assert text_of(content) == ""
+                first = thought.rindex(":\n") + 1 if num_calls else len(thought)
+                assert reasoning_of(content).rstrip() == thought[:first].rstrip()
 
 
 def test_what_is_no_whole_call_of_a_tool_ends_no_thought(subtests: pytest.Subtests) -> None:

@@ -4,6 +4,7 @@ Over 400 lines: every family with the same few samples and cuts, which share how
 """
 
 import json
+import random
 from collections.abc import Iterable
 from itertools import count, pairwise, product
 from time import process_time
@@ -19,7 +20,14 @@ from pdserve.gateway.text.parsing.family import ContentParser
 from pdserve.gateway.text.parsing.reader import Malformed
 from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS, MAX_SPACE, CallStream
 from pdserve.gateway.text.parsing.values import MAX_VALUES, Literals, json_value
-from pdserve.gateway.text.parts import ContentPart, ToolCallPart, calls_of, reasoning_of, text_of
+from pdserve.gateway.text.parts import (
+    ContentPart,
+    ToolCallPart,
+    arguments_object,
+    calls_of,
+    reasoning_of,
+    text_of,
+)
 from pdserve.gateway.text.tools import (
     FALLBACK,
     tool_family,
@@ -175,8 +183,8 @@ def test_of_a_call_that_is_cut_off_a_part_is_given(subtests: pytest.Subtests) ->
                 parts = parse(name, pieces, cut=True)
                 assert made(parts) == ("", [PARIS, ("get_weather", '{"city": "Ro')])
                 assert [call.cut for call in calls_of(parts)] == [False, True]
-                ended = parse(name, pieces)  # by itself
-                assert made(ended) == made(parts)
+                ended = parse(name, pieces)  # by itself: whole JSON
+                assert made(ended) == ("", [PARIS, ("get_weather", {"city": "Ro"})])
                 assert not any(call.cut for call in calls_of(ended))
 
 
@@ -352,11 +360,10 @@ def test_a_missing_bracket_hides_no_later_call(subtests: pytest.Subtests) -> Non
             answer = TOOL_ANSWERS[name]
             at = answer.call.rindex("}")
             broken = answer.call[:at] + answer.call[at + 1 :]
-            first = PARIS if name == "hermes" else ("get_weather", '{"city": "Paris"')
             for between in ("", "\n"):
                 whole = broken + between + answer.call.replace("Paris", "Rome")
-                assert made(parse(name, [whole])) == ("", [first, ROME])
-                assert made(parse(name, whole)) == ("", [first, ROME])
+                assert made(parse(name, [whole])) == ("", [PARIS, ROME])
+                assert made(parse(name, whole)) == ("", [PARIS, ROME])
                 unknown = whole.replace("get_weather", "g", 1)
                 text, calls = made(parse(name, unknown))
                 assert (text, calls) == (broken.replace("get_weather", "g"), [ROME])
@@ -367,20 +374,21 @@ def test_a_missing_brace_of_named_arguments_hides_no_later_call(between: str) ->
     broken = '{"a": [1, {"b": "}"}'
     whole = f'[TOOL_CALLS]f[ARGS]{broken}{between}[TOOL_CALLS]f[ARGS]{{"a": [1]}}'
     for pieces in ([whole], whole):
-        calls = [("f", broken + between), ("f", {"a": [1]})]
-        assert made(parse("mistral", pieces)) == ("", calls)
+        calls = [("f", {"a": [1, {"b": "}"}]}), ("f", {"a": [1]})]
+        assert made(parse("mistral", pieces)) == (between.strip(), calls)
         text = whole.replace("f[", "g[", 1)
         given_back = "[TOOL_CALLS]g[ARGS]" + broken + between.rstrip()
         assert made(parse("mistral", [text])) == (given_back, calls[1:])
 
 
 BROKEN = [
-    ("llama4_pythonic", "[f(a=1] so", "so", '{"a": 1'),
-    ("llama4_pythonic", "[f(a='x', b=y)]", "y)]", '{"a": "x"'),
+    ("llama4_pythonic", "[f(a=1] so", "so", '{"a": 1}'),
+    ("llama4_pythonic", "[f(a='x', b=y)]", "y)]", '{"a": "x"}'),
     ("json", '{"name": "f", "arguments": {}, "x": NaN} so', "so", "{}"),
-    ("json", '{"name": "f", "arguments": {"a": NaN}} so', "so", '{"a": NaN}'),
+    ("json", '{"name": "f", "arguments": {"a": [1, NaN]}} so', "NaN]}} so", '{"a": [1]}'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, , 2]}}', ", 2]}}", '{"a": [1]}'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, x', ', x', '{"a": 1}'),
-    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>b</arg_value>so", "so", '{"a": "b"'),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>b</arg_value>so", "so", '{"a": "b"}'),
     ("qwen3_coder", "<function=f><parameter=a>b</parameter></function>so", "so", '{"a": "b"}'),
 ]  # fmt: skip
 
@@ -394,12 +402,139 @@ def test_a_call_that_has_begun_ends_where_it_is_malformed(subtests: pytest.Subte
                 assert [(c.name, c.arguments) for c in calls_of(parts)] == [("f", arguments)]
 
 
+def test_what_is_malformed_before_the_first_value_is_no_call(subtests: pytest.Subtests) -> None:
+    texts = [
+        f'<tool_call>{{"name":"f","arguments":{a}}}</tool_call>' for a in ('{"n": NaN}', "{x}")
+    ]
+    for name, text in [("hermes", text) for text in texts] + [("llama4_pythonic", "[f(s=name)]")]:
+        with subtests.test(text=text):
+            for pieces in ([text], text):
+                assert made(parse(name, pieces)) == (text, [])
+
+
+TOLERATED = [
+    ("{'s': 'x<y', \"t\": 'it\\'s \"it\"'}", '{"s": "x<y", "t": "it\'s \\"it\\""}'),
+    ('{"n": True, "a": [None, 1_000, 0x1F,],}', '{"n": true, "a": [null, 1000, 31]}'),
+    ('{ "a" : 1.50 ,"b":\n[ 1e5 ,{}, [ ] ] }', '{ "a" : 1.50 ,"b":\n[ 1e5 ,{}, [ ] ] }'),
+    ('{"a": "\\ud800 \\u12 \\ud83d\\ude00"}', '{"a": "\\\\ud800 \\\\u12 \\ud83d\\ude00"}'),
+]  # fmt: skip
+
+
+def test_json_in_other_notations_becomes_json(subtests: pytest.Subtests) -> None:
+    for written, arguments in TOLERATED:
+        with subtests.test(written=written):
+            text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
+            for pieces in ([text], text):
+                parts = parse("hermes", pieces)
+                assert [c.arguments for c in calls_of(parts)] == [arguments]
+                assert arguments_object(arguments) == json.loads(arguments)
+
+
+def test_a_list_that_is_malformed_ends_with_its_argument() -> None:
+    schemas = ToolSchemas({"f": {"properties": {"a": {"type": "array"}}}})
+    for value, read in (("[1, 2", [1, 2]), ("[1, x, 2]", [1]), ("[1, 1_000]", [1, 1000])):
+        call = f"<function=f><parameter=a>{value}</parameter><parameter=b>y</parameter></function>"
+        for pieces in ([call], call):
+            expected = ("", [("f", {"a": read, "b": "y"})])
+            assert made(parse("qwen3_coder", pieces, schemas=schemas)) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_of_a_call_that_is_not_cut_are_json(name: str) -> None:
+    """Also those of calls with wrong characters; and the cut does not decide."""
+    rng = random.Random(f"mistakes of {name}")
+    schemas = ToolSchemas({"get_weather": {"properties": {"days": {"type": "array"}}}})
+    num_calls = 0
+    for _ in range(300):
+        chars = list(TOOL_ANSWERS[name].calls)
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(len(chars) - 1)
+            match rng.randrange(3):
+                case 0:
+                    del chars[at]
+                case 1:
+                    chars.insert(at, chars[at])
+                case _:
+                    chars[at], chars[at + 1] = chars[at + 1], chars[at]
+        parts = parse(name, ["".join(chars)], schemas=schemas)
+        assert made(parse(name, chars, schemas=schemas)) == made(parts), "".join(chars)
+        for call in calls_of(parts):
+            assert isinstance(json.loads(call.arguments), dict), "".join(chars)
+            num_calls += 1
+    assert num_calls > 150
+
+
+def test_arguments_that_are_too_long_are_closed() -> None:
+    parser = make("hermes")
+    parts = parser.push('<tool_call>{"name": "f", "arguments": {"a": [1], "')
+    for _ in range(2 * MAX_CALL_CHARS // (1 << 16)):
+        parts += parser.push("x" * (1 << 16))
+    parts += parser.finish()
+    assert made(parts)[1] == [("f", {"a": [1]})]
+
+
+DEFINITION = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def test_the_definition_of_a_tool_is_no_call(subtests: pytest.Subtests) -> None:
+    described = {"name": "get_weather", "description": "d", "parameters": DEFINITION}
+    definitions = [
+        {"type": "function", "function": described}, described,
+        {"name": "get_weather", "strict": True}, {"name": "g", "parameters": DEFINITION},
+        {"name": "get_weather", "parameters": DEFINITION},
+    ]  # fmt: skip
+    families = [family for name in NAMES if (family := tool_family(name)) is not None]
+    num_families = 0
+    for family, definition in product(families, definitions):
+        begin = family.form.begin
+        at = max(begin.find('{"name"'), begin.find('{"tool_name"'))
+        if at < 0:
+            continue
+        num_families += definition is described
+        end = family.form.end[1:]
+        with subtests.test(family=family.name, definition=definition):
+            text = begin[:at] + json.dumps(definition) + end
+            for pieces in ([text], text):
+                assert made(parse(family.name, pieces)) == (text, [])
+    assert num_families > 20
+    text = f"<tools>\n{json.dumps(definitions[0])}\n</tools>"
+    assert made(parse("hermes", text)) == (text, [])
+
+
+def test_a_tool_may_have_arguments_named_as_in_a_schema() -> None:
+    call = json.dumps({"name": "f", "parameters": DEFINITION})
+    schemas = ToolSchemas({"f": {"properties": {"type": {}, "properties": {}}}})
+    assert made(parse("hermes", call, schemas=schemas)) == ("", [("f", DEFINITION)])
+
+
+def test_fenced_calls_are_an_example_if_text_follows(subtests: pytest.Subtests) -> None:
+    one = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+    fenced = f"```json\n{one}\n```"
+    for name in ("hermes", "json", "generic", "llama3_json"):
+        with subtests.test(name):
+            both = f"{fenced}\n{fenced.replace('Paris', 'Rome')}\n"
+            explained = f"{fenced}\nThis is how you would call it."
+            for pieces in (list, lambda text: [text]):
+                assert made(parse(name, pieces(fenced))) == ("", [PARIS])
+                assert made(parse(name, pieces(both))) == ("", [PARIS, ROME])
+                assert made(parse(name, pieces(explained))) == (explained, [])
+
+
+def test_an_argument_without_a_name_is_none() -> None:
+    call = TOOL_ANSWERS["kimi_k3"].call
+    nameless = call.replace('key="city" ', "").replace(' key="city"', "")
+    assert nameless != call
+    text, calls = made(parse("kimi_k3", nameless))
+    assert calls == []
+    assert text
+
+
 def test_wrong_escapes_are_escaped() -> None:
     call = '<tool_call>{"name": "f", "arguments": {"a": "\\d\\u00e9\\\n\\"}}</tool_call>'
     value = "\\dé\\\n" + '"}}</tool_call>'
     parts = parse("hermes", call)
     assert made(parts) == made(parse("hermes", [call]))
-    assert json.loads(calls_of(parts)[0].arguments + '"}') == {"a": value}
+    assert json.loads(calls_of(parts)[0].arguments) == {"a": value}
 
 
 def test_an_unknown_function_is_called_all_the_same() -> None:
@@ -659,6 +794,15 @@ def test_hostile_answers_take_linear_time(name: str, subtests: pytest.Subtests) 
             content = parse(name, pieces)
             assert process_time() - began < 10  # a quadratic one takes minutes
             assert calls_of(content) == []
+
+
+def test_marks_in_a_long_text_take_linear_time() -> None:
+    """Given at once, also where it comes again as text, since it is no call."""
+    for begin in ("", '```json\n{"name": "f", "arguments": {"a": "'):
+        began = process_time()
+        text = begin + "`a " * 100_000
+        assert text_of(parse("hermes", [text])).strip() == text.strip()
+        assert process_time() - began < 10  # a quadratic one takes minutes
 
 
 def test_a_hostile_header_takes_linear_time() -> None:
