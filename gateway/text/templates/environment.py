@@ -128,7 +128,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         def formatting(*args: Any, **kwargs: Any) -> str:
             text = plain(*args, **kwargs)
             if value.__name__ == "format_map":
-                args, kwargs = (), args[0]
+                kwargs = args[0]
             return formatted(form, text, lambda name: formatter.get_field(name, args, kwargs)[0])
 
         return formatting
