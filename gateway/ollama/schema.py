@@ -1,5 +1,6 @@
 """Request bodies of Ollama's API: strict types here, bounds in gateway/sampling.py."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -79,7 +80,7 @@ class OllamaOptions(StrictModel):
     min_p: float | None = None
     seed: int | None = None  # -1: any
     stop: list[StopString] | None = Field(None, max_length=MAX_ENTRIES["stop"])
-    num_predict: int | None = None  # none above 0: what is left of the context
+    num_predict: int | None = None  # null, 0 and below: the rest of the context
     repeat_penalty: float | None = Field(None, ge=_REPETITION.low, le=_REPETITION.high)
     repeat_last_n: PenaltyWindow = None
     presence_penalty: float | None = None
@@ -113,9 +114,9 @@ class OllamaGeneration(NamedModel):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
+    @abstractmethod
     def turns(self) -> list[dict[str, Any]]:
-        """The conversation."""
-        raise NotImplementedError
+        """Return the conversation."""
 
     def tool_use(self) -> ToolUse | None:
         """None without tools. Raises ServiceError."""

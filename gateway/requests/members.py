@@ -1,7 +1,7 @@
 """What becomes of the members of the clients' unions: roles, parts of a content, tools, items.
 
 Each API has a table of them, `members.py` in its folder, from which its code decides and
-docs/api.md is written. Pure, but for the log.
+docs/api.md is generated. Pure except for logging.
 """
 
 import logging

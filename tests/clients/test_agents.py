@@ -144,7 +144,7 @@ def test_an_overflow(agent: Agent, context_len: int, tmp_path: Path) -> None:
             turn(f"[[read {text}]]", resumes=number > 1)
         longest = max(len(note["prompt"]) for note in loopback.notes)
         assert "All is well." in turn("[[say All is well.]]", resumes=True)
-        # A summary stands for the texts.
+        # A summary has replaced the texts.
         assert len(loopback.notes[-1]["prompt"]) < longest
         if agent is not codex:  # which reckons with the context by itself
             assert "finish=CONTEXT_LENGTH_EXCEEDED" in loopback.log

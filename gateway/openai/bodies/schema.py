@@ -281,7 +281,7 @@ class CompletionBody(Sampling):
     prompt_token_ids: Annotated[
         Any, AfterValidator(_ids), WithJsonSchema(described.ids(MAX_PROMPTS))
     ] = None
-    max_tokens: TokenLimit = 16  # OpenAI's default and vLLM's; null: what is left of the context
+    max_tokens: TokenLimit = 16  # OpenAI's default and vLLM's; null: the rest of the context
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None

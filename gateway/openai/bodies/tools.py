@@ -24,7 +24,7 @@ MODES = {"none": "none", "auto": "auto", "required": "required", "any": "require
 
 
 def _flat(form: Any) -> Any:
-    """A format whose grammar is an object of its own, as this API has it."""
+    """Accept a format whose grammar is nested in an object, as chat requests have it."""
     if isinstance(form, dict) and isinstance(form.get("grammar"), dict):
         return {**form["grammar"], "type": form.get("type")}
     return form

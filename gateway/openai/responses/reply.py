@@ -14,7 +14,7 @@ from pdserve.gateway.http.answers.json_text import JsonPieces, array_json, objec
 from pdserve.gateway.http.body import BodyReader
 from pdserve.gateway.http.dialect import Event as SentEvent
 from pdserve.gateway.http.dialect import HttpError, sent_event
-from pdserve.gateway.openai.errors import error_object
+from pdserve.gateway.openai.errors import CONTEXT_CODE, error_message, error_object
 from pdserve.gateway.openai.responses.items import Item
 from pdserve.gateway.openai.responses.output import Event, ResponseOutput
 from pdserve.gateway.openai.responses.prompt import ResponsePrompt
@@ -25,7 +25,6 @@ from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore
 from pdserve.services.host.errors import ServiceError
 
-CONTEXT_CODE = "context_length_exceeded"
 IN_PROGRESS = "response.in_progress"
 _PREFIXES = {
     "message": "msg",
@@ -144,7 +143,7 @@ class ResponseReply:
             code = CONTEXT_CODE
         else:
             code = "invalid_prompt" if error.status < 500 else "server_error"
-        response = self._object("failed", error={"code": code, "message": error.message})
+        response = self._object("failed", error={"code": code, "message": error_message(error)})
         failed = {"type": "response.failed", "response": object_json(response)}
         opening = [] if self._num_events else self._opening()
         return _framed(*opening, self._numbered(failed))

@@ -113,7 +113,7 @@ class CustomTool(StrictModel):
     format: CustomFormat | None = None
 
     def offered(self, at: str) -> OfferedTool:
-        tool = custom_tool(self.name, self.description or "", self.format)
+        tool = custom_tool(self.name, self.description or "", self.format, f"{at}.format")
         return OfferedTool(tool, self.name, custom=True)
 
     def shown(self) -> dict[str, Any]:

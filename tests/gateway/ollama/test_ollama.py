@@ -23,7 +23,7 @@ from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-ASKED: dict[str, Any] = {"model": "tiny", "messages": HI}
+BODY: dict[str, Any] = {"model": "tiny", "messages": HI}
 WHOLE = {"stream": False}
 WEATHER = {
     "type": "function",
@@ -66,11 +66,11 @@ def lines(reply: httpx.Response) -> list[Any]:
 async def test_a_chat_is_streamed_as_lines_unless_it_asks_for_a_whole(client):
     router = FakeRouter(saying("hello world", cached=2))
     http = client(router)
-    found = lines(await http.post("/api/chat", json=ASKED))
+    found = lines(await http.post("/api/chat", json=BODY))
     assert "".join(one["message"]["content"] for one in found) == "hello world"
     assert [one["done"] for one in found] == [False] * (len(found) - 1) + [True]
     assert len(found) > 2
-    whole = (await http.post("/api/chat", json={**ASKED, **WHOLE})).json()
+    whole = (await http.post("/api/chat", json={**BODY, **WHOLE})).json()
     assert whole["message"] == {"role": "assistant", "content": "hello world"}
     assert whole.keys() == found[-1].keys()
     prompt = len(router.starts[0].prompt_ids)
@@ -110,7 +110,7 @@ async def test_options_reach_the_engine(client):
         "num_predict": 9, "stop": ["never", "wor"], "num_ctx": 8192, "num_thread": 4,
         "repeat_last_n": -1, "mirostat": 0, "something": "new",
     }  # fmt: skip
-    asked = {**ASKED, "options": options, "keep_alive": "5m", **WHOLE}
+    asked = {**BODY, "options": options, "keep_alive": "5m", **WHOLE}
     answer = (await http.post("/api/chat", json=asked)).json()
     assert (answer["message"]["content"], answer["done_reason"]) == ("hello ", "stop")
     params = router.starts[0].params
@@ -122,18 +122,18 @@ async def test_options_reach_the_engine(client):
     seeds = set()
     for limit in (-1, -2, 0):
         more = {"options": {"num_predict": limit, "seed": -1}}
-        await http.post("/api/chat", json={**ASKED, **more})
-        assert router.starts[-1].params.max_tokens == 0, "what is left of the context"
+        await http.post("/api/chat", json={**BODY, **more})
+        assert router.starts[-1].params.max_tokens == 0, "the rest of the context"
         seeds.add(router.starts[-1].seed)
     assert len(seeds) == 3, "any"
     neutral = {"repeat_last_n": 64, "repeat_penalty": 1.0, "presence_penalty": 0.0}
-    reply = await http.post("/api/chat", json={**ASKED, "options": neutral})
+    reply = await http.post("/api/chat", json={**BODY, "options": neutral})
     assert reply.status_code == 200
     off = {"repeat_last_n": 0, "repeat_penalty": 1.5, "presence_penalty": 1.0}
-    await http.post("/api/chat", json={**ASKED, "options": off})
+    await http.post("/api/chat", json={**BODY, "options": off})
     params = router.starts[-1].params
     assert (params.repetition_penalty, params.presence_penalty) == (1.0, 0.0)
-    cut = await http.post("/api/chat", json={**ASKED, **WHOLE, "options": {"num_predict": 1}})
+    cut = await http.post("/api/chat", json={**BODY, **WHOLE, "options": {"num_predict": 1}})
     assert cut.json()["done_reason"] == "length"
 
 
@@ -190,7 +190,7 @@ async def test_format_and_thinking_reach_the_pipeline(client):
         ("", None),
         (None, None),
     ):
-        await http.post("/api/chat", json={**ASKED, "format": form})
+        await http.post("/api/chat", json={**BODY, "format": form})
         structure = parts.asked[-1].sampling.structure
         assert found == (structure and (structure.kind, structure.value, structure.lenient))
     for think, variables in (
@@ -199,13 +199,13 @@ async def test_format_and_thinking_reach_the_pipeline(client):
         ("low", {"enable_thinking": True, "thinking": True, "reasoning_effort": "low"}),
         (None, {}),
     ):
-        await http.post("/api/chat", json={**ASKED, "think": think})
+        await http.post("/api/chat", json={**BODY, "think": think})
         assert parts.asked[-1].conversation.suggested == variables
 
 
 async def test_thoughts_and_calls_streamed_and_whole_are_the_same(client):
     http = client(ScriptedParts(CALLS, CALLS))
-    asked = {**ASKED, "tools": [WEATHER]}
+    asked = {**BODY, "tools": [WEATHER]}
     found = lines(await http.post("/api/chat", json=asked))
     whole = (await http.post("/api/chat", json={**asked, **WHOLE})).json()
     made = [
@@ -226,7 +226,7 @@ async def test_thoughts_and_calls_streamed_and_whole_are_the_same(client):
 async def test_a_call_that_is_cut_has_what_is_there(client):
     cut = deltas(ToolCallPart(0, "call_a", "weather", '{"place": "Rome", "day": '), finish="length")
     http = client(ScriptedParts(cut))
-    answer = (await http.post("/api/chat", json={**ASKED, "tools": [WEATHER], **WHOLE})).json()
+    answer = (await http.post("/api/chat", json={**BODY, "tools": [WEATHER], **WHOLE})).json()
     assert answer["message"]["tool_calls"][0]["function"]["arguments"] == {"place": "Rome"}
     assert answer["done_reason"] == "length"
 
@@ -235,7 +235,7 @@ async def test_a_loop_of_tools(client):
     """The answer goes back as it came, or without ids, as Ollama's clients send it."""
     parts = ScriptedParts(CALLS, *[deltas(TextPart("Warm."))] * 2)
     http = client(parts)
-    asked = {**ASKED, "tools": [WEATHER]}
+    asked = {**BODY, "tools": [WEATHER]}
     first = (await http.post("/api/chat", json={**asked, **WHOLE})).json()["message"]
     results = [
         {"role": "tool", "tool_name": "weather", "content": "20"},
@@ -285,7 +285,7 @@ def test_results_of_many_calls_take_linear_time() -> None:
 async def test_a_real_template_and_parser(client):
     text = "<think>hm</think>Look: " + calls("weather", '{"place": "Rome"}')
     http = client(ToolModel(text, template=THINKING))
-    answer = (await http.post("/api/chat", json={**ASKED, "tools": [WEATHER], **WHOLE})).json()
+    answer = (await http.post("/api/chat", json={**BODY, "tools": [WEATHER], **WHOLE})).json()
     message = answer["message"]
     assert message["thinking"] == "hm"
     assert message["content"].startswith("Look:")
@@ -303,7 +303,7 @@ async def test_a_last_message_of_the_assistant_is_continued(client):
 
 async def test_log_probabilities(client):
     http = client(saying("hello world"))
-    asked = {**ASKED, "logprobs": True, "top_logprobs": 2}
+    asked = {**BODY, "logprobs": True, "top_logprobs": 2}
     found = lines(await http.post("/api/chat", json=asked))
     whole = (await http.post("/api/chat", json={**asked, **WHOLE})).json()
     streamed = [score for one in found for score in one.get("logprobs", ())]
@@ -471,7 +471,7 @@ async def test_errors(client):
         yield failed(start, pb.OVERLOADED, "later")
 
     http = client(play)
-    reply = await http.post("/api/chat", json=ASKED)
+    reply = await http.post("/api/chat", json=BODY)
     assert reply.json() == {"error": "later"}
     assert reply.status_code == 429
     http = client(saying("x"), keys=("right",))
@@ -480,7 +480,7 @@ async def test_errors(client):
         ("POST", "/api/show"), ("GET", "/api/version"), ("POST", "/api/embed"),
         ("POST", "/api/embeddings"),
     ):  # fmt: skip
-        reply = await http.request(method, path, json=ASKED)
+        reply = await http.request(method, path, json=BODY)
         assert (reply.status_code, reply.json().keys()) == (401, {"error"})
     key = {"authorization": "Bearer right"}
     assert (await http.get("/api/tags", headers=key)).status_code == 200
@@ -491,7 +491,7 @@ async def test_errors(client):
 
 async def test_a_stream_that_fails_ends_with_an_error_line(client):
     parts = ScriptedParts([*deltas(TextPart("hello"))[:1], RuntimeError("secret")])
-    found = lines(await client(parts).post("/api/chat", json=ASKED))
+    found = lines(await client(parts).post("/api/chat", json=BODY))
     assert found[0]["message"]["content"] == "hello"
     assert found[-1].keys() == {"error"}
     assert "secret" not in found[-1]["error"]

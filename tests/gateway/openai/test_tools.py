@@ -675,6 +675,7 @@ async def test_the_grammar_of_a_custom_tool_is_bounded_and_checked(
         (URL, chat(long), "tools[0].custom.format.definition"),
         (URL, chat("a("), "tools[0].custom.format"),
         ("/v1/responses", responses(long), "tools[0].format.definition"),
+        ("/v1/responses", responses("a("), "tools[0].format"),
     ):
         with subtests.test(field):
             reply = await client.post(url, json=asked)

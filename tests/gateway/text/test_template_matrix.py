@@ -34,7 +34,7 @@ OWN = {path.stem: path.read_text() for path in Path(__file__).parent.glob("*.jin
 {{- c.function.name }}{%- for k, v in c.function.arguments | items %}{{- k ~ '=' ~ v }}{%- endfor %}
 {%- endfor %}{{- '<|im_end|>\\n' }}
 {%- endfor %}""",
-    # Roles alternate but for results; arguments are text, and a turn with calls has no content.
+    # Roles alternate except for results; arguments are text, and a turn with calls has no content.
     "alternating": """
 {%- set ns = namespace(n=0, system='') %}
 {%- if tools %}{{- '[TOOLS]' + (tools | tojson) }}{%- endif %}

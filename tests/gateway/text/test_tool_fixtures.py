@@ -78,7 +78,7 @@ def parse(fixture: Fixture, pieces: Iterable[str]) -> ParseResult:
     return ParseResult(
         content=text_of(content),
         reasoning_content=reasoning_of(content),
-        # Of a call that is cut off the clients get a part, and are told that it is one.
+        # Clients get the part of a call that was written before it was cut off, marked as such.
         tool_calls=tuple(ParsedToolCall(c.name, c.arguments) for c in calls if not c.cut),
     )
 
