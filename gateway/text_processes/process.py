@@ -145,7 +145,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
     control = socket.socket(fileno=int(sys.argv[1]))
-    limits = TextLimits(**json.loads(sys.argv[2]))
+    with suppress(ConnectionError):  # the gateway is gone
+        _serve(control, TextLimits(**json.loads(sys.argv[2])))
+
+
+def _serve(control: socket.socket, limits: TextLimits) -> None:
+    """Loads the model whose files come first. Raises ConnectionError."""
     asked = _receive(control)
     if asked is None:
         return
@@ -172,7 +177,7 @@ def main() -> None:
 
 
 def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
-    """Forks a child for each socket that comes, and says how each ends."""
+    """Forks a child for each socket that comes, and says how each ends. Raises ConnectionError."""
     here = os.getpid()
     running: dict[int, int] = {}  # pidfd: pid
     while True:
@@ -194,7 +199,8 @@ def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) 
                     for fd in running:
                         os.close(fd)
                     die_with(here)
-                    work(sock)
+                    with suppress(ConnectionError):  # the gateway is gone
+                        work(sock)
                     os._exit(0)
             running[os.pidfd_open(pid)] = pid
             control.sendall(pack(TextMessage({"forked": pid})))

@@ -289,7 +289,7 @@ async def test_new_requests_are_taken_while_others_learn_of_the_end(servicer):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_without_a_drain_it_ends_at_once(servicer, stream):
-    """A second of our own for it: the machine may be busy."""
+    """Well before the 30 seconds that requests get by default, however busy the machine is."""
 
     async def play(router, start):
         yield placed(start)
@@ -306,7 +306,7 @@ async def test_without_a_drain_it_ends_at_once(servicer, stream):
         await eventually(lambda: servicer[0].router.starts)
         began = time.monotonic()
         assert await gateway.stop() == 0
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 10.0
         await asyncio.gather(asked, return_exceptions=True)
 
 

@@ -5,12 +5,13 @@ import errno
 import gc
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pdserve.gateway.text.messages import TemplateInput
 from pdserve.gateway.text.templates.chat_template import ChatTemplate
 from pdserve.gateway.text.vocabulary import TextCard
 from pdserve.gateway.text_processes.pool import LoadedText
+from pdserve.gateway.text_processes.protocol import FORK, MessageReader, TextMessage, pack
 from pdserve.services.host.errors import ServiceError
 
 pytestmark = pytest.mark.anyio
@@ -78,6 +80,36 @@ async def in_time(text: LoadedText) -> list[int]:
     with suppress(ServiceError):
         return await chat(text)
     return []
+
+
+def test_it_ends_quietly_when_the_gateway_is_gone() -> None:
+    """Also with messages on the way that nothing reads any more."""
+    data, card = spm_file()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "pdserve.gateway.text_processes.process"),
+                *(str(theirs.fileno()), json.dumps(asdict(LIMITS)), "text"),
+            ],
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.PIPE,
+        )
+    model = files(data)
+    ours.settimeout(LIMIT_S)
+    ours.sendall(pack(TextMessage({"card": asdict(card), "files": list(model)}, [*model.values()])))
+    reader = MessageReader()
+    messages: list[TextMessage] = []
+    while len(messages) < 2:
+        messages += reader.feed(ours.recv(1 << 16))
+    assert "error" not in messages[1].head
+    child, other = socket.socketpair()
+    with child, other:
+        socket.send_fds(ours, [FORK], [other.fileno()])
+        assert select.select([ours], [], [], LIMIT_S)[0], "it says what it has forked"
+        ours.close()
+        assert process.communicate(timeout=LIMIT_S)[1] == b""
+    assert process.returncode == 0
 
 
 async def test_they_say_what_the_tokenizer_says(pool: Pool) -> None:

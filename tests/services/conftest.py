@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from builders.engine_kit import assert_at_rest, fake_engine
 from oracles.rings import assert_conform
+from systems.eventually import LIMIT_S
 from systems.handoff_pair import MakePair, Pair
 
 from pdserve.engine.transport.registry import transports
@@ -22,6 +23,8 @@ def make_pair(
 ) -> Iterator[MakePair]:
     """What a test has patched stays until the rings are checked."""
     made: list[Pair] = []
+    # No router is here that tries again where a machine is too busy to connect in time.
+    monkeypatch.setattr("pdserve.engine.handoff.connection.dial.DIAL_S", LIMIT_S)
     rings = tmp_path_factory.mktemp("rings")
 
     def make(transport: str = "tcp", decode: dict[str, Any] | None = None, **engine: Any) -> Pair:
