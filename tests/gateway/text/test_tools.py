@@ -445,7 +445,7 @@ def test_arguments_of_a_call_that_is_not_cut_are_json(name: str) -> None:
     rng = random.Random(f"mistakes of {name}")
     schemas = ToolSchemas({"get_weather": {"properties": {"days": {"type": "array"}}}})
     num_calls = 0
-    for _ in range(300):
+    for _ in range(100):
         chars = list(TOOL_ANSWERS[name].calls)
         for _ in range(rng.randrange(1, 4)):
             at = rng.randrange(len(chars) - 1)
@@ -461,7 +461,7 @@ def test_arguments_of_a_call_that_is_not_cut_are_json(name: str) -> None:
         for call in calls_of(parts):
             assert isinstance(json.loads(call.arguments), dict), "".join(chars)
             num_calls += 1
-    assert num_calls > 150
+    assert num_calls > 50
 
 
 def test_arguments_that_are_too_long_are_closed() -> None:
@@ -788,11 +788,11 @@ def test_hostile_answers_take_linear_time(name: str, subtests: pytest.Subtests) 
     opener = family.openers[0] if family.openers else ""
     for unit in ("OPENER", "OPENER{", 'OPENER{"', "```", " ", "[", '{"a":', "<", "\\"):
         with subtests.test(unit=unit):
-            text = unit.replace("OPENER", opener) * 4000
+            text = unit.replace("OPENER", opener) * 1500
             began = process_time()
             pieces = [text[at : at + 8] for at in range(0, len(text), 8)]
             content = parse(name, pieces)
-            assert process_time() - began < 10  # a quadratic one takes minutes
+            assert process_time() - began < 5  # a quadratic one takes longer
             assert calls_of(content) == []
 
 
