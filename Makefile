@@ -100,7 +100,7 @@ demo: $(SERVING)
 	$(BIN)/pdserve demo $(ARGS)
 
 # A file's tests run in one process, in their order: some share what is expensive to make.
-PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 test: setup
 	$(PYTEST) $(ARGS)

@@ -12,13 +12,6 @@ import pytest
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of whole systems begin first: their files take longest, and the last ones to end leave
-    cores without work."""
-    first = ("system", "simulation", "services")
-    items.sort(key=lambda item: not set(first).intersection(item.path.parts))
-
-
 def pytest_collection_finish() -> None:
     """The collector of garbage does not walk what holds the tests, about a million objects: that
     took half a second each time, within whichever test it fell."""
