@@ -192,7 +192,10 @@ VARIANTS = (
 )
 
 
-@pytest.mark.parametrize("sizes", VARIANTS, ids=str)
+SLOW = pytest.param(VARIANTS[-1], marks=pytest.mark.kernels)
+
+
+@pytest.mark.parametrize("sizes", [*VARIANTS[:-1], SLOW], ids=str)
 def test_chunks_and_company_change_nothing(sizes: Sizes) -> None:
     """Tokens one by one, in chunks of any size, among other rows, on any target and threads."""
     length = 600

@@ -9,7 +9,7 @@ import torch
 import transformers
 from builders.engine_kit import ask, run, tokens
 from builders.paged_runner import read_config
-from builders.tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
+from builders.tiny_models import ARCHITECTURES, MULTIMODAL, in_tiers, write_tiny
 from systems.handoff_pair import Pair, fresh
 
 from pdserve.engine.api.config import EngineConfig
@@ -40,7 +40,7 @@ def assert_greedy(model: Any, prompt: list[int], answer: list[int]) -> None:
     assert (behind == 0).sum() >= len(answer) - 2
 
 
-@pytest.mark.parametrize("arch", [*ARCHITECTURES, *MULTIMODAL])
+@pytest.mark.parametrize("arch", in_tiers((*ARCHITECTURES, *MULTIMODAL)))
 def test_tokens_are_the_same_in_a_batch_and_behind_a_handoff(arch: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "model", arch, seed=4)
     asked = [fresh(ask("", p, max_tokens=COUNT, ignore_eos=True)) for p in PROMPTS]

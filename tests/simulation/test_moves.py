@@ -46,7 +46,7 @@ def moves(simulated: Run) -> Any:
 
 def test_a_drain_moves_what_runs_and_computes_nothing_again() -> None:
     done = tokens = 0
-    for seed in range(30):
+    for seed in range(12):
         simulated, result = run(moving(seed))
         assert set(result.answers.values()) == {"finished"}
         assert result.retries == 0
@@ -58,8 +58,8 @@ def test_a_drain_moves_what_runs_and_computes_nothing_again() -> None:
         tokens += counted.num_tokens
         for node in simulated.cluster.of("decode"):
             assert node.process.service.runtime.engine.stats().recomputed_tokens == 0
-    assert done > 15
-    assert tokens > 15 * 26
+    assert done > 6
+    assert tokens > 6 * 26
 
 
 @pytest.mark.parametrize("kind", FAULTS)
@@ -86,7 +86,7 @@ def test_a_worker_that_preempts_gives_requests_away(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("pdserve.services.router.placement.rebalance.WINDOW_S", 0.06)
     monkeypatch.setattr("pdserve.services.router.placement.rebalance.MIN_WINDOWS", 1)
     done = preempted = 0
-    for seed in range(20):
+    for seed in range(8):
         rng = Random(seed)
         asks = tuple(
             Ask(
@@ -103,5 +103,5 @@ def test_a_worker_that_preempts_gives_requests_away(monkeypatch: pytest.MonkeyPa
         done += moves(simulated).num_done
         engines = [n.process.service.runtime.engine for n in simulated.cluster.of("decode")]
         preempted += sum(engine.stats().preemptions for engine in engines)
-    assert preempted >= 5
-    assert done >= 3
+    assert preempted >= 2
+    assert done >= 1

@@ -21,10 +21,10 @@ def rings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert_conform(folder)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def system() -> Iterator[WholeSystem]:
-    """One for all tests that only ask who gets what. Not in pytest's folder, which other users
-    cannot enter."""
+    """One for a module's tests, which only ask who gets what. Not in pytest's folder, which other
+    users cannot enter."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         with WholeSystem(Path(folder)) as system:
@@ -33,9 +33,9 @@ def system() -> Iterator[WholeSystem]:
         assert_conform(system.rings)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """The shipped model, with a key, for all tests that only ask it; whoever kills has his own."""
+    """The shipped model, with a key, for a module's tests, which only ask it and kill nothing."""
     folder = tmp_path_factory.mktemp("rings")
     options = ("--kv-tokens", "16384", "--api-key", KEY, "--open-metrics", "--trace-dir")
     with Fleet("--prefill", "1", "--decode", "1", *options, str(folder)) as fleet:
@@ -43,7 +43,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     assert_conform(folder)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def api(fleet: Fleet) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key=KEY, max_retries=0) as client:
         yield client

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from builders.paged_runner import PagedRunner, load_decoder, read_config
-from builders.tiny_models import ARCHITECTURES, MULTIMODAL, write_tiny
+from builders.tiny_models import ARCHITECTURES, MULTIMODAL, in_tiers, write_tiny
 from torch import Tensor
 
 KERNELS = ("reference", "native")
@@ -169,7 +169,7 @@ def test_logits_equal_transformers(subtests: pytest.Subtests, variant: str, tmp_
             assert all(window < LENS["b"] for window in windows)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", in_tiers(ARCHITECTURES))
 def test_greedy_tokens_equal_transformers(
     subtests: pytest.Subtests, arch: str, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from builders.paged_runner import PagedRunner
-from builders.tiny_models import ARCHITECTURES, write_tiny
+from builders.tiny_models import ARCHITECTURES, in_tiers, write_tiny
 from builders.write_gguf import write_gguf
 from torch import Tensor
 
@@ -42,18 +42,13 @@ FORMATS = dict.fromkeys(ARCHITECTURES, "Q8_0") | {
 
 @pytest.fixture(
     scope="module",
-    params=[
-        *ARCHITECTURES,
-        "llama-bf16",
-        "phi-bf16",
-        "gemma3-float32",
-        "qwen3-int8",
-        "qwen2_moe-bf16",
-        "deepseek_v3-bf16",
-        "gpt_oss-bf16",
-        "gpt_oss-mxfp4",
-        "deepseek_v2-int8",
-    ],
+    params=in_tiers(
+        (
+            *ARCHITECTURES,
+            *("llama-bf16", "phi-bf16", "gemma3-float32", "qwen3-int8", "qwen2_moe-bf16"),
+            *("deepseek_v3-bf16", "gpt_oss-bf16", "gpt_oss-mxfp4", "deepseek_v2-int8"),
+        )
+    ),
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     """A tiny model of each architecture, in a format of its own."""

@@ -85,17 +85,17 @@ def test_a_broken_config_is_refused_or_read_but_never_crashes(
 ) -> None:
     for name in SPECS:
         with subtests.test(name):
-            assert num_refused(SPECS[name], read_config(models[name])) > 20
+            assert num_refused(SPECS[name], read_config(models[name])) > 8
 
 
 def num_refused(spec: ModelSpec, whole: dict[str, Any]) -> int:
-    """How many of 150 broken configs are refused; the others are read."""
+    """How many of 60 broken configs are refused; the others are read."""
     good = whole.get("text_config", whole)
     keys = [*sorted(set(good) - {"architectures"}), "rope_scaling", "rope_theta"]
     refused = 0
 
     @given(st.dictionaries(st.sampled_from(keys), JUNK, min_size=1, max_size=3))
-    @settings(max_examples=150, deadline=None, derandomize=True)
+    @settings(max_examples=60, deadline=None, derandomize=True)
     def check(changes: dict[str, Any]) -> None:
         nonlocal refused
         try:

@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -187,6 +189,20 @@ _CLASSES = {
 }
 ADDED = ("arcee", "starcoder2")  # by tests, from outside
 ARCHITECTURES = tuple(arch for arch in _OWN if arch not in ADDED)
+
+# What attention, experts and cache can differ in: windows, soft caps, experts, latents, sinks.
+_PUSHED = ("llama", "gemma3", "gemma3_multimodal", "qwen2_moe", "deepseek_v3", "gpt_oss")
+
+
+def in_tiers(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test: a few architectures are for every push, the others for a change of
+    models or kernels."""
+    later = pytest.mark.kernels
+    return [
+        pytest.param(name, marks=() if name.partition("-")[0] in _PUSHED else later)
+        for name in names
+    ]
+
 
 # Text models inside multimodal ones: (the text model, its type, the model around it).
 _INSIDE = {
