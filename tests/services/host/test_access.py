@@ -359,9 +359,9 @@ async def test_clients_from_outside_see_another_certificate(
     await host.start()
     credentials = grpc.ssl_channel_credentials(public.certificate)
     name = [("grpc.ssl_target_name_override", Role.ROUTER.dns_name)]
-    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=name) as channel:
-        assert await status_of(call(channel, method)) is grpc.StatusCode.OK
-        denied = await status_of(call(channel, "/pdserve.v1.Router/Session"))
+    with grpc.secure_channel(f"127.0.0.1:{port}", credentials, options=name) as channel:
+        assert await status(channel, method) is grpc.StatusCode.OK
+        denied = await status(channel, "/pdserve.v1.Router/Session")
     await host.stop(0)
     assert denied is grpc.StatusCode.PERMISSION_DENIED
     assert everything.called == ["Router/GetFleet"]
