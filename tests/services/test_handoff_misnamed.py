@@ -87,8 +87,10 @@ def test_a_message_is_taken_for_what_it_was(
     pair = make_pair("tcp", **CACHELESS)
     hand_over(pair, 50, 0)  # decode knows the peer
     left = change(monkeypatch, kind.TYPE, [3, 90])
-    for seed in (1, 2, 3):
+    for seed in range(1, 50):
         hand_over(pair, 50, seed)
+        if seed >= 3 and not left:  # no Ack is sent of frames that all arrive in one turn
+            break
     assert not left
     from_prefill = kind in (messages.Claim, messages.Computed)
     side = pair.receiver if from_prefill else pair.sender
