@@ -34,10 +34,10 @@ def router() -> FakeRouter:
 
 def bodies(name: str, value: Any) -> list[tuple[str, str, dict[str, Any]]]:
     """(path, the field's name there, body) of each API that has the parameter."""
+    if name == "penalty_window":  # where -1 is all, as is 0 for the engine
+        name, value = "repeat_last_n", min(value, 2 * value)
     given = {"1": value} if name == "logit_bias" else value
     plain = ("/v1/completions", name, {**PLAIN, name: given})
-    if name == "penalty_window":  # -1 is all, as 0 is for the engine
-        name, given = "repeat_last_n", min(value, 2 * value)
     if name == "logprobs":
         chat = {**CHAT, "logprobs": True, "top_logprobs": value}
         return [plain, ("/v1/chat/completions", "top_logprobs", chat)]
