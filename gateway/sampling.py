@@ -66,19 +66,15 @@ def client_errors() -> Iterator[None]:
 
 _NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
-PenaltyWindow = Annotated[int | None, Field(ge=-1)]
+PenaltyWindow = Annotated[int | None, Field(ge=-1, le=int(BOUNDS["penalty_window"].api.high))]
 """The last tokens that penalties look at; 0: none, so there are no penalties; -1: all."""
 
 
-def within_window(penalties: Mapping[str, float], window: int | None, field: str) -> dict[str, Any]:
-    """The penalties of a request that has a window, by their names in RequestedSampling. Raises
-    ServiceError for some that look at a part of the tokens; `field`: that of the window."""
+def within_window(penalties: Mapping[str, float], window: int | None) -> dict[str, Any]:
+    """The penalties of a request and their window, by their names in RequestedSampling."""
     if window == 0:
         return {**_NO_PENALTIES}
-    penalized = any(penalties.get(name, off) != off for name, off in _NO_PENALTIES.items())
-    if penalized and window not in (None, -1):
-        raise refuse(field, f"{field}: penalties look at all tokens here, which -1 asks for")
-    return {**penalties}
+    return {**penalties, "penalty_window": max(0, window or 0)}
 
 
 def check(requested: RequestedSampling, card: ModelCard) -> None:
@@ -161,10 +157,14 @@ def resolve(
     max_tokens = r.max_tokens if r.max_tokens is not None and fits else left
     if r.min_tokens > max_tokens:
         raise refuse("min_tokens", f"min_tokens must be at most max_tokens ({max_tokens})")
+    recommended = _recommended(requested, card, defaults)
+    repetition = recommended["repetition_penalty"]
+    penalizes = repetition not in (None, 1) or r.presence_penalty or r.frequency_penalty
     params = SamplingParams(
-        **_recommended(requested, card, defaults),
+        **recommended,
         presence_penalty=r.presence_penalty,
         frequency_penalty=r.frequency_penalty,
+        penalty_window=min(r.penalty_window, card.context_len) if penalizes else 0,
         logit_bias=r.logit_bias,
         stop_token_ids=r.stop_token_ids,
         ignore_eos=r.ignore_eos,

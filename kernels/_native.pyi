@@ -116,6 +116,7 @@ class Stream:
         repetition_penalty: float = 1.0,
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
+        penalty_window: int = 0,
         logit_bias: Mapping[int, float] = ...,
         masked_ids: Sequence[int] = ...,
         min_tokens: int = 0,

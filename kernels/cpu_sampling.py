@@ -29,7 +29,8 @@ class CpuSampling:
             logit_bias=dict(settings.logit_bias),
             masked_ids=settings.masked_ids,
             min_tokens=settings.min_tokens,
-            prompt_ids=settings.prompt_ids if settings.repetition_penalty != 1 else (),
+            penalty_window=settings.penalty_window,
+            prompt_ids=settings.penalized_prompt,
         )
 
     def sample(

@@ -31,6 +31,8 @@ class StreamSettings:
     repetition_penalty: float = 1.0  # over prompt and generated ids
     presence_penalty: float = 0.0  # over generated ids
     frequency_penalty: float = 0.0  # over generated ids
+    # With a window all three look at this many last ids of prompt and output together; 0: none.
+    penalty_window: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     masked_ids: Sequence[int] = ()  # left out until min_tokens are generated
     min_tokens: int = 0
@@ -40,6 +42,37 @@ class StreamSettings:
     def filters(self) -> bool:
         """Whether the parameters leave tokens out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a penalty is set."""
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def penalized_prompt(self) -> Sequence[int]:
+        """The prompt ids that penalties look at before the first token."""
+        if not self.penalty_window:
+            return self.prompt_ids if self.repetition_penalty != 1 else ()
+        return self.prompt_ids[-self.penalty_window :] if self.penalizes else ()
+
+    def penalty_changes(
+        self, generated: Sequence[int], since: int
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """The ids that penalties begin to look at, and those that leave the window, since `since`
+        ids were generated. Takes time for the new ids alone."""
+        if not self.penalty_window:
+            return generated[since:], ()
+        prompt_len = len(self.prompt_ids)
+        old, new = (
+            max(0, prompt_len + count - self.penalty_window) for count in (since, len(generated))
+        )
+        old_end = prompt_len + since
+        left_end = min(new, old_end)
+        left = (
+            *self.prompt_ids[old:left_end],
+            *generated[max(0, old - prompt_len) : max(0, left_end - prompt_len)],
+        )
+        return generated[max(new, old_end) - prompt_len :], left
 
 
 class Picks(Protocol):

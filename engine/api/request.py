@@ -48,6 +48,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and generated ids
     presence_penalty: float = 0.0  # over generated ids
     frequency_penalty: float = 0.0  # over generated ids
+    penalty_window: int = 0  # N: all three over the last N ids of prompt and output together
     logit_bias: dict[int, float] = field(default_factory=dict)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

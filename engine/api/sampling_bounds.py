@@ -42,6 +42,7 @@ class Bounds:
 
 
 _PENALTY = Bounds(api=Range(-2, 2), engine=Range(-100, 100))
+_WINDOW = Range(0, 2**31 - 1)  # ids; a larger one than the context is all of it
 _SCORES = Bounds(api=Range(0, 20), engine=Range(0, 20))  # and at most the vocabulary
 
 BOUNDS: dict[str, Bounds] = {
@@ -55,6 +56,7 @@ BOUNDS: dict[str, Bounds] = {
     "repetition_penalty": Bounds(api=Range(1 / 128, 10), engine=Range(1 / 128, 100)),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
+    "penalty_window": Bounds(api=_WINDOW, engine=_WINDOW),
     "logit_bias": Bounds(api=Range(-100, 100), engine=Range(-1e6, 1e6)),  # each value
     "min_tokens": Bounds(api=Range(0), engine=Range(0)),  # and at most max_tokens
     "max_tokens": Bounds(api=Range(1), engine=Range(1)),  # and what is left of the context

@@ -184,6 +184,7 @@ class Sampler:
             repetition_penalty=params.repetition_penalty,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
+            penalty_window=params.penalty_window,
             logit_bias=params.logit_bias,
             masked_ids=stops,
             min_tokens=params.min_tokens,

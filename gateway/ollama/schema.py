@@ -87,14 +87,14 @@ class OllamaOptions(StrictModel):
     frequency_penalty: float | None = None
 
     def penalties(self) -> dict[str, Any]:
-        """Fields of RequestedSampling. Raises ServiceError for a window of some tokens."""
+        """Fields of RequestedSampling."""
         penalties = {
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
         }
         given = {name: value for name, value in penalties.items() if value is not None}
-        return within_window(given, self.repeat_last_n, "options.repeat_last_n")
+        return within_window(given, self.repeat_last_n)
 
 
 class NamedModel(StrictModel):

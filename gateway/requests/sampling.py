@@ -21,6 +21,7 @@ class RequestedSampling:
     repetition_penalty_field: str = "repetition_penalty"
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    penalty_window: int = 0  # ids; 0: all
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

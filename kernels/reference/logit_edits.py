@@ -4,6 +4,8 @@ A pure function of the settings and the generated ids: the notes kept here only 
 anew.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ class LogitEdits:
 
     def __init__(self, settings: StreamSettings, vocab: int, device: torch.device) -> None:
         self._settings = settings
-        self._num_counted = 0
+        self._num_counted = 0  # generated ids
         self._bias = (
             (_ids(settings.logit_bias, device), torch.tensor(list(settings.logit_bias.values())))
             if settings.logit_bias
@@ -24,11 +26,14 @@ class LogitEdits:
         )
         self._masked = _ids(settings.masked_ids, device) if settings.masked_ids else None
         self._counts = self._seen = None
-        if settings.presence_penalty or settings.frequency_penalty:
+        self._windowed = bool(settings.penalty_window) and settings.penalizes
+        if self._windowed or settings.presence_penalty or settings.frequency_penalty:
             self._counts = torch.zeros(vocab, device=device)
+        if self._counts is not None and self._windowed:
+            _add(self._counts, settings.penalized_prompt, 1)
         if settings.repetition_penalty != 1:
             self._seen = torch.zeros(vocab, dtype=torch.bool, device=device)
-            self._seen[_ids(settings.prompt_ids, device)] = True
+            self._seen[_ids(settings.penalized_prompt, device)] = True
         self._always = any(x is not None for x in (self._bias, self._counts, self._seen))
 
     def active(self, num_generated: int) -> bool:
@@ -56,15 +61,24 @@ class LogitEdits:
         return self._masked is not None and num_generated < self._settings.min_tokens
 
     def _count(self, generated: list[int]) -> None:
-        fresh = generated[self._num_counted :]
+        entered, left = self._settings.penalty_changes(generated, self._num_counted)
         self._num_counted = len(generated)
-        if not fresh:
+        if not entered:
             return
         if self._counts is not None:
-            ids = _ids(fresh, self._counts.device)
-            self._counts.index_add_(0, ids, torch.ones(len(fresh), device=ids.device))
+            _add(self._counts, entered, 1)
+            _add(self._counts, left, -1)
         if self._seen is not None:
-            self._seen[_ids(fresh, self._seen.device)] = True
+            self._seen[_ids(entered, self._seen.device)] = True
+        if self._seen is not None and self._counts is not None and left:
+            ids = _ids(left, self._seen.device)
+            self._seen[ids] = self._counts[ids] > 0
+
+
+def _add(counts: Tensor, ids: Sequence[int], times: int) -> None:
+    """Counts ids, each time that they occur."""
+    where = _ids(ids, counts.device)
+    counts.index_add_(0, where, torch.full((len(ids),), float(times), device=counts.device))
 
 
 def disallowed(mask: Mask, scores: Tensor) -> Tensor:

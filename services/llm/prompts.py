@@ -187,6 +187,7 @@ class PromptMaker:
             **self._recommended(params),
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
+            penalty_window=params.penalty_window,
             logit_bias=dict(params.logit_bias),
             stop_token_ids=tuple(params.stop_token_ids),
             ignore_eos=params.ignore_eos,

@@ -23,8 +23,8 @@ _KINDS: dict[str, Kind] = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
-_WHOLE = ("n", "top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "seed",
-          "thinking_token_budget")  # fmt: skip
+_WHOLE = ("n", "top_k", "penalty_window", "min_tokens", "max_tokens", "logprobs",
+          "prompt_logprobs", "seed", "thinking_token_budget")  # fmt: skip
 _RANGES: dict[str, Range] = {
     **{name: bounds.engine for name, bounds in BOUNDS.items() if name != "logit_bias"},
     "top_k": BOUNDS["top_k"].api,
@@ -94,6 +94,7 @@ class SamplingParams:
     repetition_penalty: float | None = None  # 1.0; over prompt and answer
     presence_penalty: float = 0.0  # over the answer
     frequency_penalty: float = 0.0  # over the answer
+    penalty_window: int = 0  # N: all three over the last N tokens of prompt and answer together
     max_tokens: int | None = None  # None: what is left of the context
     min_tokens: int = 0
     stop: str | Sequence[str] = ()  # texts that end an answer, and are no part of it

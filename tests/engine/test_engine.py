@@ -1,6 +1,8 @@
 """The engine through its public methods, over a decoder that reads every key by block table."""
 
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +108,31 @@ def test_preemption_changes_no_token(subtests: pytest.Subtests) -> None:
             assert tokens(events) == {(k, 0): expected(p, 16, window) for k, p in prompts.items()}
             assert len(of(events, Scheduled)) == len(of(events, Finished)) == 4
             assert_at_rest(engine)
+
+
+def test_a_window_of_penalties_is_of_prompt_and_tokens_alone() -> None:
+    """Preempted, in a batch, and resumed elsewhere it gives the tokens of a request alone."""
+    options: dict[str, Any] = {"repetition_penalty": 1.4, "frequency_penalty": 0.9}
+    options["max_tokens"] = 24
+    prompts = {f"r{i}": [(i * 5 + j) % 60 for j in range(9)] for i in range(4)}
+    windows = {"r0": 4, "r1": 9, "r2": 15, "r3": 0}
+    requests = {
+        key: ask(key, prompt, penalty_window=windows[key], **options)
+        for key, prompt in prompts.items()
+    }
+    alone = {key: tokens(run(fake_engine(200), r))[key, 0] for key, r in requests.items()}
+    engine = fake_engine(num_blocks=14, prefix_cache=False)
+    events = run(engine, *requests.values())
+    assert engine.stats().preemptions > 0
+    assert tokens(events) == {(key, 0): ids for key, ids in alone.items()}
+    for key, cut in product(requests, (1, 5, 12)):
+        states = (ChoiceState(tuple(alone[key][:cut])),)
+        rest = tokens(run(fake_engine(), replace(requests[key], choices=states)))
+        assert rest[key, 0] == alone[key][cut:]
+    everything = {key: ask(key, prompt, **options) for key, prompt in prompts.items()}
+    for key, request in everything.items():
+        (ids,) = tokens(run(fake_engine(200), request)).values()
+        assert (ids == alone[key]) == (not windows[key])
 
 
 def test_the_youngest_is_preempted() -> None:

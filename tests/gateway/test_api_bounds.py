@@ -34,6 +34,8 @@ def router() -> FakeRouter:
 
 def bodies(name: str, value: Any) -> list[tuple[str, str, dict[str, Any]]]:
     """(path, the field's name there, body) of each API that has the parameter."""
+    if name == "penalty_window":  # where -1 is all, as is 0 for the engine
+        name, value = "repeat_last_n", min(value, 2 * value)
     given = {"1": value} if name == "logit_bias" else value
     plain = ("/v1/completions", name, {**PLAIN, name: given})
     if name == "logprobs":

@@ -35,13 +35,18 @@ async def test_complete_with_options(make_channel):
     router = FakeRouter(saying("hello world"))
     text = TextStub(await make_channel(router))
     options = TextOptions(
-        params=pb.SamplingParams(temperature=0, max_tokens=9, top_k=3), stop=["o w"], seed=4
+        params=pb.SamplingParams(
+            temperature=0, max_tokens=9, top_k=3, presence_penalty=1, penalty_window=5
+        ),
+        stop=["o w"],
+        seed=4,
     )
     asked = CompleteRequest(model="tiny", prompt="x", options=options)
     chunks = [chunk async for chunk in text.Complete(asked)]
     assert "".join(chunk.text for chunk in chunks) == "hell"
     start = router.starts[0]
     assert (start.params.temperature, start.params.top_k, start.params.max_tokens) == (0, 3, 9)
+    assert (start.params.presence_penalty, start.params.penalty_window) == (1, 5)
     assert start.seed == 4
     assert router.cancels
 

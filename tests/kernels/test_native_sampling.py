@@ -379,6 +379,8 @@ def test_bad_input_raises() -> None:
         StreamSettings(logit_bias={10: 1.0}),
         StreamSettings(masked_ids=(-1,)),
         StreamSettings(prompt_ids=(10,), repetition_penalty=2.0),
+        StreamSettings(prompt_ids=(10, 1), presence_penalty=2.0, penalty_window=2),
+        StreamSettings(penalty_window=-1),
         StreamSettings(temperature=math.nan),
         StreamSettings(min_p=1.5),
         StreamSettings(top_p=0.0),

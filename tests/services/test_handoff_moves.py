@@ -81,6 +81,7 @@ PARAMS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.25},
     {"min_tokens": 50, "top_k": 20, "temperature": 2},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "penalty_window": 9},
 ]
 LENGTHS = [1, 3, 4, 30]
 # A transport carries blocks, whatever samples the tokens: every prompt length goes over each

@@ -59,8 +59,12 @@ are in no table are ignored, and named in the debug log.
 
 `model` may be left out where one model is served. `max_tokens` and its other names are bounds: an
 answer ends with the context, unless the gateway has `--strict-max-tokens`. Integers may be written
-as `16.0`. Penalties look at all tokens: `repeat_last_n` may be 0, which turns them off, and any
-other value where a request sets none; with a penalty it may be -1 alone.
+as `16.0`.
+
+`repeat_last_n` is the window of penalties, as in llama.cpp: repetition, presence and frequency
+penalties count the last tokens of prompt and answer together, as many as it says; more than the
+context are all of them. 0 turns penalties off. Without it, and with -1, the repetition penalty is
+over prompt and answer, and the other two are over the answer alone.
 
 Roles, content, tools and items follow one rule on every route:
 

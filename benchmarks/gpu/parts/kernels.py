@@ -329,6 +329,7 @@ def picks(part: MeasuredPart, rows: int, vocab: int) -> tuple[Tensor, list[int],
         StreamSettings(temperature=0.6, seed=5),
         StreamSettings(temperature=1.0, top_k=20, top_p=0.9, seed=7),
         StreamSettings(temperature=0.8, min_p=0.1, repetition_penalty=1.2, prompt_ids=(3, 4)),
+        StreamSettings(frequency_penalty=0.9, penalty_window=3, prompt_ids=(3, 4), seed=9),
     )
     logits = 3 * drawn(part, rows, vocab)
     picked = []

@@ -116,7 +116,7 @@ class Sampling(StructureFields, OwnedBody):
             given["repetition_penalty"] = self.repeat_penalty
             given["repetition_penalty_field"] = "repeat_penalty"
         penalties = {name: given[name] for name in _PENALTIES if given[name] is not None}
-        given |= within_window(penalties, self.repeat_last_n, "repeat_last_n")
+        given |= within_window(penalties, self.repeat_last_n)
         return {
             **{name: value for name, value in given.items() if value is not None},
             **{name: tuple(getattr(self, name) or ()) for name in _LISTS},

@@ -129,7 +129,7 @@ class ResponsesBody(InputTokensBody):
     max_output_tokens: TokenLimit = None
     temperature: float | None = None
     top_p: float | None = None
-    repeat_last_n: PenaltyWindow = None  # llama.cpp's; this API has no penalties
+    repeat_last_n: PenaltyWindow = None  # llama.cpp's, of penalties that the model recommends
     top_logprobs: int | None = None
     max_tool_calls: int | None = Field(None, ge=1)  # of tools that the gateway calls
     priority: Priority | None = None
@@ -159,7 +159,7 @@ class ResponsesBody(InputTokensBody):
             structure=self.structure(),
             thinking_budget=budget,
             thinking_budget_field=field,
-            **within_window({}, self.repeat_last_n, "repeat_last_n"),
+            **within_window({}, self.repeat_last_n),
         )
 
 

@@ -2,8 +2,10 @@
 
 A stream with edits owns a tensor of marks, int32 [vocab]: how often an id was generated, whether it
 was seen (in prompt or output), whether it is hidden until min_tokens; and a float32 bias if it has
-one. A step brings the marks up to date with the ids they do not count yet and writes the edited
-scores of the picks that have edits; the other picks read the logits as they are.
+one. With a window of penalties, the marks count the ids of prompt and output in it, and an id is
+seen while its count is not 0. A step brings the marks up to date with the ids that are new to them
+and those that have left the window, and writes the edited scores of the picks that have edits; the
+other picks read the logits as they are.
 """
 
 from collections.abc import Sequence
@@ -37,8 +39,10 @@ COUNT = tl.constexpr((1 << 30) - 1)
 def new_marks(settings: StreamSettings, vocab: int, device: torch.device) -> Tensor:
     """The marks of a stream that has generated nothing, int32 [vocab]."""
     marks = torch.zeros(vocab, dtype=torch.int32, device=device)
-    if settings.repetition_penalty != 1:
-        marks[_ids(settings.prompt_ids, device)] = SEEN.value
+    prompt = _ids(settings.penalized_prompt, device)
+    if settings.penalty_window:
+        marks += torch.bincount(prompt, minlength=vocab)
+    marks[prompt] |= SEEN.value
     hidden = _ids(settings.masked_ids, device)
     marks[hidden] = marks[hidden] | HIDDEN.value
     return marks
@@ -80,7 +84,10 @@ def edit_kernel(
         fresh = words + field(records, pick, FRESH, tl.int32)
         before = marks
         for i in range(num_fresh):
-            marks = tl.where(ids == tl.load(fresh + i), (marks + 1) | SEEN, marks)
+            word = tl.load(fresh + i)
+            marks = tl.where(ids == word, (marks + 1) | SEEN, marks)
+            fewer = tl.where((marks & COUNT) > 1, marks - 1, marks & HIDDEN)
+            marks = tl.where(ids == -1 - word, fewer, marks)
         tl.store(own_marks, marks, mask=inside & (marks != before))
 
     repetition = field(records, pick, REPETITION, tl.float32)

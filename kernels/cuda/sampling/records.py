@@ -2,7 +2,8 @@
 
 `position` counts the generated ids. `edited` is the pick's row in the edited scores, -1 where the
 logits are used as they are; `mask` is where its mask starts in the step's words, -1 for none;
-`fresh` and `num_fresh` say which of the step's words are ids that its marks do not count yet.
+`fresh` and `num_fresh` say which of the step's words are ids that its marks do not count yet, and
+-1 - id for ids that have left the window of its penalties.
 `marks` and `bias` are addresses of the stream's tensors [vocab], 0 for none.
 """
 

@@ -33,10 +33,7 @@ class CudaTokenStream:
         self.vocab = vocab
         hot = settings.temperature >= GREEDY_BELOW
         self.is_filtered = hot and settings.filters
-        self.counts = settings.repetition_penalty != 1 or bool(
-            settings.presence_penalty or settings.frequency_penalty
-        )
-        self.always_edits = self.counts or bool(settings.logit_bias)
+        self.always_edits = settings.penalizes or bool(settings.logit_bias)
         self.hides_until = settings.min_tokens if settings.masked_ids else 0
         self.num_counted = 0
         self._tensors: list[Tensor] = []
@@ -63,7 +60,7 @@ class CudaTokenStream:
         """Makes the tensors of its edits, once."""
         if self._tensors or not (self.always_edits or self.hides_until):
             return
-        if self.counts or self.hides_until:
+        if self.settings.penalizes or self.hides_until:
             marks = new_marks(self.settings, self.vocab, device)
             self._constant["marks"] = marks.data_ptr()
             self._tensors.append(marks)
@@ -74,15 +71,16 @@ class CudaTokenStream:
         self.record = self._constant.tobytes()
 
     def fresh(self, generated: Sequence[int]) -> Sequence[int]:
-        """The generated ids that the marks do not count yet; ValueError if some were taken back."""
-        if not self.counts:
+        """The words of `fresh` in the record: generated ids that the marks do not count yet, and
+        -1 - id of ids that they no longer count. ValueError if some were taken back."""
+        if not self.settings.penalizes:
             return []
-        ids = generated[self.num_counted :]
         if len(generated) < self.num_counted:
             raise ValueError("generated: shorter than at the stream's last pick")
+        ids, left = self.settings.penalty_changes(generated, self.num_counted)
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab):
             raise ValueError(f"generated: an id outside the vocabulary of {self.vocab}")
-        return ids
+        return [*ids, *(-1 - id_ for id_ in left)] if left else ids
 
 
 class CudaPicks:
@@ -265,11 +263,10 @@ def _check_step(
 
 
 def _check(settings: StreamSettings, vocab: int) -> None:
-    prompt = settings.prompt_ids if settings.repetition_penalty != 1 else ()
     for name, ids in (
         ("logit_bias", settings.logit_bias),
         ("masked_ids", settings.masked_ids),
-        ("prompt_ids", prompt),
+        ("prompt_ids", settings.penalized_prompt),
     ):
         if ids and not (min(ids) >= 0 and max(ids) < vocab):
             raise ValueError(f"{name}: an id outside the vocabulary of {vocab}")

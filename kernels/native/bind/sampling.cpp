@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -35,6 +36,7 @@ class Stream {
   uint64_t seed = 0;
   int64_t choice = 0;
   float repetition = 1, presence = 0, frequency = 0;
+  int64_t window = 0;  // of prompt and output together, which the three look at; 0: see see_prompt
   std::vector<std::pair<int64_t, float>> bias;
   std::vector<int64_t> masked;
   int64_t min_tokens = 0;
@@ -45,9 +47,16 @@ class Stream {
 
   NoiseKey key() const { return {static_cast<int64_t>(seed), choice, position_}; }
 
+  // The prompt's ids count in a window; without one they are repeated ones, whose count stays 0.
   void see_prompt(const std::vector<int64_t>& ids) {
-    if (repetition == 1) return;
-    for (int64_t id : ids) tally(id);
+    if (window ? !counts() : repetition == 1) return;
+    for (int64_t id : ids) {
+      if (window) {
+        count(id);
+      } else {
+        tally(id);
+      }
+    }
   }
 
   // Takes note of the generated ids that are new. Needs the GIL.
@@ -57,8 +66,7 @@ class Stream {
     require(length >= position_, "generated is shorter than it was");
     if (counts()) {
       for (int64_t i = position_; i < length; ++i) {
-        int64_t id = to_int(PyList_GET_ITEM(generated.ptr(), i));
-        ++tallies_[tally(id)].generated;
+        count(to_int(PyList_GET_ITEM(generated.ptr(), i)));
         position_ = i + 1;
       }
     }
@@ -71,9 +79,9 @@ class Stream {
     for (const Tally& t : tallies_) {
       float score = scores[t.id];
       if (repetition != 1) score = score > 0 ? score / repetition : score * repetition;
-      if (t.generated) {
+      if (t.count) {
         score -= presence;
-        score -= frequency * static_cast<float>(t.generated);
+        score -= frequency * static_cast<float>(t.count);
       }
       scores[t.id] = score;
     }
@@ -88,7 +96,7 @@ class Stream {
  private:
   struct Tally {
     int64_t id;
-    int64_t generated;
+    int64_t count;
   };
 
   bool counts() const { return repetition != 1 || presence != 0 || frequency != 0; }
@@ -101,8 +109,25 @@ class Stream {
     return entry->second;
   }
 
+  // Counts one more id, and no longer the one that it moves out of the window.
+  void count(int64_t id) {
+    ++tallies_[tally(id)].count;
+    if (!window) return;
+    recent_.push_back(id);
+    if (static_cast<int64_t>(recent_.size()) <= window) return;
+    auto left = index_.find(recent_.front());
+    recent_.pop_front();
+    Tally& none = tallies_[left->second];
+    if (--none.count) return;
+    none = tallies_.back();
+    index_[none.id] = left->second;
+    tallies_.pop_back();
+    index_.erase(left);
+  }
+
   int64_t position_ = 0;
-  std::vector<Tally> tallies_;  // of the ids that were seen
+  std::deque<int64_t> recent_;  // the ids in the window
+  std::vector<Tally> tallies_;  // of the ids that penalties look at
   std::unordered_map<int64_t, size_t> index_;
 };
 
@@ -314,7 +339,7 @@ class NativeSampler {
 
 void make_stream(Stream* self, int64_t vocab, double temperature, int64_t top_k, double top_p,
                  double min_p, uint64_t seed, int64_t choice, double repetition, double presence,
-                 double frequency, const std::unordered_map<int64_t, double>& bias,
+                 double frequency, int64_t window, const std::unordered_map<int64_t, double>& bias,
                  std::vector<int64_t> masked, int64_t min_tokens,
                  const std::vector<int64_t>& prompt) {
   require(vocab > 0, "vocab must be positive");
@@ -322,6 +347,7 @@ void make_stream(Stream* self, int64_t vocab, double temperature, int64_t top_k,
   require(top_p > 0, "top_p must be positive");
   require(min_p >= 0 && min_p <= 1, "min_p must be in [0, 1]");
   require(repetition > 0, "the repetition penalty must be positive");
+  require(window >= 0, "penalty_window must be 0 or more");
   new (self) Stream();
   self->vocab = vocab;
   self->temperature = temperature;
@@ -333,6 +359,7 @@ void make_stream(Stream* self, int64_t vocab, double temperature, int64_t top_k,
   self->repetition = static_cast<float>(repetition);
   self->presence = static_cast<float>(presence);
   self->frequency = static_cast<float>(frequency);
+  self->window = window;
   for (auto [id, value] : bias) {
     self->check(id);
     self->bias.emplace_back(id, static_cast<float>(value));
@@ -351,6 +378,7 @@ void bind_sampling(nb::module_& m) {
            nb::arg("top_k") = 0, nb::arg("top_p") = 1.0, nb::arg("min_p") = 0.0,
            nb::arg("seed") = 0, nb::arg("choice") = 0, nb::arg("repetition_penalty") = 1.0,
            nb::arg("presence_penalty") = 0.0, nb::arg("frequency_penalty") = 0.0,
+           nb::arg("penalty_window") = 0,
            nb::arg("logit_bias") = std::unordered_map<int64_t, double>{},
            nb::arg("masked_ids") = std::vector<int64_t>{}, nb::arg("min_tokens") = 0,
            nb::arg("prompt_ids") = std::vector<int64_t>{},

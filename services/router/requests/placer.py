@@ -121,6 +121,8 @@ class Placer:
 
     def _able(self, request: RoutedRequest) -> Sequence[Worker]:
         workers = self._fleet.of(DECODE, request.model)
+        if request.min_protocol:
+            workers = [w for w in workers if w.hello.protocol >= request.min_protocol]
         return readers(self.compatibility.able(request.origin, workers), request.pool[1])
 
     def is_unread(self, request: RoutedRequest) -> bool:
@@ -292,14 +294,14 @@ class Placer:
     def left_alone(self, now: float) -> list[RoutedRequest]:
         """Requests that have waited while no worker that could take them stays with this router. In
         a fleet that is sharded a worker that starts again may well join others."""
-        stays: dict[tuple[tuple[str, str], KvIdentity | None], bool] = {}
+        stays: dict[tuple[tuple[str, str], KvIdentity | None, int], bool] = {}
         for request in self.waiting:
-            key = request.pool, request.origin
+            key = request.pool, request.origin, request.min_protocol
             if key not in stays:
                 stays[key] = any(
                     w.stays and w.connected and not w.frozen for w in self._able(request)
                 )
-        alone = [r for r in self.waiting if not stays[r.pool, r.origin]]
+        alone = [r for r in self.waiting if not stays[r.pool, r.origin, r.min_protocol]]
         self._alone = {request: self._alone.get(request, now) for request in alone}
         return [
             r for r, since in self._alone.items() if r.given_back or now - since >= LEFT_ALONE_S

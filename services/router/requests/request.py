@@ -30,6 +30,7 @@ from pdserve.services.router.requests.state import Attempt, MigrationStep, Routi
 
 log = logging.getLogger(__name__)
 
+WINDOWS_SINCE = 1  # the protocol version from which workers read penalty_window
 OUTPUT = ("tokens", "prompt_logprobs", "embedding", "finished")
 FAILURES: dict[FailureReason, ServiceError] = {
     FailureReason.CANCELLED: ServiceError(pb.CANCELLED, "cancelled"),
@@ -74,6 +75,8 @@ class RoutedRequest:
         self.id = start.request
         self.model = start.model
         self.pool = (start.model, start.tokenizer)  # whose workers can read its prompt
+        # An older worker would not see the field, and sample other tokens.
+        self.min_protocol = WINDOWS_SINCE if start.params.penalty_window else 0
         self.tenant = start.tenant
         self.state = Routing(
             epoch=start.epoch,

@@ -125,6 +125,7 @@ class Fuzzed:
                 seed=rng.getrandbits(63),
                 repetition_penalty=rng.choice((1.0, 1.3, 1e-3)),
                 presence_penalty=rng.choice((0.0, 2.0)),
+                penalty_window=rng.choice((0, 1, 7, 2**31 - 1)),
                 logit_bias={rng.randrange(vocab + 3): rng.choice((-100.0, 100.0))},
                 prompt_ids=[rng.randrange(vocab) for _ in range(5)],
             )

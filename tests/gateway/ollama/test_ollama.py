@@ -129,6 +129,12 @@ async def test_options_reach_the_engine(client):
     neutral = {"repeat_last_n": 64, "repeat_penalty": 1.0, "presence_penalty": 0.0}
     reply = await http.post("/api/chat", json={**BODY, "options": neutral})
     assert reply.status_code == 200
+    assert router.starts[-1].params.penalty_window == 0, "there is no penalty"
+    for last, window in ((64, 64), (-1, 0)):
+        some = {"repeat_last_n": last, "repeat_penalty": 1.25}
+        await http.post("/api/chat", json={**BODY, "options": some})
+        params = router.starts[-1].params
+        assert (params.repetition_penalty, params.penalty_window) == (1.25, window)
     off = {"repeat_last_n": 0, "repeat_penalty": 1.5, "presence_penalty": 1.0}
     await http.post("/api/chat", json={**BODY, "options": off})
     params = router.starts[-1].params
@@ -160,11 +166,7 @@ async def test_what_would_change_the_answer_is_refused_by_name(client, subtests)
         ("/api/chat", {**chat, "options": {"temperature": 9}}, "temperature"),
         ("/api/chat", {**chat, "options": {"repeat_penalty": 0}}, "options.repeat_penalty"),
         ("/api/chat", {**chat, "options": 5}, "options"),
-        (
-            "/api/chat",
-            {**chat, "options": {"repeat_last_n": 64, "repeat_penalty": 1.1}},
-            "options.repeat_last_n",
-        ),
+        ("/api/chat", {**chat, "options": {"repeat_last_n": -2}}, "options.repeat_last_n"),
         ("/api/chat", {**chat, "format": "xml"}, "format"),
         ("/api/chat", {**chat, "think": "a lot"}, "think"),
         ("/api/chat", {**chat, "top_logprobs": 2}, "top_logprobs"),

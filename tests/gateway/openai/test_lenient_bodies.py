@@ -8,6 +8,7 @@ from oracles.http_errors import CHAT, HI, PLAIN, check
 from oracles.sse import events
 
 pytestmark = pytest.mark.anyio
+CONTEXT_LEN = 300
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": "tiny", "messages": HI},
     PLAIN: {"model": "tiny", "prompt": "a"},
@@ -170,7 +171,8 @@ async def test_neutral_samplers_and_other_names(make_http, subtests):
     }  # fmt: skip
     for url, body in BODIES.items():
         with subtests.test(url):
-            router = FakeRouter(saying("x"))
+            card, blobs = served(context_len=CONTEXT_LEN)
+            router = FakeRouter(saying("x"), [card], blobs)
             client = make_http(router)
             assert (await client.post(url, json=body)).status_code == 200
             reply = await client.post(url, json=body | neutral)
@@ -185,16 +187,26 @@ async def test_neutral_samplers_and_other_names(make_http, subtests):
             router.starts[-1].params.ClearField("repetition_penalty")
             assert router.starts[-1].params == plain
             more = {"repeat_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0}
-            for last, wanted in ((None, (1.5, 1, 1)), (-1, (1.5, 1, 1)), (0, (1, 0, 0))):
+            for last, wanted in (
+                (None, (1.5, 1, 1, 0)), (-1, (1.5, 1, 1, 0)), (0, (1, 0, 0, 0)),
+                (64, (1.5, 1, 1, 64)), (2**31 - 1, (1.5, 1, 1, CONTEXT_LEN)),
+            ):  # fmt: skip
                 reply = await client.post(url, json=body | more | {"repeat_last_n": last})
                 assert reply.status_code == 200, reply.text
                 params = router.starts[-1].params
                 found = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-                assert found == wanted
+                assert (*found, params.penalty_window) == wanted
+            for alone in (
+                {"repeat_penalty": 0.5},
+                {"presence_penalty": 1},
+                {"frequency_penalty": -1},
+            ):
+                reply = await client.post(url, json=body | alone | {"repeat_last_n": 7})
+                assert reply.status_code == 200, reply.text
+                assert router.starts[-1].params.penalty_window == 7
             for wrong, param in (
-                ({"repeat_last_n": 64, "presence_penalty": 1.0}, "repeat_last_n"),
-                ({"repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n"),
                 ({"repeat_last_n": -2}, "repeat_last_n"),
+                ({"repeat_last_n": 2**31}, "repeat_last_n"),
                 ({"repeat_penalty": 11}, "repeat_penalty"),
                 ({"repeat_penalty": 1.5, "repetition_penalty": 1.2}, "repeat_penalty"),
                 ({"guidance_scale": 2.0}, "guidance_scale"),
@@ -207,10 +219,11 @@ async def test_a_window_of_penalties_in_responses(make_http):
     card, blobs = served(generation={"repetition_penalty": 1.25})
     router = FakeRouter(saying("x"), [card], blobs)
     client = make_http(router)
-    for last, penalty in ((None, 1.25), (64, 1.25), (-1, 1.25), (0, 1.0)):
+    for last, penalty, window in ((None, 1.25, 0), (64, 1.25, 64), (-1, 1.25, 0), (0, 1.0, 0)):
         reply = await client.post("/v1/responses", json={"input": "a", "repeat_last_n": last})
         assert reply.status_code == 200, reply.text
-        assert router.starts[-1].params.repetition_penalty == penalty
+        params = router.starts[-1].params
+        assert (params.repetition_penalty, params.penalty_window) == (penalty, window)
 
 
 async def test_top_p_0_is_greedy(make_http):

@@ -189,28 +189,39 @@ def test_edits_equal_the_reference_token_after_token(
     assert len(seen) > 1
 
 
-def test_edited_scores_are_the_same_floats() -> None:
+def test_edited_scores_are_the_same_floats(subtests: pytest.Subtests) -> None:
+    for window in (0, 1, 12, 60, 900):
+        with subtests.test(window=window):
+            _same_floats(window)
+
+
+def _same_floats(window: int) -> None:
     vocab = 300
     one = StreamSettings(
         presence_penalty=0.3,
         frequency_penalty=0.07,
         repetition_penalty=1.17,
+        penalty_window=window,
         logit_bias={i: 0.1 * i for i in range(0, vocab, 3)},
         masked_ids=(4, 4, 299),
         min_tokens=50,
         prompt_ids=tuple(range(0, vocab, 2)) * 2,
     )
-    logits, generated = some_logits(3, 1, vocab), [i * i % vocab for i in range(40)]
-    expected = logits[0].clone()
-    reference.stream(one, vocab).edits(expected.device).apply(expected, generated)
+    logits, ids = some_logits(3, 1, vocab), [i * i % vocab for i in range(40)]
+    stream, slow = OPS.stream(one, vocab), reference.stream(one, vocab)
     seen: list[torch.Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "pdserve.kernels.cuda.sampling.step.edit",
-            lambda *args: seen.append(logit_edits.edit(*args)) or seen[0],
+            lambda *args: seen.append(logit_edits.edit(*args)) or seen[-1],
         )
-        sample(OPS, logits, [one], [generated])
-    assert torch.equal(seen[0][0], expected)
+        for length in (0, 1, 11, 13, 40):
+            generated = ids[:length]
+            expected = logits[0].clone()
+            slow.edits(expected.device).apply(expected, generated)
+            OPS.sample(logits, [0], [stream], [generated])
+            assert torch.equal(seen.pop()[0], expected)
+    assert not seen
 
 
 MIX = [
@@ -329,6 +340,7 @@ def test_bad_input_raises() -> None:
         StreamSettings(logit_bias={10: 1.0}),
         StreamSettings(masked_ids=(-1,)),
         StreamSettings(prompt_ids=(10,), repetition_penalty=2.0),
+        StreamSettings(prompt_ids=(10, 1), presence_penalty=2.0, penalty_window=2),
         StreamSettings(temperature=math.nan),
         StreamSettings(min_p=1.5),
         StreamSettings(top_p=0.0),

@@ -263,6 +263,9 @@ def test_defaults_come_from_the_model(folder: Path, tmp_path: Path) -> None:
         assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.25, 7, 1.0)
         made_params = model_of(made).prompts.text("x", SamplingParams(top_p=0.5), 0).request.params
         assert (made_params.temperature, made_params.top_k, made_params.top_p) == (0.25, 7, 0.5)
+        windowed = SamplingParams(presence_penalty=1, penalty_window=9)
+        made_params = model_of(made).prompts.text("x", windowed, 0).request.params
+        assert (made_params.presence_penalty, made_params.penalty_window) == (1, 9)
 
 
 def test_close_ends_what_runs_and_may_be_repeated(folder: Path) -> None:

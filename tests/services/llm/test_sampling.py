@@ -11,6 +11,8 @@ WRONG = [
     ("temperature", True, "must be a number, not True"),
     ("top_p", 0, "must be above 0 and at most 1, not 0"),
     ("top_k", -2, "must be from -1 to"),
+    ("penalty_window", -1, "must be from 0 to"),
+    ("penalty_window", 2**31, "must be from 0 to"),
     ("n", 0, "must be at least 1, not 0"),
     ("n", None, "must be a whole number, not None"),
     ("n", 1.5, "must be a whole number, not 1.5"),

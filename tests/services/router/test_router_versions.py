@@ -70,6 +70,28 @@ async def test_a_worker_too_new_is_refused_and_the_others_serve_on(
     assert len(refused) == 1, "it is logged once"
 
 
+async def test_a_window_of_penalties_is_held_back_from_workers_that_do_not_know_it(
+    make_cluster: Any, expected: Any
+) -> None:
+    cluster = await make_cluster()
+    old = await cluster.decode(protocol=0)
+    gateway = await cluster.gateway()
+    windowed = pb.SamplingParams(presence_penalty=1, penalty_window=4)
+    await gateway.start("w0", PROMPT, params=windowed)
+    for key in ("all", "none"):  # they do not wait for it
+        await gateway.start(key, PROMPT, params=pb.SamplingParams(presence_penalty=key == "all"))
+        assert isinstance(await gateway.end(key), pb.Finished)
+    assert not gateway.of("w0", "tokens")
+    new = await cluster.decode(protocol=PROTOCOL_VERSION)
+    assert isinstance(await gateway.end("w0"), pb.Finished)
+    for key in ("w1", "w2", "w3"):
+        await gateway.start(key, PROMPT, params=windowed)
+        assert isinstance(await gateway.end(key), pb.Finished)
+        assert gateway.ids(key) == expected(PROMPT, 8)
+    assert {admit.start.params.penalty_window for admit in old.of("admit")} == {0}
+    assert [admit.start.params.penalty_window for admit in new.of("admit")] == [4] * 4
+
+
 async def test_a_gateway_too_new_is_refused(make_cluster: Any) -> None:
     cluster = await make_cluster()
     async with open_channel(cluster.router.address) as channel:

@@ -92,7 +92,7 @@ def kinds(num_tokens: int) -> dict[str, dict[str, Any]]:
         "seeded, top_p": {**seeded, "top_p": 0.8, "seed": 8},
         "seeded, top_k, min_p": {**seeded, "top_k": 20, "min_p": 0.02, "seed": 9},
         "penalties": {**greedy, "presence_penalty": 0.7, "frequency_penalty": 0.4},
-        "seeded penalties": {**seeded, "repetition_penalty": 1.2, "seed": 10},
+        "seeded penalties": {**seeded, "repetition_penalty": 1.2, "repeat_last_n": 40, "seed": 10},
         "logprobs": {**greedy, "logprobs": 3},
         "seeded logprobs": {**seeded, "logprobs": 2, "seed": 11},
         "n=2": {**seeded, "n": 2, "seed": 12},
