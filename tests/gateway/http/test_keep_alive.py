@@ -17,6 +17,11 @@ from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+OLLAMA: dict[str, dict[str, Any]] = {  # its lines have no comments
+    "/api/chat": {"messages": HI},
+    "/api/generate": {"prompt": "hi"},
+    "/api/generate raw": {"prompt": "hi", "raw": True},
+}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HI, "stream": True},
     PLAIN: {"prompt": "hi", "stream": True},
@@ -24,7 +29,6 @@ BODIES: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": HI, "max_tokens": 50, "stream": True},
 }
 SILENCE_S = 0.2
-LATE_S = 0.5  # after a request, whose model is loaded by then
 
 
 @pytest.fixture
@@ -63,21 +67,23 @@ def sent(text: str) -> list[dict[str, Any]]:
 
 
 async def test_the_head_comes_before_the_first_token(serve, subtests):
-    for url, body in BODIES.items():
+    for url, body in {**BODIES, **OLLAMA}.items():
         with subtests.test(url):
             model = Model()
             base = await serve(model.play)
             async with (
                 httpx.AsyncClient(trust_env=False) as client,
-                client.stream("POST", base + url, json=body) as reply,
+                client.stream("POST", base + url.split()[0], json=body) as reply,
             ):
                 assert reply.status_code == 200
-                assert reply.headers["content-type"].startswith("text/event-stream")
+                kind = "application/x-ndjson" if url in OLLAMA else "text/event-stream"
+                assert reply.headers["content-type"].startswith(kind)
                 assert not model.goes_on.is_set()
                 model.goes_on.set()
                 text = (await reply.aread()).decode()
             assert "ping" not in text
-            assert len(sent(text)) > 3
+            lines = text.splitlines()
+            assert len(list(map(json.loads, lines)) if url in OLLAMA else sent(text)) > 3
 
 
 def _text_of(url: str, events: list[dict[str, Any]]) -> str:
@@ -161,9 +167,10 @@ async def test_an_early_refusal_keeps_its_status(serve, subtests):
 async def test_an_error_after_the_head_is_an_event(serve, make_http, subtests, over_a_socket):
     async def answer(url: str) -> httpx.Response:
         model = Model(lambda start: failed(start, pb.CONTEXT_LENGTH_EXCEEDED, "too long"))
+        model.first_s = 2 * HEAD_S
+        model.goes_on.set()
         base = await serve(model.play) if over_a_socket else ""
         async with httpx.AsyncClient(trust_env=False) if base else make_http(model.play) as client:
-            asyncio.get_running_loop().call_later(LATE_S, model.goes_on.set)
             return await client.post(base + url, json=BODIES[url])
 
     found = await asyncio.gather(*map(answer, BODIES))

@@ -101,6 +101,32 @@ async def test_generate_is_a_chat_of_one_message(client):
     assert len({tuple(start.prompt_ids) for start in router.starts}) == 1
 
 
+async def test_a_raw_prompt_goes_on_as_text(client):
+    """Without a template, and with the answer's text as it is."""
+    text = "<think>hm</think>" + calls("weather", '{"place": "Rome"}')
+    model = ToolModel(text, template=THINKING)
+    http = client(model)
+    raw = {"model": "tiny", "prompt": "hello world", "raw": True, "think": False}
+    found = lines(await http.post("/api/generate", json=raw))
+    assert "".join(one["response"] for one in found) == text
+    whole = (await http.post("/api/generate", json={**raw, **WHOLE, "logprobs": True})).json()
+    assert (whole["response"], whole["done_reason"]) == (text, "stop")
+    assert "thinking" not in whole
+    assert len(whole["logprobs"]) == whole["eval_count"]
+    assert whole["prompt_eval_count"] == len(model.starts[0].prompt_ids)
+    more = {"options": {"num_predict": 1}, "format": "json"}
+    assert (await http.post("/api/generate", json={**raw, **more})).status_code == 200
+    assert model.starts[-1].params.max_tokens == 1
+    assert model.starts[-1].params.grammar.source
+    plain = {"model": "tiny", "prompt": "hello world"}
+    await http.post("/v1/completions", json=plain)
+    assert len({tuple(start.prompt_ids) for start in model.starts}) == 1
+    await http.post("/api/generate", json=plain)
+    assert len(model.starts[-1].prompt_ids) > len(model.starts[0].prompt_ids)
+    loaded = await http.post("/api/generate", json={"model": "tiny", "raw": True, **WHOLE})
+    assert loaded.json()["done_reason"] == "load"
+
+
 async def test_options_reach_the_engine(client):
     router = FakeRouter(saying("hello world hello"))
     http = client(router)
@@ -143,7 +169,8 @@ async def test_what_would_change_the_answer_is_refused_by_name(client, subtests)
     prompt = {"model": "tiny", "prompt": "hi"}
     image = {"role": "user", "content": "hi", "images": ["AAAA"]}
     for path, body, name in (
-        ("/api/generate", {**prompt, "raw": True}, "raw"),
+        ("/api/generate", {**prompt, "raw": True, "system": "be short"}, "system"),
+        ("/api/generate", {**prompt, "raw": True, "think": True}, "think"),
         ("/api/generate", {**prompt, "suffix": "x"}, "suffix"),
         ("/api/generate", {**prompt, "template": "{{ .Prompt }}"}, "template"),
         ("/api/generate", {**prompt, "images": ["AAAA"]}, "images"),
