@@ -4,10 +4,13 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import httpx
 import pytest
+from fakes.agent_model import LONG_TEXT, NAME, AgentModel
 from fakes.router import FakeRouter, failed, placed, saying
 from oracles.http_errors import CHAT, HI, PLAIN
 
@@ -186,6 +189,60 @@ async def test_an_error_after_the_head_is_an_event(serve, make_http, subtests, o
                 assert last["error"]["code"] == "context_length_exceeded"
             assert "too long" in last["error"]["message"]
             assert "[DONE]" not in reply.text
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
+    "required": ["path", "content"],
+}
+FUNCTION = {"name": "write_file", "description": "Write a text file.", "parameters": PARAMETERS}
+TOOLS: dict[str, Any] = {
+    CHAT: {"type": "function", "function": FUNCTION},
+    RESPONSES: {"type": "function", **FUNCTION},
+    MESSAGES: {"name": "write_file", "input_schema": PARAMETERS},
+}
+
+
+def _arguments_of(url: str, event: dict[str, Any]) -> str:
+    """The piece of a call's arguments that an event has."""
+    if url == CHAT:
+        calls = [call for c in event["choices"] for call in c["delta"].get("tool_calls", ())]
+        return "".join(call["function"].get("arguments", "") for call in calls)
+    if url == RESPONSES:
+        return event["delta"] if event["type"] == "response.function_call_arguments.delta" else ""
+    return event["delta"].get("partial_json", "") if event["type"] == "content_block_delta" else ""
+
+
+@pytest.mark.extended
+async def test_a_long_call_comes_with_its_tokens(serve, tmp_path, subtests):
+    """Of 2,500 characters, at 10 ms a token: about three characters."""
+    text = [{"role": "user", "content": "[[write long.txt]]"}]
+
+    async def silences(url: str) -> tuple[list[float], str]:
+        base = await serve(AgentModel(tmp_path / "notes", 8192, 0.01))
+        body = {**BODIES[url], "model": NAME, "tools": [TOOLS[url]]}
+        body |= {"input": text} if url == RESPONSES else {"messages": text}
+        body |= {"max_tokens": 2000} if url == MESSAGES else {}
+        written, pieces = [time.monotonic()], ""
+        async with (
+            httpx.AsyncClient(trust_env=False, timeout=60) as client,
+            client.stream("POST", base + url, json=body) as reply,
+        ):
+            async for line in reply.aiter_lines():
+                piece = "".join(_arguments_of(url, event) for event in sent(line))
+                if piece:
+                    written.append(time.monotonic())
+                    pieces += piece
+        return [after - before for before, after in pairwise(written)], pieces
+
+    found = await asyncio.gather(*map(silences, TOOLS))
+    for url, (gaps, pieces) in zip(TOOLS, found, strict=True):
+        with subtests.test(url):
+            assert json.loads(pieces) == {"path": "long.txt", "content": LONG_TEXT}
+            assert len(pieces) > 2500
+            assert len(gaps) > len(pieces) / 10
+            assert median(gaps) < 0.2
 
 
 async def test_a_slow_prompt_sends_no_head(make_http):
