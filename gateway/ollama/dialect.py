@@ -88,7 +88,7 @@ class OllamaDialect:
             ),
         )
         async def generate(request: Request) -> Response:
-            """The answer to one message; without one the model is made ready."""
+            """The answer to one message, or to a raw text; without one the model is made ready."""
             return self._generated(await self._read(request, OllamaGenerateBody), request)
 
         @app.post("/api/embed", **described(OllamaEmbedBody, answer=OllamaVectors))

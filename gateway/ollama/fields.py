@@ -12,7 +12,7 @@ from pdserve.gateway.http.validation import NOTHING
 # Refused unless the value is one of these.
 REFUSED: dict[str, tuple[Any, ...]] = dict.fromkeys(
     (
-        "raw", "suffix", "template", "context", "images", "width", "height", "steps",
+        "suffix", "template", "context", "images", "width", "height", "steps",
         # OpenAI's names of what is in `options` or `format` here
         "max_tokens", "max_completion_tokens", "response_format", "tool_choice",
     ),

@@ -17,7 +17,7 @@ from pdserve.gateway.ollama.output import OllamaContent, joined
 from pdserve.gateway.openai.logprobs import with_top
 from pdserve.gateway.prepared_completion import Usage
 from pdserve.gateway.requests.caller import Caller
-from pdserve.gateway.requests.completions import ChatCompletionRequest
+from pdserve.gateway.requests.completions import ChatCompletionRequest, TextCompletionRequest
 from pdserve.gateway.service import Service
 
 _REASONS = {"tool_calls": "stop"}  # finish reasons that this API calls otherwise
@@ -27,7 +27,12 @@ class OllamaReply:
     """Make it of a request, then take `whole` or `lines`."""
 
     def __init__(
-        self, service: Service, request: ChatCompletionRequest, caller: Caller, *, is_chat: bool
+        self,
+        service: Service,
+        request: ChatCompletionRequest | TextCompletionRequest,
+        caller: Caller,
+        *,
+        is_chat: bool,
     ) -> None:
         self._service = service
         self._request = request

@@ -20,7 +20,7 @@ from pdserve.gateway.openai.bodies.schema import MAX_MESSAGES
 from pdserve.gateway.openai.bodies.thinking import Think, ollama_thinking, thinking_variables
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
 from pdserve.gateway.openai.embeddings import MAX_INPUTS, EmbeddingBody
-from pdserve.gateway.requests.completions import ChatCompletionRequest
+from pdserve.gateway.requests.completions import ChatCompletionRequest, TextCompletionRequest
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.requests.tool_use import ToolUse
@@ -122,7 +122,7 @@ class OllamaGeneration(NamedModel):
         """None without tools. Raises ServiceError."""
         return None
 
-    def request(self) -> ChatCompletionRequest | None:
+    def request(self) -> ChatCompletionRequest | TextCompletionRequest | None:
         """None without a conversation: the client wants the model to be loaded. A last message of
         the assistant is continued. Raises ServiceError for fields that contradict each other."""
         turns = self.turns()
@@ -137,10 +137,11 @@ class OllamaGeneration(NamedModel):
             messages_field=self.conversation_field,
         )
         return ChatCompletionRequest(
-            self.model or "", template, self._sampling(), tool_use=self.tool_use()
+            self.model or "", template, self.sampling(), tool_use=self.tool_use()
         )
 
-    def _sampling(self) -> RequestedSampling:
+    def sampling(self) -> RequestedSampling:
+        """Raises ServiceError for fields that contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
         options = self.options or OllamaOptions.model_validate({})
@@ -186,6 +187,15 @@ class OllamaGenerateBody(OllamaGeneration):
     conversation_field = "prompt"
     prompt: str | None = None
     system: str | None = None
+    raw: bool | None = None  # the prompt is text that goes on, without a chat template
+
+    def request(self) -> ChatCompletionRequest | TextCompletionRequest | None:
+        if not (self.raw and self.prompt):
+            return super().request()
+        for name, value in (("system", self.system), ("think", self.think)):
+            if value:
+                raise refuse(name, f"{name} needs a chat template, and raw: true has none")
+        return TextCompletionRequest(self.model or "", [self.prompt], self.sampling())
 
     def turns(self) -> list[dict[str, Any]]:
         if not self.prompt:

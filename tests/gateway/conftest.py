@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from fakes.router import FakeRouter, Play
+from fakes.router import FakeRouter, Play, saying
+from fakes.scripted_parts import ScriptedParts
 from fakes.scripted_service import scripted_service
 from starlette.types import ASGIApp
 from systems.cluster_secret import ACCESS
@@ -123,6 +124,16 @@ def make_app(make_service: Callable[..., Service]) -> Callable[..., ASGIApp]:
     return make
 
 
+Played = Play | FakeRouter | ScriptedParts
+
+
+def _router(play: Played, options: dict[str, Any]) -> FakeRouter:
+    """What plays, with the options of make_app that it needs."""
+    if isinstance(play, ScriptedParts):
+        options["arrange"], play = play.install, saying("unused")
+    return play if isinstance(play, FakeRouter) else FakeRouter(play)
+
+
 @pytest.fixture
 async def make_http(
     make_app: Callable[..., ASGIApp], anyio_backend: str
@@ -130,8 +141,8 @@ async def make_http(
     """Plain HTTP clients of an application over a scripted router."""
     clients: list[httpx.AsyncClient] = []
 
-    def make(play: Play | FakeRouter, **options: Any) -> httpx.AsyncClient:
-        router = play if isinstance(play, FakeRouter) else FakeRouter(play)
+    def make(play: Played, **options: Any) -> httpx.AsyncClient:
+        router = _router(play, options)
         transport = httpx.ASGITransport(make_app(router, **options))
         clients.append(httpx.AsyncClient(transport=transport, base_url="http://gateway"))
         return clients[-1]
@@ -148,8 +159,8 @@ async def serve(
     """Serves an application over a scripted router on a socket; gives its URL."""
     servers: list[tuple[HttpServer, asyncio.Task[None]]] = []
 
-    async def make(play: Play | FakeRouter, send_buffer: int = 0, **options: Any) -> str:
-        router = play if isinstance(play, FakeRouter) else FakeRouter(play)
+    async def make(play: Played, send_buffer: int = 0, **options: Any) -> str:
+        router = _router(play, options)
         openai = OpenAiDialect(make_service(router), BOUNDS, BodyReader(BOUNDS))
         server = HttpServer(make_app(router, **options), openai, BOUNDS.stall_s)
         listener = listen("127.0.0.1", 0)
@@ -163,6 +174,21 @@ async def serve(
     for server, task in servers:
         server.should_exit = True
         await asyncio.wait_for(task, LIMIT_S)
+
+
+@pytest.fixture
+async def connect_to(serve: Callable[..., Any]) -> AsyncIterator[Callable[..., Any]]:
+    """Clients of a package, by a function that makes one of a URL; `play`: or the URL."""
+    clients: list[Any] = []
+
+    async def make(client_of: Callable[[str], Any], play: Played | str, **options: Any) -> Any:
+        url = play if isinstance(play, str) else await serve(play, **options)
+        clients.append(client_of(url))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        await client.close()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from pdserve.gateway.openai.responses.schema import InputTokensBody
 from pdserve.gateway.openai.responses.tools import parse_tools, tool_use
 from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.requests.completions import ChatCompletionRequest
-from pdserve.gateway.requests.members import SERVED
+from pdserve.gateway.requests.members import SERVED, Fate, note
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service
@@ -65,6 +65,7 @@ class ResponsePrompt:
         lists = [i["tools"] for i in items if "tools" in i and ITEMS.get(i["type"]) is SERVED]
         if lists:
             self.offer = self.offer.with_more(lists)
+        note(Fate.LEFT_OUT, "tools", self.offer.left_out)
         body = self._body
         template = TemplateInput(
             conversation(body.instructions, items),

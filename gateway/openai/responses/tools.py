@@ -17,7 +17,7 @@ from pdserve.gateway.http.validation import (
 )
 from pdserve.gateway.openai.custom_input import CustomFormat, custom_tool
 from pdserve.gateway.openai.responses.members import TOOL_CHOICES, TOOLS
-from pdserve.gateway.requests.members import LEFT_OUT, REFUSED, Fate, note
+from pdserve.gateway.requests.members import LEFT_OUT, REFUSED, Fate
 from pdserve.gateway.requests.tool_use import Tool, ToolUse
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import quoted
@@ -38,24 +38,25 @@ class OfferedTool:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The tools of a request by the names that the model knows, and as the response shows them."""
+    """The tools of a request by the names that the model knows, as the response shows them, and the
+    types of those that are left out."""
 
     tools: Mapping[str, OfferedTool] = field(default_factory=dict)
     shown: Sequence[dict[str, Any]] = ()
+    left_out: Sequence[str] = ()
 
     def with_more(self, lists: Sequence[Sequence[Mapping[str, Any]]]) -> "Offer":
         """The offer with tools that items have, where their names are new. Raises ServiceError."""
         tools = dict(self.tools)
-        left_out: list[str] = []
+        left_out = list(self.left_out)
         for more in lists:
             added: dict[str, OfferedTool] = {}
             _add_tools(added, left_out, more, "input: tools", offered=tools)
             tools |= added
             if len(tools) > MAX_TOOLS:
                 break
-        note(Fate.LEFT_OUT, "tools", left_out)
         check_tools([one.tool for one in tools.values()])
-        return Offer(tools, self.shown)
+        return Offer(tools, self.shown, left_out)
 
     def index(self) -> dict[tuple[Any, Any], list[str]]:
         """The models' names of tools by namespace and name, by name alone, and by namespace
@@ -139,9 +140,8 @@ def parse_tools(given: Sequence[Mapping[str, Any]]) -> Offer:
     tools: dict[str, OfferedTool] = {}
     left_out: list[str] = []
     shown = _add_tools(tools, left_out, given, "tools")
-    note(Fate.LEFT_OUT, "tools", left_out)
     check_tools([one.tool for one in tools.values()])
-    return Offer(tools, shown)
+    return Offer(tools, shown, left_out)
 
 
 def _add_tools(

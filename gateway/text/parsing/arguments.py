@@ -84,9 +84,9 @@ class CallArguments:
 
     def member(self, gap: str, key: str, texts: Pieces[T], *, json: bool = False) -> Pieces[T]:
         """A member of the arguments as JSON, from the value's text in pieces; `gap` stands before
-        it. A string is given as it comes, an object or a list, too, where the schema allows no
-        string. `json`: the value is JSON, or else a string, whatever the schema says. Returns what
-        `texts` returns. Raises CutOff, Malformed."""
+        it. The key is given with the first text. A string is given as it comes, an object or a
+        list, too, where the schema allows no string. `json`: the value is JSON, or else a string,
+        whatever the schema says. Returns what `texts` returns. Raises CutOff, Malformed."""
         head = f"{gap}{json_text(key)}: "
         types = _OTHERS if json else self._types.of(key) if self._types is not None else _NOTHING
         form = _Form(types, quoted=json)
@@ -100,8 +100,8 @@ class CallArguments:
                 return result
             if text is None:
                 yield None
-            elif piece := "".join(form.push(text)):
-                yield head + piece
+            elif text and (piece := head + "".join(form.push(text))):
+                yield piece
                 head = ""
 
 

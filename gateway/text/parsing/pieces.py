@@ -38,6 +38,7 @@ _ESCAPE = re.compile(
 )
 _LONGEST_ESCAPE = 12  # two surrogates
 _WORD = re.compile(r"[\w.+-]*")
+_LONG_NUMBER = re.compile(r"[+-]?[0-9][0-9.eE+-]{4}")  # the beginning of one, or of what is none
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
@@ -50,7 +51,7 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
     """Passes on the JSON object that begins here as the model writes it. Python's words, numbers
     and single quotes become JSON, as do bare control characters and wrong escapes in strings;
     trailing commas are left out. Commas, keys and the first bracket are given with the value that
-    follows. Raises CutOff, Malformed."""
+    follows, or when a long number begins. Raises CutOff, Malformed."""
     brackets: list[str] = []  # that close what is open
     held: list[str] = []
     quote = ""  # of the string that is open
@@ -125,6 +126,9 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
                 held.append(first)
                 after = first
             elif word and word[0]:
+                if _LONG_NUMBER.match(word[0]):
+                    made += held
+                    held = []
                 if word.end() == len(text) and len(word[0]) <= MAX_NAME_CHARS:
                     break
                 try:
@@ -148,12 +152,18 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
             yield from reader.more()
 
 
-def _json_word(text: str) -> str:
-    """A number or a name as JSON; as it is written if it is JSON. Raises Malformed."""
+def _json_word(text: str, *, as_written: bool = True) -> str:
+    """A number or a name as JSON; as it is written if it is JSON. What begins as a long number and
+    is none is a string. Raises Malformed."""
     if len(text) > MAX_NAME_CHARS:
         raise Malformed
-    value = word_value(text)
-    return text if _JSON_WORD.fullmatch(text) else value
+    try:
+        value = word_value(text)
+    except Malformed:
+        if not _LONG_NUMBER.match(text):
+            raise
+        return f'"{encoded(text)}"'
+    return text if as_written and _JSON_WORD.fullmatch(text) else value
 
 
 def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
@@ -192,6 +202,7 @@ class OpenJson:
     def __init__(self) -> None:
         self._brackets: list[str] = []
         self._in_string = False
+        self._lacks_value = False  # behind a colon or comma
 
     def push(self, text: str) -> None:
         if self._in_string:
@@ -205,11 +216,13 @@ class OpenJson:
                 self._brackets.append("}" if mark == "{" else "]")
             else:
                 self._brackets.pop()
+        self._lacks_value = not self._in_string and text.rstrip().endswith((":", ","))
 
     @property
     def closing(self) -> str:
         """The text that closes it."""
-        return '"' * self._in_string + "".join(reversed(self._brackets))
+        value = '"' * self._in_string + "null" * self._lacks_value
+        return value + "".join(reversed(self._brackets))
 
 
 def _object_pieces(reader: BlockReader) -> Pieces[None]:
@@ -256,7 +269,7 @@ class LiteralPieces:
 
     def value(self, head: str = "", depth: int = 0) -> Pieces[None]:
         """The next value. `head`: text that is given with its beginning, which is a bracket, a
-        quote, or a whole number or name. Raises CutOff, Malformed."""
+        quote, or a whole number or name, or when a long number begins. Raises CutOff, Malformed."""
         reader = self._reader
         self._values_left -= 1
         if depth > MAX_DEPTH or self._values_left < 0:
@@ -274,8 +287,7 @@ class LiteralPieces:
             yield from self._string(quote)
             yield '"'
         elif first and first in "+-.0123456789TFNtfn":
-            word = yield from self._word()
-            yield f"{head}{word}"
+            yield from self._word(head)
         else:
             yield from reader.more()  # raises CutOff at the end
             raise Malformed
@@ -367,18 +379,23 @@ class LiteralPieces:
             return chr(value) if value < 0x110000 and not 0xD800 <= value < 0xE000 else found[0]
         return self.escapes.get(code, code if code in "\\'\"" else found[0])
 
-    def _word(self) -> Reading[str]:
+    def _word(self, head: str) -> Pieces[None]:
         """A number or a name, as JSON. Raises CutOff, Malformed."""
         reader = self._reader
         while True:
             found = _WORD.match(reader.text, reader.at)
             assert found is not None  # it matches nothing, too
-            if found.end() - reader.at > MAX_NAME_CHARS:
+            if head and _LONG_NUMBER.match(found[0]):
+                yield head
+                head = ""
+            elif len(found[0]) > MAX_NAME_CHARS:
                 raise Malformed
-            if found.end() < len(reader.text):
+            elif found.end() < len(reader.text):
                 reader.at = found.end()
-                return word_value(found[0])
-            yield from reader.more()
+                yield f"{head}{_json_word(found[0], as_written=False)}"
+                return
+            else:
+                yield from reader.more()
 
 
 class JsonLiteralPieces(LiteralPieces):

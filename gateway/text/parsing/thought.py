@@ -1,10 +1,14 @@
-"""Splits what a model thinks between two tags from its answer, as the text comes; pure.
+"""Splits what a model thinks between two tags from its answer, as the text comes, and makes the
+families that think so; pure.
 
 A thought stands at the very beginning, or the prompt has opened it. A closing tag at the very
 beginning closes an empty one. White space beside the tags is
 left out. A thought that nothing closes goes to the end.
 """
 
+from collections.abc import Sequence
+
+from pdserve.gateway.text.parsing.family import ReasoningFamily
 from pdserve.gateway.text.parsing.reader import held
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart
 
@@ -98,3 +102,20 @@ class ThoughtStream:
             text = text.lstrip()
             self._skipping = not text
         return text
+
+
+def between_tags(
+    name: str, begin: str, end: str, *, known_by: str = "", special: Sequence[str] | None = None
+) -> ReasoningFamily:
+    """A family whose chat templates have the text `known_by`, by default the end tag; `special`: by
+    default both tags."""
+    known_by = known_by or end
+    return ReasoningFamily(
+        name,
+        lambda template: known_by in template,
+        lambda open: ThoughtStream(begin, end, open=open),
+        begin,
+        end,
+        after=end,
+        special=(begin, end) if special is None else special,
+    )

@@ -1,16 +1,5 @@
 """Thoughts of Apertus."""
 
-from pdserve.gateway.text.parsing.family import ReasoningFamily
-from pdserve.gateway.text.parsing.thought import ThoughtStream
+from pdserve.gateway.text.parsing.thought import between_tags
 
-BEGIN, END = "<|inner_prefix|>", "<|inner_suffix|>"
-
-FAMILY = ReasoningFamily(
-    "apertus",
-    lambda template: END in template,
-    lambda open: ThoughtStream(BEGIN, END, open=open),
-    BEGIN,
-    END,
-    after=END,
-    special=(BEGIN, END),
-)
+FAMILY = between_tags("apertus", "<|inner_prefix|>", "<|inner_suffix|>")

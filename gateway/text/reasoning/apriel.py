@@ -1,15 +1,7 @@
 """Thoughts of Apriel, between sentences in place of tags."""
 
-from pdserve.gateway.text.parsing.family import ReasoningFamily
-from pdserve.gateway.text.parsing.thought import ThoughtStream
+from pdserve.gateway.text.parsing.thought import between_tags
 
-BEGIN, END = "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"
-
-FAMILY = ReasoningFamily(
-    "apriel",
-    lambda template: END in template,
-    lambda open: ThoughtStream(BEGIN, END, open=open),
-    BEGIN,
-    END,
-    after=END,
+FAMILY = between_tags(
+    "apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", special=()
 )

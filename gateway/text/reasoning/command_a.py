@@ -1,16 +1,5 @@
 """Thoughts of Command R7B and Command A."""
 
-from pdserve.gateway.text.parsing.family import ReasoningFamily
-from pdserve.gateway.text.parsing.thought import ThoughtStream
+from pdserve.gateway.text.parsing.thought import between_tags
 
-BEGIN, END = "<|START_THINKING|>", "<|END_THINKING|>"
-
-FAMILY = ReasoningFamily(
-    "command_a",
-    lambda template: END in template,
-    lambda open: ThoughtStream(BEGIN, END, open=open),
-    BEGIN,
-    END,
-    after=END,
-    special=(BEGIN, END),
-)
+FAMILY = between_tags("command_a", "<|START_THINKING|>", "<|END_THINKING|>")

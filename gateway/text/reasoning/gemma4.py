@@ -1,16 +1,5 @@
 """Thoughts of Gemma 4, on a channel of their own."""
 
-from pdserve.gateway.text.parsing.family import ReasoningFamily
-from pdserve.gateway.text.parsing.thought import ThoughtStream
+from pdserve.gateway.text.parsing.thought import between_tags
 
-BEGIN, END = "<|channel>thought", "<channel|>"
-
-FAMILY = ReasoningFamily(
-    "gemma4",
-    lambda template: END in template,
-    lambda open: ThoughtStream(BEGIN, END, open=open),
-    BEGIN,
-    END,
-    after=END,
-    special=(BEGIN, END),
-)
+FAMILY = between_tags("gemma4", "<|channel>thought", "<channel|>")

@@ -1,16 +1,11 @@
 """Thoughts of Kimi K3."""
 
-from pdserve.gateway.text.parsing.family import ReasoningFamily
-from pdserve.gateway.text.parsing.thought import ThoughtStream
+from pdserve.gateway.text.parsing.thought import between_tags
 
-BEGIN, END = "<|open|>think<|sep|>", "<|close|>think<|sep|>"
-
-FAMILY = ReasoningFamily(
+FAMILY = between_tags(
     "kimi_k3",
-    lambda template: "<|open|>" in template,
-    lambda open: ThoughtStream(BEGIN, END, open=open),
-    BEGIN,
-    END,
-    after=END,
+    "<|open|>think<|sep|>",
+    "<|close|>think<|sep|>",
+    known_by="<|open|>",
     special=("<|open|>", "<|close|>", "<|sep|>"),
 )

@@ -1,16 +1,5 @@
 """Thoughts of MiniMax M3."""
 
-from pdserve.gateway.text.parsing.family import ReasoningFamily
-from pdserve.gateway.text.parsing.thought import ThoughtStream
+from pdserve.gateway.text.parsing.thought import between_tags
 
-BEGIN, END = "<mm:think>", "</mm:think>"
-
-FAMILY = ReasoningFamily(
-    "minimax_m3",
-    lambda template: END in template,
-    lambda open: ThoughtStream(BEGIN, END, open=open),
-    BEGIN,
-    END,
-    after=END,
-    special=(BEGIN, END),
-)
+FAMILY = between_tags("minimax_m3", "<mm:think>", "</mm:think>")

@@ -1,16 +1,5 @@
 """Thoughts of Seed-OSS."""
 
-from pdserve.gateway.text.parsing.family import ReasoningFamily
-from pdserve.gateway.text.parsing.thought import ThoughtStream
+from pdserve.gateway.text.parsing.thought import between_tags
 
-BEGIN, END = "<seed:think>", "</seed:think>"
-
-FAMILY = ReasoningFamily(
-    "seed_oss",
-    lambda template: BEGIN in template,
-    lambda open: ThoughtStream(BEGIN, END, open=open),
-    BEGIN,
-    END,
-    after=END,
-    special=(BEGIN, END),
-)
+FAMILY = between_tags("seed_oss", "<seed:think>", "</seed:think>", known_by="<seed:think>")

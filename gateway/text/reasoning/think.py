@@ -1,16 +1,5 @@
 """Thoughts in <think>, of Qwen 3, DeepSeek, GLM, MiniMax, Kimi and many others."""
 
-from pdserve.gateway.text.parsing.family import ReasoningFamily
-from pdserve.gateway.text.parsing.thought import ThoughtStream
+from pdserve.gateway.text.parsing.thought import between_tags
 
-BEGIN, END = "<think>", "</think>"
-
-FAMILY = ReasoningFamily(
-    "think",
-    lambda template: END in template,
-    lambda open: ThoughtStream(BEGIN, END, open=open),
-    BEGIN,
-    END,
-    after=END,
-    special=(BEGIN, END),
-)
+FAMILY = between_tags("think", "<think>", "</think>")

@@ -1,6 +1,7 @@
 """openai-agents: an agent with tools and a session, over chats and over responses."""
 
 import asyncio
+from functools import partial
 
 import openai
 from agents import (
@@ -12,19 +13,7 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
-from session import (
-    BASE_URL,
-    IDLE_S,
-    KEY,
-    LIST,
-    MODEL,
-    RECALL,
-    TOO_LONG,
-    WRITE,
-    check,
-    list_files,
-    write_file,
-)
+from session import BASE_URL, IDLE_S, KEY, MODEL, converse_async, list_files, write_file
 
 set_tracing_disabled(True)
 client = AsyncOpenAI(base_url=f"{BASE_URL}/v1", api_key=KEY, timeout=IDLE_S, max_retries=0)
@@ -34,8 +23,13 @@ tools = [function_tool(list_files), function_tool(write_file)]
 async def turn(agent: Agent, before: list, text: str) -> tuple[str, list]:
     """The answer, and the conversation with it."""
     result = Runner.run_streamed(agent, [*before, {"role": "user", "content": text}])
-    async for _ in result.stream_events():
-        pass
+    try:
+        async for _ in result.stream_events():
+            pass
+    except openai.BadRequestError as error:
+        if error.code != "context_length_exceeded":
+            raise AssertionError(error.code) from error
+        raise
     return result.final_output, result.to_input_list()
 
 
@@ -43,18 +37,7 @@ async def main() -> None:
     for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
         model = kind(model=MODEL, openai_client=client)
         agent = Agent(name="agent", instructions="You are brief.", model=model, tools=tools)
-        listed, items = await turn(agent, [], LIST)
-        _, items = await turn(agent, items, WRITE)
-        recalled, items = await turn(agent, items, RECALL)
-        check(listed, recalled)
-        try:
-            await turn(agent, items, TOO_LONG)
-            raise AssertionError("the prompt was taken")
-        except openai.BadRequestError as error:
-            code = error.code
-        assert code == "context_length_exceeded"
-        recalled, _ = await turn(agent, items, RECALL)
-        assert "turn 4" in recalled
+        await converse_async(partial(turn, agent), openai.BadRequestError)
         print(kind.__name__, "ok", flush=True)
 
 

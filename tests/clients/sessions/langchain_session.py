@@ -1,25 +1,14 @@
 """LangChain: ChatOpenAI, with chats and responses, and ChatAnthropic; streamed, with tools."""
 
+from functools import partial
+
 from langchain_anthropic import ChatAnthropic
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from session import (
-    BASE_URL,
-    IDLE_S,
-    KEY,
-    LIST,
-    MODEL,
-    RECALL,
-    TOO_LONG,
-    WRITE,
-    check,
-    list_files,
-    run_tool,
-    write_file,
-)
+from session import BASE_URL, IDLE_S, KEY, MODEL, converse, list_files, run_tool, write_file
 
 common = {"model": MODEL, "api_key": KEY, "timeout": IDLE_S, "max_retries": 0}
 MODELS = {
@@ -50,14 +39,5 @@ def turn(chat: BaseChatModel, messages: list[BaseMessage], text: str) -> str:
 
 for name, model in MODELS.items():
     chat = model.bind_tools([tool(list_files), tool(write_file)])
-    messages: list[BaseMessage] = [SystemMessage("You are brief.")]
-    listed = turn(chat, messages, LIST)
-    turn(chat, messages, WRITE)
-    check(listed, turn(chat, messages, RECALL))
-    before = list(messages)
-    try:
-        turn(chat, messages, TOO_LONG)
-        raise AssertionError(f"{name}: the prompt was taken")
-    except ContextOverflowError:
-        assert "turn 4" in turn(chat, before, RECALL)
+    converse(partial(turn, chat), [SystemMessage("You are brief.")], ContextOverflowError)
     print(name, "ok", flush=True)

@@ -3,19 +3,7 @@
 import json
 
 import litellm
-from session import (
-    BASE_URL,
-    CHAT_TOOLS,
-    IDLE_S,
-    KEY,
-    LIST,
-    MODEL,
-    RECALL,
-    TOO_LONG,
-    WRITE,
-    check,
-    run_tool,
-)
+from session import BASE_URL, CHAT_TOOLS, IDLE_S, KEY, MODEL, converse, run_tool
 
 litellm.telemetry = False
 thoughts = ""
@@ -51,13 +39,5 @@ def turn(messages: list, text: str) -> str:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-messages: list = [{"role": "system", "content": "You are brief."}]
-listed = turn(messages, LIST)
-turn(messages, WRITE)
-check(listed, turn(messages, RECALL), thoughts)
-before = list(messages)
-try:
-    turn(messages, TOO_LONG)
-    raise AssertionError("the prompt was taken")
-except litellm.ContextWindowExceededError:
-    assert "turn 4" in turn(before, RECALL)
+system = {"role": "system", "content": "You are brief."}
+converse(turn, [system], litellm.ContextWindowExceededError, lambda: thoughts)

@@ -1,6 +1,7 @@
 """pydantic-ai: agents with tools, streamed, over OpenAI's two APIs and Anthropic's."""
 
 import asyncio
+from functools import partial
 
 from pydantic_ai import Agent
 from pydantic_ai.exceptions import ModelContextWindowExceededError
@@ -10,19 +11,7 @@ from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
-from session import (
-    BASE_URL,
-    IDLE_S,
-    KEY,
-    LIST,
-    MODEL,
-    RECALL,
-    TOO_LONG,
-    WRITE,
-    check,
-    list_files,
-    write_file,
-)
+from session import BASE_URL, IDLE_S, KEY, MODEL, converse_async, list_files, write_file
 
 openai = OpenAIProvider(base_url=f"{BASE_URL}/v1", api_key=KEY)
 anthropic = AnthropicProvider(base_url=BASE_URL, api_key=KEY)
@@ -43,19 +32,14 @@ async def turn(agent: Agent, before: list[ModelMessage], text: str) -> tuple[str
 
 async def session(model: Model) -> None:
     agent = Agent(model, instructions="You are brief.", tools=[list_files, write_file])
-    listed, messages = await turn(agent, [], LIST)
-    _, messages = await turn(agent, messages, WRITE)
-    recalled, messages = await turn(agent, messages, RECALL)
-    parts = [part for message in messages for part in message.parts]
-    thoughts = "".join(part.content for part in parts if isinstance(part, ThinkingPart))
     # A thought without a summary has its text elsewhere in OpenAI's responses.
-    check(listed, recalled, None if isinstance(model, OpenAIResponsesModel) else thoughts)
-    try:
-        await turn(agent, messages, TOO_LONG)
-        raise AssertionError("the prompt was taken")
-    except ModelContextWindowExceededError:
-        recalled, _ = await turn(agent, messages, RECALL)
-        assert "turn 4" in recalled
+    shown = (lambda _: None) if isinstance(model, OpenAIResponsesModel) else thoughts
+    await converse_async(partial(turn, agent), ModelContextWindowExceededError, shown)
+
+
+def thoughts(messages: list[ModelMessage]) -> str:
+    parts = [part for message in messages for part in message.parts]
+    return "".join(part.content for part in parts if isinstance(part, ThinkingPart))
 
 
 async def main() -> None:

@@ -4,6 +4,7 @@ Runs in a client's own environment, so it imports nothing else.
 """
 
 import os
+from collections.abc import Awaitable, Callable
 
 from tools import list_files, write_file
 
@@ -33,6 +34,45 @@ CHAT_TOOLS = [
     {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
     for name, (about, schema) in SCHEMAS.items()
 ]
+
+
+def converse(
+    turn: Callable[[list, str], str],
+    messages: list,
+    overflow: type[Exception],
+    thoughts: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Say what a person says. `turn` adds a text and its answer to `messages`, and returns the
+    answer; for a prompt that is too long it raises `overflow`."""
+    listed = turn(messages, LIST)
+    turn(messages, WRITE)
+    check(listed, turn(messages, RECALL), thoughts())
+    before = list(messages)
+    try:
+        turn(messages, TOO_LONG)
+    except overflow:
+        assert "turn 4" in turn(before, RECALL)
+    else:
+        raise AssertionError("the prompt was taken")
+
+
+async def converse_async(
+    turn: Callable[[list, str], Awaitable[tuple[str, list]]],
+    overflow: type[Exception],
+    thoughts: Callable[[list], str | None] = lambda messages: None,
+) -> None:
+    """The same with a `turn` that returns the answer and the conversation with it."""
+    listed, messages = await turn([], LIST)
+    _, messages = await turn(messages, WRITE)
+    recalled, messages = await turn(messages, RECALL)
+    check(listed, recalled, thoughts(messages))
+    try:
+        await turn(messages, TOO_LONG)
+    except overflow:
+        recalled, _ = await turn(messages, RECALL)
+        assert "turn 4" in recalled
+    else:
+        raise AssertionError("the prompt was taken")
 
 
 def check(listed: str, recalled: str, thoughts: str | None = None) -> None:

@@ -1,16 +1,17 @@
 """The official anthropic client against /v1/messages, over a socket."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anthropic
 import pytest
 from fakes.router import FakeRouter, failed, placed, saying, tokens
-from fakes.scripted_parts import CACHED, ScriptedParts, deltas
+from fakes.scripted_parts import CACHED, CALLS, ScriptedParts, deltas
 from systems.eventually import eventually
 
-from pdserve.gateway.text.parts import ReasoningPart, TextPart, ToolCallPart
+from pdserve.gateway.text.parts import TextPart, ToolCallPart
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -21,34 +22,15 @@ WEATHER: Any = {
     "description": "of a place",
     "input_schema": {"type": "object", "properties": {"place": {"type": "string"}}},
 }
-CALLS = deltas(
-    ReasoningPart("I "),
-    ReasoningPart("look."),
-    TextPart("Let me "),
-    TextPart("see."),
-    ToolCallPart(0, "call_a", "weather"),
-    ToolCallPart(0, arguments='{"place":'),
-    ToolCallPart(0, arguments=' "Rome"}'),
-    ToolCallPart(1, "call_b", "weather", '{"place": "Oslo"}'),
-    finish="tool_calls",
-)
 
 
 @pytest.fixture
-async def connect(serve, anyio_backend) -> AsyncIterator[Callable[..., Any]]:
-    clients: list[anthropic.AsyncAnthropic] = []
+def connect(connect_to) -> Callable[..., Any]:
+    def make(play: Any, key: str = "none", **options: Any) -> Any:
+        client_of = partial(anthropic.AsyncAnthropic, api_key=key, max_retries=0)
+        return connect_to(lambda url: client_of(base_url=url), play, **options)
 
-    async def make(play: Any, key: str = "none", **options: Any) -> anthropic.AsyncAnthropic:
-        if isinstance(play, ScriptedParts):
-            options["arrange"], play = play.install, saying("unused")
-        url = await serve(play, **options)
-        client = anthropic.AsyncAnthropic(api_key=key, base_url=url, max_retries=0)
-        clients.append(client)
-        return client
-
-    yield make
-    for client in clients:
-        await client.close()
+    return make
 
 
 async def test_a_text(connect):

@@ -4,10 +4,13 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import httpx
 import pytest
+from fakes.agent_model import LONG_TEXT, NAME, AgentModel
 from fakes.router import FakeRouter, failed, placed, saying
 from oracles.http_errors import CHAT, HI, PLAIN
 
@@ -17,6 +20,11 @@ from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+OLLAMA: dict[str, dict[str, Any]] = {  # its lines have no comments
+    "/api/chat": {"messages": HI},
+    "/api/generate": {"prompt": "hi"},
+    "/api/generate raw": {"prompt": "hi", "raw": True},
+}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HI, "stream": True},
     PLAIN: {"prompt": "hi", "stream": True},
@@ -24,7 +32,6 @@ BODIES: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": HI, "max_tokens": 50, "stream": True},
 }
 SILENCE_S = 0.2
-LATE_S = 0.5  # after a request, whose model is loaded by then
 
 
 @pytest.fixture
@@ -63,21 +70,23 @@ def sent(text: str) -> list[dict[str, Any]]:
 
 
 async def test_the_head_comes_before_the_first_token(serve, subtests):
-    for url, body in BODIES.items():
+    for url, body in {**BODIES, **OLLAMA}.items():
         with subtests.test(url):
             model = Model()
             base = await serve(model.play)
             async with (
                 httpx.AsyncClient(trust_env=False) as client,
-                client.stream("POST", base + url, json=body) as reply,
+                client.stream("POST", base + url.split()[0], json=body) as reply,
             ):
                 assert reply.status_code == 200
-                assert reply.headers["content-type"].startswith("text/event-stream")
+                kind = "application/x-ndjson" if url in OLLAMA else "text/event-stream"
+                assert reply.headers["content-type"].startswith(kind)
                 assert not model.goes_on.is_set()
                 model.goes_on.set()
                 text = (await reply.aread()).decode()
             assert "ping" not in text
-            assert len(sent(text)) > 3
+            lines = text.splitlines()
+            assert len(list(map(json.loads, lines)) if url in OLLAMA else sent(text)) > 3
 
 
 def _text_of(url: str, events: list[dict[str, Any]]) -> str:
@@ -161,9 +170,10 @@ async def test_an_early_refusal_keeps_its_status(serve, subtests):
 async def test_an_error_after_the_head_is_an_event(serve, make_http, subtests, over_a_socket):
     async def answer(url: str) -> httpx.Response:
         model = Model(lambda start: failed(start, pb.CONTEXT_LENGTH_EXCEEDED, "too long"))
+        model.first_s = 2 * HEAD_S
+        model.goes_on.set()
         base = await serve(model.play) if over_a_socket else ""
         async with httpx.AsyncClient(trust_env=False) if base else make_http(model.play) as client:
-            asyncio.get_running_loop().call_later(LATE_S, model.goes_on.set)
             return await client.post(base + url, json=BODIES[url])
 
     found = await asyncio.gather(*map(answer, BODIES))
@@ -179,6 +189,60 @@ async def test_an_error_after_the_head_is_an_event(serve, make_http, subtests, o
                 assert last["error"]["code"] == "context_length_exceeded"
             assert "too long" in last["error"]["message"]
             assert "[DONE]" not in reply.text
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
+    "required": ["path", "content"],
+}
+FUNCTION = {"name": "write_file", "description": "Write a text file.", "parameters": PARAMETERS}
+TOOLS: dict[str, Any] = {
+    CHAT: {"type": "function", "function": FUNCTION},
+    RESPONSES: {"type": "function", **FUNCTION},
+    MESSAGES: {"name": "write_file", "input_schema": PARAMETERS},
+}
+
+
+def _arguments_of(url: str, event: dict[str, Any]) -> str:
+    """The piece of a call's arguments that an event has."""
+    if url == CHAT:
+        calls = [call for c in event["choices"] for call in c["delta"].get("tool_calls", ())]
+        return "".join(call["function"].get("arguments", "") for call in calls)
+    if url == RESPONSES:
+        return event["delta"] if event["type"] == "response.function_call_arguments.delta" else ""
+    return event["delta"].get("partial_json", "") if event["type"] == "content_block_delta" else ""
+
+
+@pytest.mark.extended
+async def test_a_long_call_comes_with_its_tokens(serve, tmp_path, subtests):
+    """Of 2,500 characters, at 10 ms a token: about three characters."""
+    text = [{"role": "user", "content": "[[write long.txt]]"}]
+
+    async def silences(url: str) -> tuple[list[float], str]:
+        base = await serve(AgentModel(tmp_path / "notes", 8192, 0.01))
+        body = {**BODIES[url], "model": NAME, "tools": [TOOLS[url]]}
+        body |= {"input": text} if url == RESPONSES else {"messages": text}
+        body |= {"max_tokens": 2000} if url == MESSAGES else {}
+        written, pieces = [time.monotonic()], ""
+        async with (
+            httpx.AsyncClient(trust_env=False, timeout=60) as client,
+            client.stream("POST", base + url, json=body) as reply,
+        ):
+            async for line in reply.aiter_lines():
+                piece = "".join(_arguments_of(url, event) for event in sent(line))
+                if piece:
+                    written.append(time.monotonic())
+                    pieces += piece
+        return [after - before for before, after in pairwise(written)], pieces
+
+    found = await asyncio.gather(*map(silences, TOOLS))
+    for url, (gaps, pieces) in zip(TOOLS, found, strict=True):
+        with subtests.test(url):
+            assert json.loads(pieces) == {"path": "long.txt", "content": LONG_TEXT}
+            assert len(pieces) > 2500
+            assert len(gaps) > len(pieces) / 10
+            assert median(gaps) < 0.2
 
 
 async def test_a_slow_prompt_sends_no_head(make_http):

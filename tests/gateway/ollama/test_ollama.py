@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from datetime import datetime
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 from fakes.router import FakeRouter, failed, placed, saying, served
-from fakes.scripted_parts import ScriptedParts, deltas
+from fakes.scripted_parts import CALLS, ScriptedParts, deltas
 from fakes.tool_model import THINKING, ToolModel, calls
 from oracles.http_errors import LARGE
 from systems.served_gateway import every_kind
 
 from pdserve.gateway.content.model_texts import kept_ids
 from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
-from pdserve.gateway.text.parts import ReasoningPart, TextPart, ToolCallPart
+from pdserve.gateway.text.parts import TextPart, ToolCallPart
 from pdserve.protos import common_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -33,27 +32,6 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
     },
 }
-CALLS = deltas(
-    ReasoningPart("I "),
-    ReasoningPart("look."),
-    TextPart("Let me "),
-    TextPart("see."),
-    ToolCallPart(0, "call_a", "weather"),
-    ToolCallPart(0, arguments='{"place":'),
-    ToolCallPart(0, arguments=' "Rome"}'),
-    ToolCallPart(1, "call_b", "weather", '{"place": "Oslo"}'),
-    finish="tool_calls",
-)
-
-
-@pytest.fixture
-def client(make_http: Callable[..., httpx.AsyncClient]) -> Callable[..., httpx.AsyncClient]:
-    def make(play: Any, **options: Any) -> httpx.AsyncClient:
-        if isinstance(play, ScriptedParts):
-            options["arrange"], play = play.install, saying("unused")
-        return make_http(play, **options)
-
-    return make
 
 
 def lines(reply: httpx.Response) -> list[Any]:
@@ -63,9 +41,9 @@ def lines(reply: httpx.Response) -> list[Any]:
     return [json.loads(line) for line in reply.text.splitlines()]
 
 
-async def test_a_chat_is_streamed_as_lines_unless_it_asks_for_a_whole(client):
+async def test_a_chat_is_streamed_as_lines_unless_it_asks_for_a_whole(make_http):
     router = FakeRouter(saying("hello world", cached=2))
-    http = client(router)
+    http = make_http(router)
     found = lines(await http.post("/api/chat", json=BODY))
     assert "".join(one["message"]["content"] for one in found) == "hello world"
     assert [one["done"] for one in found] == [False] * (len(found) - 1) + [True]
@@ -87,9 +65,9 @@ async def test_a_chat_is_streamed_as_lines_unless_it_asks_for_a_whole(client):
     assert all(a <= b for a, b in pairwise(stamps))
 
 
-async def test_generate_is_a_chat_of_one_message(client):
+async def test_generate_is_a_chat_of_one_message(make_http):
     router = FakeRouter(saying("hello world"))
-    http = client(router)
+    http = make_http(router)
     asked = {"model": "tiny", "prompt": "hi", "system": "be short"}
     found = lines(await http.post("/api/generate", json=asked))
     assert "".join(one["response"] for one in found) == "hello world"
@@ -101,9 +79,35 @@ async def test_generate_is_a_chat_of_one_message(client):
     assert len({tuple(start.prompt_ids) for start in router.starts}) == 1
 
 
-async def test_options_reach_the_engine(client):
+async def test_a_raw_prompt_goes_on_as_text(make_http):
+    """Without a template, and with the answer's text as it is."""
+    text = "<think>hm</think>" + calls("weather", '{"place": "Rome"}')
+    model = ToolModel(text, template=THINKING)
+    http = make_http(model)
+    raw = {"model": "tiny", "prompt": "hello world", "raw": True, "think": False}
+    found = lines(await http.post("/api/generate", json=raw))
+    assert "".join(one["response"] for one in found) == text
+    whole = (await http.post("/api/generate", json={**raw, **WHOLE, "logprobs": True})).json()
+    assert (whole["response"], whole["done_reason"]) == (text, "stop")
+    assert "thinking" not in whole
+    assert len(whole["logprobs"]) == whole["eval_count"]
+    assert whole["prompt_eval_count"] == len(model.starts[0].prompt_ids)
+    more = {"options": {"num_predict": 1}, "format": "json"}
+    assert (await http.post("/api/generate", json={**raw, **more})).status_code == 200
+    assert model.starts[-1].params.max_tokens == 1
+    assert model.starts[-1].params.grammar.source
+    plain = {"model": "tiny", "prompt": "hello world"}
+    await http.post("/v1/completions", json=plain)
+    assert len({tuple(start.prompt_ids) for start in model.starts}) == 1
+    await http.post("/api/generate", json=plain)
+    assert len(model.starts[-1].prompt_ids) > len(model.starts[0].prompt_ids)
+    loaded = await http.post("/api/generate", json={"model": "tiny", "raw": True, **WHOLE})
+    assert loaded.json()["done_reason"] == "load"
+
+
+async def test_options_reach_the_engine(make_http):
     router = FakeRouter(saying("hello world hello"))
-    http = client(router)
+    http = make_http(router)
     options = {
         "temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.125, "seed": 3,
         "repeat_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25,
@@ -143,13 +147,14 @@ async def test_options_reach_the_engine(client):
     assert cut.json()["done_reason"] == "length"
 
 
-async def test_what_would_change_the_answer_is_refused_by_name(client, subtests):
-    http = client(saying("x"))
+async def test_what_would_change_the_answer_is_refused_by_name(make_http, subtests):
+    http = make_http(saying("x"))
     chat = {"model": "tiny", "messages": HI}
     prompt = {"model": "tiny", "prompt": "hi"}
     image = {"role": "user", "content": "hi", "images": ["AAAA"]}
     for path, body, name in (
-        ("/api/generate", {**prompt, "raw": True}, "raw"),
+        ("/api/generate", {**prompt, "raw": True, "system": "be short"}, "system"),
+        ("/api/generate", {**prompt, "raw": True, "think": True}, "think"),
         ("/api/generate", {**prompt, "suffix": "x"}, "suffix"),
         ("/api/generate", {**prompt, "template": "{{ .Prompt }}"}, "template"),
         ("/api/generate", {**prompt, "images": ["AAAA"]}, "images"),
@@ -182,9 +187,9 @@ async def test_what_would_change_the_answer_is_refused_by_name(client, subtests)
     assert reply.json()["response"] == "x"
 
 
-async def test_format_and_thinking_reach_the_pipeline(client):
+async def test_format_and_thinking_reach_the_pipeline(make_http):
     parts = ScriptedParts(*[CALLS] * 8)
-    http = client(parts)
+    http = make_http(parts)
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for form, found in (
         ("json", ("json_object", None, False)),
@@ -205,8 +210,8 @@ async def test_format_and_thinking_reach_the_pipeline(client):
         assert parts.asked[-1].conversation.suggested == variables
 
 
-async def test_thoughts_and_calls_streamed_and_whole_are_the_same(client):
-    http = client(ScriptedParts(CALLS, CALLS))
+async def test_thoughts_and_calls_streamed_and_whole_are_the_same(make_http):
+    http = make_http(ScriptedParts(CALLS, CALLS))
     asked = {**BODY, "tools": [WEATHER]}
     found = lines(await http.post("/api/chat", json=asked))
     whole = (await http.post("/api/chat", json={**asked, **WHOLE})).json()
@@ -225,18 +230,18 @@ async def test_thoughts_and_calls_streamed_and_whole_are_the_same(client):
     assert whole["eval_count"] == 9
 
 
-async def test_a_call_that_is_cut_has_what_is_there(client):
+async def test_a_call_that_is_cut_has_what_is_there(make_http):
     cut = deltas(ToolCallPart(0, "call_a", "weather", '{"place": "Rome", "day": '), finish="length")
-    http = client(ScriptedParts(cut))
+    http = make_http(ScriptedParts(cut))
     answer = (await http.post("/api/chat", json={**BODY, "tools": [WEATHER], **WHOLE})).json()
     assert answer["message"]["tool_calls"][0]["function"]["arguments"] == {"place": "Rome"}
     assert answer["done_reason"] == "length"
 
 
-async def test_a_loop_of_tools(client):
+async def test_a_loop_of_tools(make_http):
     """The answer goes back as it came, or without ids, as Ollama's clients send it."""
     parts = ScriptedParts(CALLS, *[deltas(TextPart("Warm."))] * 2)
-    http = client(parts)
+    http = make_http(parts)
     asked = {**BODY, "tools": [WEATHER]}
     first = (await http.post("/api/chat", json={**asked, **WHOLE})).json()["message"]
     results = [
@@ -284,9 +289,9 @@ def test_results_of_many_calls_take_linear_time() -> None:
     assert [turn.get("tool_call_id") for turn in turns[1:]] == [ids[1], ids[0], ids[2], None]
 
 
-async def test_a_real_template_and_parser(client):
+async def test_a_real_template_and_parser(make_http):
     text = "<think>hm</think>Look: " + calls("weather", '{"place": "Rome"}')
-    http = client(ToolModel(text, template=THINKING))
+    http = make_http(ToolModel(text, template=THINKING))
     answer = (await http.post("/api/chat", json={**BODY, "tools": [WEATHER], **WHOLE})).json()
     message = answer["message"]
     assert message["thinking"] == "hm"
@@ -295,16 +300,16 @@ async def test_a_real_template_and_parser(client):
     assert (function["name"], function["arguments"]) == ("weather", {"place": "Rome"})
 
 
-async def test_a_last_message_of_the_assistant_is_continued(client):
+async def test_a_last_message_of_the_assistant_is_continued(make_http):
     router = FakeRouter(saying(" world"))
     turns = [*HI, {"role": "assistant", "content": "hello"}]
-    await client(router).post("/api/chat", json={"model": "tiny", "messages": turns})
+    await make_http(router).post("/api/chat", json={"model": "tiny", "messages": turns})
     prompt = router.words.decode(router.starts[0].prompt_ids, skip_special_tokens=False)
     assert prompt.endswith("assistant\nhello")
 
 
-async def test_log_probabilities(client):
-    http = client(saying("hello world"))
+async def test_log_probabilities(make_http):
+    http = make_http(saying("hello world"))
     asked = {**BODY, "logprobs": True, "top_logprobs": 2}
     found = lines(await http.post("/api/chat", json=asked))
     whole = (await http.post("/api/chat", json={**asked, **WHOLE})).json()
@@ -314,11 +319,11 @@ async def test_log_probabilities(client):
     assert streamed[0].keys() == {"token", "logprob", "bytes", "top_logprobs"}
 
 
-async def test_names_have_a_tag(client):
+async def test_names_have_a_tag(make_http):
     tagged, blobs = served("tiny:latest")
     plain, _ = served("other")
     router = FakeRouter(saying("x"), [tagged, plain], blobs)
-    http = client(router)
+    http = make_http(router)
     for name, model in (
         ("tiny:latest", "tiny:latest"), ("other:latest", "other"), ("other", "other"),
     ):  # fmt: skip
@@ -337,10 +342,10 @@ async def test_names_have_a_tag(client):
         assert "none" in reply.json()["error"]
 
 
-async def test_aliases_with_a_tag(client):
+async def test_aliases_with_a_tag(make_http):
     names = ("tiny", "two")
     router = FakeRouter(saying("x"), [served(name)[0] for name in names], served()[1])
-    http = client(router, aliases=("a=tiny", "b:latest=two", "two:latest=tiny"))
+    http = make_http(router, aliases=("a=tiny", "b:latest=two", "two:latest=tiny"))
     for name, model in (
         ("a", "tiny"), ("a:latest", "tiny"), ("b:latest", "two"), ("two:latest", "tiny"),
         ("tiny:latest", "tiny"),
@@ -353,8 +358,8 @@ async def test_aliases_with_a_tag(client):
     assert openai.status_code == 404
 
 
-async def test_a_missing_name_means_the_only_model(client):
-    http = client(saying("x"))
+async def test_a_missing_name_means_the_only_model(make_http):
+    http = make_http(saying("x"))
     for model in ({}, {"model": ""}, {"model": None}):
         for path, body in (
             ("/api/chat", {"messages": HI}), ("/api/chat", {}), ("/api/generate", {"prompt": "a"}),
@@ -362,14 +367,14 @@ async def test_a_missing_name_means_the_only_model(client):
         ):  # fmt: skip
             reply = await http.post(path, json={**model, **body, **WHOLE})
             assert reply.status_code == 200, reply.text
-    several = client(every_kind())
+    several = make_http(every_kind())
     reply = await several.post("/api/chat", json={"messages": HI})
     assert (reply.status_code, "embedder" in reply.json()["error"]) == (400, True)
 
 
-async def test_without_a_prompt_a_model_is_loaded(client):
+async def test_without_a_prompt_a_model_is_loaded(make_http):
     router = FakeRouter(saying("x"))
-    http = client(router)
+    http = make_http(router)
     for path, body in (
         ("/api/chat", {}),
         ("/api/chat", {"messages": [], "keep_alive": 0}),
@@ -382,9 +387,9 @@ async def test_without_a_prompt_a_model_is_loaded(client):
     assert router.starts == []
 
 
-async def test_the_lists_of_models(client):
+async def test_the_lists_of_models(make_http):
     router = every_kind()
-    http = client(router)
+    http = make_http(router)
     tags = (await http.get("/api/tags")).json()["models"]
     assert [one["name"] for one in tags] == ["embedder", "reranker", "tiny"]
     card = router.cards[0]
@@ -407,17 +412,17 @@ async def test_the_lists_of_models(client):
     assert tuple(map(int, version.split("."))) >= (0, 6, 4), "what editors want at least"
 
 
-async def test_what_a_model_recommends(client):
+async def test_what_a_model_recommends(make_http):
     card, blobs = served(generation={"temperature": 0.5, "repetition_penalty": 1.25})
-    http = client(FakeRouter(saying("x"), [card], blobs))
+    http = make_http(FakeRouter(saying("x"), [card], blobs))
     shown = (await http.post("/api/show", json={"model": "tiny"})).json()
     assert shown["parameters"].splitlines() == ["temperature 0.5", "repeat_penalty 1.25"]
     settings = (await http.get("/props")).json()["default_generation_settings"]
     assert settings["params"] == {"temperature": 0.5, "repeat_penalty": 1.25}
 
 
-async def test_embeddings(client):
-    http = client(every_kind(), bounds=LARGE)
+async def test_embeddings(make_http):
+    http = make_http(every_kind(), bounds=LARGE)
     openai = {"model": "embedder", "input": ["a", "b"]}
     plain = (await http.post("/v1/embeddings", json=openai)).json()
     answer = (await http.post("/api/embed", json=openai)).json()
@@ -439,9 +444,9 @@ async def test_embeddings(client):
     assert wrong.status_code == 400
 
 
-async def test_a_long_text_loses_its_end_unless_that_is_refused(client):
+async def test_a_long_text_loses_its_end_unless_that_is_refused(make_http):
     router = every_kind()
-    http = client(router, bounds=LARGE)
+    http = make_http(router, bounds=LARGE)
     context = router.cards[1].context_len
     text = "a b " * context
     asked = {"model": "embedder", "input": text}
@@ -467,16 +472,16 @@ def test_a_text_that_is_cut_keeps_the_eos_that_it_ends_with() -> None:
         assert kept_ids(ids, -1, model, 3, from_start=True) == kept
 
 
-async def test_errors(client):
+async def test_errors(make_http):
     async def play(router: FakeRouter, start: pb.Start) -> Any:
         yield placed(start)
         yield failed(start, pb.OVERLOADED, "later")
 
-    http = client(play)
+    http = make_http(play)
     reply = await http.post("/api/chat", json=BODY)
     assert reply.json() == {"error": "later"}
     assert reply.status_code == 429
-    http = client(saying("x"), keys=("right",))
+    http = make_http(saying("x"), keys=("right",))
     for method, path in (
         ("POST", "/api/chat"), ("POST", "/api/generate"), ("GET", "/api/tags"), ("GET", "/api/ps"),
         ("POST", "/api/show"), ("GET", "/api/version"), ("POST", "/api/embed"),
@@ -491,9 +496,9 @@ async def test_errors(client):
     assert "not offered" in reply.json()["error"]
 
 
-async def test_a_stream_that_fails_ends_with_an_error_line(client):
+async def test_a_stream_that_fails_ends_with_an_error_line(make_http):
     parts = ScriptedParts([*deltas(TextPart("hello"))[:1], RuntimeError("secret")])
-    found = lines(await client(parts).post("/api/chat", json=BODY))
+    found = lines(await make_http(parts).post("/api/chat", json=BODY))
     assert found[0]["message"]["content"] == "hello"
     assert found[-1].keys() == {"error"}
     assert "secret" not in found[-1]["error"]

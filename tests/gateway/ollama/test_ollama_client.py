@@ -1,11 +1,14 @@
 """The official ollama client against the gateway, over a socket."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import ollama
 import pytest
 from fakes.router import FakeRouter, saying
 from fakes.scripted_parts import ScriptedParts, deltas
+from ollama import _types
 from systems.served_gateway import every_kind
 
 from pdserve.gateway.ollama.fields import (
@@ -25,7 +28,6 @@ from pdserve.gateway.ollama.schema import (
 )
 from pdserve.gateway.text.parts import ReasoningPart, TextPart, ToolCallPart
 
-ollama = pytest.importorskip("ollama")
 pytestmark = pytest.mark.anyio
 HI = [{"role": "user", "content": "hi"}]
 CALL = deltas(
@@ -46,23 +48,11 @@ def weather(place: str) -> str:
 
 
 @pytest.fixture
-async def connect(serve: Any, anyio_backend: str) -> AsyncIterator[Callable[..., Any]]:
-    clients = []
-
-    async def make(play: Any, **options: Any) -> Any:
-        if isinstance(play, ScriptedParts):
-            options["arrange"], play = play.install, saying("unused")
-        clients.append(ollama.AsyncClient(host=await serve(play, **options)))
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        await client._client.aclose()
+def connect(connect_to) -> Callable[..., Any]:
+    return partial(connect_to, ollama.AsyncClient)
 
 
 def test_what_the_client_can_send_is_served_ignored_or_refused() -> None:
-    from ollama import _types
-
     for sent, body in (
         (_types.ChatRequest, OllamaChatBody),
         (_types.GenerateRequest, OllamaGenerateBody),

@@ -191,8 +191,8 @@ def test_generated_calls(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_come_early(name: str) -> None:
-    """A piece is given at most a few tokens behind the first argument's beginning, and while a long
-    text comes, with nearly every token. A number or a name is given when it is whole."""
+    """A piece is given at most a few tokens behind the first argument's beginning, whatever its
+    value is, and while a long text comes, with nearly every token."""
     rng = random.Random(f"beginnings of {name}")
     answer = TOOL_ANSWERS[name].call
     member = _member_of(name, "Paris")
@@ -210,10 +210,39 @@ def test_arguments_come_early(name: str) -> None:
         if not given:  # at the end alone
             assert len(text) - begins < (MAX_TOKENS_BEHIND + 1) * PIECE_CHARS, text
             continue
-        leaf = arguments["a"]
-        while isinstance(leaf, list | dict) and leaf:
-            leaf = next(iter(leaf.values() if isinstance(leaf, dict) else leaf))
-        if isinstance(leaf, str | list | dict):
-            assert given[0] - begins // PIECE_CHARS <= MAX_TOKENS_BEHIND, text
+        assert given[0] - begins // PIECE_CHARS <= MAX_TOKENS_BEHIND, text
         if long:
             assert len(given) > len(written) // PIECE_CHARS * 0.9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_that_end_in_long_numbers_are_json(name: str) -> None:
+    """Wherever the answer ends; and the cut does not decide."""
+    arguments = {"a": 123456789012, "b": [1, -0.123456789], "c": {"d": 1234567}}
+    answer = TOOL_ANSWERS[name].call
+    member = _member_of(name, "Paris")
+    text = answer.replace(member, _written(name, arguments)[0])
+    schemas = _schemas(random.Random(1), arguments)
+    endings = set()
+    for end in range(answer.index(member), len(text) + 1):
+        parser = _parser(name, schemas)
+        whole = [call.arguments for call in calls_of(parser.push(text[:end]) + parser.finish())]
+        endings |= set(whole)
+        if end % 8 == 0:
+            parser = _parser(name, schemas)
+            content = [part for char in text[:end] for part in parser.push(char)]
+            assert [call.arguments for call in calls_of(content + parser.finish())] == whole
+    assert all(isinstance(json.loads(ending), dict) for ending in endings)
+    assert any('"a": null' in ending for ending in endings)
+
+
+def test_what_begins_as_a_number_and_is_none_is_a_string() -> None:
+    for name, written in (
+        ("hermes", '{"a": 192.168.0.1, "b": 2024-01-02}'),
+        ("pythonic", "a=192.168.0.1, b=2024-01-02"),
+    ):
+        answer = TOOL_ANSWERS[name].call.replace(_member_of(name, "Paris"), written)
+        expected = {"a": "192.168.0.1", "b": "2024-01-02"}
+        parser = _parser(name, ToolSchemas({"get_weather": {}}))
+        content = [part for char in answer for part in parser.push(char)] + parser.finish()
+        assert [json.loads(given) for _, given in _calls(content)] == [expected]

@@ -151,6 +151,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "format": {"format": "json"},
     "truncate": {"truncate": False},
     "name": {"name": "tiny"},
+    "raw": {"raw": True},
 }  # fmt: skip
 OWN: dict[tuple[str, str], dict[str, Any]] = {  # where a route has another value
     **{

@@ -9,7 +9,7 @@ from pdserve.gateway.choice import Delta
 from pdserve.gateway.prepared_completion import PreparedCompletion, Usage
 from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.service import Service
-from pdserve.gateway.text.parts import ContentPart, ReasoningPart
+from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 CACHED = 3  # tokens of each prompt
 
@@ -18,6 +18,20 @@ def deltas(*parts: ContentPart, finish: str = "stop", stop: str | None = None) -
     """A token for each part, and one that ends the answer."""
     told = [Delta(0, (part,), (), number, None) for number, part in enumerate(parts, 1)]
     return [*told, Delta(0, (), (), len(parts) + 1, finish, stop=stop)]
+
+
+# A thought, a text and two calls, one of them in pieces.
+CALLS = deltas(
+    ReasoningPart("I "),
+    ReasoningPart("look."),
+    TextPart("Let me "),
+    TextPart("see."),
+    ToolCallPart(0, "call_a", "weather"),
+    ToolCallPart(0, arguments='{"place":'),
+    ToolCallPart(0, arguments=' "Rome"}'),
+    ToolCallPart(1, "call_b", "weather", '{"place": "Oslo"}'),
+    finish="tool_calls",
+)
 
 
 class ScriptedParts:

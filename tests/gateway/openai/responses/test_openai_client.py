@@ -5,16 +5,17 @@ Over 400 lines: one client and one scripted model, which all tests share.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import openai
 import pytest
 from fakes.router import FakeRouter, failed, placed, saying, tokens
-from fakes.scripted_parts import CACHED, MemoryStore, ScriptedParts, deltas
+from fakes.scripted_parts import CACHED, CALLS, MemoryStore, ScriptedParts, deltas
 from systems.eventually import eventually
 
-from pdserve.gateway.text.parts import ReasoningPart, TextPart, ToolCallPart
+from pdserve.gateway.text.parts import TextPart
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.errors import ServiceError
 
@@ -26,36 +27,15 @@ WEATHER: Any = {
     "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
     "strict": True,
 }
-CALLS = deltas(
-    ReasoningPart("I "),
-    ReasoningPart("look."),
-    TextPart("Let me "),
-    TextPart("see."),
-    ToolCallPart(0, "call_a", "weather"),
-    ToolCallPart(0, arguments='{"place":'),
-    ToolCallPart(0, arguments=' "Rome"}'),
-    ToolCallPart(1, "call_b", "weather", '{"place": "Oslo"}'),
-    finish="tool_calls",
-)
 
 
 @pytest.fixture
-async def connect(serve, anyio_backend) -> AsyncIterator[Callable[..., Any]]:
-    clients: list[openai.AsyncOpenAI] = []
+def connect(connect_to) -> Callable[..., Any]:
+    def make(play: Any, key: str = "none", **options: Any) -> Any:
+        client_of = partial(openai.AsyncOpenAI, api_key=key, max_retries=0)
+        return connect_to(lambda url: client_of(base_url=f"{url}/v1"), play, **options)
 
-    async def make(
-        play: Any, key: str = "none", url: str = "", **options: Any
-    ) -> openai.AsyncOpenAI:
-        if isinstance(play, ScriptedParts):
-            options["arrange"], play = play.install, saying("unused")
-        url = url or await serve(play, **options)
-        client = openai.AsyncOpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0)
-        clients.append(client)
-        return client
-
-    yield make
-    for client in clients:
-        await client.close()
+    return make
 
 
 async def test_a_text(connect):
@@ -275,7 +255,7 @@ async def test_tokens_are_counted(connect):
 
 async def test_a_tenant_finds_its_own_alone(connect, serve):
     url = await serve(saying("hello"), responses=MemoryStore(), keys=("one", "two"))
-    mine, theirs = await connect(None, "one", url), await connect(None, "two", url)
+    mine, theirs = await connect(url, "one"), await connect(url, "two")
     kept = await mine.responses.create(model="tiny", input="hi")
     assert (await mine.responses.retrieve(kept.id)).id == kept.id
     for attempt in (
@@ -380,10 +360,10 @@ async def test_structure_and_effort_reach_the_pipeline(connect):
 async def test_keys(connect, serve):
     url = await serve(saying("hello"), keys=("right",))
     with pytest.raises(openai.AuthenticationError):
-        await (await connect(None, "wrong", url)).responses.create(model="tiny", input="hi")
+        await (await connect(url, "wrong")).responses.create(model="tiny", input="hi")
     with pytest.raises(openai.AuthenticationError):
-        await (await connect(None, "wrong", url)).responses.retrieve("resp_1")
-    assert await (await connect(None, "right", url)).responses.create(model="tiny", input="hi")
+        await (await connect(url, "wrong")).responses.retrieve("resp_1")
+    assert await (await connect(url, "right")).responses.create(model="tiny", input="hi")
 
 
 async def test_a_model_that_is_not_there(connect):

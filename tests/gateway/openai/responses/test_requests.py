@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+import logging
 import random
 import re
+from itertools import product
 from typing import Any
 
 import pytest
-from fakes.router import FakeRouter, finished, placed, saying, served, tokens
+from fakes.router import FakeRouter, failed, finished, placed, saying, served, tokens
 from fakes.scripted_parts import MemoryStore, ScriptedParts, deltas
 from fakes.tool_model import TEMPLATE, ToolModel, calls
 from oracles.http_errors import LARGE, check, nested
 
+from pdserve.gateway.http.answers.replies import HEAD_S
 from pdserve.gateway.http.dialect import HttpLimits
 from pdserve.gateway.openai.custom_input import CustomInput
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
@@ -44,6 +47,67 @@ async def test_what_is_not_served_is_refused_by_name(make_http):
             assert error["message"].startswith(f"{name} is not supported")
             assert (f"use {INSTEAD.get(name)}" in error["message"]) is (name in INSTEAD)
     assert router.starts == []
+
+
+async def test_a_tool_that_is_left_out_is_logged_once_in_a_request(make_http, caplog, subtests):
+    caplog.set_level(logging.INFO, "pdserve.gateway.requests")
+    hosted = {"type": "web_search"}
+    more = {
+        "type": "additional_tools",
+        "role": "developer",
+        "tools": [hosted, {**TOOL, "name": "g"}],
+    }
+    chat = {"model": "tiny", "messages": [HI]}
+    client = make_http(saying("x"), responses=MemoryStore())
+    asked = {**ASKED, "tools": [hosted, hosted, TOOL]}
+    first = (await client.post(URL, json=asked)).json()
+    items = {"input": [more, more, HI], "previous_response_id": first["id"]}
+    searching = {"type": "web_search_20250305", "name": "web_search"}
+    for url, body in (
+        (URL, asked),
+        (URL, {**asked, **items}),
+        (URL, {**asked, **items, "stream": True}),
+        (f"{URL}/input_tokens", {**asked, **items}),
+        ("/v1/chat/completions", {**chat, "tools": [hosted, hosted]}),
+        ("/v1/messages", {**chat, "max_tokens": 5, "tools": [searching]}),
+        ("/v1/messages/count_tokens", {**chat, "tools": [searching]}),
+        ("/api/chat", {**chat, "tools": [hosted]}),
+    ):
+        with subtests.test(url=url, body=str(body)):
+            caplog.clear()
+            reply = await client.post(url, json=body)
+            assert reply.status_code == 200, reply.text
+            assert [text.partition(":")[0] for text in caplog.messages] == ["left out and logged"]
+            assert "web_search" in caplog.text
+
+
+async def test_an_overflow_that_is_found_late(make_http, subtests):
+    """By a worker, and for a stream behind its head, too."""
+    why = "This model's maximum context length is 512 tokens. However, you requested 600 tokens"
+    late = False
+
+    async def play(router, start):
+        yield placed(start)
+        await asyncio.sleep(2 * HEAD_S if late else 0)
+        yield failed(start, pb.CONTEXT_LENGTH_EXCEEDED, why)
+
+    client = make_http(play)
+    expected = {"code": "context_length_exceeded", "message": f"{why} (context_length_exceeded)"}
+    for late, streams in product((False, True), repeat=2):
+        with subtests.test(late=late, streams=streams):
+            reply = await client.post(URL, json={**ASKED, "stream": streams})
+            if late and streams:
+                assert reply.status_code == 200
+                events = [json.loads(line[6:]) for line in reply.text.splitlines() if "{" in line]
+                assert [event["type"] for event in events] == [
+                    "response.created", "response.in_progress", "response.failed",
+                ]  # fmt: skip
+                response = events[-1]["response"]
+                assert (response["status"], response["output"]) == ("failed", [])
+                assert response["error"] == expected
+            else:
+                error = check(reply, 400, code="context_length_exceeded")
+                assert error["message"] == expected["message"]
 
 
 async def test_values_that_ask_for_nothing_are_taken(make_http):
