@@ -93,6 +93,9 @@ class HarmonyStream:
                 channel = _CHANNEL.search(header)
                 if recipient and recipient[1].startswith("functions.") and self._calls:
                     yield from self._call(recipient[1].removeprefix("functions."))
+                    if (yield from reader.takes(CHANNEL)):  # a grammar's next call has no <|start|>
+                        reader.at -= len(CHANNEL)
+                        continue
                 thinks = channel is not None and channel[1] == "analysis"
                 kind = ReasoningPart if thinks else TextPart
                 self._begins = kind is TextPart and self._has_text

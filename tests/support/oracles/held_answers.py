@@ -11,6 +11,7 @@ import jsonschema
 from oracles.sse import events
 
 URL = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1}},
@@ -49,7 +50,10 @@ def requests(tag: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _streamed(chunks: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]], str]:
+Answer = tuple[str, list[tuple[str, str]], str]  # text, calls (name, arguments), finish
+
+
+def streamed(chunks: list[dict[str, Any]]) -> Answer:
     text, calls, finish = "", [], ""
     for chunk in chunks:
         assert "error" not in chunk, chunk
@@ -65,9 +69,7 @@ def _streamed(chunks: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]],
     return text, [(name, arguments) for name, arguments in calls], finish
 
 
-async def answer(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, Any, str]:
-    """Text, calls (name, arguments) and finish, which are the same streamed."""
-    reply = await client.post(URL, json=body)
+def whole(reply: httpx.Response) -> Answer:
     assert reply.status_code == 200, reply.text
     choice = reply.json()["choices"][0]
     message = choice["message"]
@@ -75,18 +77,22 @@ async def answer(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, 
         (call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls") or []
     ]
-    whole = (message["content"] or "", calls, choice["finish_reason"])
-    streamed = await client.post(URL, json={**body, "stream": True})
-    assert _streamed(events(streamed.text)) == whole
-    return whole
+    return message["content"] or "", calls, choice["finish_reason"]
+
+
+async def answer(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
+    """The same whole and streamed."""
+    one = whole(await client.post(URL, json=body))
+    stream = await client.post(URL, json={**body, "stream": True})
+    assert streamed(events(stream.text)) == one
+    return one
 
 
 async def check(client: httpx.AsyncClient, form: str, tag: str, seed: int) -> Counter[str]:
     """Asks for one answer. Raises AssertionError if it is not what was asked for; returns what
     happened in it."""
     fields = requests(tag)[form]
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "seed": seed}
-    text, calls, finish = await answer(client, {**body, **fields})
+    text, calls, finish = await answer(client, {**BODY, "seed": seed, **fields})
     for name, arguments in calls:
         # Beside a form, functions that are not strict have any arguments.
         jsonschema.validate(json.loads(arguments), {} if form == "beside" else PARAMETERS[name])

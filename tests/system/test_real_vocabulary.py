@@ -1,0 +1,193 @@
+"""Answers with a form, of a model with the tokens of Qwen 3, after its decode worker is killed."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice, product
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from builders.packaged_tokenizers import PACKAGED, NotFetched
+from builders.tiny_models import write_tiny
+from oracles.held_answers import URL, Answer, streamed, whole
+from systems.chaos.cluster import Cluster, Shape
+from systems.eventually import wait_until
+from tokenizers import Tokenizer
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
+LIMIT_S = 300
+ROWS = 151_936  # of Qwen 3's embedding
+LONG = 30  # pieces of an answer that must not end before the kill
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "days": {"type": "array", "items": {"enum": ["monday", "friday"]},
+                 "minItems": LONG, "maxItems": LONG},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}  # fmt: skip
+FUNCTION = {"name": "get_weather", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": FUNCTION}
+TAG = "<tool_call>"
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+REGEX = f"([a-f]{{3}}-[0-9]{{4}} ){{{LONG}}}{TAG}"
+CHOICES = [f"{word} {TAG} " * LONG for word in ("yes", "no", "perhaps")]
+FORMS: dict[str, dict[str, Any]] = {
+    "forced": {"tools": [TOOL], "tool_choice": "required"},
+    "named": {"tools": [TOOL], "tool_choice": NAMED},
+    "strict": {"tools": [{**TOOL, "function": {**FUNCTION, "strict": True}}],
+               "parallel_tool_calls": False},
+    "regex": {"guided_regex": REGEX},
+    "choice": {"guided_choice": CHOICES},
+}  # fmt: skip
+REQUESTS = list(product(FORMS, range(4)))
+LIKELY = 10.0  # of a call, in free text of a model that otherwise writes any token
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        packaged = PACKAGED["Qwen 3"]()
+    except NotFetched as error:
+        pytest.skip(str(error))
+    words = Tokenizer.from_buffer(packaged.tokenizer)
+    eos = [words.token_to_id(text) for text in packaged.eos]
+    folder = write_tiny(
+        tmp_path_factory.mktemp("model") / "tiny",
+        "qwen3",
+        vocab_size=ROWS,
+        num_hidden_layers=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=eos[0],
+    )
+    (folder / "tokenizer.json").write_bytes(packaged.tokenizer)
+    config = {"eos_token": packaged.eos[0], "chat_template": packaged.template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, rings: Path, tmp_path_factory: Any) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster"), Shape(model, decodes=2), rings) as cluster:
+        yield cluster
+
+
+class Client:
+    """Sends the requests of a run, which finds nothing that another has cached."""
+
+    def __init__(self, url: str, run: str, call: int) -> None:
+        self._url = url + URL
+        self._run = run
+        self._call = call
+
+    def _body(self, form: str, seed: int) -> dict[str, Any]:
+        bias = {"logit_bias": {str(self._call): LIKELY}} if form == "strict" else {}
+        question = f"{form} {seed}: " + "How is the weather today? " * 60
+        return {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": question}],
+            "seed": seed,
+            "temperature": 1,
+            "max_tokens": 1500,
+            "cache_salt": self._run,
+            "chat_template_kwargs": {"enable_thinking": False},
+            **bias,
+            **FORMS[form],
+        }
+
+    def ask(self, form: str, seed: int) -> httpx.Response:
+        return httpx.post(self._url, json=self._body(form, seed), timeout=LIMIT_S)
+
+    def chunks(self, form: str, seed: int) -> Iterator[dict[str, Any]]:
+        body = {**self._body(form, seed), "stream": True}
+        with httpx.stream("POST", self._url, json=body, timeout=LIMIT_S) as reply:
+            assert reply.status_code == 200, reply.read()
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line.removeprefix("data: "))
+
+
+def check(form: str, answer: Answer) -> None:
+    """Raises AssertionError for one that has not its form."""
+    text, calls, finish = answer
+    for name, arguments in calls:
+        assert name == "get_weather"
+        jsonschema.validate(json.loads(arguments), PARAMETERS)
+    assert finish == ("tool_calls" if calls and form != "named" else "stop")
+    match form:
+        case "forced" | "named":
+            assert calls
+            assert not text
+        case "regex":
+            assert re.fullmatch(REGEX, text)
+        case "choice":
+            assert text in CHOICES
+        case _:
+            assert calls
+
+
+def warm(cluster: Cluster, client: Client, pool: ThreadPoolExecutor) -> None:
+    """Have every decode worker load what compiles grammars, which takes long on a busy machine."""
+    seeds = count()
+
+    def all_answered() -> bool:
+        list(pool.map(lambda seed: client.ask("regex", seed), islice(seeds, 4)))
+        loads = cluster.loads()
+        return all(loads[worker.boot].generation_tokens for worker in cluster.joined("decode"))
+
+    wait_until(all_answered, "answers of all decode workers", limit_s=LIMIT_S)
+
+
+def tries(log: str) -> dict[str, int]:
+    """By request, from what a router has logged."""
+    return {found[2]: int(found[1]) for found in re.finditer(r"tries=(\d+) .*request=(\S+)", log)}
+
+
+def test_a_killed_worker_changes_no_answer_with_a_form(
+    cluster: Cluster, model: Path, subtests: pytest.Subtests
+) -> None:
+    call = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(TAG)
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        warm(cluster, Client(cluster.url, "warm", call), pool)
+        client = Client(cluster.url, "calm", call)
+        remote = cluster.view().prefill_remote
+        replies = pool.map(lambda pair: client.ask(*pair), REQUESTS)
+        calm = {pair: whole(reply) for pair, reply in zip(REQUESTS, replies, strict=True)}
+        assert cluster.view().prefill_remote == remote + len(REQUESTS)
+
+        client = Client(cluster.url, "killed", call)
+        taken: dict[tuple[str, int], list[dict[str, Any]]] = {pair: [] for pair in REQUESTS}
+        ended = threading.Event()
+
+        def stream(pair: tuple[str, int]) -> None:
+            for chunk in client.chunks(*pair):
+                taken[pair].append(chunk)
+            ended.set()
+
+        streams = [pool.submit(stream, pair) for pair in REQUESTS]
+        wait_until(lambda: ended.is_set() or all(len(taken[pair]) > 4 for pair in REQUESTS))
+        assert not ended.is_set(), "a stream had ended before the kill"
+        assert cluster.view().prefill_remote == remote + 2 * len(REQUESTS)
+        at_kill = {pair: len(chunks) for pair, chunks in taken.items()}
+        cluster.kill(cluster.of("decode")[0])
+        for one in streams:
+            one.result(LIMIT_S)
+    tried = tries(cluster.router_log())
+    again = [form for (form, _), chunks in taken.items() if tried[chunks[0]["id"]] > 1]
+    assert set(again) == set(FORMS), "a form without a stream of the killed worker"
+    for (form, seed), answer in calm.items():
+        with subtests.test(form=form, seed=seed):
+            check(form, answer)
+            chunks = taken[form, seed]
+            assert 4 < at_kill[form, seed] < len(chunks)
+            assert streamed(chunks) == answer
