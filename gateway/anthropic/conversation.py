@@ -115,10 +115,16 @@ class _Turns:
         if name not in self._calls:
             text = f"no tool_use before it has the id {quoted(name)}"
             raise refuse(f"{here}.tool_use_id", f"{here}.tool_use_id: {text}")
-        texts = self._texts(block.get("content") or (), f"{here}.content", RESULT_BLOCKS)
+        given = block.get("content") or ""
+        content: str | list[Part] = given
+        if not isinstance(given, str):
+            content = self._texts(given, f"{here}.content", RESULT_BLOCKS)
         if block.get("is_error") is True:  # a chat has no other place for it
-            texts.insert(0, {"type": "text", "text": "Error:"})
-        self.turns.append({"role": "tool", "tool_call_id": name, "content": texts})
+            if isinstance(content, str):
+                content = f"Error:\n{content}"
+            else:
+                content.insert(0, {"type": "text", "text": "Error:"})
+        self.turns.append({"role": "tool", "tool_call_id": name, "content": content})
 
     def _texts(self, content: str | Sequence[Block], at: str, table: Table) -> list[Part]:
         """Raises ServiceError for a block that has no text."""

@@ -40,8 +40,7 @@ class ModelTexts:
         if not model.text.has_template:
             text = f"the model {model.card.name!r} has no chat template"
             raise refuse(asked.messages_field, text)
-        if not model.text.tool_parser:
-            asked = self._with_parser(model, asked)
+        asked = self._with_parser(model, asked)
         for name in asked.variables:
             if name not in self._template_kwargs:
                 known = ", ".join(sorted(self._template_kwargs)) or "no names"
@@ -56,11 +55,11 @@ class ModelTexts:
             return await model.text.processes.chat_ids(owner, asked, max_len=most)
 
     def _with_parser(self, model: ServedModel, asked: TemplateInput) -> TemplateInput:
-        """For a template without a place for tools. Raises ServiceError."""
-        family, _ = self._parsers.families("", "")
+        """For a template without a place for tools, or for calls. Raises ServiceError."""
+        family, _ = self._parsers.families(model.text.tool_parser, "")
         if family is not None:
             return replace(asked, tool_parser=family.name)
-        if asked.tools:
+        if asked.tools and not model.text.tool_parser:
             text = (
                 f"the chat template of the model {model.card.name!r} has no place for tools, "
                 "and this gateway does not read calls of tools (--tool-parser)"

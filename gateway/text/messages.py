@@ -25,7 +25,7 @@ class TemplateInput:
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template's own
     suggested: Mapping[str, Any] = field(default_factory=dict)  # more of them, if allowed
     tools: Sequence[Mapping[str, Any]] | None = None
-    tool_parser: str = ""  # of calls as plain text, where the template has no place for tools
+    tool_parser: str = ""  # of calls as plain text, where the template has no place for them
     messages_field: str = "messages"  # as the client calls it
 
     def __post_init__(self) -> None:

@@ -246,7 +246,15 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
                 if member.fate is Fate.AS_TEXT:
                     turns.note(member.as_text(kind, item), of_client=member.of_client)
     turns.end()
-    return turns.messages
+    return [_with_text(message) for message in turns.messages]
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with a text for a content of one part: an item has parts in either case."""
+    match message["content"]:
+        case [{"type": "text", "text": text}]:
+            return {**message, "content": text}
+    return message
 
 
 def last_effort(items: Sequence[Item]) -> str | None:

@@ -5,9 +5,9 @@ writes None for a content that is missing. So each answer is searched for the wo
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pdserve.gateway.text.messages import REASONING
 
@@ -17,6 +17,7 @@ Tools = Sequence[Message] | None
 # Renders messages and tools; None: the template fails on them.
 Fill = Callable[[Sequence[Message], Tools], str | None]
 
+RESULT_ROLES = ("tool", "observation")  # the second is GLM 4's
 ALWAYS = ("reasoning_content", "thinking")  # transformers gives every template a thought as these
 
 
@@ -31,6 +32,7 @@ class Capabilities:
 
     tools: bool = True  # writes another prompt with them
     calls: bool = True  # shows those of earlier turns
+    results: str = "tool"  # the role of the results that it shows; empty: it shows none
     text_arguments: bool = False  # takes the arguments of a call as JSON text, not as an object
     malformed_arguments: bool = False  # takes a text that is no JSON object in their place
     no_content: NoContent = "empty"  # what a turn has that only calls tools
@@ -76,19 +78,29 @@ _CONTENT: dict[NoContent, dict[str, Any]] = {
 }
 
 
+class ContentForm(NamedTuple):
+    """How the content of a role may be given: as a text, as a list of parts."""
+
+    text: bool
+    parts: bool
+
+
 def probed(render: Fill) -> Capabilities:
     """The capabilities of the template that `render` renders."""
 
-    def fill(messages: Sequence[Message], tools: Tools) -> str | None:
+    def lowered(messages: Sequence[Message], tools: Tools) -> str | None:
         text = render(messages, tools)
         return text if text is None else text.lower()
 
+    fill: Fill = lowered
     users: Sequence[Message] = _USER, {**_USER, "content": _parts(USER)}
     working = [t for t in (None, _TOOLS) for user in users if fill([user], t) is not None]
     if not working:
         return Capabilities()
     tools = working[0]  # some templates are for conversations with tools alone
     offered = working[-1]  # others fail on tools
+    forms = _content_forms(fill, offered)
+    fill = _in_lists(fill, [role for role, form in forms.items() if not form.text])
     as_object = _call_texts(fill, offered, {KEY: VALUE})
     as_text = _call_texts(fill, offered, f'{{"{KEY}": "{VALUE}"}}')
     text_arguments = _shows(as_text, VALUE) and (
@@ -99,18 +111,22 @@ def probed(render: Fill) -> Capabilities:
     no_content = _no_content(texts)
     malformed = _call(VALUE, no_content)
     call = _call(f'{{"{KEY}": "{VALUE}"}}' if text_arguments else {KEY: VALUE}, no_content)
-    lists, plain = _content_roles(fill, offered, call)
+    results = _result_role(fill, offered, call)
+    if results:
+        forms["tool"] = _content_form(fill, offered, [_USER, call], {**_RESULT, "role": results})
+    forms["developer"] = forms["system"]
     return Capabilities(
         tools=any(fill([user], _TOOLS) not in (None, fill([user], None)) for user in users),
         calls=any(map(_shows_call, texts.values())),
+        results=results,
         text_arguments=text_arguments,
         malformed_arguments=fill([_USER, malformed, _RESULT], offered) is not None,
         no_content=no_content,
         developer=_knows_developer(fill, tools),
         systems=_systems(fill, tools, call),
         reasoning=_reasoning(fill, offered, call),
-        list_roles=lists,
-        text_roles=plain,
+        list_roles=tuple(role for role, form in forms.items() if form.parts),
+        text_roles=tuple(role for role, form in forms.items() if form.text),
     )
 
 
@@ -129,9 +145,11 @@ def _call_texts(fill: Fill, tools: Tools, arguments: Any) -> dict[NoContent, str
     """Texts with a call of these arguments, by the content beside it."""
     texts: dict[NoContent, str] = {}
     for content in _CONTENT:
-        text = fill([_USER, _call(arguments, content), _RESULT], tools)
-        if text is not None:
-            texts[content] = text
+        call = _call(arguments, content)
+        for result in (_RESULT, _in_list(_RESULT)):
+            text = fill([_USER, call, result], tools)
+            if text is not None:
+                texts.setdefault(content, text)
     return texts
 
 
@@ -150,31 +168,59 @@ def _no_content(texts: Mapping[NoContent, str]) -> NoContent:
     return min(texts, key=lambda at: (not _shows_call(texts[at]), texts[at].count("none")))
 
 
-def _content_roles(
-    fill: Fill, tools: Tools, call: Message
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The roles whose content may be a list, and those whose content may be a text."""
-    lists, texts = [], []
-    places: dict[str, tuple[list[Message], Message, list[Message]]] = {
-        "system": ([], {"role": "system"}, [_USER]),
-        "user": ([], {"role": "user"}, []),
-        "assistant": ([_USER], {"role": "assistant"}, [_USER]),
-        "tool": ([_USER, call], _RESULT, []),
+def _result_role(fill: Fill, tools: Tools, call: Message) -> str:
+    for role in RESULT_ROLES:
+        if any(_shown(fill, tools, [_USER, call], {**_RESULT, "role": role})):
+            return role
+    return ""
+
+
+def _content_forms(fill: Fill, tools: Tools) -> dict[str, ContentForm]:
+    """The forms of each role that needs no call before it."""
+    forms: dict[str, ContentForm] = {}
+    turns: dict[str, tuple[list[Message], list[Message]]] = {
+        "user": ([], []),
+        "system": ([], [_USER]),
+        "assistant": ([_USER], [_USER]),
     }
-    for role, (before, turn, after) in places.items():
-        plain, listed = (
-            fill([*before, {**turn, "content": content}, *after], tools) or ""
-            for content in (RULE, _parts(RULE))
-        )
-        takes_list = RULE in listed and FIELD not in listed
-        if RULE in plain or not takes_list:
-            texts.append(role)
-        if takes_list:
-            lists.append(role)
-    for roles in (lists, texts):
-        if "system" in roles:
-            roles.append("developer")
-    return tuple(lists), tuple(texts)
+    in_lists = fill
+    for role, (before, after) in turns.items():
+        forms[role] = _content_form(in_lists, tools, before, {"role": role}, after)
+        if not forms["user"].text:
+            in_lists = _in_lists(fill, ["user"])
+    return forms
+
+
+def _content_form(
+    fill: Fill, tools: Tools, before: list[Message], turn: Message, after: Sequence[Message] = ()
+) -> ContentForm:
+    text, parts = _shown(fill, tools, before, turn, after)
+    return ContentForm(text or not parts, parts)
+
+
+def _shown(
+    fill: Fill, tools: Tools, before: list[Message], turn: Message, after: Sequence[Message] = ()
+) -> tuple[bool, bool]:
+    """Whether a turn's content is shown if it is a text, and if it is a list."""
+    plain, listed = (
+        fill([*before, {**turn, "content": content}, *after], tools) or ""
+        for content in (RULE, _parts(RULE))
+    )
+    return RULE in plain, RULE in listed and FIELD not in listed
+
+
+def _in_lists(fill: Fill, roles: Collection[str]) -> Fill:
+    """Fills with the contents of these roles as lists."""
+
+    def filled(messages: Sequence[Message], tools: Tools) -> str | None:
+        return fill([_in_list(m) if m["role"] in roles else m for m in messages], tools)
+
+    return filled
+
+
+def _in_list(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": _parts(content)} if content else message
 
 
 def _knows_developer(fill: Fill, tools: Tools) -> bool:

@@ -21,7 +21,12 @@ import jinja2
 
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.messages import EFFORTS, TemplateInput, normalized
-from pdserve.gateway.text.templates.capabilities import Capabilities, probed
+from pdserve.gateway.text.parsing.family import CallForm
+from pdserve.gateway.text.templates.capabilities import (
+    RESULT_ROLES,
+    Capabilities,
+    probed,
+)
 from pdserve.gateway.text.templates.described_tools import (
     described,
     in_system_turn,
@@ -51,7 +56,8 @@ log = logging.getLogger(__name__)
 
 # Words of a client that a template may make special tokens of, as of <|user|>.
 _WORDS = {
-    word: constant(word) for word in ("system", "developer", "user", "assistant", "tool", *EFFORTS)
+    word: constant(word)
+    for word in ("system", "developer", "user", "assistant", *RESULT_ROLES, *EFFORTS)
 }
 
 MAX_NAMES = 8  # of special tokens in one line of the log
@@ -120,21 +126,29 @@ class ChatTemplate:
             raise TextError("this model has no chat template; use completions", field)
         messages = normalized(request.messages, field)
         can = self.capabilities
-        if not can.tools and (request.tools or not can.calls):
-            return self._with_plain_tools(request, messages)
+        if request.tools and not can.tools:
+            return self._with_plain_tools(request, request.tools, messages)
+        uses_tools = any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+        if uses_tools and not (can.calls and can.results):
+            messages = plain_turns(
+                with_texts(messages),
+                _form(request),
+                calls=not can.calls,
+                results=not (can.tools and can.results),
+            )
         return self._rendered(request, Conversation(messages, request.tools or None))
 
     def _with_plain_tools(
-        self, request: TemplateInput, messages: Sequence[Mapping[str, Any]]
+        self,
+        request: TemplateInput,
+        tools: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
     ) -> Rendered:
         """Tools, calls and results as text: the tools in the system's turn, or in the user's if the
         template has none."""
-        family = tool_family(request.tool_parser or GENERIC)
-        assert family is not None  # the gateway's settings name only those that there are
-        turns = plain_turns(with_texts(messages), family.form)
-        if not request.tools:
-            return self._rendered(request, Conversation(turns, None))
-        text = described(request.tools, family.form)
+        form = _form(request)
+        turns = plain_turns(with_texts(messages), form)
+        text = described(tools, form)
         try:
             with_system = Conversation(in_system_turn(turns, text), None)
             rendered = self._rendered(request, with_system)
@@ -232,6 +246,13 @@ class ChatTemplate:
         known = split(rendered.text, rendered.origin)
         lost.update(_tokens(split(rendered.text)) - _tokens(known))
         return rendered.text
+
+
+def _form(request: TemplateInput) -> CallForm:
+    """How calls are written as text."""
+    family = tool_family(request.tool_parser or GENERIC)
+    assert family is not None  # the gateway's settings name only those that there are
+    return family.form
 
 
 def _tokens(parts: Sequence[str | int]) -> Counter[int]:

@@ -26,19 +26,22 @@ def described(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
     )
 
 
-def plain_turns(messages: Sequence[Message], form: CallForm) -> list[dict[str, Any]]:
-    """The messages without calls of tools and without the role `tool`. Turns of the user that this
-    would put side by side become one, for templates in which roles alternate."""
+def plain_turns(
+    messages: Sequence[Message], form: CallForm, *, calls: bool = True, results: bool = True
+) -> list[dict[str, Any]]:
+    """The messages without `calls` of tools and without the `results` of the role `tool`. Turns of
+    the user that this would put side by side become one, for templates in which roles alternate."""
     turns: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of called functions, by the ids of calls
     result_before = False
     for message in messages:
         turn = dict(message)
-        calls = turn.pop("tool_calls", None) or ()
-        if calls:
-            names |= {str(call.get("id")): call["function"]["name"] for call in calls}
-            turn["content"] = _lines(turn.get("content"), *(_call(call, form) for call in calls))
-        is_result = turn["role"] == "tool"
+        made = turn.get("tool_calls", ())
+        names |= {str(call.get("id")): call["function"]["name"] for call in made}
+        if made and calls:
+            del turn["tool_calls"]
+            turn["content"] = _lines(turn.get("content"), *(_call(call, form) for call in made))
+        is_result = results and turn["role"] == "tool"
         if is_result:
             turn = {"role": "user", "content": _result(turn, names)}
         if turns and turns[-1]["role"] == turn["role"] == "user" and (is_result or result_before):

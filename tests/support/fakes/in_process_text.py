@@ -7,15 +7,17 @@ from typing import Any
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import UnsupportedTokenizer
 from pdserve.gateway.text.messages import TemplateInput
+from pdserve.gateway.text.tokenizer import Rendered
 from pdserve.gateway.text.vocabulary import TextCard
 from pdserve.gateway.text_processes.pool import LoadedText
 from pdserve.gateway.text_processes.process import TextModel
 
 
 class InProcessText:
-    """A model's tokenizer on a thread."""
+    """A model's tokenizer on a thread. `rendered`: the last prompt of a conversation."""
 
     alive = True
+    rendered: Rendered
 
     def __init__(self, model: TextModel) -> None:
         self._model = model
@@ -24,8 +26,8 @@ class InProcessText:
         def work() -> list[int]:
             template = self._model.template
             assert template is not None
-            rendered = template.render(asked)
-            return self._model.tokenizer.encode_rendered(rendered)
+            self.rendered = template.render(asked)
+            return self._model.tokenizer.encode_rendered(self.rendered)
 
         return await asyncio.to_thread(work)
 

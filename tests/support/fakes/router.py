@@ -74,6 +74,23 @@ def served(
     return card, blobs
 
 
+def with_tokenizer(
+    card: pb.ModelCard,
+    blobs: dict[str, bytes],
+    tokenizer: bytes,
+    eos: Sequence[str],
+    bos: str = "",
+) -> None:
+    """Gives a card another tokenizer; `eos`, `bos`: texts of tokens."""
+    words = tokenizers.Tokenizer.from_buffer(tokenizer)
+    card.tokenizer_digest = hashlib.sha256(tokenizer).hexdigest()
+    card.vocab_size = max(words.get_vocab().values()) + 1
+    card.eos_ids[:] = [words.token_to_id(text) for text in eos]
+    if bos:
+        card.has_bos, card.bos_id = True, words.token_to_id(bos)
+    blobs[card.tokenizer_digest] = tokenizer
+
+
 def thinking_model() -> tuple[list[pb.ModelCard], dict[str, bytes]]:
     """Likewise, of a model that thinks between <think> and </think>."""
     card, blobs = served(template=TEMPLATE + "{# </think> #}")

@@ -1,7 +1,6 @@
 """A router whose model writes random answers that its grammar allows, as a worker would let it."""
 
 import asyncio
-import hashlib
 import random
 from collections.abc import AsyncGenerator, Collection, Sequence
 
@@ -9,7 +8,16 @@ import tokenizers
 from oracles.grammar_walks import Walk, Words
 from tokenizers import AddedToken
 
-from fakes.router import Event, FakeRouter, finished, placed, served, tokenizer_json, tokens
+from fakes.router import (
+    Event,
+    FakeRouter,
+    finished,
+    placed,
+    served,
+    tokenizer_json,
+    tokens,
+    with_tokenizer,
+)
 from pdserve.protos import common_pb2 as pb
 
 CONTEXT_LEN = 1 << 15
@@ -37,13 +45,9 @@ class WalkingModel(FakeRouter):
         thought: str = "<think>so",
     ) -> None:
         card, blobs = served(context_len=CONTEXT_LEN, template=template)
-        words = tokenizers.Tokenizer.from_buffer(tokenizer)
-        card.tokenizer_digest = hashlib.sha256(tokenizer).hexdigest()
-        card.vocab_size = max(words.get_vocab().values()) + 1
-        card.eos_ids[:] = [words.token_to_id(text) for text in eos]
-        blobs[card.tokenizer_digest] = tokenizer
+        with_tokenizer(card, blobs, tokenizer, eos)
         super().__init__(self._walk, [card], blobs)
-        self.words = words
+        self.words = words = tokenizers.Tokenizer.from_buffer(tokenizer)
         self.vocabulary = Words(tokenizer, card.vocab_size, list(card.eos_ids))
         self._thought = self.encode(thought)
         encode = self.vocabulary.tokenizer.encode_within
