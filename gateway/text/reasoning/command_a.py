@@ -4,6 +4,7 @@ from pdserve.gateway.text.parsing.family import ReasoningFamily
 from pdserve.gateway.text.parsing.thought import ThoughtStream
 
 BEGIN, END = "<|START_THINKING|>", "<|END_THINKING|>"
+AROUND = "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"
 
 FAMILY = ReasoningFamily(
     "command_a",
@@ -13,4 +14,5 @@ FAMILY = ReasoningFamily(
     END,
     after=END,
     special=(BEGIN, END),
+    around=AROUND,
 )
