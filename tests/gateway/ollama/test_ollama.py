@@ -224,7 +224,8 @@ async def test_thoughts_and_calls_streamed_and_whole_are_the_same(client):
 
 
 async def test_a_call_that_is_cut_has_what_is_there(client):
-    cut = deltas(ToolCallPart(0, "call_a", "weather", '{"place": "Rome", "day": '), finish="length")
+    call = ToolCallPart(0, "call_a", "weather", '{"place": "Rome", "day": ')
+    cut = deltas(call, ToolCallPart(0, cut=True), finish="length")
     http = client(ScriptedParts(cut))
     answer = (await http.post("/api/chat", json={**BODY, "tools": [WEATHER], **WHOLE})).json()
     assert answer["message"]["tool_calls"][0]["function"]["arguments"] == {"place": "Rome"}
