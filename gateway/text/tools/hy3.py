@@ -31,8 +31,8 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         name = name.strip()
         if not name:
             raise Malformed
-        given = members(reader, schemas.call(name), suffix=SUFFIX)
-        yield from called(schemas, name, object_pieces(given))
+        arguments = members(reader, schemas.call(name), suffix=SUFFIX)
+        yield from called(schemas, name, object_pieces(arguments))
         yield from reader.space()
         if (yield from reader.closes(END)):
             return

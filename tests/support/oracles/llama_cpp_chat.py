@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pdserve.gateway.requests.tool_use import Tool
@@ -88,7 +88,6 @@ class _Reader:
         self._at = 0
         self._values: dict[str, Any] = {}  # of variables
         self._template_lists: dict[str, list[str]] = {}  # of loops, by variable
-        self._parameter = ""  # of the function that is read, if it is a template's path
 
     def cases(self) -> Iterator[ChatCase]:
         """Variables keep the last value that the text gives them, as its blocks do."""
@@ -102,7 +101,7 @@ class _Reader:
                 case (name, "(", path, ",", _) if name in shared and path in self._template_lists:
                     for template in self._template_lists[path]:
                         for one in shared[name]:
-                            yield ChatCase(template, one.input, one.expected, one.options)
+                            yield replace(one, template=template)
                 case ("for", "(", "const", "auto" | "char", _):
                     self._loop()
                 case (("common_chat_tool" | "common_chat_msg" | "string"), name, ("=" | "{"), *_):
@@ -112,12 +111,12 @@ class _Reader:
                 case ("*", name, "=", *_):
                     self._variable(name)
                 case (tester, ".", "test", "(", _) if tester in templates:
-                    found = self._case()
+                    one = self._case()
                     paths = templates[tester]
                     if not paths:
-                        shared.setdefault(function, []).append(found)
+                        shared.setdefault(function, []).append(one)
                     for template in paths:
-                        yield ChatCase(template, found.input, found.expected, found.options)
+                        yield replace(one, template=template)
                     continue
                 case _:
                     pass
@@ -129,8 +128,8 @@ class _Reader:
             self._at += 1
 
     def _texts(self, count: int) -> tuple[str, ...]:
-        found = self._tokens[self._at : self._at + count]
-        texts = [one.text if one.kind in ("name", "sign") else f'"{one.text}' for one in found]
+        tokens = self._tokens[self._at : self._at + count]
+        texts = [one.text if one.kind in ("name", "sign") else f'"{one.text}' for one in tokens]
         return (*texts, *[""] * (count - len(texts)))
 
     def _variable(self, name: str) -> None:
@@ -238,9 +237,7 @@ def _tokens(source: str) -> Iterator[_Token]:
 def _unescaped(text: str) -> str:
     """Bytes that are written as \\x are UTF-8."""
     made = _ESCAPE.sub(
-        lambda found: (
-            chr(int(found[1][1:], 16)) if len(found[1]) > 1 else _ESCAPED.get(found[1], found[1])
-        ),
+        lambda m: chr(int(m[1][1:], 16)) if len(m[1]) > 1 else _ESCAPED.get(m[1], m[1]),
         text,
     )
     return made.encode("latin1").decode() if "\\x" in text else made
