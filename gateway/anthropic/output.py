@@ -31,6 +31,7 @@ class MessageContent:
         self.stop_reason: str | None = None
         self.stop_sequence: str | None = None
         self._first: ContentPart | None = None  # of the block that is open
+        self._cut = False  # the call in it
         self._pieces: list[str] = []
 
     def push(self, delta: Delta) -> Iterator[Event]:
@@ -46,6 +47,7 @@ class MessageContent:
                     "index": len(self.blocks),
                     "content_block": _block(part, ""),
                 }
+            self._cut = isinstance(part, ToolCallPart) and part.cut
             name, piece = _piece(part)
             if piece:
                 self._pieces.append(piece)
@@ -65,7 +67,7 @@ class MessageContent:
         if self._first is None:
             return
         index = len(self.blocks)
-        block = _block(self._first, "".join(self._pieces))
+        block = _block(self._first, "".join(self._pieces), cut=self._cut)
         if block["type"] == "thinking":
             hidden = not self._shows_thinking
             block["signature"] = signature_of(block["thinking"], hidden=hidden)
@@ -94,11 +96,11 @@ def _same_block(one: ContentPart, other: ContentPart) -> bool:
     return type(one) is type(other)
 
 
-def _block(first: ContentPart, whole: str) -> dict[str, Any]:
-    """A block whose first part is given, with its whole text."""
+def _block(first: ContentPart, whole: str, *, cut: bool = False) -> dict[str, Any]:
+    """A block whose first part is given, with its whole text; `cut`: a call that was cut off."""
     if isinstance(first, TextPart):
         return {"type": "text", "text": whole}
     if isinstance(first, ReasoningPart):
         return {"type": "thinking", "thinking": whole, "signature": ""}
-    arguments = arguments_object(whole)
+    arguments = arguments_object(whole, cut=cut)
     return {"type": "tool_use", "id": first.id, "name": first.name, "input": arguments}

@@ -62,4 +62,7 @@ def joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _call(call: ToolCallPart) -> dict[str, Any]:
     function = {"index": call.index, "name": call.name}
-    return {"id": call.id, "function": {**function, "arguments": arguments_object(call.arguments)}}
+    return {
+        "id": call.id,
+        "function": {**function, "arguments": arguments_object(call.arguments, cut=call.cut)},
+    }

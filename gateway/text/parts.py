@@ -46,13 +46,13 @@ def reasoning_of(content: Sequence[ContentPart]) -> str:
     return "".join(part.text for part in content if isinstance(part, ReasoningPart))
 
 
-def arguments_object(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object; of a text that max_tokens has cut, what is there."""
-    try:
-        value = from_json(text or "{}", allow_inf_nan=False, allow_partial=True)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+def arguments_object(text: str, *, cut: bool = False) -> dict[str, Any]:
+    """The arguments of a call as an object; of a call that was cut off, what is there. Raises
+    ValueError for what is none."""
+    value = from_json(text or "{}", allow_inf_nan=False, allow_partial=cut)
+    if not isinstance(value, dict):
+        raise ValueError("the arguments of a call are no object")
+    return value
 
 
 def calls_of(content: Sequence[ContentPart]) -> list[ToolCallPart]:

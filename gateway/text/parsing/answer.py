@@ -1,9 +1,11 @@
 """Joins the parsers of one choice: what it thinks, then its calls; pure."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from pdserve.gateway.text.parsing.family import ContentParser, ThoughtParser
+from pdserve.gateway.text.parsing.reader import held
 from pdserve.gateway.text.parsing.stream import CallStream
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
@@ -11,7 +13,7 @@ MAX_HELD_CHARS = 1 << 16  # of a thought, from a call in it on
 
 
 class AnswerParser:
-    """The calls in what `thoughts` leaves as text; either may be missing.
+    """What `calls` makes of what `thoughts` leaves as text; either may be missing.
 
     A model may call a tool while it thinks and not close the thought. So what it thinks is held
     back from a call on, until text follows: then the call was an example. If the answer ends before
@@ -21,7 +23,7 @@ class AnswerParser:
     def __init__(
         self,
         thoughts: ThoughtParser | None,
-        calls: CallStream | None,
+        calls: ContentParser | None,
         in_thought: Callable[[], CallStream] | None = None,
     ) -> None:
         """`in_thought` makes a parser that finds calls in thoughts."""
@@ -92,6 +94,26 @@ class AnswerParser:
 
 def _is_thought(part: ContentPart) -> bool:
     return isinstance(part, ReasoningPart)
+
+
+class WithoutTags:
+    """Text without the tags that a model writes around it."""
+
+    def __init__(self, tags: Sequence[str]) -> None:
+        self._tags = tags
+        self._pattern = re.compile("|".join(map(re.escape, tags)))
+        self._pending = ""
+
+    def push(self, text: str) -> list[ContentPart]:
+        pieces = self._pattern.split(self._pending + text)
+        last = len(pieces[-1]) - held(pieces[-1], self._tags)
+        pieces[-1], self._pending = pieces[-1][:last], pieces[-1][last:]
+        whole = "".join(pieces)
+        return [TextPart(whole)] if whole else []
+
+    def finish(self, *, cut: bool = False) -> list[ContentPart]:
+        text, self._pending = self._pending, ""
+        return [TextPart(text)] if text else []
 
 
 class InlineThoughts:

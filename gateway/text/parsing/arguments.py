@@ -5,6 +5,7 @@ A schema comes from a stranger and may refer to itself a thousand times over, so
 only when a call is read, each once, and all those of a request within one budget.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -19,6 +20,7 @@ MAX_POINTER_CHARS = 256
 _CHOICES = ("anyOf", "oneOf", "allOf")
 _NOTHING: frozenset[str] = frozenset()
 _STRING = frozenset({"string"})
+_CONTAINERS = frozenset({"object", "array"})
 _OTHERS = frozenset({"object", "array", "integer", "number", "boolean", "null"})
 MAX_UNDECIDED = 512  # characters of a value that may be a string or something else
 MAX_STREAMED_VALUES = 1 << 20  # of an argument whose JSON is given piece by piece
@@ -54,9 +56,19 @@ class ToolSchemas:
 class CallArguments:
     """The arguments of one call, with one budget of values for those that are no JSON."""
 
-    def __init__(self, types: "_ArgumentTypes | None") -> None:
+    def __init__(self, types: "_ArgumentTypes | None", values: "_Budget | None" = None) -> None:
         self._types = types
-        self._values_left = MAX_VALUES
+        self._values = values or _Budget(MAX_VALUES)
+
+    def within(self, key: str) -> "CallArguments":
+        """What reads the members of an argument that is an object, or the items of a list, each as
+        `item`."""
+        return CallArguments(self._types and self._types.within(key), self._values)
+
+    def may_contain(self, key: str) -> bool:
+        """Whether an argument may be an object or a list."""
+        types = self._types.of(key) if self._types is not None else _NOTHING
+        return not types or bool(types & _CONTAINERS)
 
     def knows(self, key: str) -> bool:
         """Whether the tool has such an argument."""
@@ -73,21 +85,24 @@ class CallArguments:
         try:
             value = json_value(bare)
         except Malformed:
-            literals = Literals(bare, max_values=self._values_left)
+            literals = Literals(bare, max_values=self._values.left)
             try:
                 value = literals.whole()
             except Malformed:
                 return text
             finally:
-                self._values_left -= literals.num_values
+                self._values.take(literals.num_values)
         return value if _types_of(value) & types else text
 
     def member(self, gap: str, key: str, texts: Pieces[T], *, json: bool = False) -> Pieces[T]:
-        """A member of the arguments as JSON, from the value's text in pieces; `gap` stands before
-        it. The key is given with the first text. A string is given as it comes, an object or a
-        list, too, where the schema allows no string. `json`: the value is JSON, or else a string,
-        whatever the schema says. Returns what `texts` returns. Raises CutOff, Malformed."""
-        head = f"{gap}{json_text(key)}: "
+        """A member of the arguments as JSON; `gap` stands before it. Else as `value`."""
+        return self.value(f"{gap}{json_text(key)}: ", key, texts, json=json)
+
+    def value(self, head: str, key: str, texts: Pieces[T], *, json: bool = False) -> Pieces[T]:
+        """A value of the arguments as JSON, from its text in pieces; `head` stands before it, and
+        is given with the first text. A string is given as it comes, an object or a list, too, where
+        the schema allows no string. `json`: the value is JSON, or else a string, whatever the
+        schema says. Returns what `texts` returns. Raises CutOff, Malformed."""
         types = _OTHERS if json else self._types.of(key) if self._types is not None else _NOTHING
         form = _Form(types, quoted=json)
         while True:
@@ -165,7 +180,7 @@ class _Form:
             return ""
         if len(bare) > MAX_UNDECIDED or (first == '"' and self._quoted):
             return "whole"
-        if first in "{[(" and types & {"object", "array"}:
+        if first in "{[(" and types & _CONTAINERS:
             streamed = ({"{": "object", "[": "array"}.get(first) in types) and "string" not in types
             return "value" if streamed else "whole"
         if first in _NUMERIC and types & {"integer", "number"}:
@@ -198,25 +213,31 @@ class _Form:
 
 class _Budget:
     def __init__(self, steps: int) -> None:
-        self._left = steps
+        self.left = steps
 
     def take(self, steps: int) -> bool:
         """Whether there are so many left."""
-        self._left -= steps
-        return self._left >= 0
+        self.left -= steps
+        return self.left >= 0
 
 
 class _ArgumentTypes:
     """The names of the types that each argument of one tool may have; none if its schema does not
     say, or says it too far away."""
 
-    def __init__(self, whole: Mapping[str, Any], budget: _Budget) -> None:
-        named = whole.get("properties")
-        self.properties: Mapping[str, Any] = named if isinstance(named, Mapping) else {}
+    def __init__(
+        self,
+        whole: Mapping[str, Any],
+        budget: _Budget,
+        properties: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`properties`: of an argument within `whole`."""
+        self.properties = _mapping(whole.get("properties")) if properties is None else properties
         self._whole = whole
         self._budget = budget
         self._of: dict[str, frozenset[str]] = {}
         self._referred: dict[str, frozenset[str]] = {}  # by pointer
+        self._within: dict[str, _ArgumentTypes] = {}
 
     def of(self, key: str) -> frozenset[str]:
         if key not in self._of:
@@ -227,6 +248,31 @@ class _ArgumentTypes:
             found = self._reached(schema, pointer)
             self._of[key] = found | self._referred_to(pointer) if pointer else found
         return self._of[key]
+
+    def within(self, key: str) -> "_ArgumentTypes":
+        """Those of the members or items of an argument."""
+        if key not in self._within:
+            schemas = [*self._schemas(self.properties.get(key))]
+            members = [_mapping(schema.get("properties")) for schema in schemas]
+            items = [{"item": schema["items"]} for schema in schemas if "items" in schema]
+            every = ChainMap(*map(dict, items), *members)  # type: ignore[arg-type]
+            self._within[key] = _ArgumentTypes(self._whole, self._budget, every)
+        return self._within[key]
+
+    def _schemas(self, schema: Any) -> Iterator[Mapping[str, Any]]:
+        """A schema, and all that it refers to or leaves a choice of."""
+        seen: set[str] = set()
+        todo = [schema]
+        while todo and self._budget.take(1):
+            schema = todo.pop()
+            if not isinstance(schema, Mapping):
+                continue
+            yield schema
+            todo += _options(schema)
+            pointer = _pointer(schema)
+            if pointer and pointer not in seen:
+                seen.add(pointer)
+                todo.append(self._target(pointer))
 
     def _referred_to(self, pointer: str) -> frozenset[str]:
         """The types of what a pointer refers to."""
@@ -273,6 +319,10 @@ class _ArgumentTypes:
             else:
                 return None
         return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _pointer(schema: Any) -> str:

@@ -68,7 +68,8 @@ class ToolFamily:
     tool that the model has) and raises Malformed for
     what are none. `whole` makes a parser of whole answers instead, with reasoning; then `read` is
     not used; it begins with `opening` where the answer goes on with a message. `special`: texts
-    that the parser needs even where they are special tokens.
+    that the parser needs even where they are special tokens. `around`: tags around an answer's
+    text, which are left out.
     """
 
     name: str  # as vLLM calls it, where it knows it
@@ -80,6 +81,7 @@ class ToolFamily:
     special: Sequence[str] = ()
     whole: Callable[[Callable[[], str], bool, ToolSchemas | None], ContentParser] | None = None
     opening: str = ""
+    around: Sequence[str] = ()
     id_len: int = 0  # letters and digits of a call's id, where templates insist on so many
 
     @property
@@ -96,7 +98,7 @@ class ReasoningFamily:
     text after which the answer begins, with `lead` between where something may stand there that a
     structure leaves out. `written`: what the model writes for `begin` and `end`,
     where that is something else. `opening`: what the parser begins with where the answer goes on
-    with a message.
+    with a message. `around`: tags around the answer's text, which are left out.
     """
 
     name: str
@@ -109,6 +111,7 @@ class ReasoningFamily:
     written: tuple[str, str] | None = None
     lead: str = ""
     opening: str = ""
+    around: Sequence[str] = ()
 
 
 def call_of(value: Any, schemas: ToolSchemas, *, needs_arguments: bool = False) -> CallPiece:

@@ -24,7 +24,7 @@ MAX_HEADER_CHARS = 1024
 _NEXT = tuple(end + START for end in ENDS)
 _BREAKS = (*ENDS, START)  # of a header without a body
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_CHANNEL = re.compile(r"<\|channel\|>\s*([a-z]+)")
+_CHANNEL = re.compile(r".*<\|channel\|>\s*([a-z]+)", re.DOTALL)  # the last one
 _HEADER = re.compile(
     r"(?:assistant)?(?:\s*to=[^\s<]*)?\s*(?:<\|channel\|>\s*[a-z]{0,32})?(?:\s*to=[^\s<]*)?\s*"
     r"(?:<\|constrain\|>)?\s*\w{0,32}\s*"
@@ -90,7 +90,7 @@ class HarmonyStream:
             while True:
                 header = yield from self._header()
                 recipient = _RECIPIENT.search(header)
-                channel = _CHANNEL.search(header)
+                channel = _CHANNEL.match(header)
                 if recipient and recipient[1].startswith("functions.") and self._calls:
                     yield from self._call(recipient[1].removeprefix("functions."))
                     if (yield from reader.takes(CHANNEL)):  # a grammar's next call has no <|start|>

@@ -58,7 +58,8 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
     after = "{"  # the last token: a value is "v", a key "k"
     over = malformed = False
     while not (over or malformed):
-        text, at = reader.text, reader.at
+        start = reader.at
+        text, at = reader.text[start:], 0  # the unread alone, since it is kept while this waits
         made: list[str] = []
         while not (over or malformed):
             if quote:
@@ -143,7 +144,7 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
                 malformed = True
                 break
             at += 1
-        reader.at = at
+        reader.at = start + at
         if piece := "".join(made):
             yield piece
         if malformed:

@@ -1,29 +1,15 @@
 """Calls written as in Python, NAME(key=value, ...); pure."""
 
-import re
-
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallPiece, Calls, bare_calls, called
 from pdserve.gateway.text.parsing.pieces import LiteralPieces
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces
 
-_NAME = re.compile(r"\w[\w.-]*")
-
 
 def python_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
     """Reads a call. Raises CutOff, Malformed."""
     yield from reader.space()
-    start = reader.at
-    while True:
-        found = _NAME.match(reader.text, start)
-        end = found.end() if found else start
-        if end - start > MAX_NAME_CHARS or (not found and start < len(reader.text)):
-            raise Malformed
-        if end < len(reader.text):
-            break
-        yield from reader.more()
-    name = reader.text[start:end]
-    reader.at = end
+    name = yield from reader.name()
     yield from reader.expect("(")
     if not all(part.isidentifier() for part in name.replace("-", "_").split(".")):
         raise Malformed

@@ -14,6 +14,7 @@ Pieces = Generator[str | None, None, T]  # of text; None: needs more
 MAX_NAME_CHARS = 512  # of a function's name and what belongs to it
 
 _SPACE = re.compile(r"\s*")
+_NAME = re.compile(r"\w[\w.-]*")
 _OUTSIDE = {  # what matters outside of strings, by how these are quoted
     "json": re.compile(r'["{}\[\]<]'),
     "python": re.compile(r"""["'{}\[\]()<]"""),
@@ -59,7 +60,11 @@ class BlockReader:
         self.ended = ended
 
     def feed(self, text: str) -> None:
-        self.text += text
+        # CPython appends in place to a local text that nothing else refers to, as long as no
+        # generator keeps the text or a match in it while it waits: held text is not copied.
+        whole, self.text = self.text, ""
+        whole += text
+        self.text = whole
 
     def drop_read(self) -> None:
         """Forgets what is read. Only behind a piece that a generator has given, not where it waits
@@ -81,6 +86,7 @@ class BlockReader:
             self.at = found.end()
             if self.at < len(self.text) or self.ended:
                 return
+            del found  # it keeps the text
             yield
 
     def first(self) -> Reading[str]:
@@ -157,6 +163,18 @@ class BlockReader:
             if found:
                 self.at += len(found[0])
                 return found[0]
+            yield from self.more()
+
+    def name(self) -> Reading[str]:
+        """Reads a function's name. Raises CutOff, also where it ends with the text; Malformed."""
+        while True:
+            found = _NAME.match(self.text, self.at)
+            end = found.end() if found else self.at
+            if end - self.at > MAX_NAME_CHARS or (not found and end < len(self.text)):
+                raise Malformed
+            if end < len(self.text):
+                name, self.at = self.text[self.at : end], end
+                return name
             yield from self.more()
 
     def string(self) -> Reading[str]:

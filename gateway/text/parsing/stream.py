@@ -32,8 +32,9 @@ class CallStream:
     """The parser of a family, for one choice.
 
     White space waits until text follows, and is left out at the end of an answer with calls. Tags
-    in fenced code are text: from a line that begins with three backticks or more and has no others,
-    to a line that begins with as many or more and no word behind them.
+    around a text are left out, too. Tags in fenced code are text: from a line that begins with
+    three backticks or more and has no others, to a line that begins with as many or more and no
+    word behind them.
     """
 
     def __init__(
@@ -54,10 +55,13 @@ class CallStream:
         self._new_id = new_id
         self._parallel = parallel
         self._only_calls = only_calls
-        self._marks = (*family.openers, FENCE)
-        self._pattern = re.compile("|".join((*map(re.escape, family.openers), "`+")))
+        self._around = tuple(family.around)
         self._openers = tuple(family.openers)
-        self._longest = max(map(len, family.openers), default=0)
+        tags = (*self._around, *self._openers)
+        self._marks = (*tags, FENCE)
+        self._pattern = re.compile("|".join((*map(re.escape, tags), "`+")))
+        self._plain_pattern = re.compile("|".join(map(re.escape, self._around)) or "(?!)")
+        self._longest = max(map(len, tags), default=0)
         self._calls_first = calls_first
         self._plain = False  # the whole answer is text
         # Characters that may begin a call without a tag, at the answer's beginning only.
@@ -138,14 +142,14 @@ class CallStream:
         if self._calls_first and not (self._num_calls or self._plain):
             start = self._pending[self._at :].lstrip()
             if len(self._pending) - self._at - len(start) < MAX_SPACE:
-                if not self._ended and any(o.startswith(start) for o in self._openers):
+                tags = (*self._around, *self._openers)
+                if not self._ended and any(tag.startswith(start) for tag in tags):
                     return False
-                self._plain = not start.startswith(self._openers)
+                self._plain = not start.startswith(tags)
             else:
                 self._plain = True
         if self._plain:
-            self._pass(len(self._pending))
-            return False
+            return self._in_plain_text()
         if self._bare:
             start = self._pending[self._at :].lstrip()
             if not start and len(self._pending) < MAX_SPACE and not self._ended:
@@ -180,8 +184,21 @@ class CallStream:
             self._pass(found.end())
             return True
         self._pass(at)
-        self._begin(mark)
+        if mark in self._around:
+            self._at = found.end()
+        else:
+            self._begin(mark)
         return True
+
+    def _in_plain_text(self) -> bool:
+        """The same in an answer that has no calls."""
+        if found := self._plain_pattern.search(self._pending, self._at):
+            self._pass(found.start())
+            self._at = found.end()
+            return True
+        keep = 0 if self._ended else held(self._pending[self._at :], self._around)
+        self._pass(len(self._pending) - keep)
+        return False
 
     def _run(self, length: int, behind: str) -> None:
         """A run of backticks, and the character behind it."""

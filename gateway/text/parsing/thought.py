@@ -6,6 +6,7 @@ beginning closes an empty one. White space beside the tags is
 left out. A thought that nothing closes goes to the end.
 """
 
+import re
 from collections.abc import Sequence
 
 from pdserve.gateway.text.parsing.family import ReasoningFamily
@@ -18,10 +19,13 @@ MAX_SPACE = 1024  # white space that waits for text
 class ThoughtStream:
     """For one choice."""
 
-    def __init__(self, begin: str, end: str, *, open: bool) -> None:
-        """`open`: the prompt ends with `begin`."""
+    def __init__(self, begin: str, end: str, *, open: bool, answers: Sequence[str] = ()) -> None:
+        """`open`: the prompt ends with `begin`. `answers`: what begins the answer, and so ends a
+        thought that is open."""
         self._begin = begin
         self._end = end
+        self._ends = (end, *answers)
+        self._pattern = re.compile("|".join(map(re.escape, self._ends)))
         self._open = open
         self._again = open  # the tag may come once more, as some models write it
         self._skipping = True  # white space, where the text or a part of it begins
@@ -72,14 +76,13 @@ class ThoughtStream:
     def _thought(self, ended: bool) -> list[ContentPart]:
         if self._again and not self._begun(ended):
             return []
-        at = self._pending.find(self._end)
-        if at >= 0:
-            text = self._taken(at, ended).rstrip()
-            self._pending = self._pending[len(self._end) :]
+        if found := self._pattern.search(self._pending):
+            text = self._taken(found.start(), ended).rstrip()
+            self._pending = self._pending.removeprefix(self._end)
             self._open = False
             self._answering = self._skipping = True
         else:
-            keep = 0 if ended else held(self._pending, (self._end,))
+            keep = 0 if ended else held(self._pending, self._ends)
             body = self._pending[: len(self._pending) - keep]
             if not ended:
                 body = body.rstrip() if len(body) - len(body.rstrip()) < MAX_SPACE else body
@@ -105,17 +108,25 @@ class ThoughtStream:
 
 
 def between_tags(
-    name: str, begin: str, end: str, *, known_by: str = "", special: Sequence[str] | None = None
+    name: str,
+    begin: str,
+    end: str,
+    *,
+    known_by: str = "",
+    special: Sequence[str] | None = None,
+    answers: Sequence[str] = (),
+    around: Sequence[str] = (),
 ) -> ReasoningFamily:
     """A family whose chat templates have the text `known_by`, by default the end tag; `special`: by
-    default both tags."""
+    default both tags. `answers`, `around`: as of ThoughtStream and ReasoningFamily."""
     known_by = known_by or end
     return ReasoningFamily(
         name,
         lambda template: known_by in template,
-        lambda open: ThoughtStream(begin, end, open=open),
+        lambda open: ThoughtStream(begin, end, open=open, answers=answers),
         begin,
         end,
         after=end,
         special=(begin, end) if special is None else special,
+        around=around,
     )

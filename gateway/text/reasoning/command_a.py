@@ -2,4 +2,9 @@
 
 from pdserve.gateway.text.parsing.thought import between_tags
 
-FAMILY = between_tags("command_a", "<|START_THINKING|>", "<|END_THINKING|>")
+FAMILY = between_tags(
+    "command_a",
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+)

@@ -1,4 +1,5 @@
-"""The calls of GLM 4.5 and later: a name, then <arg_key> and <arg_value> in <tool_call>."""
+"""The calls of GLM 4.5 and later: a name, then <arg_key> and <arg_value> in <tool_call>; other
+families have the same tags with a suffix."""
 
 from pdserve.gateway.text.parsing.arguments import CallArguments, ToolSchemas
 from pdserve.gateway.text.parsing.family import (
@@ -21,33 +22,42 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     name = name.strip()
     if not name or any(char.isspace() for char in name):
         raise Malformed
-    yield from called(schemas, name, object_pieces(_members(reader, end, schemas.call(name))))
+    yield from called(schemas, name, object_pieces(members(reader, schemas.call(name), end)))
 
 
-def _members(reader: BlockReader, end: str, known: CallArguments) -> Pieces[None]:
+def members(
+    reader: BlockReader, known: CallArguments, mark: str = "", suffix: str = ""
+) -> Pieces[None]:
+    """The arguments, to the end of the call. `mark`: the first tag, if it is read."""
+    begin, end = f"<arg_key{suffix}>", f"</tool_call{suffix}>"
+    value_end = f"</arg_value{suffix}>"
     gap = ""
-    while end != END:
-        key, _ = yield from reader.until("</arg_key>", most=MAX_NAME_CHARS)
+    if not mark:
         yield from reader.space()
-        yield from reader.expect("<arg_value>")
+        mark = yield from reader.expect(begin, end)
+    while mark != end:
+        key, _ = yield from reader.until(f"</arg_key{suffix}>", most=MAX_NAME_CHARS)
+        yield from reader.space()
+        yield from reader.expect(f"<arg_value{suffix}>")
         # What the tools do not describe is JSON, or else a string.
-        yield from known.member(gap, key, _value(reader), json=not known.knows(key))
+        texts = _value(reader, value_end, end)
+        yield from known.member(gap, key, texts, json=not known.knows(key))
         gap = ", "
         yield from reader.space()
-        end = yield from reader.expect("<arg_key>", END)
+        mark = yield from reader.expect(begin, end)
 
 
-def _value(reader: BlockReader) -> Pieces[None]:
+def _value(reader: BlockReader, value_end: str, call_end: str) -> Pieces[None]:
     """A value, whose end tag models sometimes leave out at the end of the answer."""
-    while (yield from reader.pieces_until("</arg_value>", END)) == END:
+    while (yield from reader.pieces_until(value_end, call_end)) == call_end:
         start = reader.at
         yield from reader.space()
         at_end = reader.ended and reader.at == len(reader.text)
         reader.at = start
         if at_end:
-            reader.at -= len(END)
+            reader.at -= len(call_end)
             return
-        yield END
+        yield call_end
 
 
 FAMILY = ToolFamily(

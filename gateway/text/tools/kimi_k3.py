@@ -1,5 +1,4 @@
-"""Kimi K3's calls: <|open|>call with attributes, and typed arguments in it. Tags around the text of
-an answer are left out."""
+"""Kimi K3's calls: <|open|>call with attributes, and typed arguments in it."""
 
 import re
 from html import unescape
@@ -14,22 +13,16 @@ from pdserve.gateway.text.parsing.family import (
     object_pieces,
 )
 from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces
+from pdserve.gateway.text.reasoning.kimi_k3 import AROUND
 
 OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
 BEGIN, END = f"{OPEN}tools{SEPARATOR}", f"{CLOSE}tools{SEPARATOR}"
-AROUND = (
-    f"{OPEN}response{SEPARATOR}",
-    f"{CLOSE}response{SEPARATOR}",
-    f"{CLOSE}message{SEPARATOR}",
-)
 _CALL_END, _ARGUMENT_END = f"{CLOSE}call{SEPARATOR}", f"{CLOSE}argument{SEPARATOR}"
 _ARGUMENT = f"{OPEN}argument "
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    if opener in AROUND:
-        return
     if (yield from grammar_call(reader, schemas, END)):
         return
     while (yield from reader.expect(f"{OPEN}call ", END)) != END:
@@ -80,7 +73,8 @@ FAMILY = ToolFamily(
     "kimi_k3",
     lambda template: "<|open|>" in template,
     CallForm(BEGIN + '{"name": "NAME", "arguments": ', "}" + END, trigger=BEGIN),
-    openers=(BEGIN, *AROUND),
+    openers=(BEGIN,),
     read=read,
     special=(OPEN, CLOSE, SEPARATOR),
+    around=AROUND,
 )

@@ -1,4 +1,5 @@
-"""MiniMax M3's calls: an argument's name is its tag, and a mark stands before every tag."""
+"""MiniMax M3's calls: an argument's name is its tag, and a mark stands before every tag. An object
+has such tags within, and a list has <item>."""
 
 from pdserve.gateway.text.parsing.arguments import CallArguments, ToolSchemas
 from pdserve.gateway.text.parsing.family import (
@@ -9,11 +10,20 @@ from pdserve.gateway.text.parsing.family import (
     grammar_call,
     object_pieces,
 )
-from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Malformed, Pieces
+from pdserve.gateway.text.parsing.invoke import whole_text
+from pdserve.gateway.text.parsing.reader import (
+    MAX_NAME_CHARS,
+    BlockReader,
+    Malformed,
+    Pieces,
+    Reading,
+)
+from pdserve.gateway.text.parsing.values import MAX_DEPTH, json_text
 
 MARK = "]<]minimax[>["
 BEGIN, END = f"{MARK}<tool_call>", f"{MARK}</tool_call>"
 INVOKE, INVOKE_END = f"{MARK}<invoke name=", f"{MARK}</invoke>"
+ITEM = "item"
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
@@ -24,25 +34,58 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         name = name.strip().strip('"')
         if not name:
             raise Malformed
-        yield from called(schemas, name, object_pieces(_members(reader, schemas.call(name))))
+        members = _members(reader, schemas.call(name), INVOKE_END)
+        yield from called(schemas, name, object_pieces(members))
         yield from reader.space()
         if (yield from reader.closes(END)):
             return
 
 
-def _members(reader: BlockReader, known: CallArguments) -> Pieces[None]:
+def _members(reader: BlockReader, known: CallArguments, end: str, depth: int = 0) -> Pieces[None]:
     gap = ""
-    while not (yield from reader.taken(INVOKE_END)):
+    while not (yield from reader.taken(end)):
         yield from reader.expect(f"{MARK}<")
         key, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
         if not key or key.startswith("/"):
             raise Malformed
-        yield from known.member(gap, key, _text(reader, f"{MARK}</{key}>"))
+        yield from _value(reader, known, f"{gap}{json_text(key)}: ", key, depth)
         gap = ", "
 
 
-def _text(reader: BlockReader, end: str) -> Pieces[None]:
-    yield from reader.pieces_until(end)
+def _value(
+    reader: BlockReader, known: CallArguments, head: str, key: str, depth: int
+) -> Pieces[None]:
+    """A value, from behind its tag; `head` stands before it."""
+    end = f"{MARK}</{key}>"
+    first = (yield from _element(reader)) if known.may_contain(key) else ""
+    if not first:
+        is_json = depth > 0 and not known.knows(key)
+        yield from known.value(head, key, whole_text(reader, end), json=is_json)
+        return
+    if depth == MAX_DEPTH:
+        raise Malformed
+    within = known.within(key)
+    if first != ITEM:
+        yield f"{head}{{"
+        yield from _members(reader, within, end, depth + 1)
+        yield "}"
+        return
+    head += "["
+    while not (yield from reader.taken(end)):
+        yield from reader.expect(f"{MARK}<{ITEM}>")
+        yield from _value(reader, within, head, ITEM, depth + 1)
+        head = ", "
+    yield "]"
+
+
+def _element(reader: BlockReader) -> Reading[str]:
+    """The name of the element that begins here, which stays unread; empty for a text."""
+    start = reader.at
+    name = ""
+    if (yield from reader.taken(f"{MARK}<")):
+        name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+    reader.at = start
+    return "" if name.startswith("/") else name
 
 
 FAMILY = ToolFamily(

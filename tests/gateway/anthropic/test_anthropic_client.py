@@ -193,7 +193,8 @@ async def test_an_answer_that_is_cut(connect):
 
 
 async def test_a_call_that_is_cut_has_what_is_there(connect):
-    cut = deltas(ToolCallPart(0, "call_a", "weather", '{"place": "Rome", "day": '), finish="length")
+    call = ToolCallPart(0, "call_a", "weather", '{"place": "Rome", "day": ')
+    cut = deltas(call, ToolCallPart(0, cut=True), finish="length")
     client = await connect(ScriptedParts(cut))
     answer = await client.messages.create(**ASKED, tools=[WEATHER])
     assert answer.content[0].input == {"place": "Rome"}

@@ -231,7 +231,8 @@ async def test_thoughts_and_calls_streamed_and_whole_are_the_same(make_http):
 
 
 async def test_a_call_that_is_cut_has_what_is_there(make_http):
-    cut = deltas(ToolCallPart(0, "call_a", "weather", '{"place": "Rome", "day": '), finish="length")
+    call = ToolCallPart(0, "call_a", "weather", '{"place": "Rome", "day": ')
+    cut = deltas(call, ToolCallPart(0, cut=True), finish="length")
     http = make_http(ScriptedParts(cut))
     answer = (await http.post("/api/chat", json={**BODY, "tools": [WEATHER], **WHOLE})).json()
     assert answer["message"]["tool_calls"][0]["function"]["arguments"] == {"place": "Rome"}

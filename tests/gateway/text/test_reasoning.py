@@ -19,13 +19,17 @@ from pdserve.gateway.text.reasoning import (
 from pdserve.gateway.text.tools import tool_family
 
 NAMES = reasoning_parser_names()
-TAGGED = sorted(set(NAMES) - {"gpt_oss"})
+MESSAGES = {"gpt_oss", "muse_glimmer", "solar"}  # a thought is a message before the answer's
+TAGGED = sorted(set(NAMES) - MESSAGES)
 TEMPLATES = {
     "think": "{{ content.split('</think>') }}",
     "seed_oss": "<seed:think>{{ reasoning }}</seed:think>",
     "mistral": "[THINK]{{ reasoning }}[/THINK]",
     "apriel": "Here are my reasoning steps: {{ reasoning }}[BEGIN FINAL RESPONSE]",
     "kimi_k3": "<|open|>think<|sep|>",
+    "hy3": "<think{}> and </think{}>",
+    "solar": "assistant<|think|>{{ reasoning }}<|end|><|begin|>assistant<|content|>",
+    "muse_glimmer": "assistant to=self<|message|>{{ reasoning }}<|eom|>",
     "minimax_m3": "<mm:think>{{ reasoning }}</mm:think>",
     "command_a": "<|START_THINKING|>{{ reasoning }}<|END_THINKING|>",
     "apertus": "<|inner_prefix|>{{ reasoning }}<|inner_suffix|>",
@@ -239,6 +243,27 @@ def test_harmony(end: str) -> None:
     for pieces in ([HARMONY + end], HARMONY + end):
         assert parse("gpt_oss", pieces) == ("So.", "I look.\nHi")
     assert parse("gpt_oss", HARMONY, inline=True)[1] == "<think>\nSo.\n</think>\n\nI look.\nHi"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("gpt_oss", "<|channel|>commentary to=assistant<|channel|>analysis<|message|>So.<|end|>"
+         "<|start|>assistant<|channel|>final<|message|>Hi"),
+        ("solar", "<|think|>So.<|end|><|begin|>assistant<|content|>Hi<|end|>"),
+        ("muse_glimmer",
+         " to=self<|message|>So.<|eom|><|start|>assistant to=user<|message|>Hi<|eot|>"),
+    ],
+)  # fmt: skip
+def test_thoughts_that_are_messages(name: str, answer: str) -> None:
+    for pieces in ([answer], answer):
+        assert parse(name, pieces) == ("So.", "Hi")
+
+
+def test_an_answer_s_first_tag_ends_a_thought_that_is_not_closed() -> None:
+    answer = "So.<|open|>response<|sep|>Hi<|close|>response<|sep|>"
+    for pieces in ([answer], answer):
+        assert parse("kimi_k3", pieces, opened=True) == ("So.", "Hi")
 
 
 def test_a_call_is_text_where_there_are_no_tools() -> None:

@@ -76,6 +76,12 @@ TAGGED = {
     "minimax_m3": Notation(_minimax_m3),
     "deepseek_dsml": Notation(_dsml),
     "kimi_k3": Notation(_kimi_k3),
+    "hy3": _tagged(
+        "<arg_key:opensource>KEY</arg_key:opensource>\n<arg_value:opensource>",
+        "</arg_value:opensource>\n",
+    ),
+    "minicpm5": _tagged('<param name="KEY">', "</param>"),
+    "muse_glimmer": _tagged('<atem:parameter name="KEY">', "</atem:parameter>\n"),
     "gemma4": Notation(lambda key, value: (f"{key}:", _gemma('<|"|>', value)), ","),
     "functiongemma": Notation(lambda key, value: (f"{key}:", _gemma("<escape>", value)), ","),
     "llama4_pythonic": PYTHON,

@@ -15,6 +15,7 @@ from builders.tool_answers import TOOL_ANSWERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.gateway.content.answer_format import AnswerFormat
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import ContentParser
 from pdserve.gateway.text.parsing.reader import Malformed
@@ -28,6 +29,7 @@ from pdserve.gateway.text.parts import (
     reasoning_of,
     text_of,
 )
+from pdserve.gateway.text.reasoning import reasoning_family
 from pdserve.gateway.text.tools import (
     FALLBACK,
     tool_family,
@@ -41,6 +43,7 @@ NAMES = tool_parser_names()
 TOOLS = ToolSchemas({"get_weather": {}, "f": {}})
 AT_START = {"llama3_json", "llama4_pythonic", "pythonic", "json"}  # without a tag, only there
 TAGGED = sorted(set(NAMES) - AT_START - {"gpt_oss"})
+OWN_IDS = {"kimi_k2": "functions.get_weather:0", "solar": "a1b2c3d4e5"}
 
 
 def make(name: str, schemas: ToolSchemas | None = None, parallel: bool = True) -> ContentParser:
@@ -105,8 +108,7 @@ def test_call(subtests: pytest.Subtests) -> None:
             parts = parse(name, [TOOL_ANSWERS[name].call])
             assert made(parts) == ("", [PARIS])
             first, *rest = parts
-            given = "functions.get_weather:0" if name == "kimi_k2" else "call_0"
-            assert first == ToolCallPart(0, given, "get_weather", "")
+            assert first == ToolCallPart(0, OWN_IDS.get(name, "call_0"), "get_weather", "")
             assert all(
                 isinstance(part, ToolCallPart) and part.arguments and not part.id for part in rest
             )
@@ -118,7 +120,7 @@ def test_parallel_calls(subtests: pytest.Subtests) -> None:
             answer = TOOL_ANSWERS[name].calls
             parts = parse(name, [answer])
             assert made(parts) == ("", [PARIS, ROME])
-            if name != "kimi_k2":
+            if name not in OWN_IDS:
                 assert [call.id for call in calls_of(parts)] == ["call_0", "call_1"]
             assert made(parse(name, [answer], parallel=False)) == ("", [PARIS])
 
@@ -412,6 +414,14 @@ def test_what_is_malformed_before_the_first_value_is_no_call(subtests: pytest.Su
                 assert made(parse(name, pieces)) == (text, [])
 
 
+def test_only_the_arguments_of_a_call_that_was_cut_may_be_a_part() -> None:
+    for text in ("nope", "[1]", '{"a": 1}x', '{"a": [1', "NaN"):
+        with pytest.raises(ValueError):
+            arguments_object(text)
+    assert arguments_object('{"a": [1, "b', cut=True) == {"a": [1]}
+    assert arguments_object("", cut=True) == arguments_object("{}") == {}
+
+
 TOLERATED = [
     ("{'s': 'x<y', \"t\": 'it\\'s \"it\"'}", '{"s": "x<y", "t": "it\'s \\"it\\""}'),
     ('{"n": True, "a": [None, 1_000, 0x1F,],}', '{"n": true, "a": [null, 1000, 31]}'),
@@ -518,6 +528,111 @@ def test_fenced_calls_are_an_example_if_text_follows(subtests: pytest.Subtests) 
                 assert made(parse(name, pieces(fenced))) == ("", [PARIS])
                 assert made(parse(name, pieces(both))) == ("", [PARIS, ROME])
                 assert made(parse(name, pieces(explained))) == (explained, [])
+
+
+AROUND = {
+    "command_a": "<|START_RESPONSE|>TEXT<|END_RESPONSE|>",
+    "kimi_k3": "<|open|>response<|sep|>TEXT<|close|>response<|sep|>",
+    "solar": "<|content|>TEXT<|end|>",
+    "muse_glimmer": " to=user<|message|>TEXT<|eot|>",
+}
+
+
+def test_tags_around_a_text_are_left_out(subtests: pytest.Subtests) -> None:
+    """Whether there are tools, and whether the text has a structure. Half a tag is text."""
+    for name, tags in AROUND.items():
+        family, reasoning = tool_family(name), reasoning_family(name)
+        for text, tools, structured in product(
+            ('{"a": "<|"}', "a < b"), (family, None), (False, True)
+        ):
+            with subtests.test(name=name, text=text, tools=bool(tools), structured=structured):
+                form = AnswerFormat(tools, reasoning, TOOLS, calls_first=structured)
+                answer = tags.replace("TEXT", text)
+                for pieces in ([answer], answer):
+                    parser = form.parser()
+                    assert parser is not None
+                    parts = [part for piece in pieces for part in parser.push(piece)]
+                    assert made(parts + parser.finish()) == (text, [])
+                for at in range(1, answer.index(text)):
+                    half = answer[:at]
+                    parser = form.parser()
+                    assert parser is not None
+                    assert text_of(parser.push(half) + parser.finish()) in (half, half.lstrip(), "")
+
+
+def test_functionary_s_prompt_has_the_first_tag() -> None:
+    call = TOOL_ANSWERS["functionary"].calls.removeprefix(">>>")
+    for pieces in (list, lambda text: [text]):
+        assert made(parse("functionary", pieces(call))) == ("", [PARIS, ROME])
+        assert made(parse("functionary", pieces(f"all\nI look.>>>{call}"))) == (
+            "I look.", [PARIS, ROME],
+        )  # fmt: skip
+        for text in ("allowed\n{}", "all of it\n", "g\n{}", "get_weather", "Hello\n{}"):
+            assert made(parse("functionary", pieces(text))) == (text, [])
+
+
+def test_a_value_may_be_cdata() -> None:
+    for value in ("<a href='/x'>y</a></param>", "", "]]", "a\n"):
+        for space in ("", "\n"):
+            cdata = f"{space}<![CDATA[{value}]]>{space}"
+            call = TOOL_ANSWERS["minicpm5"].call.replace("Paris", cdata)
+            for pieces in ([call], call):
+                expected = ("get_weather", {"city": value})
+                assert made(parse("minicpm5", pieces)) == ("", [expected])
+
+
+def minimax_m3(value: Any) -> str:
+    """A value as the model's template writes it."""
+    mark = "]<]minimax[>["
+    if isinstance(value, dict):
+        pairs = value.items()
+    elif isinstance(value, list):
+        pairs = [("item", item) for item in value]
+    else:
+        return value if isinstance(value, str) else json.dumps(value)
+    return "".join(f"{mark}<{key}>{minimax_m3(one)}{mark}</{key}>" for key, one in pairs)
+
+
+NESTED = {
+    "properties": {
+        "place": {"$ref": "#/$defs/Place"},
+        "places": {"type": "array", "items": {"$ref": "#/$defs/Place"}},
+        "matrix": {"type": "array"},
+        "text": {"type": "string"},
+    },
+    "$defs": {
+        "Place": {
+            "properties": {"code": {"type": "string"}, "at": {"type": "array"}, "in": {"$ref": "#"}}
+        }
+    },
+}
+
+
+def test_elements_within_an_argument(subtests: pytest.Subtests) -> None:
+    place = {"code": "007", "at": [1.5, -2], "in": {"text": "1", "place": {"code": "1"}}}
+    for name, value in [
+        ("place", place), ("places", [place, place]), ("matrix", [[1, 2], ["a", True]]),
+        ("other", {"a": {"b": [1, "x"]}}), ("text", f"{minimax_m3({'a': 1})} so"),
+    ]:  # fmt: skip
+        with subtests.test(name):
+            call = TOOL_ANSWERS["minimax_m3"].call.replace("<city>Paris", f"<{name}>CITY")
+            call = call.replace("</city>", f"</{name}>").replace("CITY", minimax_m3(value))
+            for pieces in ([call], call):
+                parts = parse("minimax_m3", pieces, schemas=ToolSchemas({"get_weather": NESTED}))
+                assert made(parts) == ("", [("get_weather", {name: value})])
+                assert sum(isinstance(part, ToolCallPart) for part in parts) > 2
+
+
+def test_elements_that_are_too_deep_take_linear_time() -> None:
+    deep = "]<]minimax[>[<a>" * 20_000
+    call = TOOL_ANSWERS["minimax_m3"].call.replace("Paris", deep)
+    began = process_time()
+    for pieces in ([call], call):
+        text, [(name, arguments)] = made(parse("minimax_m3", pieces))
+        assert name == "get_weather"
+        assert call.endswith(text)
+        assert isinstance(arguments, dict)
+    assert process_time() - began < 10
 
 
 def test_an_argument_without_a_name_is_none() -> None:
@@ -822,6 +937,24 @@ def test_a_hostile_header_takes_linear_time() -> None:
         assert made(parse("gpt_oss", [header + "<|end|>"]))[1] == []
         assert made(parse("gpt_oss", [header]))[1] == []
     assert process_time() - began < 5  # with every division tried it takes hours
+
+
+@pytest.mark.extended
+def test_text_that_is_held_is_not_copied_at_each_piece() -> None:
+    """A call of an unknown tool is given whole, and fenced ones when the answer ends."""
+    value = "x" * 1_000_000
+    calls = [
+        ("hermes", TOOL_ANSWERS["hermes"].call), ("qwen3_coder", TOOL_ANSWERS["qwen3_coder"].call),
+        ("json", f"```json\n{GENERIC_CALLS[0]}\n```"),
+    ]  # fmt: skip
+    for name, call in calls:
+        schemas = TOOLS if "```" in call else ToolSchemas()
+        text = call.replace("Paris", value)
+        pieces = [text[at : at + 8] for at in range(0, len(text), 8)]
+        began = process_time()
+        parts = parse(name, pieces, schemas=schemas)
+        assert process_time() - began < 4  # copies of 60 GB take longer
+        assert made(parts) == ("", [("get_weather", {"city": value})])
 
 
 def test_a_call_without_end_does_not_take_all_memory() -> None:

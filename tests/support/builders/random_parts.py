@@ -1,5 +1,6 @@
 """Answers of any parts, as a pipeline could give them, for property tests."""
 
+import json
 import random
 
 from pdserve.gateway.choice import Delta
@@ -10,24 +11,30 @@ FINISHES = ("stop", "length", "tool_calls")
 
 
 def random_answer(rng: random.Random) -> list[Delta]:
-    """Deltas with none, one or several parts, the last one with a finish."""
+    """Deltas with none, one or several parts, the last one with a finish; some end in a call that
+    is cut off."""
     parts: list[ContentPart] = []
     calls = 0
     for _ in range(rng.randrange(9)):
         kind = rng.randrange(3)
         if kind == 0:
             parts.append(ToolCallPart(calls, f"call_{calls}", f"f{calls}"))
-            pieces = ["{", *rng.choices(PIECES, k=rng.randrange(4)), "}"]
+            arguments = json.dumps(dict.fromkeys(rng.choices(PIECES, k=rng.randrange(4)), "é\n"))
+            size = rng.randrange(1, 9)
+            pieces = [arguments[at : at + size] for at in range(0, len(arguments), size)]
             parts += [ToolCallPart(calls, arguments=piece) for piece in pieces]
             calls += 1
         else:
             parts.append((TextPart if kind == 1 else ReasoningPart)(rng.choice(PIECES)))
+    finish = rng.choice(FINISHES)
+    if finish == "length" and parts and isinstance(parts[-1], ToolCallPart):
+        parts[-1] = ToolCallPart(calls - 1, cut=True)
     deltas = []
     while parts:
         count = rng.randrange(4)
         taken, parts = parts[:count], parts[count:]
         deltas.append(Delta(0, tuple(taken), (), len(deltas) + 1, None))
-    return [*deltas, Delta(0, (), (), len(deltas) + 1, rng.choice(FINISHES))]
+    return [*deltas, Delta(0, (), (), len(deltas) + 1, finish)]
 
 
 def said(deltas: list[Delta]) -> list[tuple[str, str]]:

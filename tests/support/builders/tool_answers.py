@@ -137,6 +137,28 @@ TOOL_ANSWERS = {
         'type="string"<|sep|>CITY<|close|>argument<|sep|><|close|>call<|sep|>',
         "<|open|>tools<|sep|>", "<|close|>tools<|sep|>", "", "<|open|>",
     ),
+    "hy3": _repeated(
+        "<tool_call:opensource>get_weather<tool_sep:opensource>\n<arg_key:opensource>city"
+        "</arg_key:opensource>\n<arg_value:opensource>CITY</arg_value:opensource>\n"
+        "</tool_call:opensource>\n",
+        "<tool_calls:opensource>\n", "</tool_calls:opensource>", "", "<tool_sep{}>",
+    ),
+    "solar": _repeated(
+        "<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>"
+        f"{_ARGUMENTS}<|tool_call:end|>",
+        "", "", "", "<|tool_call:name|>",
+    ),
+    "minicpm5": _repeated(
+        '<function name="get_weather"><param name="city">CITY</param></function>',
+        "", "", "\n", '<function name="',
+    ),
+    "functionary": _repeated(f">>>get_weather\n{_ARGUMENTS}", "", "", "", ">>>${recipient}"),
+    "muse_glimmer": _repeated(
+        '<atem:invoke name="get_weather">\n<atem:parameter name="city">CITY</atem:parameter>\n'
+        "</atem:invoke>\n",
+        "to=get_weather<|message|><atem:function_calls>\n", "</atem:function_calls>", "",
+        "<atem:function_calls>",
+    ),
     "json": _repeated(_JSON, "[", "]", ", ", ""),
     "generic": _repeated(f"<tool_call>\n{_JSON}\n</tool_call>", "", "", "\n", ""),
 }  # fmt: skip

@@ -47,7 +47,7 @@ class WalkingModel(FakeRouter):
         card, blobs = served(context_len=CONTEXT_LEN, template=template)
         with_tokenizer(card, blobs, tokenizer, eos)
         super().__init__(self._walk, [card], blobs)
-        self.words = words = tokenizers.Tokenizer.from_buffer(tokenizer)
+        self.words = tokenizers.Tokenizer.from_buffer(tokenizer)
         self.vocabulary = Words(tokenizer, card.vocab_size, list(card.eos_ids))
         self._thought = self.encode(thought)
         encode = self.vocabulary.tokenizer.encode_within

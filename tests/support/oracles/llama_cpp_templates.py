@@ -1,9 +1,10 @@
-"""The chat templates that llama.cpp is tested with, from the sdist of llama-cpp-python, which pip
-fetches once into a cache."""
+"""The chat templates that llama.cpp is tested with, and the source of its test of them, from the
+sdist of llama-cpp-python, which pip fetches once into a cache."""
 
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -11,19 +12,31 @@ import pytest
 PACKAGE = "llama-cpp-python==0.3.36"
 CACHE = Path.home() / ".cache" / "pdserve" / "llama-cpp-python"
 FOLDER = "vendor/llama.cpp/models/templates"
+CHAT_TEST = "vendor/llama.cpp/tests/test-chat.cpp"
 
 
 def llama_cpp_templates() -> dict[str, str]:
     """Sources by name. Skips the test where the package can't be had."""
+    found = _files(lambda path: path.suffix == ".jinja" and str(path.parent).endswith(FOLDER))
+    return {path.stem: text for path, text in sorted(found.items())}
+
+
+def llama_cpp_chat_test() -> str:
+    """The C++ source. Skips the test where the package can't be had."""
+    [source] = _files(lambda path: str(path).endswith(CHAT_TEST)).values()
+    return source
+
+
+def _files(wanted: Callable[[PurePosixPath], bool]) -> dict[PurePosixPath, str]:
+    found = {}
     with tarfile.open(_sdist()) as archive:
-        found = {}
         for member in archive:
             path = PurePosixPath(member.name)
-            if path.suffix == ".jinja" and str(path.parent).endswith(FOLDER):
+            if wanted(path):
                 file = archive.extractfile(member)
                 assert file is not None
-                found[path.stem] = file.read().decode()
-    return dict(sorted(found.items()))
+                found[path] = file.read().decode()
+    return found
 
 
 def _sdist() -> Path:

@@ -1,0 +1,34 @@
+"""The calls of Muse Glimmer: a message to the tool, with <atem:invoke> in it. In a message to the
+user such tags are text."""
+
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, grammar_call
+from pdserve.gateway.text.parsing.invoke import read_invokes, whole_text
+from pdserve.gateway.text.parsing.reader import BlockReader, Malformed
+from pdserve.gateway.text.reasoning.muse_glimmer import AROUND, MESSAGE
+
+TO, BEGIN, END = "to=", "<atem:function_calls>", "</atem:function_calls>"
+
+
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+    if opener == BEGIN:
+        if not (yield from grammar_call(reader, schemas, END)):
+            raise Malformed
+        return
+    recipient = yield from reader.name()
+    yield from reader.expect(MESSAGE)
+    if recipient != "user":
+        yield from reader.space()
+        yield from reader.expect(BEGIN)
+        yield from read_invokes(reader, "atem:", END, schemas, whole_text)
+
+
+FAMILY = ToolFamily(
+    "muse_glimmer",
+    lambda template: BEGIN in template,
+    CallForm(BEGIN + '{"name": "NAME", "arguments": ', "}" + END, trigger=BEGIN),
+    openers=(f" {TO}", TO, BEGIN),
+    read=read,
+    special=(MESSAGE,),
+    around=AROUND,
+)

@@ -1,0 +1,30 @@
+"""The calls of Solar Open, with ids of ten letters and digits, which it wants back."""
+
+from pdserve.gateway.text.parsing.arguments import ToolSchemas
+from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments
+from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader
+from pdserve.gateway.text.reasoning.solar import AROUND
+
+BEGIN, END = "<|tool_call:begin|>", "<|tool_call:end|>"
+NAME, ARGUMENTS = "<|tool_call:name|>", "<|tool_call:args|>"
+ID_LEN = 10
+
+
+def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
+    id, _ = yield from reader.until(NAME, most=MAX_NAME_CHARS)
+    name, _ = yield from reader.until(ARGUMENTS, most=MAX_NAME_CHARS)
+    yield from json_arguments(reader, schemas, name, id.strip())
+    yield from reader.space()
+    yield from reader.closes(END)
+
+
+FAMILY = ToolFamily(
+    "solar",
+    lambda template: NAME in template,
+    CallForm(f"{BEGIN}{'0' * ID_LEN}{NAME}NAME{ARGUMENTS}", END, trigger=BEGIN),
+    openers=(BEGIN,),
+    read=read,
+    special=(BEGIN, END, NAME, ARGUMENTS),
+    around=AROUND,
+    id_len=ID_LEN,
+)
