@@ -866,6 +866,8 @@ def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
             continue  # its tags are no text
         family = tool_family(name)
         assert family is not None
+        if any(tag in text for tag in family.around):
+            continue  # it is left out, but for fenced code
         if not calls:
             left_out = text.removeprefix(given_back)
             assert given_back + left_out == text
