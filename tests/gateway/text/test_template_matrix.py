@@ -194,7 +194,7 @@ class ServedTemplate:
 
 
 Serve = Callable[..., Any]
-# Parsers of which llama.cpp has no template that shows tools: test_tool_loops_of_each_parser has them.
+# Parsers of which llama.cpp has no template that shows tools
 OTHERS = {
     "deepseek_v3", "deepseek_v31", "functiongemma", "internlm2", "llama4_pythonic", "olmo3",
     "pythonic", "step3",
