@@ -106,7 +106,7 @@ test: setup
 	$(PYTEST) $(ARGS)
 
 test-kernels: setup
-	$(PYTEST) -m "kernels and not extended" $(ARGS)
+	$(PYTEST) --no-loadscope-reorder -m "kernels and not extended" $(ARGS)
 
 # What a program or a permission is missing for is skipped, and named at the end.
 test-all: setup

@@ -12,6 +12,11 @@ import pytest
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The C++ builds begin first, where xdist keeps the order of files: they take longest."""
+    items.sort(key=lambda item: item.path.stem != "test_native_targets")
+
+
 def pytest_collection_finish() -> None:
     """The collector of garbage does not walk what holds the tests, about a million objects: that
     took half a second each time, within whichever test it fell."""
