@@ -67,7 +67,8 @@ def client_errors() -> Iterator[None]:
 _NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 PenaltyWindow = Annotated[int | None, Field(ge=-1, le=int(BOUNDS["penalty_window"].api.high))]
-"""The last tokens that penalties look at; 0: none, so there are no penalties; -1: all."""
+"""The last tokens that penalties look at; 0: none, so there are no penalties; -1: all, of which
+only the repetition penalty counts the prompt's."""
 
 
 def within_window(penalties: Mapping[str, float], window: int | None) -> dict[str, Any]:

@@ -182,7 +182,7 @@ class OllamaChatBody(OllamaGeneration):
 
 
 class OllamaGenerateBody(OllamaGeneration):
-    """Body of /api/generate: one message of the user, after the chat template."""
+    """Body of /api/generate: one message of the user, or a raw prompt without the chat template."""
 
     conversation_field = "prompt"
     prompt: str | None = None

@@ -41,7 +41,8 @@ def new_marks(settings: StreamSettings, vocab: int, device: torch.device) -> Ten
     marks = torch.zeros(vocab, dtype=torch.int32, device=device)
     prompt = _ids(settings.penalized_prompt, device)
     if settings.penalty_window:
-        marks += torch.bincount(prompt, minlength=vocab)
+        ones = torch.ones(len(prompt), dtype=torch.int32, device=device)
+        marks.index_add_(0, prompt, ones)  # bincount would wait for the device
     marks[prompt] |= SEEN.value
     hidden = _ids(settings.masked_ids, device)
     marks[hidden] = marks[hidden] | HIDDEN.value

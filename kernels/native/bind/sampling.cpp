@@ -36,7 +36,7 @@ class Stream {
   uint64_t seed = 0;
   int64_t choice = 0;
   float repetition = 1, presence = 0, frequency = 0;
-  int64_t window = 0;  // of prompt and output together, which the three look at; 0: see see_prompt
+  int64_t window = 0;  // of the last ids of prompt and output, which penalties count; 0: none
   std::vector<std::pair<int64_t, float>> bias;
   std::vector<int64_t> masked;
   int64_t min_tokens = 0;
