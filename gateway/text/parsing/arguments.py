@@ -86,6 +86,15 @@ class CallArguments:
         types = self._types.of(key) if self._types is not None else _NOTHING
         return not types or bool(types & _CONTAINERS)
 
+    def may_be_list(self, key: str) -> bool:
+        types = self._types.of(key) if self._types is not None else _NOTHING
+        return not types or "array" in types
+
+    def must_contain(self, key: str) -> bool:
+        """Whether an argument can be nothing but an object or a list."""
+        types = self._types.of(key) if self._types is not None else _NOTHING
+        return bool(types) and types <= _CONTAINERS
+
     def knows(self, key: str) -> bool:
         """Whether the tool has such an argument."""
         return self._types is not None and key in self._types.properties
