@@ -283,3 +283,22 @@ def test_a_value_that_is_too_deep_is_a_string(name: str) -> None:
                 assert _plain(read) == _json(value)
                 kept = isinstance(read, str)
                 assert kept or not is_string
+
+
+def test_an_answer_that_ends_by_itself_in_a_value_keeps_it() -> None:
+    hermes = '<tool_call>{"name": "f", "arguments": '
+    glm = "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>"
+    for name, text, expected in (
+        ("hermes", hermes + '{"n": 12345', {"n": 12345}),
+        ("hermes", hermes + '{"n": [1, 12345', {"n": [1, 12345]}),
+        ("hermes", hermes + '{"a": "x", "n": true', {"a": "x", "n": True}),
+        ("hermes", hermes + '{"a": "x", "n": tru', {"a": "x"}),
+        ("hermes", hermes + r'"{\"n\": [1, 2', {"n": [1, 2]}),
+        ("lfm2", "<|tool_call_start|>[f(n=12345", {"n": 12345}),
+        ("glm45", glm + "12", {"n": 12}),
+        ("glm45", glm + "[1, 12</arg_v", {"n": [1, 12]}),
+    ):
+        for pieces in ([text], [*text]):
+            parser = _parser(name, ToolSchemas({"f": {}}))
+            content = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+            assert [json.loads(given) for _, given in _calls(content)] == [expected]
