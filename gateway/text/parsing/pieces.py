@@ -155,7 +155,7 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
         if reader.ended and not over:
             raise CutOff(value=last)
         if not over:
-            yield
+            yield None
 
 
 def _last_word(head: str, text: str) -> str:
@@ -416,7 +416,7 @@ class LiteralPieces:
             elif reader.ended:
                 raise CutOff(value=_last_word(head, found[0]))
             else:
-                yield
+                yield None
 
 
 class JsonLiteralPieces(LiteralPieces):
