@@ -10,9 +10,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from pdserve.gateway.text.parsing.pieces import JsonLiteralPieces, OpenJson, encoded
-from pdserve.gateway.text.parsing.reader import BlockReader, Malformed, Pieces, T
-from pdserve.gateway.text.parsing.values import MAX_VALUES, Literals, json_text, json_value
+from pdserve.gateway.text.parsing.pieces import (
+    MAX_JSON_DEPTH,
+    JsonLiteralPieces,
+    OpenJson,
+    encoded,
+)
+from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed, Pieces, T
+from pdserve.gateway.text.parsing.values import (
+    MAX_VALUES,
+    Literals,
+    depth_of,
+    json_text,
+    json_value,
+)
 
 MAX_STEPS = 2048  # through the schemas of a request: about two milliseconds
 MAX_OPTIONS = 32  # that are looked at where a schema leaves a choice
@@ -56,26 +67,41 @@ class ToolSchemas:
 class CallArguments:
     """The arguments of one call, with one budget of values for those that are no JSON."""
 
-    def __init__(self, types: "_ArgumentTypes | None", values: "_Budget | None" = None) -> None:
+    def __init__(
+        self, types: "_ArgumentTypes | None", values: "_Budget | None" = None, depth: int = 1
+    ) -> None:
+        """`depth`: of the object or list that has them, the arguments' own being 1."""
         self._types = types
+        self._depth = depth
         self._values = values or _Budget(MAX_VALUES)
 
     def within(self, key: str) -> "CallArguments":
         """What reads the members of an argument that is an object, or the items of a list, each as
         `item`."""
-        return CallArguments(self._types and self._types.within(key), self._values)
+        types = self._types and self._types.within(key)
+        return CallArguments(types, self._values, self._depth + 1)
 
     def may_contain(self, key: str) -> bool:
         """Whether an argument may be an object or a list."""
         types = self._types.of(key) if self._types is not None else _NOTHING
         return not types or bool(types & _CONTAINERS)
 
+    def may_be_list(self, key: str) -> bool:
+        types = self._types.of(key) if self._types is not None else _NOTHING
+        return not types or "array" in types
+
+    def must_contain(self, key: str) -> bool:
+        """Whether an argument can be nothing but an object or a list."""
+        types = self._types.of(key) if self._types is not None else _NOTHING
+        return bool(types) and types <= _CONTAINERS
+
     def knows(self, key: str) -> bool:
         """Whether the tool has such an argument."""
         return self._types is not None and key in self._types.properties
 
     def typed(self, key: str, text: str) -> Any:
-        """A value as its schema wants it; the text where it says nothing."""
+        """A value as its schema wants it; the text where it says nothing, or the value is too deep
+        within the arguments."""
         types = self._types.of(key) if self._types is not None else _NOTHING
         if not types or types == {"string"}:
             return text
@@ -83,7 +109,7 @@ class CallArguments:
         if bare.lower() in ("null", "none") and "null" in types:
             return None
         try:
-            value = json_value(bare)
+            value = self._json(bare)
         except Malformed:
             literals = Literals(bare, max_values=self._values.left)
             try:
@@ -103,28 +129,39 @@ class CallArguments:
         is given with the first text. A string is given as it comes, an object or a list, too, where
         the schema allows no string. `json`: the value is JSON, or else a string, whatever the
         schema says. Returns what `texts` returns. Raises CutOff, Malformed."""
+
+        def whole(text: str) -> Any:
+            return self._json_or_text(text) if json else self.typed(key, text)
+
         types = _OTHERS if json else self._types.of(key) if self._types is not None else _NOTHING
         form = _Form(types, quoted=json)
         while True:
             try:
                 text = next(texts)
             except StopIteration as ended:
-                whole = _json_or_text if json else lambda text: self.typed(key, text)
                 yield head + "".join(form.end(whole))
                 result: T = ended.value
                 return result
+            except CutOff:
+                raise CutOff(value="" if head else "".join(form.end(whole))) from None
             if text is None:
                 yield None
             elif text and (piece := head + "".join(form.push(text))):
                 yield piece
                 head = ""
 
+    def _json(self, text: str) -> Any:
+        """Raises Malformed for what is not JSON, or too deep within the arguments."""
+        value = json_value(text)
+        if self._depth + depth_of(value) > MAX_JSON_DEPTH:
+            raise Malformed
+        return value
 
-def _json_or_text(text: str) -> Any:
-    try:
-        return json_value(text)
-    except Malformed:
-        return text
+    def _json_or_text(self, text: str) -> Any:
+        try:
+            return self._json(text)
+        except Malformed:
+            return text
 
 
 class _Form:

@@ -161,8 +161,11 @@ def called(schemas: ToolSchemas, name: str, pieces: Pieces[None], id: str = "") 
                 held = [piece]
             else:
                 held.append(piece)
-    except CutOff:
-        raise CutOff(name if known and not held else "", id, written.closing) from None
+    except CutOff as end:
+        if not (known and held):
+            raise CutOff(name if known else "", id) from None
+        written.push(end.value)
+        raise CutOff(id=id, closing=end.value + written.closing) from None
     except Malformed:
         if not (known and held):
             raise

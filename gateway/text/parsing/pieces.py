@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pdserve.gateway.text.parsing.reader import (
     MAX_NAME_CHARS,
     BlockReader,
+    CutOff,
     Malformed,
     Pieces,
     Reading,
@@ -56,6 +57,7 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
     held: list[str] = []
     quote = ""  # of the string that is open
     after = "{"  # the last token: a value is "v", a key "k"
+    last = ""  # the value that the text ends in, with what is held
     over = malformed = False
     while not (over or malformed):
         start = reader.at
@@ -131,6 +133,7 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
                     made += held
                     held = []
                 if word.end() == len(text) and len(word[0]) <= MAX_NAME_CHARS:
+                    last = _last_word("".join(held), word[0]) if reader.ended else ""
                     break
                 try:
                     made += (*held, _json_word(word[0]))
@@ -149,8 +152,18 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
             yield piece
         if malformed:
             raise Malformed
+        if reader.ended and not over:
+            raise CutOff(value=last)
         if not over:
-            yield from reader.more()
+            yield None
+
+
+def _last_word(head: str, text: str) -> str:
+    """What a text ends in, as JSON behind `head`; empty if it is no value."""
+    try:
+        return head + _json_word(text)
+    except Malformed:
+        return ""
 
 
 def _json_word(text: str, *, as_written: bool = True) -> str:
@@ -175,7 +188,12 @@ def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
     pieces = _object_pieces(inner)
     over = malformed = False
     while not inner.ended:
-        text = yield from _unquoted(reader)
+        try:
+            text = yield from _unquoted(reader)
+        except CutOff:
+            inner.ended = True
+            next(pieces, None)  # raises CutOff with the value that the text ended in
+            raise
         if text:
             inner.feed(text)
         else:
@@ -395,8 +413,10 @@ class LiteralPieces:
                 reader.at = found.end()
                 yield f"{head}{_json_word(found[0], as_written=False)}"
                 return
+            elif reader.ended:
+                raise CutOff(value=_last_word(head, found[0]))
             else:
-                yield from reader.more()
+                yield None
 
 
 class JsonLiteralPieces(LiteralPieces):

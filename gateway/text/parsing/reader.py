@@ -33,13 +33,15 @@ class Malformed(Exception):
 class CutOff(Malformed):
     """The text ended in the middle. `name`: of a known tool whose call it ended in, before the
     arguments; `id`: of that call; `closing`: what makes whole JSON of the arguments that were
-    given."""
+    given; `value`: the value that the text ended in, as JSON, with what stands before it, as far as
+    it was not given."""
 
-    def __init__(self, name: str = "", id: str = "", closing: str = "") -> None:
+    def __init__(self, name: str = "", id: str = "", closing: str = "", *, value: str = "") -> None:
         super().__init__()
         self.name = name
         self.id = id
         self.closing = closing
+        self.value = value
 
 
 def held(text: str, marks: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ JSON is read by pydantic_core, which bounds the depth; Python's literals are rea
 
 import json
 import re
+from itertools import chain
 from typing import Any
 
 from pydantic_core import from_json
@@ -46,6 +47,17 @@ def json_value(text: str) -> Any:
         return from_json(escaped, allow_inf_nan=False)
     except ValueError:
         raise Malformed from None
+
+
+def depth_of(value: Any) -> int:
+    """How many lists and objects of a value are one within the other."""
+    depth = 0
+    layer = [value]
+    while containers := [one for one in layer if isinstance(one, (dict, list))]:
+        depth += 1
+        members = (one.values() if isinstance(one, dict) else one for one in containers)
+        layer = [*chain.from_iterable(members)]
+    return depth
 
 
 def _without_controls(string: re.Match[str]) -> str:

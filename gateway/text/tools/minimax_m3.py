@@ -59,13 +59,18 @@ def _value(
     end = f"{MARK}</{key}>"
     first = (yield from _element(reader)) if known.may_contain(key) else ""
     if not first:
+        start = reader.at
+        if known.must_contain(key) and (yield from reader.taken(end)):
+            yield head + ("[]" if known.may_be_list(key) else "{}")
+            return
+        reader.at = start
         is_json = depth > 0 and not known.knows(key)
         yield from known.value(head, key, whole_text(reader, end), json=is_json)
         return
     if depth == MAX_DEPTH:
         raise Malformed
     within = known.within(key)
-    if first != ITEM:
+    if first != ITEM or not known.may_be_list(key):
         yield f"{head}{{"
         yield from _members(reader, within, end, depth + 1)
         yield "}"

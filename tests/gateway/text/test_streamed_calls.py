@@ -11,7 +11,13 @@ from builders.tool_answers import TOOL_ANSWERS
 from pdserve.gateway.content.answer_format import AnswerFormat
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import ContentParser
-from pdserve.gateway.text.parts import ContentPart, ToolCallPart, calls_of, text_of
+from pdserve.gateway.text.parts import (
+    ContentPart,
+    ToolCallPart,
+    arguments_object,
+    calls_of,
+    text_of,
+)
 from pdserve.gateway.text.tools import tool_family, tool_parser_names
 
 NAMES = tool_parser_names()
@@ -239,7 +245,9 @@ def test_calls_that_end_in_long_numbers_are_json(name: str) -> None:
             content = [part for char in text[:end] for part in parser.push(char)]
             assert [call.arguments for call in calls_of(content + parser.finish())] == whole
     assert all(isinstance(json.loads(ending), dict) for ending in endings)
-    assert any('"a": null' in ending for ending in endings)
+    assert not any("null" in ending for ending in endings)
+    assert any(ending.startswith('{"a": 12345}') for ending in endings)
+    assert '{"a": 123456789012, "b": [1, -0.1234567' in "".join(endings)
 
 
 def test_what_begins_as_a_number_and_is_none_is_a_string() -> None:
@@ -252,3 +260,45 @@ def test_what_begins_as_a_number_and_is_none_is_a_string() -> None:
         parser = _parser(name, ToolSchemas({"get_weather": {}}))
         content = [part for char in answer for part in parser.push(char)] + parser.finish()
         assert [json.loads(given) for _, given in _calls(content)] == [expected]
+
+
+PLAIN = sorted(TAGGED.keys() - QUOTED.keys() - {"gemma4", "functiongemma"})
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_value_that_is_too_deep_is_a_string(name: str) -> None:
+    """The arguments, which are an object around it, are read back in every API."""
+    answer = TOOL_ANSWERS[name].call
+    for levels, is_string in ((199, False), (200, True), (201, True)):
+        value: Any = []
+        for _ in range(levels - 1):
+            value = [value]
+        text = answer.replace(_member_of(name, "Paris"), "".join(TAGGED[name].member("q", value)))
+        for kind in ("array", ["array", "string"], ["array", "null"], None):
+            schema = {"properties": {"q": {"type": kind}} if kind else {}}
+            for tools in ({"get_weather": schema}, {"other": schema}):
+                parser = _parser(name, ToolSchemas(tools))
+                [(_, given)] = _calls(parser.push(text) + parser.finish())
+                read = arguments_object(given)["q"]
+                assert _plain(read) == _json(value)
+                kept = isinstance(read, str)
+                assert kept or not is_string
+
+
+def test_an_answer_that_ends_by_itself_in_a_value_keeps_it() -> None:
+    hermes = '<tool_call>{"name": "f", "arguments": '
+    glm = "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>"
+    for name, text, expected in (
+        ("hermes", hermes + '{"n": 12345', {"n": 12345}),
+        ("hermes", hermes + '{"n": [1, 12345', {"n": [1, 12345]}),
+        ("hermes", hermes + '{"a": "x", "n": true', {"a": "x", "n": True}),
+        ("hermes", hermes + '{"a": "x", "n": tru', {"a": "x"}),
+        ("hermes", hermes + r'"{\"n\": [1, 2', {"n": [1, 2]}),
+        ("lfm2", "<|tool_call_start|>[f(n=12345", {"n": 12345}),
+        ("glm45", glm + "12", {"n": 12}),
+        ("glm45", glm + "[1, 12</arg_v", {"n": [1, 12]}),
+    ):
+        for pieces in ([text], [*text]):
+            parser = _parser(name, ToolSchemas({"f": {}}))
+            content = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+            assert [json.loads(given) for _, given in _calls(content)] == [expected]

@@ -623,6 +623,26 @@ def test_elements_within_an_argument(subtests: pytest.Subtests) -> None:
                 assert sum(isinstance(part, ToolCallPart) for part in parts) > 2
 
 
+def test_empty_elements_and_members_called_item() -> None:
+    item = {"item": {"type": "string"}, "items": {"type": "array"}, "more": {"type": "object"}}
+    order = {"type": "object", "properties": item}
+    schemas = ToolSchemas({"get_weather": {"properties": {"order": order, "text": {}, **item}}})
+    for written, value in [
+        ({"order": {"item": "a", "items": ["b"]}}, None),
+        ({"order": {"item": "a", "items": "", "more": " \n"}},
+         {"order": {"item": "a", "items": [], "more": {}}}),
+        ({"items": "", "more": "", "text": "", "item": ""},
+         {"items": [], "more": {}, "text": "", "item": ""}),
+    ]:  # fmt: skip
+        city = minimax_m3({"city": "Paris"})
+        call = TOOL_ANSWERS["minimax_m3"].call
+        assert city in call
+        call = call.replace(city, minimax_m3(written))
+        for pieces in ([call], call):
+            parts = parse("minimax_m3", pieces, schemas=schemas)
+            assert made(parts) == ("", [("get_weather", value or written)])
+
+
 def test_elements_that_are_too_deep_take_linear_time() -> None:
     deep = "]<]minimax[>[<a>" * 20_000
     call = TOOL_ANSWERS["minimax_m3"].call.replace("Paris", deep)
