@@ -196,8 +196,8 @@ class ServedTemplate:
 Serve = Callable[..., Any]
 # Parsers of which llama.cpp has no template that shows tools
 OTHERS = {
-    "deepseek_v3", "deepseek_v31", "functiongemma", "internlm2", "llama4_pythonic", "olmo3",
-    "pythonic", "step3",
+    "deepseek_v3", "deepseek_v31", "functiongemma", "internlm2", "json", "llama4_pythonic",
+    "olmo3", "pythonic", "step3",
 }  # fmt: skip
 
 
