@@ -138,6 +138,19 @@ def test_the_model_s_own_ids_are_kept() -> None:
     assert odd == ["call_0", "call_1"]
 
 
+def test_the_id_that_a_grammar_writes_is_replaced() -> None:
+    twice = form_of("solar") * 2
+    assert [call.id for call in calls_of(parse("solar", [twice]))] == ["call_0", "call_1"]
+
+
+def test_a_tag_may_be_all_of_a_call() -> None:
+    answer = '<function name="f"/>'
+    for pieces in ([answer], answer, [answer * 2]):
+        text, calls = made(parse("minicpm5", pieces))
+        assert text == ""
+        assert calls == [("f", {})] * "".join(pieces).count("/>")
+
+
 def test_every_cut_gives_the_same(subtests: pytest.Subtests) -> None:
     for name in NAMES:
         with subtests.test(name):
