@@ -7,7 +7,7 @@ closes goes to the end.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pdserve.gateway.text.parsing.family import ReasoningFamily
 from pdserve.gateway.text.parsing.reader import held
@@ -130,17 +130,18 @@ def between_tags(
     begin: str,
     end: str,
     *,
-    known_by: str = "",
+    known_by: str | Callable[[str], bool] = "",
     special: Sequence[str] | None = None,
     answers: Sequence[str] = (),
     around: Sequence[str] = (),
 ) -> ReasoningFamily:
-    """A family whose chat templates have the text `known_by`, by default the end tag; `special`: by
-    default both tags. `answers`, `around`: as of ThoughtStream and ReasoningFamily."""
-    known_by = known_by or end
+    """A family whose chat templates have the text `known_by`, by default the end tag, or are known
+    by such a function; `special`: by default both tags. `answers`, `around`: as of ThoughtStream
+    and ReasoningFamily."""
+    text = "" if callable(known_by) else known_by or end
     return ReasoningFamily(
         name,
-        lambda template: known_by in template,
+        known_by if callable(known_by) else lambda template: text in template,
         lambda open: ThoughtStream(begin, end, open=open, answers=answers),
         begin,
         end,
