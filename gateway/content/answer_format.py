@@ -15,7 +15,7 @@ from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.requests.tool_use import ToolUse
 from pdserve.gateway.text.errors import TextError
-from pdserve.gateway.text.parsing.answer import AnswerParser, InlineThoughts, WithoutTags
+from pdserve.gateway.text.parsing.answer import AnswerParser, InlineThoughts
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     ContentParser,
@@ -72,20 +72,19 @@ class AnswerFormat:
             calls: ContentParser | None = None
             in_thought = None
             around = self.reasoning.around if self.reasoning else ()
-            if self.tools is not None:
+            if self.tools is not None or around:
                 calls = CallStream(
-                    replace(self.tools, around=tuple(dict.fromkeys((*self.tools.around, *around)))),
+                    self.tools,
                     self.schemas,
                     new_id,
                     self.parallel,
                     self.only_calls,
                     self.calls_first,
+                    around,
                 )
-                if thoughts is not None and self.tools.openers:
-                    tagged = replace(self.tools, bare="", around=())
-                    in_thought = partial(CallStream, tagged, self.schemas, str, parallel=True)
-            elif around:
-                calls = WithoutTags(around)
+            if self.tools is not None and self.tools.openers and thoughts is not None:
+                tagged = replace(self.tools, bare="", around=())
+                in_thought = partial(CallStream, tagged, self.schemas, str, parallel=True)
             made = AnswerParser(thoughts, calls, in_thought)
         whole = self.tools if self.tools is not None and self.tools.whole else self.reasoning
         if self.continues and whole is not None and whole.opening:

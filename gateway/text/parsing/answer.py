@@ -1,11 +1,9 @@
 """Joins the parsers of one choice: what it thinks, then its calls; pure."""
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import takewhile
 
 from pdserve.gateway.text.parsing.family import ContentParser, ThoughtParser
-from pdserve.gateway.text.parsing.reader import held
 from pdserve.gateway.text.parsing.stream import CallStream
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
@@ -94,26 +92,6 @@ class AnswerParser:
 
 def _is_thought(part: ContentPart) -> bool:
     return isinstance(part, ReasoningPart)
-
-
-class WithoutTags:
-    """Text without the tags that a model writes around it."""
-
-    def __init__(self, tags: Sequence[str]) -> None:
-        self._tags = tags
-        self._pattern = re.compile("|".join(map(re.escape, tags)))
-        self._pending = ""
-
-    def push(self, text: str) -> list[ContentPart]:
-        pieces = self._pattern.split(self._pending + text)
-        last = len(pieces[-1]) - held(pieces[-1], self._tags)
-        pieces[-1], self._pending = pieces[-1][:last], pieces[-1][last:]
-        whole = "".join(pieces)
-        return [TextPart(whole)] if whole else []
-
-    def finish(self, *, cut: bool = False) -> list[ContentPart]:
-        text, self._pending = self._pending, ""
-        return [TextPart(text)] if text else []
 
 
 class InlineThoughts:

@@ -65,11 +65,10 @@ class ToolFamily:
 
     `read` reads the calls of a block from after the opener that it began with ("" for a block that
     began with one of the characters `bare` at the start of the answer, whose first call is one of a
-    tool that the model has) and raises Malformed for
-    what are none. `whole` makes a parser of whole answers instead, with reasoning; then `read` is
-    not used; it begins with `opening` where the answer goes on with a message. `special`: texts
-    that the parser needs even where they are special tokens. `around`: tags around an answer's
-    text, which are left out.
+    tool that the model has) and raises Malformed for what are none. `whole` makes a parser of whole
+    answers instead, with reasoning; then `read` is not used; it begins with `opening` where the
+    answer goes on with a message. `special`: texts that the parser needs even where they are
+    special tokens. `around`: tags around an answer's text, which are left out.
     """
 
     name: str  # as vLLM calls it, where it knows it

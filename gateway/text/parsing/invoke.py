@@ -68,14 +68,19 @@ def read_invoke(
     reader: BlockReader, prefix: str, schemas: ToolSchemas, value: Value = _without_lines
 ) -> Calls:
     """An invocation, from its name on."""
-    name, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
-    if name.endswith("/"):
-        yield CallPiece(unquoted(name[:-1]), "{}", last=True)
+    name, is_whole = yield from read_head(reader)
+    if is_whole:
+        yield CallPiece(name, "{}", last=True)
         return
-    name = unquoted(name)
     words = f"{prefix}invoke", f"{prefix}parameter"
     members = read_members(reader, words, schemas.call(name), value)
     yield from called(schemas, name, object_pieces(members))
+
+
+def read_head(reader: BlockReader) -> Reading[tuple[str, bool]]:
+    """The name of an invocation, and whether its first tag ends it."""
+    head, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
+    return unquoted(head.removesuffix("/")), head.endswith("/")
 
 
 def read_members(

@@ -11,7 +11,7 @@ a special token opened. So is such an opening tag that is all of an answer.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
@@ -32,45 +32,41 @@ class CallStream:
     """The parser of a family, for one choice.
 
     White space waits until text follows, and is left out at the end of an answer with calls. Tags
-    around a text are left out, too. Tags in fenced code are text: from a line that begins with
-    three backticks or more and has no others, to a line that begins with as many or more and no
-    word behind them.
+    around a text are left out where it begins and ends, and before a call; other such tags are
+    text. So are tags in fenced code: from a line that begins with three backticks or more and has
+    no others, to a line that begins with as many or more and no word behind them.
     """
 
     def __init__(
         self,
-        family: ToolFamily,
+        family: ToolFamily | None,
         schemas: ToolSchemas,
         new_id: Callable[[], str],
         parallel: bool,
         only_calls: bool = False,
         calls_first: bool = False,
+        around: Sequence[str] = (),
     ) -> None:
-        """`parallel`: otherwise calls after the first are left out. `only_calls`: so is text behind
-        a call. `calls_first`: an answer that does not begin with a tag has no calls."""
-        assert family.read is not None
-        self._read = family.read
-        self._special = family.special
+        """`family`: None for answers without calls. `parallel`: otherwise calls after the first are
+        left out. `only_calls`: so is text behind a call. `calls_first`: an answer that does not
+        begin with a tag has no calls. `around`: more tags around a text than the family has."""
+        self._family = family
         self._schemas = schemas
         self._new_id = new_id
         self._parallel = parallel
         self._only_calls = only_calls
-        self._around = tuple(family.around)
-        self._openers = tuple(family.openers)
-        tags = (*self._around, *self._openers)
-        self._marks = (*tags, FENCE)
-        self._pattern = re.compile("|".join((*map(re.escape, tags), "`+")))
-        self._plain_pattern = re.compile("|".join(map(re.escape, self._around)) or "(?!)")
-        self._longest = max(map(len, tags), default=0)
-        self._calls_first = calls_first
-        self._plain = False  # the whole answer is text
+        self._around = tuple(dict.fromkeys((*(family.around if family else ()), *around)))
+        self._look_for(family.openers if family else ())
+        self._calls_first = calls_first  # until the beginning has come
         # Characters that may begin a call without a tag, at the answer's beginning only.
-        self._bare = "" if calls_first else family.bare
+        self._bare = family.bare if family and not calls_first else ""
         self._pending = ""
         self._at = 0  # what is before it in `_pending` has been given
         self._later = ""  # follows `_pending`, from `_later_at` on
         self._later_at = 0
         self._space = ""
+        self._tags = ""  # around a text and the space before each, which wait for text
+        self._tag_space = ""  # that space
         self._fence = 0  # backticks of the one that is open
         self._in_info = False  # the rest of its line
         self._blank = True  # what the line has so far
@@ -82,7 +78,7 @@ class CallStream:
         self.starts: list[int] = []  # of each call, where it or the space before it begins
         self.whole: list[int] = []  # the indices of whole calls of known tools
         self._ids: set[str] = set()  # that the model has given
-        self._has_text = False
+        self._has_text = False  # since the last call
         self._reader: BlockReader | None = None
         self._opener = ""
         self._has_called = False  # in the block
@@ -115,10 +111,18 @@ class CallStream:
             if self._reader is not None:
                 self._reader.ended = True
             parts += self._advanced()
+        self._drop_tags()
         if self._space and not self._num_calls:
             parts.append(TextPart(self._space))
         self._space = ""
         return parts
+
+    def _look_for(self, openers: Sequence[str]) -> None:
+        self._openers = tuple(openers)
+        tags = (*self._around, *openers)
+        self._marks = (*tags, FENCE)
+        self._pattern = re.compile("|".join((*map(re.escape, tags), "`+")))
+        self._longest = max(map(len, tags), default=0)
 
     def _advanced(self) -> list[ContentPart]:
         more = True
@@ -139,17 +143,15 @@ class CallStream:
 
     def _in_text(self) -> bool:
         """Whether there is more to do with the text that has come."""
-        if self._calls_first and not (self._num_calls or self._plain):
+        if self._calls_first and not self._num_calls:
             start = self._pending[self._at :].lstrip()
-            if len(self._pending) - self._at - len(start) < MAX_SPACE:
-                tags = (*self._around, *self._openers)
-                if not self._ended and any(tag.startswith(start) for tag in tags):
-                    return False
-                self._plain = not start.startswith(tags)
-            else:
-                self._plain = True
-        if self._plain:
-            return self._in_plain_text()
+            tags = (*self._around, *self._openers)
+            few = len(self._pending) - self._at - len(start) < MAX_SPACE
+            if few and not self._ended and any(tag.startswith(start) for tag in tags):
+                return False
+            if not (few and start.startswith(tags)):
+                self._calls_first = False
+                self._look_for(())
         if self._bare:
             start = self._pending[self._at :].lstrip()
             if not start and len(self._pending) < MAX_SPACE and not self._ended:
@@ -184,21 +186,35 @@ class CallStream:
             self._pass(found.end())
             return True
         self._pass(at)
+        start = self._pending[at : at + self._longest]
+        if not self._ended and any(t.startswith(start) for t in self._around if t != mark):
+            return False  # it may become that tag
         if mark in self._around:
             self._at = found.end()
+            self._surround(mark)
         else:
             self._begin(mark)
         return True
 
-    def _in_plain_text(self) -> bool:
-        """The same in an answer that has no calls."""
-        if found := self._plain_pattern.search(self._pending, self._at):
-            self._pass(found.start())
-            self._at = found.end()
-            return True
-        keep = 0 if self._ended else held(self._pending[self._at :], self._around)
-        self._pass(len(self._pending) - keep)
-        return False
+    def _surround(self, tag: str) -> None:
+        """A tag around a text, which is left out unless it turns out to be within."""
+        if not self._has_text:
+            return
+        self._tags += self._space + tag
+        self._tag_space += self._space
+        self._space = ""
+        self._blank = False
+        if len(self._tags) > MAX_SPACE:
+            self._give_text("")
+
+    def _drop_tags(self) -> None:
+        self._space = self._tag_space + self._space
+        self._tags = self._tag_space = ""
+
+    def _give_text(self, text: str) -> None:
+        self._parts.append(TextPart(self._tags + text))
+        self._tags = self._tag_space = ""
+        self._has_text = True
 
     def _run(self, length: int, behind: str) -> None:
         """A run of backticks, and the character behind it."""
@@ -221,7 +237,9 @@ class CallStream:
         self._reader = BlockReader(text, len(opener), ended=self._ended)
         self._opener = opener
         self._has_called = False
-        self._block = self._read(self._reader, opener, self._schemas)
+        assert self._family is not None
+        assert self._family.read is not None
+        self._block = self._family.read(self._reader, opener, self._schemas)
 
     def _in_block(self) -> bool:
         """Whether the block is over."""
@@ -269,7 +287,8 @@ class CallStream:
         """Whether the rest of an answer that was cut off in a block is no text."""
         if self._has_called:
             return self._cut
-        if not any(text in self._opener for text in self._special):
+        special = self._family.special if self._family else ()
+        if not any(text in self._opener for text in special):
             return False
         if rest.strip() == self._opener and not self._cut:
             return not (self._has_text or self._num_calls)
@@ -288,6 +307,8 @@ class CallStream:
             self._give(ToolCallPart(self._num_calls, id, piece.name))
             self._num_calls += 1
             self.starts.append(self._block_start - len(self._space))
+            self._drop_tags()
+            self._has_text = False
             self._name = piece.name
         if piece.arguments:
             self._give(ToolCallPart(self._num_calls - 1, arguments=piece.arguments))
@@ -311,5 +332,4 @@ class CallStream:
             body = text
         self._space = text[len(body) :]
         if body:
-            self._has_text = True
-            self._parts.append(TextPart(body))
+            self._give_text(body)

@@ -1,16 +1,12 @@
 """Thoughts of Hy3."""
 
-from pdserve.gateway.text.parsing.family import ReasoningFamily
-from pdserve.gateway.text.parsing.thought import ThoughtStream
+from pdserve.gateway.text.parsing.thought import between_tags
 
-BEGIN, END = "<think:opensource>", "</think:opensource>"
+END = "</think:opensource>"
 
-FAMILY = ReasoningFamily(
+FAMILY = between_tags(
     "hy3",
-    lambda template: "</think{" in template or END in template,
-    lambda open: ThoughtStream(BEGIN, END, open=open),
-    BEGIN,
+    "<think:opensource>",
     END,
-    after=END,
-    special=(BEGIN, END),
+    known_by=lambda template: "</think{" in template or END in template,
 )

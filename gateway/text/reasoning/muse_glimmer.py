@@ -10,7 +10,7 @@ AROUND = NEXT, "<|eot|>", f" {USER}", USER
 FAMILY = ReasoningFamily(
     "muse_glimmer",
     lambda template: "<|eom|>" in template and "to=self" in template,
-    lambda open: ThoughtStream(BEGIN, NEXT, open=open),
+    lambda open: ThoughtStream(BEGIN, NEXT, open=open, several=True),
     BEGIN,
     NEXT,
     after=USER,

@@ -1,18 +1,15 @@
 """Thoughts of Solar Open: a message before that of the answer."""
 
-from pdserve.gateway.text.parsing.family import ReasoningFamily
-from pdserve.gateway.text.parsing.thought import ThoughtStream
+from pdserve.gateway.text.parsing.thought import between_tags
 
-BEGIN, END = "<|think|>", "<|end|><|begin|>assistant"
+BEGIN = "<|think|>"
 AROUND = "<|content|>", "<|end|>", "<|tool_calls|>", "<|calls|>"
 
-FAMILY = ReasoningFamily(
+FAMILY = between_tags(
     "solar",
-    lambda template: f"assistant{BEGIN}" in template and AROUND[0] in template,
-    lambda open: ThoughtStream(BEGIN, END, open=open),
     BEGIN,
-    END,
-    after=END,
+    "<|end|><|begin|>assistant",
+    known_by=lambda template: f"assistant{BEGIN}" in template and AROUND[0] in template,
     special=(BEGIN, "<|end|>", "<|begin|>"),
     around=AROUND,
 )

@@ -4,22 +4,25 @@ CDATA."""
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
     CallForm,
+    CallPiece,
     Calls,
     ToolFamily,
     called,
     json_arguments,
     object_pieces,
 )
-from pdserve.gateway.text.parsing.invoke import read_members, unquoted
-from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Pieces
+from pdserve.gateway.text.parsing.invoke import read_head, read_members
+from pdserve.gateway.text.parsing.reader import BlockReader, Pieces
 
 BEGIN, END = "<function name=", "</function>"
 CDATA, CDATA_END = "<![CDATA[", "]]>"
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    head, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
-    name = unquoted(head)
+    name, is_whole = yield from read_head(reader)
+    if is_whole:
+        yield CallPiece(name, "{}", last=True)
+        return
     yield from reader.space()
     if (yield from reader.first()) == "{":  # as a grammar makes it
         yield from json_arguments(reader, schemas, name)

@@ -8,12 +8,14 @@ from pdserve.gateway.text.reasoning.solar import AROUND
 BEGIN, END = "<|tool_call:begin|>", "<|tool_call:end|>"
 NAME, ARGUMENTS = "<|tool_call:name|>", "<|tool_call:args|>"
 ID_LEN = 10
+NO_ID = "0" * ID_LEN  # what a grammar writes
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     id, _ = yield from reader.until(NAME, most=MAX_NAME_CHARS)
     name, _ = yield from reader.until(ARGUMENTS, most=MAX_NAME_CHARS)
-    yield from json_arguments(reader, schemas, name, id.strip())
+    id = id.strip()
+    yield from json_arguments(reader, schemas, name, "" if id == NO_ID else id)
     yield from reader.space()
     yield from reader.closes(END)
 
@@ -21,7 +23,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
 FAMILY = ToolFamily(
     "solar",
     lambda template: NAME in template,
-    CallForm(f"{BEGIN}{'0' * ID_LEN}{NAME}NAME{ARGUMENTS}", END, trigger=BEGIN),
+    CallForm(f"{BEGIN}{NO_ID}{NAME}NAME{ARGUMENTS}", END, trigger=BEGIN),
     openers=(BEGIN,),
     read=read,
     special=(BEGIN, END, NAME, ARGUMENTS),

@@ -260,6 +260,15 @@ def test_thoughts_that_are_messages(name: str, answer: str) -> None:
         assert parse(name, pieces) == ("So.", "Hi")
 
 
+def test_several_messages_to_itself_are_one_thought() -> None:
+    start = "<|eom|><|start|>assistant"
+    thoughts = f"to=self<|message|>So.{start} to=self<|message|>More.{start}"
+    answer = f"{thoughts} to=user<|message|>Hi"
+    for pieces in ([answer], answer):
+        assert parse("muse_glimmer", pieces) == ("So.\nMore.", "Hi")
+    assert parse("muse_glimmer", thoughts) == ("So.\nMore.", "")
+
+
 def test_an_answer_s_first_tag_ends_a_thought_that_is_not_closed() -> None:
     answer = "So.<|open|>response<|sep|>Hi<|close|>response<|sep|>"
     for pieces in ([answer], answer):

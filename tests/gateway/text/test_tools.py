@@ -5,6 +5,7 @@ Over 400 lines: every family with the same few samples and cuts, which share how
 
 import json
 import random
+import re
 from collections.abc import Iterable
 from itertools import count, pairwise, product
 from time import process_time
@@ -135,6 +136,19 @@ def test_the_model_s_own_ids_are_kept() -> None:
     assert twice == ["functions.get_weather:0", "call_0"]  # no two have the same
     odd = [call.id for call in calls_of(parse("kimi_k2", calls.replace("functions.", "")))]
     assert odd == ["call_0", "call_1"]
+
+
+def test_the_id_that_a_grammar_writes_is_replaced() -> None:
+    twice = form_of("solar") * 2
+    assert [call.id for call in calls_of(parse("solar", [twice]))] == ["call_0", "call_1"]
+
+
+def test_a_tag_may_be_all_of_a_call() -> None:
+    answer = '<function name="f"/>'
+    for pieces in ([answer], answer, [answer * 2]):
+        text, calls = made(parse("minicpm5", pieces))
+        assert text == ""
+        assert calls == [("f", {})] * "".join(pieces).count("/>")
 
 
 def test_every_cut_gives_the_same(subtests: pytest.Subtests) -> None:
@@ -560,6 +574,45 @@ def test_tags_around_a_text_are_left_out(subtests: pytest.Subtests) -> None:
                     assert text_of(parser.push(half) + parser.finish()) in (half, half.lstrip(), "")
 
 
+def test_tags_within_a_text_are_text(subtests: pytest.Subtests) -> None:
+    """In fenced code, in strings of JSON and where they are quoted; behind the text they are
+    around it."""
+    for name, tags in AROUND.items():
+        family, reasoning = tool_family(name), reasoning_family(name)
+        for text, tools, structured in product(
+            (
+                f"Use it so:\n```\n{tags}\n```",
+                json.dumps({"a": f"{tags}x"}),
+                f"The tags are `{tags}`.",
+                f"```\n{tags}",
+            ),
+            (family, None),
+            (False, True),
+        ):
+            form = AnswerFormat(tools, reasoning, TOOLS, calls_first=structured)
+            is_open = text.startswith("```")
+            answers = [text] if is_open else [text, tags.replace("TEXT", text)]
+            for answer in answers:
+                with subtests.test(name=name, answer=answer, tools=bool(tools)):
+                    for pieces in ([answer], answer):
+                        parser = form.parser()
+                        assert parser is not None
+                        parts = [part for piece in pieces for part in parser.push(piece)]
+                        assert made(parts + parser.finish()) == (text, [])
+
+
+def test_tags_before_a_call_are_left_out(subtests: pytest.Subtests) -> None:
+    for name, tags in AROUND.items():
+        with subtests.test(name):
+            form = AnswerFormat(tool_family(name), reasoning_family(name), TOOLS)
+            answer = f"{tags}\n{TOOL_ANSWERS[name].call}{tags}"
+            for pieces in ([answer], answer):
+                parser = form.parser()
+                assert parser is not None
+                parts = [part for piece in pieces for part in parser.push(piece)]
+                assert made(parts + parser.finish()) == ("TEXT\nTEXT", [PARIS])
+
+
 def test_functionary_s_prompt_has_the_first_tag() -> None:
     call = TOOL_ANSWERS["functionary"].calls.removeprefix(">>>")
     for pieces in (list, lambda text: [text]):
@@ -886,9 +939,12 @@ def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
             continue  # its tags are no text
         family = tool_family(name)
         assert family is not None
-        if any(tag in text for tag in family.around):
-            continue  # it is left out, but for fenced code
-        if not calls:
+        if not calls and any(tag in text for tag in family.around):
+            body = given_back.strip()
+            tags = "|".join(map(re.escape, (*family.around, *([] if body else family.openers))))
+            around = rf"(?:\s|{tags})*"
+            assert re.fullmatch(around + re.escape(body) + around, text)
+        elif not calls:
             left_out = text.removeprefix(given_back)
             assert given_back + left_out == text
             assert left_out.strip() in ("", *([] if given_back.strip() else family.openers))
