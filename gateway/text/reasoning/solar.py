@@ -2,13 +2,13 @@
 
 from pdserve.gateway.text.parsing.thought import between_tags
 
-BEGIN = "<|think|>"
-AROUND = "<|content|>", "<|end|>", "<|tool_calls|>", "<|calls|>"
+BEGIN, NEXT = "<|think|>", "<|end|><|begin|>assistant"
+AROUND = "<|content|>", NEXT, "<|end|>", "<|tool_calls|>", "<|calls|>"
 
 FAMILY = between_tags(
     "solar",
     BEGIN,
-    "<|end|><|begin|>assistant",
+    NEXT,
     known_by=lambda template: f"assistant{BEGIN}" in template and AROUND[0] in template,
     special=(BEGIN, "<|end|>", "<|begin|>"),
     around=AROUND,

@@ -613,6 +613,12 @@ def test_tags_before_a_call_are_left_out(subtests: pytest.Subtests) -> None:
                 assert made(parts + parser.finish()) == ("TEXT\nTEXT", [PARIS])
 
 
+def test_a_message_of_solar_s_before_its_calls_is_the_text() -> None:
+    answer = f"Hi<|end|><|begin|>assistant<|tool_calls|>{TOOL_ANSWERS['solar'].call}<|calls|>"
+    for pieces in ([answer], answer):
+        assert made(parse("solar", pieces)) == ("Hi", [PARIS])
+
+
 def test_functionary_s_prompt_has_the_first_tag() -> None:
     call = TOOL_ANSWERS["functionary"].calls.removeprefix(">>>")
     for pieces in (list, lambda text: [text]):
