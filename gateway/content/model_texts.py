@@ -35,37 +35,41 @@ class ModelTexts:
         self._template_kwargs = frozenset(template_kwargs)
         self._decoding = FairSemaphore(1)
 
-    async def chat_ids(self, model: ServedModel, asked: TemplateInput, owner: bytes) -> list[int]:
+    async def chat_ids(
+        self, model: ServedModel, conversation: TemplateInput, owner: bytes
+    ) -> list[int]:
         """The token ids of a conversation."""
         if not model.text.has_template:
             text = f"the model {model.card.name!r} has no chat template"
-            raise refuse(asked.messages_field, text)
-        asked = self._with_parser(model, asked)
-        for name in asked.variables:
+            raise refuse(conversation.messages_field, text)
+        conversation = self._with_parser(model, conversation)
+        for name in conversation.variables:
             if name not in self._template_kwargs:
                 known = ", ".join(sorted(self._template_kwargs)) or "no names"
                 text = f"chat_template_kwargs may have {known} here, not {quoted(name)}"
                 raise refuse(f"chat_template_kwargs.{name}", text)
-        allowed = {k: v for k, v in asked.suggested.items() if k in self._template_kwargs}
-        asked = replace(asked, variables={**allowed, **asked.variables}, suggested={})
-        chars = sum(len(str(message.get("content") or "")) for message in asked.messages)
-        most = _most_chars(chars, model, asked.messages_field)
+        allowed = {k: v for k, v in conversation.suggested.items() if k in self._template_kwargs}
+        conversation = replace(
+            conversation, variables={**allowed, **conversation.variables}, suggested={}
+        )
+        chars = sum(len(str(message.get("content") or "")) for message in conversation.messages)
+        most = _most_chars(chars, model, conversation.messages_field)
         await self._rates.check_text(owner)
         with client_errors():
-            return await model.text.processes.chat_ids(owner, asked, max_len=most)
+            return await model.text.processes.chat_ids(owner, conversation, max_len=most)
 
-    def _with_parser(self, model: ServedModel, asked: TemplateInput) -> TemplateInput:
+    def _with_parser(self, model: ServedModel, conversation: TemplateInput) -> TemplateInput:
         """For a template without a place for tools, or for calls. Raises ServiceError."""
         family, _ = self._parsers.families(model.text.tool_parser, "")
         if family is not None:
-            return replace(asked, tool_parser=family.name)
-        if asked.tools and not model.text.tool_parser:
+            return replace(conversation, tool_parser=family.name)
+        if conversation.tools and not model.text.tool_parser:
             text = (
                 f"the chat template of the model {model.card.name!r} has no place for tools, "
                 "and this gateway does not read calls of tools (--tool-parser)"
             )
             raise refuse("tools", text)
-        return asked
+        return conversation
 
     async def text_ids(
         self,

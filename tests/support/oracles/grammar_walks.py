@@ -101,25 +101,25 @@ class Walk:
         """The text after random tokens until it ends; those of `preferred`, each whole, are taken
         more often."""
         eos = list(self._words.tokenizer.card.eos_ids)
-        begun: Sequence[int] = ()  # what is left of a preferred one
+        rest: Sequence[int] = ()  # the rest of a preferred text that the walk has begun
         while (bits := self._bits()).any():
             assert len(self.ids) < MAX_TOKENS, self.text[-200:]
             hurried = len(self.ids) > HURRY
             ends = bits[eos].any()
             bits[eos] = 0
-            if begun and bits[begun[0]]:
-                usual = begun[:1]
+            if rest and bits[rest[0]]:
+                usual = rest[:1]
             elif not bits.any() or (ends and (hurried or rng.random() < 0.2)):
                 break
             elif hurried and (ending := [token for token in self._words.ends if bits[token]]):
                 usual = ending[:1] if rng.random() < 0.7 else np.flatnonzero(bits)
             elif (wanted := [ids for ids in preferred if bits[ids[0]]]) and rng.random() < 0.3:
-                begun = rng.choice(wanted)
-                usual = begun[:1]
+                rest = rng.choice(wanted)
+                usual = rest[:1]
             else:
                 usual = np.flatnonzero(bits)
             token = int(usual[rng.randrange(len(usual))])
-            begun = begun[1:] if begun and token == begun[0] else ()
+            rest = rest[1:] if rest and token == rest[0] else ()
             assert self._matcher.consume_token(token), self._matcher.get_error()
             self.ids.append(token)
         assert self.may_end
