@@ -8,13 +8,15 @@ import pytest
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.router.placement.recompute_budget import SHARE, RecomputeBudget
-from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
+from pdserve.services.router.placement.waiting import Pool, WaitingQueue, WaitReason
+
+POOL = Pool("m")
 
 
 @dataclass(eq=False)
 class Asked:
     ordinal: int
-    pool: tuple[str, str] = ("m", "")
+    pool: Pool = POOL
     tenant: bytes = b""
 
     @property
