@@ -1,4 +1,4 @@
-"""Answers with a form, of a model with the tokens of Qwen 3, after its decode worker is killed."""
+"""Answers with a form, of models with real vocabularies, after their decode worker is killed."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from builders.packaged_tokenizers import PACKAGED, NotFetched
+from builders.packaged_tokenizers import PACKAGED, NotFetched, PackagedModel
 from builders.tiny_models import write_tiny
 from oracles.held_answers import URL, Answer, streamed, whole
 from systems.chaos.cluster import Cluster, Shape
@@ -21,7 +21,6 @@ from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
 LIMIT_S = 300
-ROWS = 151_936  # of Qwen 3's embedding
 LONG = 30  # pieces of an answer that must not end before the kill
 PARAMETERS = {
     "type": "object",
@@ -35,34 +34,28 @@ PARAMETERS = {
 }  # fmt: skip
 FUNCTION = {"name": "get_weather", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
-TAG = "<tool_call>"
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
-REGEX = f"([a-f]{{3}}-[0-9]{{4}} ){{{LONG}}}{TAG}"
-CHOICES = [f"{word} {TAG} " * LONG for word in ("yes", "no", "perhaps")]
-FORMS: dict[str, dict[str, Any]] = {
-    "forced": {"tools": [TOOL], "tool_choice": "required"},
-    "named": {"tools": [TOOL], "tool_choice": NAMED},
-    "strict": {"tools": [{**TOOL, "function": {**FUNCTION, "strict": True}}],
-               "parallel_tool_calls": False},
-    "regex": {"guided_regex": REGEX},
-    "choice": {"guided_choice": CHOICES},
-}  # fmt: skip
-REQUESTS = list(product(FORMS, range(4)))
-LIKELY = 10.0  # of a call, in free text of a model that otherwise writes any token
+CALL_TOKENS = ("<tool_call>", "<｜tool▁calls▁begin｜>")
+END_OF_THOUGHT = "<|end|>"
+LIKELY = 10.0  # of a token that ends free text, in a model that otherwise writes any
+
+
+@pytest.fixture(scope="module", params=PACKAGED)
+def packaged(request: pytest.FixtureRequest) -> PackagedModel:
+    try:
+        return PACKAGED[request.param]()
+    except NotFetched as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        packaged = PACKAGED["Qwen 3"]()
-    except NotFetched as error:
-        pytest.skip(str(error))
+def model(packaged: PackagedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = Tokenizer.from_buffer(packaged.tokenizer)
     eos = [words.token_to_id(text) for text in packaged.eos]
     folder = write_tiny(
         tmp_path_factory.mktemp("model") / "tiny",
         "qwen3",
-        vocab_size=ROWS,
+        vocab_size=words.get_vocab_size(),
         num_hidden_layers=2,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
@@ -85,13 +78,33 @@ def cluster(model: Path, rings: Path, tmp_path_factory: Any) -> Iterator[Cluster
 class Client:
     """Sends the requests of a run, which finds nothing that another has cached."""
 
-    def __init__(self, url: str, run: str, call: int) -> None:
+    def __init__(self, url: str, run: str, packaged: PackagedModel) -> None:
         self._url = url + URL
         self._run = run
-        self._call = call
+        words = Tokenizer.from_buffer(packaged.tokenizer)
+        ids = {text: words.token_to_id(text) for text in (*CALL_TOKENS, END_OF_THOUGHT)}
+        self._bias = {str(token): LIKELY for token in ids.values() if token is not None}
+        self.forms = ["forced", "named", "regex", "choice"]
+        if any(ids[text] is not None for text in CALL_TOKENS):
+            self.forms.append("strict")
+        self.regex = f"([a-f]{{3}}-[0-9]{{4}} ){{{LONG}}}{re.escape(packaged.tag)}"
+        self.choices = [f"{word} {packaged.tag} " * LONG for word in ("yes", "no", "perhaps")]
+
+    def _fields(self, form: str) -> dict[str, Any]:
+        match form:
+            case "forced":
+                return {"tools": [TOOL], "tool_choice": "required"}
+            case "named":
+                return {"tools": [TOOL], "tool_choice": NAMED}
+            case "strict":
+                strict = {**TOOL, "function": {**FUNCTION, "strict": True}}
+                return {"tools": [strict], "parallel_tool_calls": False}
+            case "regex":
+                return {"guided_regex": self.regex}
+            case _:
+                return {"guided_choice": self.choices}
 
     def _body(self, form: str, seed: int) -> dict[str, Any]:
-        bias = {"logit_bias": {str(self._call): LIKELY}} if form == "strict" else {}
         question = f"{form} {seed}: " + "How is the weather today? " * 60
         return {
             "model": "tiny",
@@ -101,8 +114,8 @@ class Client:
             "max_tokens": 1500,
             "cache_salt": self._run,
             "chat_template_kwargs": {"enable_thinking": False},
-            **bias,
-            **FORMS[form],
+            "logit_bias": self._bias,
+            **self._fields(form),
         }
 
     def ask(self, form: str, seed: int) -> httpx.Response:
@@ -116,24 +129,23 @@ class Client:
                 if line.startswith("data: {"):
                     yield json.loads(line.removeprefix("data: "))
 
-
-def check(form: str, answer: Answer) -> None:
-    """Raises AssertionError for one that has not its form."""
-    text, calls, finish = answer
-    for name, arguments in calls:
-        assert name == "get_weather"
-        jsonschema.validate(json.loads(arguments), PARAMETERS)
-    assert finish == ("tool_calls" if calls and form != "named" else "stop")
-    match form:
-        case "forced" | "named":
-            assert calls
-            assert not text
-        case "regex":
-            assert re.fullmatch(REGEX, text)
-        case "choice":
-            assert text in CHOICES
-        case _:
-            assert calls
+    def check(self, form: str, answer: Answer) -> None:
+        """Raises AssertionError for one that has not its form."""
+        text, calls, finish = answer
+        for name, arguments in calls:
+            assert name == "get_weather"
+            jsonschema.validate(json.loads(arguments), PARAMETERS)
+        assert finish == ("tool_calls" if calls and form != "named" else "stop")
+        match form:
+            case "forced" | "named":
+                assert calls
+                assert not text
+            case "regex":
+                assert re.fullmatch(self.regex, text)
+            case "choice":
+                assert text in self.choices
+            case _:
+                assert calls
 
 
 def warm(cluster: Cluster, client: Client, pool: ThreadPoolExecutor) -> None:
@@ -154,19 +166,19 @@ def tries(log: str) -> dict[str, int]:
 
 
 def test_a_killed_worker_changes_no_answer_with_a_form(
-    cluster: Cluster, model: Path, subtests: pytest.Subtests
+    cluster: Cluster, packaged: PackagedModel, subtests: pytest.Subtests
 ) -> None:
-    call = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(TAG)
-    with ThreadPoolExecutor(len(REQUESTS)) as pool:
-        warm(cluster, Client(cluster.url, "warm", call), pool)
-        client = Client(cluster.url, "calm", call)
+    client = Client(cluster.url, "calm", packaged)
+    requests = list(product(client.forms, range(4)))
+    with ThreadPoolExecutor(len(requests)) as pool:
+        warm(cluster, Client(cluster.url, "warm", packaged), pool)
         remote = cluster.view().prefill_remote
-        replies = pool.map(lambda pair: client.ask(*pair), REQUESTS)
-        calm = {pair: whole(reply) for pair, reply in zip(REQUESTS, replies, strict=True)}
-        assert cluster.view().prefill_remote == remote + len(REQUESTS)
+        replies = pool.map(lambda pair: client.ask(*pair), requests)
+        calm = {pair: whole(reply) for pair, reply in zip(requests, replies, strict=True)}
+        assert cluster.view().prefill_remote == remote + len(requests)
 
-        client = Client(cluster.url, "killed", call)
-        taken: dict[tuple[str, int], list[dict[str, Any]]] = {pair: [] for pair in REQUESTS}
+        client = Client(cluster.url, "killed", packaged)
+        taken: dict[tuple[str, int], list[dict[str, Any]]] = {pair: [] for pair in requests}
         ended = threading.Event()
 
         def stream(pair: tuple[str, int]) -> None:
@@ -174,20 +186,20 @@ def test_a_killed_worker_changes_no_answer_with_a_form(
                 taken[pair].append(chunk)
             ended.set()
 
-        streams = [pool.submit(stream, pair) for pair in REQUESTS]
-        wait_until(lambda: ended.is_set() or all(len(taken[pair]) > 4 for pair in REQUESTS))
+        streams = [pool.submit(stream, pair) for pair in requests]
+        wait_until(lambda: ended.is_set() or all(len(taken[pair]) > 4 for pair in requests))
         assert not ended.is_set(), "a stream had ended before the kill"
-        assert cluster.view().prefill_remote == remote + 2 * len(REQUESTS)
+        assert cluster.view().prefill_remote == remote + 2 * len(requests)
         at_kill = {pair: len(chunks) for pair, chunks in taken.items()}
         cluster.kill(cluster.of("decode")[0])
         for one in streams:
             one.result(LIMIT_S)
     tried = tries(cluster.router_log())
     again = [form for (form, _), chunks in taken.items() if tried[chunks[0]["id"]] > 1]
-    assert set(again) == set(FORMS), "a form without a stream of the killed worker"
+    assert set(again) == set(client.forms), "a form without a stream of the killed worker"
     for (form, seed), answer in calm.items():
         with subtests.test(form=form, seed=seed):
-            check(form, answer)
+            client.check(form, answer)
             chunks = taken[form, seed]
             assert 4 < at_kill[form, seed] < len(chunks)
             assert streamed(chunks) == answer

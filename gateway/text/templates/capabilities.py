@@ -70,7 +70,10 @@ _TOOLS = [
 ]
 _USER = {"role": "user", "content": USER}
 _ANSWER = {"role": "assistant", "content": ANSWER}
-_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "name": CALLED, "content": RESULT}
+_RESULTS = {
+    role: {"role": role, "tool_call_id": _CALL_ID, "name": CALLED, "content": RESULT}
+    for role in RESULT_ROLES
+}
 _CONTENT: dict[NoContent, dict[str, Any]] = {
     "null": {"content": None},
     "absent": {},
@@ -112,19 +115,22 @@ def probed(render: Fill) -> Capabilities:
     malformed = _call(VALUE, no_content)
     call = _call(f'{{"{KEY}": "{VALUE}"}}' if text_arguments else {KEY: VALUE}, no_content)
     results = _result_role(fill, offered, call)
+    result: Message = _RESULTS[results or "tool"]
     if results:
-        forms["tool"] = _content_form(fill, offered, [_USER, call], {**_RESULT, "role": results})
+        forms["tool"] = _content_form(fill, offered, [_USER, call], result)
+        if not forms["tool"].text:
+            result = _in_list(result)
     forms["developer"] = forms["system"]
     return Capabilities(
         tools=any(fill([user], _TOOLS) not in (None, fill([user], None)) for user in users),
         calls=any(map(_shows_call, texts.values())),
         results=results,
         text_arguments=text_arguments,
-        malformed_arguments=fill([_USER, malformed, _RESULT], offered) is not None,
+        malformed_arguments=fill([_USER, malformed, result], offered) is not None,
         no_content=no_content,
         developer=_knows_developer(fill, tools),
-        systems=_systems(fill, tools, call),
-        reasoning=_reasoning(fill, offered, call),
+        systems=_systems(fill, tools, call, result),
+        reasoning=_reasoning(fill, offered, call, result),
         list_roles=tuple(role for role, form in forms.items() if form.parts),
         text_roles=tuple(role for role, form in forms.items() if form.text),
     )
@@ -146,10 +152,11 @@ def _call_texts(fill: Fill, tools: Tools, arguments: Any) -> dict[NoContent, str
     texts: dict[NoContent, str] = {}
     for content in _CONTENT:
         call = _call(arguments, content)
-        for result in (_RESULT, _in_list(_RESULT)):
-            text = fill([_USER, call, result], tools)
-            if text is not None:
-                texts.setdefault(content, text)
+        for result in _RESULTS.values():
+            for form in (result, _in_list(result)):
+                text = fill([_USER, call, form], tools)
+                if text is not None:
+                    texts.setdefault(content, text)
     return texts
 
 
@@ -169,8 +176,8 @@ def _no_content(texts: Mapping[NoContent, str]) -> NoContent:
 
 
 def _result_role(fill: Fill, tools: Tools, call: Message) -> str:
-    for role in RESULT_ROLES:
-        if any(_shown(fill, tools, [_USER, call], {**_RESULT, "role": role})):
+    for role, result in _RESULTS.items():
+        if any(_shown(fill, tools, [_USER, call], result)):
             return role
     return ""
 
@@ -230,14 +237,14 @@ def _knows_developer(fill: Fill, tools: Tools) -> bool:
     return RULE in known and (unknown is None or unknown.replace("qzrole", "developer") != known)
 
 
-def _systems(fill: Fill, tools: Tools, call: Message) -> tuple[str, ...]:
+def _systems(fill: Fill, tools: Tools, call: Message, result: Message) -> tuple[str, ...]:
     first, rule = {"role": "system", "content": SYSTEM}, {"role": "system", "content": RULE}
     places: dict[str, list[Message]] = {
         "several": [first, rule, _USER],
         "middle": [first, _USER, _ANSWER, rule, _USER],
         "last": [first, _USER, rule],
         "alone": [_USER, _ANSWER, rule, _USER],
-        "result": [first, _USER, call, _RESULT, rule],
+        "result": [first, _USER, call, result, rule],
     }
     found = []
     for place, messages in places.items():
@@ -247,12 +254,12 @@ def _systems(fill: Fill, tools: Tools, call: Message) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _reasoning(fill: Fill, tools: Tools, call: Message) -> tuple[str, ...]:
+def _reasoning(fill: Fill, tools: Tools, call: Message, result: Message) -> tuple[str, ...]:
     """The names that a thought has to have."""
 
     def shown(name: str) -> bool:
         more = {name: THOUGHT}
-        turns = [_USER, {**call, **more}, _RESULT], [_USER, {**_ANSWER, **more}, _USER]
+        turns = [_USER, {**call, **more}, result], [_USER, {**_ANSWER, **more}, _USER]
         return any(THOUGHT in (fill(messages, tools) or "") for messages in turns)
 
     if any(map(shown, ALWAYS)):

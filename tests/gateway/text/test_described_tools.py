@@ -232,6 +232,26 @@ def test_calls_and_results_that_a_template_with_tools_leaves_out(
             assert text == said + expected
 
 
+OBSERVATIONS = (
+    "{% for m in messages %}"
+    "{% if m.role not in ('user', 'assistant', 'observation') %}{{ raise_exception(m.role) }}"
+    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<{{ m.thoughts }}>"
+    "[{{ c.function.arguments | tojson }}]{% endfor %}{% endfor %}"
+)
+
+
+def test_a_template_that_fails_on_results_of_another_role(tokenizer: Tokenizer) -> None:
+    """What it can is asked with the role that it knows."""
+    call = {"function": {"name": "get_weather", "arguments": "no JSON"}, "id": "c"}
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "tool_calls": [call], "reasoning_content": "why"},
+        {"role": "tool", "tool_call_id": "c", "content": "sunny"},
+    ]
+    template = ChatTemplate(OBSERVATIONS, tokenizer)
+    assert template.render(TemplateInput(turns)).text == 'q<why>["no JSON"]sunny'
+
+
 def test_lists_stay_lists_where_no_tool_is_used(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
