@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.protos.common_pb2 import OVERLOADED
 from pdserve.services.host.errors import ServiceError
-from pdserve.services.host.tenants.counts_file import CountsFile
+from pdserve.services.host.tenants.counts_file import OPEN_S, CountsFile
 from pdserve.services.host.tenants.rate_limits import STORAGE_S, RateLimits, RateSettings
 
 pytestmark = pytest.mark.anyio
@@ -25,6 +25,9 @@ async def test_what_is_refused_is_not_counted(anyio_backend: str) -> None:
         await rates.count_tokens(b"one", 2000)
     await rates.count_tokens(b"one", 500)
     assert (await rates.headers(b"one"))["x-ratelimit-remaining-tokens"] == "500"
+    rates.text_spent(b"one", 3600.0)  # which is not limited
+    await rates.close()
+    await rates.check_text(b"one")
 
 
 @pytest.mark.parametrize("file", [False, True])
@@ -105,8 +108,10 @@ async def test_a_file_that_another_process_has_locked_limits_nobody(
     rates = RateLimits(RateSettings(requests=1, storage=f"sqlite:///{path}"))
     with closing(sqlite3.connect(path, isolation_level=None)) as stopped:
         stopped.execute("BEGIN IMMEDIATE")
+        began = time.monotonic()
         for _ in range(3):
             await rates.count_request(b"one")
+        assert time.monotonic() - began < OPEN_S / 2  # the event loop waits for LOCKED_S
     assert caplog.text.count("rate limits are not counted for 5 s: database is locked") == 1
     await rates.close()
 
