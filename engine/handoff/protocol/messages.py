@@ -24,6 +24,7 @@ from pdserve.engine.kv.codec import decode_identity, encode_identity
 from pdserve.engine.kv.identity import KvIdentity
 
 MAX_SEQUENCES = 512  # of one Ack
+MAX_GROUPS = 255  # of layers, of which Granted has a block each
 MAX_REASON_BYTES = 240
 PROOF_BYTES = 16
 
@@ -277,7 +278,7 @@ _CODECS: dict[int, _Codec] = {
     Credit.TYPE: _fixed(Credit, f"H{MARK_BYTES}s", "slot", "mark"),
     SlotWindow.TYPE: _Codec(lambda m: bytes(m.data), SlotWindow),
     Claim.TYPE: _fixed(Claim, "II", "num_tokens", "age_ms"),
-    Granted.TYPE: _numbers(Granted, "first_blocks", "I", 255),
+    Granted.TYPE: _numbers(Granted, "first_blocks", "I", MAX_GROUPS),
     Computed.TYPE: _fixed(Computed, "I", "cached_tokens"),
     Ack.TYPE: _numbers(Ack, "sequences", "Q", MAX_SEQUENCES),
     Nack.TYPE: _fixed(Nack, "Q", "sequence"),

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from hypothesis import event, given, settings
@@ -154,6 +155,22 @@ def test_oversized_records_are_refused_by_their_prefix() -> None:
         Prefix.unpack(Prefix(16, MAX_CONTROL_BYTES + 1).pack())
     with pytest.raises(FrameError):
         Prefix.unpack(Prefix(1, FRAME_BYTES).pack())
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [(messages.Granted, messages.MAX_GROUPS), (messages.Ack, messages.MAX_SEQUENCES)],
+)
+def test_a_record_has_at_most_so_many_numbers(kind: Any, most: int) -> None:
+    def decoded(num: int) -> object:
+        body = kind(tuple(range(num)))
+        message = messages.decode(messages.sign(body, b"t" * 16, 1, KEYS.to_decode))
+        assert isinstance(message, messages.Signed)
+        return message.body
+
+    assert decoded(most) == kind(tuple(range(most)))
+    with pytest.raises(FrameError, match=f"{kind.__name__} with"):
+        decoded(most + 1)
 
 
 def test_header_round_trip_and_tag() -> None:

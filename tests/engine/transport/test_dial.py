@@ -1,16 +1,21 @@
 """`auto` takes the best that works; a transport asked for by name is never replaced."""
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
 import pytest
-from systems.link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder
+from systems.eventually import wait_until
+from systems.link_ends import BOOT, HELLO, SLOT_BYTES, Ends, Recorder, frame_job
 
 from pdserve.engine.handoff.connection.dial import Dialer
 from pdserve.engine.handoff.connection.link import DataLink
 from pdserve.engine.transport.base import Target, TransportOptions, TransportRefused
 from pdserve.engine.transport.registry import make_transports, transports
+from pdserve.engine.transport.unix_socket import dial_unix
 
 
 def options(folder: Path | str) -> TransportOptions:
@@ -56,6 +61,47 @@ def test_a_name_is_never_replaced(tmp_path: Path) -> None:
         dialer.dial(Target(tcp.listener.address, BOOT), HELLO)
     assert tcp.decode.links == []
     tcp.close()
+
+
+def test_a_peer_that_does_not_read_loses_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.engine.handoff.connection.link.MAX_POSTED", 64)
+    tcp, recorder = Ends("tcp", tmp_path), Recorder()
+    link = tcp.dial(recorder)
+    tcp.decode.hold()
+    link.push(frame_job(b"taken, and not given back", 1))
+    wait_until(lambda: bool(tcp.decode.payloads))  # the thread that reads waits from now on
+    for _ in range(10_000):  # more than the buffers of both sockets take
+        link.post(bytes(4096))
+        if not link.open:
+            break
+    assert recorder.reasons == ["the peer does not read"]
+    tcp.decode.go_on()
+    tcp.close()
+
+
+def test_a_listener_that_takes_no_more_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "full.sock"
+    dialed: list[socket.socket] = []
+
+    def fill() -> None:
+        while len(dialed) < 100:
+            dialed.append(dial_unix(path, 0.2))
+
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(str(path))
+        listener.listen(0)
+        with ThreadPoolExecutor() as pool:
+            filling = pool.submit(fill)
+            try:
+                with pytest.raises(TransportRefused, match=str(path)):
+                    filling.result(5.0)
+            finally:
+                listener.close()  # ends a connect that waits
+    assert dialed
+    for sock in dialed:
+        sock.close()
 
 
 def test_every_reason_is_named(tmp_path: Path) -> None:

@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 from fakes.router_workers import FakeDecode
+from systems.dispatcher_world import World
 from systems.eventually import eventually
 
+from pdserve.engine.kv.identity import Mixing
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import fleet_pb2
 from pdserve.protos import worker_pb2 as wire
+from pdserve.protos.fleet_pb2 import DECODE
 from pdserve.services.router.placement.rebalance import (
     MIN_LEFT,
+    MIN_WINDOWS,
+    WINDOW_S,
     Pressure,
     Running,
     drain_order,
@@ -267,6 +272,25 @@ def test_only_a_worker_that_goes_on_preempting_is_under_pressure() -> None:
     assert not pressure.calm(b)
     assert pressure.look({b: 10}, 20.0) == [b]
     assert pressure.look({a: 50, b: 10}, 30.0) == [], "another life of it"
+
+
+@pytest.mark.parametrize("roomy", [True, False])
+@pytest.mark.parametrize("calm", [True, False])
+def test_a_worker_that_preempts_gives_to_one_that_has_room_and_does_not(
+    roomy: bool, calm: bool
+) -> None:
+    world = World(Mixing(), "never")
+    world.join(DECODE)
+    world.submit("r", params=pb.SamplingParams(n=1, max_tokens=100))
+    giving = world.begin("r")
+    taking = world.join(DECODE)
+    blocks = 20 if roomy else 4  # 140 tokens in blocks of 16; what it has already fits in 4
+    for window in range(MIN_WINDOWS + 1):
+        giving.report(fleet_pb2.Load(preemptions=window))
+        preemptions = 0 if calm else window // MIN_WINDOWS  # in the last window
+        taking.report(fleet_pb2.Load(blocks_free=blocks, preemptions=preemptions))
+        world.pass_time(WINDOW_S)
+    assert world.dispatcher.migrations.num_begun == (roomy and calm)
 
 
 def test_what_is_soon_over_or_dear_to_copy_stays() -> None:
