@@ -3,12 +3,13 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
     ArgumentSchema,
     ToolDescription,
+    ToolName,
     check_tools,
 )
 from pdserve.gateway.openai.bodies.body import Body
@@ -31,7 +32,7 @@ def _flat(form: Any) -> Any:
 
 
 class FunctionBody(Body):
-    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    name: ToolName
     description: ToolDescription | None = None
     parameters: ArgumentSchema | None = None
     strict: bool | None = None
@@ -40,7 +41,7 @@ class FunctionBody(Body):
 class CustomBody(Body):
     """A tool whose input is a text."""
 
-    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    name: ToolName
     description: ToolDescription | None = None
     format: Annotated[CustomFormat | None, BeforeValidator(_flat)] = None
 
@@ -54,8 +55,14 @@ class ToolBody(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _bare(cls, value: Any) -> Any:
-        return {"type": value["type"]} if _is_left_out(value) else value
+    def _nested(cls, value: Any) -> Any:
+        """Accept the form of /v1/responses, whose fields are beside the type."""
+        if _is_left_out(value):
+            return {"type": value["type"]}
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind in ("function", "custom") and kind not in value and "name" in value:
+            return {"type": kind, kind: value}
+        return value
 
     def tool(self, at: str) -> Tool | None:
         """None for one that is left out. Raises ServiceError."""

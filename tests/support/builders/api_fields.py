@@ -177,8 +177,12 @@ OWN: dict[tuple[str, str], dict[str, Any]] = {  # where a route has another valu
         for name, more in (("tools", {}), ("tool_choice", {"tool_choice": {"type": "auto"}}))
     },
     **{
-        (path, "parallel_tool_calls"): {"parallel_tool_calls": False}
+        (path, name): {name: value}
         for path in (RESPONSES, INPUT_TOKENS)
+        for name, value in (
+            ("parallel_tool_calls", False),
+            ("chat_template_kwargs", {"enable_thinking": False}),
+        )
     },
     **{
         (path, "model"): {"model": LEAST[path]["model"]}
