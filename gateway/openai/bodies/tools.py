@@ -3,13 +3,12 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
     ArgumentSchema,
     ToolDescription,
-    ToolName,
     check_tools,
 )
 from pdserve.gateway.openai.bodies.body import Body
@@ -32,7 +31,7 @@ def _flat(form: Any) -> Any:
 
 
 class FunctionBody(Body):
-    name: ToolName
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: ToolDescription | None = None
     parameters: ArgumentSchema | None = None
     strict: bool | None = None
@@ -41,7 +40,7 @@ class FunctionBody(Body):
 class CustomBody(Body):
     """A tool whose input is a text."""
 
-    name: ToolName
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: ToolDescription | None = None
     format: Annotated[CustomFormat | None, BeforeValidator(_flat)] = None
 
