@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ("enable_thinking", "think", "thinking", "reasoning", "samplers"),
         (None,),
     ),
-    "reasoning_format": (None, "", "auto", "deepseek"),
+    "reasoning_format": (None, "", "auto", "deepseek", "parsed"),
     **dict.fromkeys(
         ("n_predict", "num_predict", "max_new_tokens", "max_output_tokens", "max_length"),
         (None, -1),

@@ -256,12 +256,23 @@ class ChatBody(ConversationBody, Sampling):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None  # false: what the model thinks is left out
     separate_reasoning: bool | None = None  # false: it is part of the content
+    # Groq's and llama.cpp's word for both.
+    reasoning_format: Literal["", "auto", "deepseek", "parsed", "none", "raw", "hidden"] | None = (
+        None
+    )
 
     @property
     def shows_reasoning(self) -> bool:
         """Whether the answer has what the model thinks."""
         excluded = self.reasoning is not None and self.reasoning.exclude
-        return self.include_reasoning is not False and not excluded
+        hidden = self.reasoning_format == "hidden"
+        return self.include_reasoning is not False and not excluded and not hidden
+
+    @property
+    def separates_reasoning(self) -> bool:
+        """Whether it is no part of the content."""
+        raw = self.reasoning_format in ("none", "raw")
+        return self.separate_reasoning is not False and not raw
 
     def _bounds_of_thinking(self) -> dict[str, int]:
         return super()._bounds_of_thinking() | self.thinking_bounds()

@@ -73,6 +73,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "parallel_tool_calls": {"tools": [TOOL], "parallel_tool_calls": False},
     "include_reasoning": {"include_reasoning": False},
     "separate_reasoning": {"separate_reasoning": False},
+    "reasoning_format": {"reasoning_format": "none"},
     "input": {"input": "x"},
     "instructions": {"instructions": "be kind"},
     "previous_response_id": {},  # there is one when it is asked for
