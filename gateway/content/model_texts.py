@@ -49,9 +49,7 @@ class ModelTexts:
                 text = f"chat_template_kwargs may have {known} here, not {quoted(name)}"
                 raise refuse(f"chat_template_kwargs.{name}", text)
         allowed = {k: v for k, v in conversation.suggested.items() if k in self._template_kwargs}
-        conversation = replace(
-            conversation, variables={**allowed, **conversation.variables}, suggested={}
-        )
+        conversation = replace(conversation, suggested=allowed)
         chars = sum(len(str(message.get("content") or "")) for message in conversation.messages)
         most = _most_chars(chars, model, conversation.messages_field)
         await self._rates.check_text(owner)

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urljoin
+from urllib.parse import unquote, urljoin
 
 from pdserve.gateway.text.errors import TextError
 
@@ -44,8 +44,10 @@ _OF_TYPE = {
 _IN_PLACE = frozenset(
     ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 )
+_TYPES = frozenset(("null", "boolean", "object", "array", "number", "integer", "string"))
 _PLAIN_NAME = re.compile(r"[\w$-]+")
 MAX_REFS = 8  # from one to the next
+MAX_DIGITS = 8  # of an index in a reference
 
 Why = Callable[[Mapping[str, Any]], str]  # a schema cannot be compiled; empty: it can
 
@@ -219,8 +221,12 @@ def _target(reference: Any, root: Mapping[str, Any]) -> Any:
         return None
     found: Any = root
     for part in reference[2:].split("/"):
-        name = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            index = int(name) if name.isdecimal() and len(name) < MAX_DIGITS else len(found)
+            found = found[index] if index < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, Mapping) else None
     return found
 
 
@@ -261,6 +267,18 @@ def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], wh
             if "$ref" in inner:
                 for key in inner.keys() - {"$ref", "$defs", "definitions"}:
                     del inner[key]
+
+
+def _has_known_types(schema: Mapping[str, Any]) -> bool:
+    types = schema.get("type", "object")
+    listed = types if isinstance(types, list) else [types]
+    return all(isinstance(one, str) and one in _TYPES for one in listed)
+
+
+def _is_dangling(reference: Any, root: Mapping[str, Any]) -> bool:
+    """Whether a reference into the schema itself points to nothing."""
+    within = isinstance(reference, str) and reference.startswith("#/")
+    return within and _target(reference, root) is None
 
 
 def _document(root: Mapping[str, Any], reference: Any) -> str:
@@ -307,9 +325,13 @@ def _with_patterns(names: Iterable[str]) -> dict[str, Any]:
 
 
 def fault(schema: Any, why: Why) -> tuple[str, str]:
-    """The path of the first regular expression that cannot be compiled, and why; empty if all
-    can."""
+    """The path of the first regular expression, type or reference that cannot be compiled, and why,
+    empty if that is known; an empty path if all can."""
     for path, inner in _subschemas(schema):
+        if not _has_known_types(inner):
+            return f"{path}.type", ""
+        if _is_dangling(inner.get("$ref"), schema):
+            return f"{path}.$ref", ""
         if "pattern" in inner and (wrong := why({"pattern": inner["pattern"]})):
             return f"{path}.pattern", wrong
         if "multipleOf" in inner and (wrong := why({"multipleOf": inner["multipleOf"]})):

@@ -42,7 +42,7 @@ class ChatReply:
             body.priority or 0,
             body.truncate_prompt_tokens,
             body.tool_use(),
-            separate_reasoning=body.separate_reasoning is not False,
+            separate_reasoning=body.separates_reasoning,
         )
         self._id = f"chatcmpl-{caller.request_id}"
         self._caller = body.called_by(caller, self._id)

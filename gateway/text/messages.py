@@ -11,7 +11,7 @@ from pdserve.gateway.text.errors import TextError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 REASONING = ("reasoning_content", "reasoning", "thinking", "thoughts")  # names of a thought
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # of reasoning
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning
 VERBOSITIES = ("low", "medium", "high")  # of the answer
 
 

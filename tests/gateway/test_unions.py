@@ -10,6 +10,7 @@ import anthropic.types as anthropic_types
 import anthropic.types.beta as anthropic_beta
 import openai.types.chat as openai_chat
 import openai.types.responses as openai_responses
+import openai.types.shared as shared
 import pytest
 import typing_extensions
 from anthropic.types import tool_result_block_param
@@ -20,7 +21,9 @@ from openai.types.responses import response_create_params, response_input_item_p
 from pdserve.gateway.anthropic import members as messages
 from pdserve.gateway.openai.bodies import members as chat
 from pdserve.gateway.openai.responses import members as responses
+from pdserve.gateway.openai.responses.schema import INCLUDABLE
 from pdserve.gateway.requests.members import Table
+from pdserve.gateway.text.messages import EFFORTS
 
 _WRAPPERS = (typing.Annotated, typing_extensions.Required, typing_extensions.NotRequired)
 
@@ -101,6 +104,11 @@ def test_every_member_has_a_row(subtests: pytest.Subtests) -> None:
         with subtests.test(union=str(union)[:120]):
             assert known, "the package says what there is"
             assert known <= table.keys(), "a member without a row"
+
+
+def test_every_value_of_a_hint_is_taken() -> None:
+    assert set(literals(shared.ReasoningEffort)) == set(EFFORTS)
+    assert set(literals(openai_responses.ResponseIncludable)) <= set(INCLUDABLE)
 
 
 def test_a_new_member_would_be_found() -> None:

@@ -66,6 +66,9 @@ penalties count the last tokens of prompt and answer together, as many as it say
 context are all of them. 0 turns penalties off. Without it, and with -1, the repetition penalty is
 over prompt and answer, and the other two are over the answer alone.
 
+An effort of reasoning that a chat template refuses becomes the nearest one that it takes, or is
+left out.
+
 Roles, content, tools and items follow one rule on every route:
 
 - What would change the answer and cannot be honoured is refused by name.

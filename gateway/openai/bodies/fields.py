@@ -29,8 +29,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             # OpenAI
-            "suffix", "functions", "audio", "store",
-            "moderation",
+            "suffix", "functions", "audio", "moderation",
             # vLLM
             "guided_decoding_backend", "guided_whitespace_pattern", "use_beam_search",
             "chat_template", "chat_template_kwargs",
@@ -63,7 +62,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ("enable_thinking", "think", "thinking", "reasoning", "samplers"),
         (None,),
     ),
-    "reasoning_format": (None, "", "auto", "deepseek"),
+    "reasoning_format": (None, "", "auto", "deepseek", "parsed"),
     **dict.fromkeys(
         ("n_predict", "num_predict", "max_new_tokens", "max_output_tokens", "max_length"),
         (None, -1),
@@ -76,7 +75,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
-    "modalities": (None, ["text"]),
+    "modalities": (None, [], ["text"]),
     "add_generation_prompt": (None, True),
     "spaces_between_special_tokens": (None, True),
     "include_reasoning": (None, True),
@@ -138,7 +137,7 @@ OTHER_NAMES: dict[str, str] = {
 IGNORED: frozenset[str] = frozenset(
     (
         # OpenAI
-        "metadata", "service_tier", "prediction",
+        "metadata", "service_tier", "prediction", "store",
         "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prompt_cache_options",
         # vLLM, SGLang

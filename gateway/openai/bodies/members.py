@@ -1,6 +1,6 @@
 """The members of a chat's unions, and what becomes of each."""
 
-from pdserve.gateway.requests.members import DROPPED, LEFT_OUT, REFUSED, SERVED, Table
+from pdserve.gateway.requests.members import LEFT_OUT, REFUSED, SERVED, Table
 
 ROLES: Table = dict.fromkeys(
     ("system", "developer", "user", "assistant", "tool", "function"), SERVED
@@ -8,7 +8,7 @@ ROLES: Table = dict.fromkeys(
 # One that is in no row is dropped from a message of the assistant, and refused elsewhere.
 PARTS: Table = {
     **dict.fromkeys(("text", "input_text", "output_text", "refusal"), SERVED),
-    "thinking": DROPPED,
+    "thinking": SERVED,  # of the assistant
     **dict.fromkeys(("image_url", "input_audio", "file", "video_url"), REFUSED),
 }
 CALLS: Table = {"function": SERVED, "custom": SERVED}

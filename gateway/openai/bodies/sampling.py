@@ -18,7 +18,7 @@ _SAME_NAMES = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "ignore_eos", "min_tokens", "n", "seed", "skip_special_tokens",
 )  # fmt: skip
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids")
 # One bound under the names that servers have for it: vLLM, Qwen and SGLang, llama.cpp.
 _THINKING = ("thinking_token_budget", "thinking_budget", "reasoning_budget")
@@ -28,9 +28,9 @@ def _stop(value: Any) -> Any:
     if value is None:
         return []
     if isinstance(value, str):
-        return [value]
+        value = [value]
     if isinstance(value, list) and all(isinstance(stop, str) for stop in value):
-        return value
+        return [stop for stop in value if stop]  # an empty one stops nothing
     raise ValueError("must be a string or a list of strings")
 
 
@@ -115,7 +115,7 @@ class Sampling(StructureFields, OwnedBody):
                 raise refuse("repeat_penalty", "give either repetition_penalty or repeat_penalty")
             given["repetition_penalty"] = self.repeat_penalty
             given["repetition_penalty_field"] = "repeat_penalty"
-        penalties = {name: given[name] for name in _PENALTIES if given[name] is not None}
+        penalties = {name: given[name] for name in PENALTIES if given[name] is not None}
         given |= within_window(penalties, self.repeat_last_n)
         return {
             **{name: value for name, value in given.items() if value is not None},

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, FailFast, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, WithJsonSchema
 
 from pdserve.gateway.http.validation import MAX_TOOLS, ModelName, TokenLimit
 from pdserve.gateway.openai.bodies import described, members
@@ -68,11 +68,29 @@ def _scalars(given: dict[str, Any] | None) -> dict[str, Any] | None:
     return given
 
 
+TemplateKwargs = Annotated[
+    dict[str, Any] | None, Field(max_length=MAX_TEMPLATE_KWARGS), AfterValidator(_scalars)
+]
+"""Variables of a chat template."""
+
+
 class CalledFunction(Body):
-    """A call's function; `arguments` is a JSON text."""
+    """A call's function; `arguments` is mostly a JSON text."""
 
     name: str
-    arguments: str = ""
+    arguments: Any = ""
+
+
+def _joined_texts(value: Any) -> str | None:
+    """A text, or the texts of parts; None for anything else."""
+    if isinstance(value, list):
+        texts = [part.get("text") for part in value if isinstance(part, dict)]
+        value = "\n".join(text for text in texts if isinstance(text, str))
+    return value if isinstance(value, str) else None
+
+
+Thought = Annotated[str | None, BeforeValidator(_joined_texts)]
+"""A thought, or parts that have its text; what is neither says nothing to a model here."""
 
 
 class Message(Body):
@@ -82,25 +100,33 @@ class Message(Body):
     content: Annotated[Any, WithJsonSchema(described.CONTENT)] = None
     refusal: str | None = None
     name: str | None = None
-    reasoning_content: str | None = None  # of an assistant's turn, for templates that show it
-    reasoning: str | None = None  # the same, as newer vLLM writes it
+    reasoning_content: Thought = None  # of an assistant's turn, for templates that show it
+    reasoning: Thought = None  # the same, as newer vLLM writes it
+    thinking: Thought = None  # the same, as Ollama writes it
     tool_calls: list[Any] | None = Field(None, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None  # the one call of an older client
     prefix: bool | None = None  # of the last one: the answer goes on with it (Mistral, DeepSeek)
 
     def as_template(self, dropped: list[str]) -> dict[str, Any]:
-        """As chat templates expect it. Adds the kinds of parts that it is without to `dropped`."""
+        """As chat templates expect it. Adds the kinds of parts and calls that it is without to
+        `dropped`."""
         more = {name: getattr(self, name) for name in _OPTIONAL}
         given = {name: value for name, value in more.items() if value is not None}
-        if self.reasoning is not None and not self.reasoning_content:
-            given["reasoning_content"] = self.reasoning
+        thoughts = [self.reasoning_content, self.reasoning, self.thinking]
+        if self.role == "assistant":
+            thoughts.append(_thoughts_within(self.content))
+        if (thought := next(filter(None, thoughts), None)) is not None:
+            given["reasoning_content"] = thought
         if self.function_call is not None and not self.tool_calls:
             function = self.function_call.model_dump()
             call = {"id": _call_id(function["name"]), "type": "function", "function": function}
             given["tool_calls"] = [call]
         elif self.tool_calls:
-            given["tool_calls"] = [_as_function(call) for call in self.tool_calls]
+            dropped += [call["type"] for call in self.tool_calls if _of_provider(call)]
+            given["tool_calls"] = [
+                _as_function(call) for call in self.tool_calls if not _of_provider(call)
+            ]
         role, content = self.role, self.content
         if role == "assistant":
             content = _history(content if content is not None else self.refusal, dropped)
@@ -128,6 +154,20 @@ def _as_function(call: Any) -> Any:
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
+def _of_provider(call: Any) -> bool:
+    """Whether a call is of a tool that a provider has run, and has no form of a function."""
+    kind = call.get("type") if isinstance(call, dict) else None
+    return isinstance(kind, str) and kind not in members.CALLS and "function" not in call
+
+
+def _thoughts_within(content: Any) -> str | None:
+    """The thoughts that a content has as parts."""
+    if not isinstance(content, list):
+        return None
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "thinking"]
+    return "\n".join(filter(None, (_joined_texts(part.get("thinking")) for part in parts))) or None
+
+
 def _history(content: Any, dropped: list[str]) -> Any:
     """The content of an assistant's message without the parts that say nothing to a model here,
     whose kinds it adds to `dropped`."""
@@ -135,18 +175,22 @@ def _history(content: Any, dropped: list[str]) -> Any:
         return content
     kept = []
     for part in content:
-        kind = str(part.get("type")) if isinstance(part, dict) else "text"
+        kind = str(part.get("type", "text")) if isinstance(part, dict) else "text"
         if members.PARTS.get(kind, DROPPED).fate is Fate.DROPPED:
             dropped.append(kind)
-        else:
+        elif kind != "thinking":
             kept.append(part)
     return kept
 
 
 def _as_text(part: Any) -> Any:
-    """A part that has a text, under whatever name."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind == "text" or members.PARTS.get(kind) is not SERVED:
+    """A part that has a text, under whatever name, or is one."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
+    if kind == "text":
+        return {**part, "type": "text"}
+    if not isinstance(kind, str) or kind == "thinking" or members.PARTS.get(kind) is not SERVED:
         return part
     return {"type": "text", "text": part.get("refusal" if kind == "refusal" else "text")}
 
@@ -158,11 +202,7 @@ class ConversationBody(ThinkingFields, Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None,
-        Field(max_length=MAX_TEMPLATE_KWARGS),
-        AfterValidator(_scalars),
-    ] = None
+    chat_template_kwargs: TemplateKwargs = None
     reasoning_effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
     reasoning: ReasoningBody | None = None
     verbosity: Literal[*VERBOSITIES] | None = None  # type: ignore[valid-type]
@@ -216,12 +256,23 @@ class ChatBody(ConversationBody, Sampling):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None  # false: what the model thinks is left out
     separate_reasoning: bool | None = None  # false: it is part of the content
+    # Groq's and llama.cpp's word for both.
+    reasoning_format: Literal["", "auto", "deepseek", "parsed", "none", "raw", "hidden"] | None = (
+        None
+    )
 
     @property
     def shows_reasoning(self) -> bool:
         """Whether the answer has what the model thinks."""
         excluded = self.reasoning is not None and self.reasoning.exclude
-        return self.include_reasoning is not False and not excluded
+        hidden = self.reasoning_format == "hidden"
+        return self.include_reasoning is not False and not excluded and not hidden
+
+    @property
+    def separates_reasoning(self) -> bool:
+        """Whether it is no part of the content."""
+        raw = self.reasoning_format in ("none", "raw")
+        return self.separate_reasoning is not False and not raw
 
     def _bounds_of_thinking(self) -> dict[str, int]:
         return super()._bounds_of_thinking() | self.thinking_bounds()
@@ -241,7 +292,7 @@ class ChatBody(ConversationBody, Sampling):
 
     def sampling(self) -> RequestedSampling:
         """Raises ServiceError for fields that contradict each other."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
         limit, limit_field = self.max_completion_tokens, "max_completion_tokens"
         if limit is None:

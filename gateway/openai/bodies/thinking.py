@@ -5,9 +5,9 @@ They become variables of chat templates, and a bound of the thoughts' tokens.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from pdserve.gateway.http.validation import StrictModel
 from pdserve.gateway.sampling import refuse
@@ -17,8 +17,8 @@ from pdserve.gateway.text.messages import EFFORTS, suggested_variables
 class ThinkingBody(StrictModel):
     """Anthropic's form, which GLM, DeepSeek and others share."""
 
-    type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = Field(None, ge=0)
+    type: Literal["enabled", "adaptive", "auto", "disabled"]
+    budget_tokens: int | None = Field(None, ge=-1)  # -1: no bound
 
 
 class ReasoningBody(StrictModel):
@@ -41,7 +41,22 @@ class Thinking:
     budget: int | None = None
 
 
-Think = bool | Literal["low", "medium", "high"] | None
+def _described_as(what: str) -> WrapValidator:
+    """Names the field alone in the error of a union, whose members are no fields."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"must be {what}") from None
+
+    return WrapValidator(check)
+
+
+Think = Annotated[
+    bool | Literal["low", "medium", "high"] | None,
+    _described_as("true, false, low, medium or high"),
+]
 
 
 def ollama_thinking(think: Think) -> Thinking:
@@ -77,7 +92,13 @@ class ThinkingFields(StrictModel):
 
     enable_thinking: bool | None = None  # Qwen, vLLM
     think: Think = None  # Ollama
-    thinking: bool | ThinkingBody | None = None
+    thinking: Annotated[
+        bool | ThinkingBody | None,
+        _described_as(
+            "true, false, or an object of type enabled, adaptive, auto or disabled whose "
+            "budget_tokens are at least -1"
+        ),
+    ] = None
 
     def thinking_variables(self) -> dict[str, Any]:
         """Variables of a template. Raises ServiceError for fields that contradict each other."""
@@ -99,6 +120,7 @@ class ThinkingFields(StrictModel):
         if isinstance(self.thinking, ThinkingBody):
             enabled = self.thinking.type != "disabled"
             budget = self.thinking.budget_tokens if enabled else None
+            budget = None if budget == -1 else budget
             yield Thinking("thinking", enabled, budget=budget)
         elif self.thinking is not None:
             yield Thinking("thinking", self.thinking)

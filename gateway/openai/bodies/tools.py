@@ -54,8 +54,14 @@ class ToolBody(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _bare(cls, value: Any) -> Any:
-        return {"type": value["type"]} if _is_left_out(value) else value
+    def _nested(cls, value: Any) -> Any:
+        """Accept the form of /v1/responses, whose fields are beside the type."""
+        if _is_left_out(value):
+            return {"type": value["type"]}
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind in ("function", "custom") and kind not in value and "name" in value:
+            return {"type": kind, kind: value}
+        return value
 
     def tool(self, at: str) -> Tool | None:
         """None for one that is left out. Raises ServiceError."""

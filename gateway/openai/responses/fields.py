@@ -15,6 +15,7 @@ IGNORED: frozenset[str] = frozenset(
     (
         "service_tier", "prompt_cache_retention", "prompt_cache_options", "stream_options",
         "access_programs", "request_id",
+        "context_management",  # nothing is left out of a prompt, as with truncation
     )
 )
 
@@ -25,8 +26,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     **fields.REFUSED,
     **dict.fromkeys(
         (
-            "background", "conversation", "prompt", "context_management", "moderation", "image",
-            "personality",
+            "background", "conversation", "prompt", "moderation", "image", "personality",
         ),
         NOTHING,
     ),

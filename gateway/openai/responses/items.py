@@ -64,7 +64,7 @@ class CustomCallItem(StrictModel):
     call_id: str
     name: str
     namespace: str | None = None
-    input: str
+    input: str | None = None
 
     def normalized(self, at: str, dropped: list[str]) -> Item:
         return {
@@ -72,7 +72,7 @@ class CustomCallItem(StrictModel):
             "call_id": self.call_id,
             "name": self.name,
             **_namespace(self.namespace),
-            "input": self.input,
+            "input": self.input or "",
             "status": "completed",
         }
 
@@ -82,10 +82,10 @@ class CallOutputItem(StrictModel):
 
     type: str
     call_id: str
-    output: TextOrObjects
+    output: TextOrObjects | None = None
 
     def normalized(self, at: str, dropped: list[str]) -> Item:
-        output: Any = self.output
+        output: Any = self.output or ""
         if not isinstance(output, str):
             texts = _texts(output, f"{at}.output", dropped)
             output = [{"type": "input_text", "text": text} for text in texts]

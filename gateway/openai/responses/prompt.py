@@ -69,6 +69,7 @@ class ResponsePrompt:
         body = self._body
         template = TemplateInput(
             conversation(body.instructions, items),
+            variables=body.chat_template_kwargs or {},
             suggested=body.template_variables(last_effort(items)),
             messages_field="input",
         )
@@ -107,7 +108,7 @@ class ResponsePrompt:
     async def _earlier_items(self) -> list[Item]:
         """The conversation that the request goes on with."""
         name = self._body.previous_response_id
-        if name is None:
+        if not name:
             return []
         field = "previous_response_id"
         if self._store is None:

@@ -16,6 +16,8 @@ from pdserve.gateway.http.validation import (
     TokenLimit,
     parse_body,
 )
+from pdserve.gateway.openai.bodies.sampling import PENALTIES
+from pdserve.gateway.openai.bodies.schema import TemplateKwargs
 from pdserve.gateway.openai.bodies.thinking import Thinking, ThinkingFields, thinking_variables
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.requests.caller import MAX_SESSION
@@ -80,6 +82,7 @@ class InputTokensBody(ThinkingFields):
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None  # a mode, or an object that names functions
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateKwargs = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
 
@@ -129,7 +132,13 @@ class ResponsesBody(InputTokensBody):
     max_output_tokens: TokenLimit = None
     temperature: float | None = None
     top_p: float | None = None
-    repeat_last_n: PenaltyWindow = None  # llama.cpp's, of penalties that the model recommends
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repeat_last_n: PenaltyWindow = None  # llama.cpp's, of penalties
+    seed: int | None = None
     top_logprobs: int | None = None
     max_tool_calls: int | None = Field(None, ge=1)  # of tools that the gateway calls
     priority: Priority | None = None
@@ -149,9 +158,13 @@ class ResponsesBody(InputTokensBody):
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", f"top_logprobs needs include: ['{LOGPROBS}']")
         ((field, budget),) = self.thinking_bounds().items() or (("", None),)
+        penalties = {n: value for n in PENALTIES if (value := getattr(self, n)) is not None}
         return RequestedSampling(
             temperature=self.temperature,
             top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
             max_tokens=self.max_output_tokens,
             max_tokens_field="max_output_tokens",
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
@@ -159,7 +172,7 @@ class ResponsesBody(InputTokensBody):
             structure=self.structure(),
             thinking_budget=budget,
             thinking_budget_field=field,
-            **within_window({}, self.repeat_last_n),
+            **within_window(penalties, self.repeat_last_n),
         )
 
 

@@ -194,6 +194,8 @@ def _parsed_tool(tool: Mapping[str, Any], at: str) -> FunctionTool | CustomTool:
     if kind not in ("function", "custom"):
         what = "is not supported by this server, only 'function' and 'custom'"
         raise refuse(f"{at}.type", f"{at}.type: {quoted(kind)} {what}")
+    if "name" not in tool and isinstance(tool.get(kind), Mapping):  # the form of a chat
+        tool = tool[kind]
     if kind == "function":
         return _parsed(FunctionTool, tool, at)
     return _parsed(CustomTool, tool, at)

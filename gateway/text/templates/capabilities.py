@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from pdserve.gateway.text.messages import REASONING
+from pdserve.gateway.text.messages import EFFORTS, REASONING
 
 Message = Mapping[str, Any]
 NoContent = Literal["null", "absent", "empty"]
 Tools = Sequence[Message] | None
 # Renders messages and tools; None: the template fails on them.
 Fill = Callable[[Sequence[Message], Tools], str | None]
+FillWithEffort = Callable[[Sequence[Message], Tools, str], str | None]
 
 RESULT_ROLES = ("tool", "observation")  # the second is GLM 4's
 ALWAYS = ("reasoning_content", "thinking")  # transformers gives every template a thought as these
@@ -27,6 +28,7 @@ class Capabilities:
 
     systems: where system turns may stand beside the first: "several" at the beginning, "middle",
         "last", after the "result" of a tool, or "alone" where there is no first one.
+    efforts: of reasoning that it does not refuse.
     list_roles, text_roles: roles whose content may be a list of parts, or a text.
     """
 
@@ -39,6 +41,7 @@ class Capabilities:
     developer: bool = False
     systems: tuple[str, ...] = ("several", "middle", "last", "result", "alone")
     reasoning: tuple[str, ...] = ALWAYS
+    efforts: tuple[str, ...] = EFFORTS
     list_roles: tuple[str, ...] = ()
     text_roles: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool")
 
@@ -50,6 +53,14 @@ class Capabilities:
             if isinstance(value, list):
                 values[name] = tuple(value)
         return cls(**values)
+
+    def nearest_effort(self, effort: str) -> str | None:
+        """One that the template takes, or None: how much a model thinks is a hint."""
+        if effort in self.efforts:
+            return effort
+        others = [one for one in self.efforts if one != "none"] if effort != "none" else []
+        place = EFFORTS.index
+        return min(others, key=lambda one: abs(place(one) - place(effort)), default=None)
 
 
 SYSTEM, RULE = "qzsystem", "qzrule"
@@ -88,8 +99,8 @@ class ContentForm(NamedTuple):
     parts: bool
 
 
-def probed(render: Fill) -> Capabilities:
-    """The capabilities of the template that `render` renders."""
+def probed(render: Fill, render_with_effort: FillWithEffort) -> Capabilities:
+    """The capabilities of the template that these render."""
 
     def lowered(messages: Sequence[Message], tools: Tools) -> str | None:
         text = render(messages, tools)
@@ -97,11 +108,11 @@ def probed(render: Fill) -> Capabilities:
 
     fill: Fill = lowered
     users: Sequence[Message] = _USER, {**_USER, "content": _parts(USER)}
-    working = [t for t in (None, _TOOLS) for user in users if fill([user], t) is not None]
+    working = [(user, t) for t in (None, _TOOLS) for user in users if fill([user], t) is not None]
     if not working:
         return Capabilities()
-    tools = working[0]  # some templates are for conversations with tools alone
-    offered = working[-1]  # others fail on tools
+    first, tools = working[0]  # some templates are for conversations with tools alone
+    offered = working[-1][1]  # others fail on tools
     forms = _content_forms(fill, offered)
     fill = _in_lists(fill, [role for role, form in forms.items() if not form.text])
     as_object = _call_texts(fill, offered, {KEY: VALUE})
@@ -131,6 +142,9 @@ def probed(render: Fill) -> Capabilities:
         developer=_knows_developer(fill, tools),
         systems=_systems(fill, tools, call, result),
         reasoning=_reasoning(fill, offered, call, result),
+        efforts=tuple(
+            one for one in EFFORTS if render_with_effort([first], tools, one) is not None
+        ),
         list_roles=tuple(role for role, form in forms.items() if form.parts),
         text_roles=tuple(role for role, form in forms.items() if form.text),
     )

@@ -100,7 +100,12 @@ class ChatTemplate:
         been set."""
         if self._capabilities is None:
             lost: set[int] = set()
-            self._capabilities = probed(lambda messages, tools: self._probe(messages, tools, lost))
+            self._capabilities = probed(
+                lambda messages, tools: self._probe(messages, tools, lost),
+                lambda messages, tools, effort: self._probe(
+                    messages, tools, lost, reasoning_effort=effort
+                ),
+            )
             if lost:
                 names = [self._tokenizer.token_name(token) for token in sorted(lost)[:MAX_NAMES]]
                 log.warning(
@@ -193,7 +198,7 @@ class ChatTemplate:
             written = self._text(
                 messages,
                 conversation.tools,
-                **request.variables,
+                **self._variables(request),
                 add_generation_prompt=request.add_generation_prompt,
             )
         except jinja2.TemplateError as error:
@@ -207,6 +212,14 @@ class ChatTemplate:
         if request.continue_final_message:
             return _until_end(written, said)
         return _plain(written)
+
+    def _variables(self, request: TemplateInput) -> dict[str, Any]:
+        """Those of a request. An effort that it only suggests is one that the template takes."""
+        suggested = dict(request.suggested)
+        effort = suggested.pop("reasoning_effort", None)
+        if effort is not None and (near := self.capabilities.nearest_effort(effort)) is not None:
+            suggested["reasoning_effort"] = near
+        return {**suggested, **request.variables}
 
     def _text(
         self,
@@ -235,11 +248,12 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         lost: set[int],
+        **variables: Any,
     ) -> str | None:
         """The text of a conversation; None if the template fails on it. Adds to `lost` the special
         tokens in the text whose origin is not known to be the template."""
         try:
-            rendered = _plain(self._text(messages, tools, add_generation_prompt=True))
+            rendered = _plain(self._text(messages, tools, **variables, add_generation_prompt=True))
         except Exception:
             return None
         split = self._tokenizer.special.split

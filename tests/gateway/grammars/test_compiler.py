@@ -118,6 +118,24 @@ def test_what_cannot_be_enforced_is_named_or_binds_nothing(subtests):
             compiler().compile(Structure("json_schema", schema, "field", lenient=True))
 
 
+def test_what_is_no_schema_is_named(subtests):
+    invalid: dict[str, Any] = {"properties": {"a": {"items": {"type": ["null", "any"]}}}}
+    nowhere = {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"a": {}}}
+    past = {"properties": {"a": {"$ref": "#/anyOf/1"}}, "anyOf": [{}]}
+    for schema, place in (
+        (invalid, ".properties.a.items.type"),
+        (nowhere, ".properties.a.$ref"),
+        (past, ".properties.a.$ref"),
+    ):
+        for lenient in (False, True):
+            with subtests.test(schema=schema, lenient=lenient):
+                error = error_of("json_schema", {"type": "object", **schema}, lenient=lenient)
+                assert str(error).startswith(f"field{place}: ")
+    present = {"anyOf": [{"type": "null"}, {"$ref": "#/anyOf/0"}, {"$ref": "#/$defs/b%20c"}],
+               "$defs": {"b c": {"pattern": "(?=a)"}}}  # fmt: skip
+    assert str(error_of("json_schema", present)).startswith('field.$defs["b c"].pattern: ')
+
+
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # as pydantic has it
 
 # (a lenient schema, answers that the rest of it takes, and those that it does not)

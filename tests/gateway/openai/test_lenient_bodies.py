@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 from fakes.router import FakeRouter, saying, served, thinking_model
+from fakes.tool_model import THINKING as TEMPLATE
+from fakes.tool_model import ToolModel
 from oracles.http_errors import CHAT, HI, PLAIN, check
 from oracles.sse import events
 
@@ -368,3 +370,95 @@ async def test_parts_that_are_dropped_are_logged_once(make_http, caplog, subtest
             reply = await make_http(saying("x")).post(url, json=body)
             assert reply.status_code == 200, reply.text
             assert caplog.text.count("dropped and logged: parts 'a_part_of_tomorrow'") == 1
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+
+
+async def test_what_asks_for_nothing_is_taken(make_http, subtests):
+    router = FakeRouter(saying("x"))
+    client = make_http(router)
+    for url, body in BODIES.items():
+        assert (await client.post(url, json=body)).status_code == 200
+        (plain,) = router.starts
+        for fields in (
+            {"store": True}, {"stop": ""}, {"stop": ["", ""]}, {"modalities": []},
+            *([{"top_logprobs": 0}, {"top_logprobs": 0, "logprobs": False}] * (url == CHAT)),
+        ):  # fmt: skip
+            with subtests.test(url=url, fields=fields):
+                reply = await client.post(url, json=body | fields)
+                assert reply.status_code == 200, reply.text
+                assert router.starts[-1].params == plain.params
+        router.starts.clear()
+
+
+async def test_thinking_as_its_field_alone_is_named(make_http, subtests):
+    for fields, text in (
+        ({"thinking": {"type": "auto"}}, "hi thinking True True"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "hi thinking True True"),
+        ({"reasoning_effort": "max"}, "hi effort max"),
+        ({"reasoning": {"effort": "max"}}, "hi effort max"),
+    ):
+        with subtests.test(fields):
+            router = templated()
+            reply = await make_http(router).post(CHAT, json=BODIES[CHAT] | fields)
+            assert reply.status_code == 200, reply.text
+            assert list(router.starts[0].prompt_ids) == router.encode(text)
+            assert not router.starts[0].params.HasField("thinking")
+    client = make_http(templated())
+    for name, value in (
+        ("thinking", "disabled"), ("thinking", {"type": "some"}), ("think", "huge"),
+        ("thinking", {"type": "enabled", "budget_tokens": -2}),
+    ):  # fmt: skip
+        with subtests.test(name, value=value):
+            reply = await client.post(CHAT, json={**BODIES[CHAT], name: value})
+            assert "must be true, false" in check(reply, 400, name)["message"]
+
+
+async def test_tools_in_the_form_of_the_other_api(make_http, subtests):
+    """Fields beside the type, or within a member that is named like it."""
+    custom = {"name": "g", "description": "a text"}
+    forms = (
+        [{"type": "function", "function": FUNCTION}, {"type": "custom", "custom": custom}],
+        [{"type": "function", **FUNCTION}, {"type": "custom", **custom}],
+    )
+    for url, body in ((CHAT, BODIES[CHAT]), ("/v1/responses", {"input": "hi"})):
+        with subtests.test(url):
+            router = ToolModel("x")
+            client = make_http(router)
+            for tools in forms:
+                reply = await client.post(url, json={"tools": tools, **body})
+                assert reply.status_code == 200, reply.text
+            one, other = router.starts
+            assert one.prompt_ids == other.prompt_ids
+            assert "tools: f g" in router.prompt(0)
+
+
+async def test_history_in_the_forms_of_other_clients(make_http, subtests):
+    called = {"role": "assistant", "content": None}
+    answered = {"role": "function", "name": "f", "content": "1"}
+    searched = {"id": "c", "type": "web_search", "web_search": {}}
+    thinking = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, "a"]
+    for turns, text in (
+        ([{"role": "user", "content": ["a", {"text": "b"}]}], "a\nb"),
+        ([{"role": "assistant", "content": "a", "reasoning": {"text": "hm"}}], "assistant\na<"),
+        ([{"role": "assistant", "content": "a", "reasoning": [{"text": "hm"}]}], "thought: hm"),
+        ([{"role": "assistant", "content": "a", "thinking": "hm"}], "thought: hm"),
+        ([{"role": "assistant", "content": thinking}], "thought: hm"),
+        ([{"role": "assistant", "content": parts}], "thought: hm"),
+        ([{**called, "function_call": {"name": "f", "arguments": None}}, answered],
+         '{"name": "f", "arguments": {}}'),
+        ([{**called, "function_call": {"name": "f", "arguments": {"a": 1}}}, answered],
+         '"arguments": {"a": 1}'),
+        ([{**called, "content": "a", "tool_calls": [searched]}], "assistant\na<"),
+    ):  # fmt: skip
+        with subtests.test(turns):
+            router = ToolModel("x", template=TEMPLATE)
+            messages = [*HI, *turns, *HI]
+            reply = await make_http(router).post(CHAT, json={"model": "tiny", "messages": messages})
+            assert reply.status_code == 200, reply.text
+            assert text in router.prompt(0)
+    turns = [{"role": "user", "content": thinking}]
+    reply = await make_http(saying("x")).post(CHAT, json={"model": "tiny", "messages": turns})
+    check(reply, 400, "messages[0].content[0].type")

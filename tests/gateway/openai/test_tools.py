@@ -571,6 +571,11 @@ async def test_thoughts_may_be_left_out_or_stay_in_the_text(
         reply = await client.post(URL, json=body(stream=True, include_reasoning=False))
         assert {"content": ""} not in [c["choices"][0]["delta"] for c in events(reply.text)]
     assert await asked(separate_reasoning=False) == ("", "<think>\nso\n</think>\n\n", 1)
+    for form in ("none", "raw"):
+        assert await asked(reasoning_format=form) == ("", "<think>\nso\n</think>\n\n", 1)
+    for form in ("", "auto", "deepseek", "parsed"):
+        assert await asked(reasoning_format=form) == await asked()
+    assert await asked(reasoning_format="hidden") == await asked(include_reasoning=False)
 
 
 async def test_special_tokens_that_a_parser_needs_do_not_leak(

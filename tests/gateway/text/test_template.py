@@ -410,6 +410,32 @@ def test_a_thought_beside_words_and_calls(tokenizer: Tokenizer) -> None:
     assert text == "qhm\n\nI look.[f]"
 
 
+def test_an_effort_is_one_that_the_template_takes(
+    tokenizer: Tokenizer, subtests: pytest.Subtests
+) -> None:
+    source = (
+        "{% if reasoning_effort is defined and reasoning_effort not in KNOWN %}"
+        "{{ raise_exception('no such effort') }}{% endif %}"
+        "{{ reasoning_effort }}{{ messages[0].content }}"
+    )
+    every = "['none', 'minimal', 'low', 'medium', 'high', 'xhigh', 'max']"
+    for known, efforts in (
+        ("['none', 'high']", {"none": "none", "low": "high", "medium": "high", "max": "high"}),
+        ("['low', 'medium', 'high']", {"none": "", "minimal": "low", "xhigh": "high"}),
+        ("[]", {"none": "", "medium": ""}),
+        (every, {"none": "none", "medium": "medium", "max": "max"}),
+    ):
+        template = ChatTemplate(source.replace("KNOWN", known), tokenizer)
+        for effort, taken in efforts.items():
+            with subtests.test(known=known, effort=effort):
+                suggested = {"reasoning_effort": effort}
+                rendered = template.render(TemplateInput([user("u")], suggested=suggested))
+                assert rendered.text == taken + "u"
+        variables = {"reasoning_effort": "some"}  # of a client that names the variable itself
+        with pytest.raises(TextError, match="no such effort"):
+            template.render(TemplateInput([user("u")], variables=variables, suggested=suggested))
+
+
 def test_a_refusal_takes_few_renders(tokenizer: Tokenizer) -> None:
     """Three of a conversation that could be changed in eleven ways, one of one that the template
     does not refuse."""

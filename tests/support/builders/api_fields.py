@@ -73,6 +73,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "parallel_tool_calls": {"tools": [TOOL], "parallel_tool_calls": False},
     "include_reasoning": {"include_reasoning": False},
     "separate_reasoning": {"separate_reasoning": False},
+    "reasoning_format": {"reasoning_format": "none"},
     "input": {"input": "x"},
     "instructions": {"instructions": "be kind"},
     "previous_response_id": {},  # there is one when it is asked for
@@ -177,8 +178,12 @@ OWN: dict[tuple[str, str], dict[str, Any]] = {  # where a route has another valu
         for name, more in (("tools", {}), ("tool_choice", {"tool_choice": {"type": "auto"}}))
     },
     **{
-        (path, "parallel_tool_calls"): {"parallel_tool_calls": False}
+        (path, name): {name: value}
         for path in (RESPONSES, INPUT_TOKENS)
+        for name, value in (
+            ("parallel_tool_calls", False),
+            ("chat_template_kwargs", {"enable_thinking": False}),
+        )
     },
     **{
         (path, "model"): {"model": LEAST[path]["model"]}

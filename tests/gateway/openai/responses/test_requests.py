@@ -236,6 +236,53 @@ async def test_a_wrong_field_is_named(make_http, subtests):
             assert router.starts == []
 
 
+async def test_what_other_servers_of_this_api_take(make_http, subtests):
+    given = {
+        "top_k": 5, "min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+    }  # fmt: skip
+    router = ToolModel("x", template="{{ messages[0].content }} {{ enable_thinking }}")
+    client = make_http(router)
+    reply = await client.post(URL, json={**ASKED, **given, "seed": 7})
+    assert reply.status_code == 200, reply.text
+    params = router.starts[0].params
+    assert router.starts[0].seed == 7
+    assert {name: getattr(params, name) for name in given} == given
+    variables = {"chat_template_kwargs": {"enable_thinking": False}}
+    for path in (URL, f"{URL}/input_tokens"):
+        assert (await client.post(path, json=ASKED | variables)).status_code == 200
+        error = check(
+            await client.post(path, json={**ASKED, "chat_template_kwargs": {"a": []}}),
+            400, "chat_template_kwargs",
+        )  # fmt: skip
+        assert "'a' must be" in error["message"]
+    assert router.prompt(1) == "hi False"
+    for name, value in (("top_k", -2), ("min_p", 2), ("presence_penalty", 3), ("seed", "x")):
+        with subtests.test(name):
+            check(await client.post(URL, json={**ASKED, name: value}), 400, name)
+
+
+async def test_what_says_nothing_is_taken(make_http, subtests):
+    compaction = {"type": "compaction", "compact_threshold": 1000}
+    custom = {"type": "custom_tool_call", "call_id": "g", "name": "g", "input": None}
+    outputs = (
+        {"type": "function_call_output", "call_id": "c", "output": None},
+        {"type": "custom_tool_call_output", "call_id": "g", "output": None},
+    )
+    for fields in (
+        {"previous_response_id": ""},
+        {"context_management": [compaction]},
+        {"reasoning": {"effort": "max", "context": "auto", "mode": "standard"}},
+        {"input": [HI, CALL, custom, *outputs]},
+    ):
+        with subtests.test(fields):
+            router = ToolModel("x")
+            reply = await make_http(router).post(URL, json=ASKED | fields)
+            assert reply.status_code == 200, reply.text
+    prompt = router.prompt(0)
+    assert prompt.count("<tool_call>") == prompt.count("<|im_start|>tool\n") == 2
+
+
 async def test_instructions_and_rules_are_one_message(make_http):
     parts = ScriptedParts(deltas(TextPart("x")))
     items = [
