@@ -514,7 +514,7 @@ async def test_what_clients_leave_out_or_write_as_text(make_http, subtests):
         ({"arguments": '{"place": "Rome"}'}, '{"place": "Rome"}'),
         ({"arguments": None}, "{}"),
         ({}, "{}"),
-        ({"arguments": "{'place'"}, '"{\'place\'"'),
+        ({"arguments": "{'place'"}, "\"{'place'\""),
     ):
         call = {"function": {"name": "weather", **given}}
         turns = [*HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "3"}]
