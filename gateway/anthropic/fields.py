@@ -16,16 +16,16 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             "compaction", "fallbacks", "thread", "user_profile_id",
             "context_management",  # edits that clear thoughts alone are taken (schema.py)
             # OpenAI, vLLM
-            "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p",
-            "logit_bias", "logprobs", "top_logprobs", "response_format", "functions", "input",
+            "seed", "stop", "logit_bias", "logprobs", "top_logprobs", "functions", "input",
             "instructions", "prompt", "max_completion_tokens", "max_output_tokens", "reasoning",
             "reasoning_effort", "chat_template_kwargs", "structured_outputs", "stop_token_ids",
             "cache_salt",
         ),
         NOTHING,
     ),
-    "enable_thinking": (None,),
-    "think": (None,),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (None, 0)),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
     "n": (None, 1),
     "speed": (None, "standard"),
 }
@@ -53,8 +53,6 @@ INSTEAD: dict[str, str] = {
     "instructions": "system",
     "functions": "tools",
     "reasoning": "thinking",
-    "enable_thinking": "thinking",
-    "think": "thinking",
     "reasoning_effort": "output_config.effort",
 }
 # fmt: on

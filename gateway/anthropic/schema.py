@@ -28,6 +28,8 @@ from pdserve.gateway.http.validation import (
     first_error,
     parse_body,
 )
+from pdserve.gateway.openai.bodies.thinking import Think, ollama_thinking, thinking_variables
+from pdserve.gateway.openai.bodies.thinking import Thinking as ThinkingChoice
 from pdserve.gateway.requests.members import LEFT_OUT, Fate, note
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure
@@ -67,6 +69,11 @@ class AnthropicToolChoice(StrictModel):
     disable_parallel_tool_use: bool | None = None
 
 
+def _as_thinking(value: Any) -> Any:
+    """A truth value, as other APIs write it."""
+    return {"type": "adaptive" if value else "disabled"} if isinstance(value, bool) else value
+
+
 def _as_object(choice: Any) -> Any:
     """OpenAI's modes mean the same."""
     return {"type": {"required": "any"}.get(choice, choice)} if isinstance(choice, str) else choice
@@ -76,7 +83,7 @@ class Thinking(StrictModel):
     """Without it the model's template decides whether the model thinks."""
 
     type: Literal[*THINKING]  # type: ignore[valid-type]
-    budget_tokens: int | None = Field(None, ge=1)
+    budget_tokens: int | None = Field(None, ge=0)
     display: Any = None  # "omitted" leaves the thoughts out; any other value shows them
 
 
@@ -102,7 +109,9 @@ class CountBody(StrictModel):
     system: TextOrObjects | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[AnthropicToolChoice | None, BeforeValidator(_as_object)] = None
-    thinking: Thinking | None = None
+    thinking: Annotated[Thinking | None, BeforeValidator(_as_thinking)] = None
+    enable_thinking: bool | None = None  # as other servers have it
+    think: Think = None  # the same
     output_config: OutputConfig | None = None
 
     def conversation(self) -> TemplateInput:
@@ -148,14 +157,18 @@ class CountBody(StrictModel):
         return Structure("json_schema", form.schema_, "output_config.format.schema")
 
     def _template_variables(self) -> dict[str, Any]:
-        """Variables of a template, where it allows them."""
-        variables: dict[str, Any] = {}
+        """Variables of a template, where it allows them. Raises ServiceError for fields that
+        contradict each other."""
+        thinks = self.thinking.type != "disabled" if self.thinking else None
+        fields = [
+            ThinkingChoice("thinking", thinks),
+            ThinkingChoice("enable_thinking", self.enable_thinking),
+            ollama_thinking(self.think),
+        ]
+        variables = thinking_variables(fields)
         if self.output_config and self.output_config.effort:
             effort = self.output_config.effort
             variables["reasoning_effort"] = "xhigh" if effort == "max" else effort
-        if self.thinking:
-            thinks = self.thinking.type != "disabled"
-            variables |= {"enable_thinking": thinks, "thinking": thinks}
         return variables
 
 
@@ -163,7 +176,7 @@ class MessagesBody(CountBody):
     """Body of /v1/messages."""
 
     model_config = ConfigDict(json_schema_extra=bounded)
-    max_tokens: int
+    max_tokens: int  # -1: what the context has room for
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = None
@@ -186,7 +199,7 @@ class MessagesBody(CountBody):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
-            max_tokens=self.max_tokens,
+            max_tokens=None if self.max_tokens == -1 else self.max_tokens,
             stop=tuple(self.stop_sequences or ()),
             structure=self.structure(),
             thinking_budget=self._thinking_budget(),
@@ -200,7 +213,9 @@ class MessagesBody(CountBody):
         name = "thinking.budget_tokens"
         if thinking.budget_tokens is None:
             raise refuse(name, f"{name} is required")
-        if thinking.budget_tokens >= self.max_tokens:
+        if thinking.budget_tokens < 1:
+            raise refuse(name, f"{name} must be at least 1, not {thinking.budget_tokens}")
+        if self.max_tokens != -1 and thinking.budget_tokens >= self.max_tokens:
             raise refuse(name, f"{name} must be less than max_tokens ({self.max_tokens})")
         return thinking.budget_tokens
 

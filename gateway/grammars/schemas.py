@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from sys import float_info
 from typing import Any
 from urllib.parse import unquote, urljoin
 
@@ -27,6 +28,14 @@ _ANNOTATIONS = frozenset(
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
+_TYPES = frozenset(("string", "number", "integer", "boolean", "array", "object", "null"))
+# Names that Python and Gemini's programs give types; None: any value.
+_OTHER_TYPES = {
+    "str": "string", "float": "number", "double": "number", "int": "integer", "long": "integer",
+    "bool": "boolean", "list": "array", "tuple": "array", "dict": "object", "any": None,
+    "file": "string", "none": "null",
+}  # fmt: skip
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _OF_TEXT = ("type", "format", "pattern", "minLength", "maxLength", "enum", "const")
 _COUNTS = frozenset(
     ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -138,6 +147,10 @@ def _binds_nothing(key: str, schema: Mapping[str, Any]) -> bool:
     if key in _OF_TYPE and isinstance(types, str | list) and _OF_TYPE[key] not in types:
         return True
     match key:
+        case "minimum" | "exclusiveMinimum":
+            return isinstance(value, float) and value <= -float_info.max
+        case "maximum" | "exclusiveMaximum":
+            return isinstance(value, float) and value >= float_info.max
         case "format":
             return not (isinstance(value, str) and value in FORMATS)
         case "uniqueItems":
@@ -181,10 +194,38 @@ def _is_any_text(schema: Any) -> bool:
 
 
 def _are_apart(options: Any, root: Mapping[str, Any]) -> bool:
-    """Whether no two schemas have a value in common because each requires another constant of the
-    same property, as the alternatives of a discriminated union do."""
+    """Whether no two schemas have a value in common: they have other types, or each requires
+    another constant of the same property, as the alternatives of a discriminated union do."""
     if not isinstance(options, list) or not options:
         return False
+    options = [_resolved(option, root) for option in options]
+    types = [_types(option) for option in options]
+    objects = [one for one, its in zip(options, types, strict=True) if its == ["object"]]
+    if len(objects) > 1 and not _have_apart_tags(objects, root):
+        return False
+    every = [one for its in types for one in its if its != ["object"]] + ["object"] * bool(objects)
+    return all(types) and len(every) == len(set(every))
+
+
+def _types(schema: Any) -> list[str]:
+    """The types of the values that match a schema, as far as it says them."""
+    types = schema.get("type") if isinstance(schema, Mapping) else None
+    found = [types] if isinstance(types, str) else types
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        return []
+    return ["number" if one == "integer" else one for one in found]
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """What a schema that is a reference refers to."""
+    for _ in range(MAX_REFS):
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
+            break
+        schema = _target(schema["$ref"], root)
+    return schema
+
+
+def _have_apart_tags(options: Sequence[Any], root: Mapping[str, Any]) -> bool:
     tags = [_constants(option, root) for option in options]
     for name in tags[0]:
         if all(name in its for its in tags):
@@ -196,10 +237,7 @@ def _are_apart(options: Any, root: Mapping[str, Any]) -> bool:
 
 def _constants(schema: Any, root: Mapping[str, Any]) -> dict[str, set[str]]:
     """The constants that a property which the schema requires may have, by its name."""
-    for _ in range(MAX_REFS):
-        if not isinstance(schema, Mapping) or "$ref" not in schema:
-            break
-        schema = _target(schema["$ref"], root)
+    schema = _resolved(schema, root)
     if not isinstance(schema, Mapping) or schema.get("type") != "object":
         return {}
     properties, required = schema.get("properties"), schema.get("required")
@@ -250,6 +288,15 @@ def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], wh
     for inner in inners:
         for key in ("pattern", "multipleOf", "$id"):
             if key in inner and why({key: inner[key]}):
+                del inner[key]
+        if isinstance(inner.get("type"), str):
+            name = inner["type"].lower()
+            inner["type"] = _OTHER_TYPES.get(name, name if name in _TYPES else inner["type"])
+            if inner["type"] is None:
+                del inner["type"]
+        bounds = {key: inner[key] for key in _BOUNDS if key in inner}
+        if bounds and why({"type": "number", **bounds}):
+            for key in bounds:
                 del inner[key]
         reference = inner.get("$ref")
         if isinstance(reference, str):

@@ -16,10 +16,10 @@ def _no_images(value: Any) -> None:
 
 
 class OllamaFunction(StrictModel):
-    """What is called; `arguments` is an object."""
+    """What is called; `arguments` is an object, or whatever the model has written."""
 
     name: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Any = None
 
 
 class OllamaCall(StrictModel):

@@ -4,7 +4,14 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+)
 
 from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
 from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, parse_body
@@ -167,12 +174,19 @@ class OllamaGeneration(NamedModel):
         return Structure("json_object", None, "format") if self.format else None
 
 
+def _with_type(tool: Any) -> Any:
+    """A tool is a function unless it has another type."""
+    return {**tool, "type": tool.get("type") or "function"} if isinstance(tool, dict) else tool
+
+
 class OllamaChatBody(OllamaGeneration):
     """Body of /api/chat."""
 
     conversation_field = "messages"
     messages: list[OllamaMessage] | None = Field(None, max_length=MAX_MESSAGES)
-    tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[Annotated[ToolBody, BeforeValidator(_with_type)]] | None = Field(
+        None, max_length=MAX_TOOLS
+    )
 
     def turns(self) -> list[dict[str, Any]]:
         return conversation(self.messages or ())

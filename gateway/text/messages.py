@@ -10,7 +10,9 @@ from pydantic_core import from_json
 from pdserve.gateway.text.errors import TextError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-REASONING = ("reasoning_content", "reasoning", "thinking", "thoughts")  # names of a thought
+REASONING = (  # names of a thought
+    "reasoning_content", "reasoning", "thinking", "thoughts", "thought", "tool_plan",
+)  # fmt: skip
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning
 VERBOSITIES = ("low", "medium", "high")  # of the answer
 

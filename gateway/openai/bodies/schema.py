@@ -1,6 +1,7 @@
 """Request bodies of the OpenAI API: strict types here, bounds in gateway/sampling.py."""
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, WithJsonSchema
@@ -318,9 +319,18 @@ class ChatBatchBody(ChatBody):
     stream_options: None = None  # not served
     prompt_logprobs: None = None  # not served
 
+    @cached_property
+    def shared_tools(self) -> ToolUse | None:
+        """Those of every chat. Raises ServiceError for a wrong tool_choice."""
+        return super().tool_use()
+
+    def tool_use(self) -> ToolUse | None:
+        return self.shared_tools
+
     def chat(self, number: int) -> ChatBody:
-        """One of the chats."""
-        return self.model_copy(update={"messages": self.messages[number]})
+        """One of the chats. Raises ServiceError for a wrong tool_choice."""
+        of_one = {"messages": self.messages[number], "shared_tools": self.shared_tools}
+        return self.model_copy(update=of_one)
 
 
 class CompletionBody(Sampling):

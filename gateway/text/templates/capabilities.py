@@ -37,11 +37,13 @@ class Capabilities:
     results: str = "tool"  # the role of the results that it shows; empty: it shows none
     text_arguments: bool = False  # takes the arguments of a call as JSON text, not as an object
     malformed_arguments: bool = False  # takes a text that is no JSON object in their place
+    parallel_calls: bool = True  # shows several of one turn
     no_content: NoContent = "empty"  # what a turn has that only calls tools
     developer: bool = False
     systems: tuple[str, ...] = ("several", "middle", "last", "result", "alone")
     reasoning: tuple[str, ...] = ALWAYS
     efforts: tuple[str, ...] = EFFORTS
+    thinking_parts: bool = False  # shows a thought as a part of the content alone
     list_roles: tuple[str, ...] = ()
     text_roles: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool")
 
@@ -65,7 +67,7 @@ class Capabilities:
 
 SYSTEM, RULE = "qzsystem", "qzrule"
 USER, ANSWER, RESULT, THOUGHT = "qzuser", "qzanswer", "qzresult", "qzthought"
-FIELD = "qzfield"
+FIELD, SECOND = "qzfield", "qzsecond"
 TOOL, CALLED, KEY, VALUE = "qztool", "qzcalled", "qzkey", "qzvalue"
 _CALL_ID = "qzcall001"  # Mistral's templates insist on nine letters and digits
 _PARAMETERS = {
@@ -93,7 +95,7 @@ _CONTENT: dict[NoContent, dict[str, Any]] = {
 
 
 class ContentForm(NamedTuple):
-    """How the content of a role may be given: as a text, as a list of parts."""
+    """How the content of a role may be given: as a text, as a list of several parts."""
 
     text: bool
     parts: bool
@@ -132,19 +134,22 @@ def probed(render: Fill, render_with_effort: FillWithEffort) -> Capabilities:
         if not forms["tool"].text:
             result = _in_list(result)
     forms["developer"] = forms["system"]
+    names = _reasoning(fill, offered, call, result)
     return Capabilities(
         tools=any(fill([user], _TOOLS) not in (None, fill([user], None)) for user in users),
         calls=any(map(_shows_call, texts.values())),
         results=results,
         text_arguments=text_arguments,
         malformed_arguments=fill([_USER, malformed, result], offered) is not None,
+        parallel_calls=_shows_several(fill, offered, call, result),
         no_content=no_content,
         developer=_knows_developer(fill, tools),
         systems=_systems(fill, tools, call, result),
-        reasoning=_reasoning(fill, offered, call, result),
+        reasoning=names or ALWAYS,
         efforts=tuple(
             one for one in EFFORTS if render_with_effort([first], tools, one) is not None
         ),
+        thinking_parts=not names and _shows_thinking_parts(fill, offered),
         list_roles=tuple(role for role, form in forms.items() if form.parts),
         text_roles=tuple(role for role, form in forms.items() if form.text),
     )
@@ -215,8 +220,11 @@ def _content_forms(fill: Fill, tools: Tools) -> dict[str, ContentForm]:
 def _content_form(
     fill: Fill, tools: Tools, before: list[Message], turn: Message, after: Sequence[Message] = ()
 ) -> ContentForm:
-    text, parts = _shown(fill, tools, before, turn, after)
-    return ContentForm(text or not parts, parts)
+    text, part = _shown(fill, tools, before, turn, after)
+    parts = part and SECOND in (
+        fill([*before, {**turn, "content": _parts(RULE, SECOND)}, *after], tools) or ""
+    )
+    return ContentForm(text or not part, parts)
 
 
 def _shown(
@@ -244,6 +252,35 @@ def _in_list(message: Message) -> Message:
     return {**message, "content": _parts(content)} if content else message
 
 
+def _shows_several(fill: Fill, tools: Tools, call: Message, result: Message) -> bool:
+    """Whether it shows each call of a turn and its result, or not even those of turns with one."""
+    first, second = (_copied(call, number) for number in "12")
+    both = {**first, "tool_calls": [*first["tool_calls"], *second["tool_calls"]]}
+    results = [_copied(result, number) for number in "12"]
+    words = [f"{word}{number}" for word in (VALUE, RESULT) for number in "12"]
+    one_by_one = [_USER, first, results[0], second, results[1]]
+    together, apart = (
+        all(word in text for word in words)
+        for text in (fill([_USER, both, *results], tools) or "", fill(one_by_one, tools) or "")
+    )
+    return together or not apart
+
+
+def _copied(message: Message, number: str) -> Any:
+    """A message whose words of calls and results end in a number."""
+    text = json.dumps(message)
+    for word in (VALUE, RESULT):
+        text = text.replace(word, word + number)
+    return json.loads(text.replace(_CALL_ID, _CALL_ID[:-1] + number))
+
+
+def _shows_thinking_parts(fill: Fill, tools: Tools) -> bool:
+    """Whether it shows a thought that is a part of the content."""
+    thought = {"type": "thinking", "thinking": THOUGHT, FIELD: FIELD}
+    text = fill([_USER, {**_ANSWER, "content": [thought, *_parts(ANSWER)]}, _USER], tools) or ""
+    return THOUGHT in text and ANSWER in text and FIELD not in text
+
+
 def _knows_developer(fill: Fill, tools: Tools) -> bool:
     """Whether it does something else with the role than with one that does not exist."""
     known = fill([{"role": "developer", "content": RULE}, _USER], tools) or ""
@@ -269,7 +306,7 @@ def _systems(fill: Fill, tools: Tools, call: Message, result: Message) -> tuple[
 
 
 def _reasoning(fill: Fill, tools: Tools, call: Message, result: Message) -> tuple[str, ...]:
-    """The names that a thought has to have."""
+    """The names that a thought has to have; empty if it is shown under none."""
 
     def shown(name: str) -> bool:
         more = {name: THOUGHT}
@@ -278,4 +315,5 @@ def _reasoning(fill: Fill, tools: Tools, call: Message, result: Message) -> tupl
 
     if any(map(shown, ALWAYS)):
         return ALWAYS
-    return (*ALWAYS, *(name for name in REASONING if name not in ALWAYS and shown(name)))
+    others = [name for name in REASONING if name not in ALWAYS and shown(name)]
+    return (*ALWAYS, *others) if others else ()

@@ -47,6 +47,7 @@ from pdserve.gateway.text.templates.turns import (
     shaped,
     text_of,
     with_known_systems,
+    with_single_calls,
     with_texts,
 )
 from pdserve.gateway.text.tokenizer import Rendered, Tokenizer
@@ -141,6 +142,8 @@ class ChatTemplate:
                 calls=not can.calls,
                 results=not (can.tools and can.results),
             )
+        elif uses_tools and not can.parallel_calls:
+            messages = with_single_calls(messages)
         return self._rendered(request, Conversation(messages, request.tools or None))
 
     def _with_plain_tools(
@@ -206,7 +209,7 @@ class ChatTemplate:
         except MemoryError:
             raise
         except RecursionError:
-            raise TextError("the messages are nested too deeply", field) from None
+            raise _Refusal("the messages are nested too deeply", field) from None
         except Exception as error:  # whatever Python raises for values the template did not expect
             raise _Refusal(f"the chat template fails on them: {error}", field) from None
         if request.continue_final_message:

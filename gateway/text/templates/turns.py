@@ -1,7 +1,7 @@
 """Messages and tools in the forms that a chat template can render; pure."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 from pdserve.gateway.text.messages import CallArguments, content_text
@@ -30,7 +30,10 @@ def shaped(message: Message, can: Capabilities) -> dict[str, Any]:
     if "tool_calls" in made:
         made["tool_calls"] = [_call(call, can) for call in made["tool_calls"]]
     if "reasoning_content" in made:
-        made |= dict.fromkeys(can.reasoning, made["reasoning_content"])
+        thought = made["reasoning_content"]
+        made |= dict.fromkeys(can.reasoning, thought)
+        if can.thinking_parts and thought:
+            made["content"] = _thought_first(thought, made.get("content"))
     return made
 
 
@@ -48,14 +51,14 @@ def text_of(message: Message) -> str:
 
 def alternatives(first: Conversation) -> list[list[Conversation]]:
     """Conversations with the same content for a template that refuses the first one, grouped by how
-    much they change, least first; 11 at most."""
+    much they change, least first; 15 at most."""
     groups: list[list[Conversation]] = []
     made = [first]
     changes = [change for change in _CHANGES if change(first) != first]
     for count in range(1, len(changes) + 1):
         group = []
         for chosen in combinations(changes, count):
-            if _system_first in chosen and _rules_joined in chosen:
+            if sum(change in _ORDERS for change in chosen) > 1:
                 continue
             conversation = first
             for change in chosen:
@@ -66,6 +69,27 @@ def alternatives(first: Conversation) -> list[list[Conversation]]:
         if group:
             groups.append(group)
     return groups
+
+
+def with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages with one call a turn, each before its results."""
+    turns: list[list[dict[str, Any]]] = []  # each with the results that belong to it
+    places: dict[str, list[dict[str, Any]]] = {}  # of the last turn's calls, by their ids
+    for message in messages:
+        if message["role"] == "tool":
+            place = places.get(str(message.get("tool_call_id")), turns[-1] if turns else None)
+            if place is not None:
+                place.append(dict(message))
+                continue
+        calls = message.get("tool_calls", ())
+        places = {}
+        turns.append([dict(message)])
+        for number, call in enumerate(calls):
+            if number:
+                turns.append([{"role": message["role"]}])
+            turns[-1][0]["tool_calls"] = [call]
+            places[str(call.get("id"))] = turns[-1]
+    return list(chain.from_iterable(turns))
 
 
 def with_known_systems(
@@ -101,11 +125,18 @@ def _num_leading(messages: Sequence[Message]) -> int:
 
 
 def _content(content: Any, role: str, can: Capabilities) -> Any:
-    if isinstance(content, str):
-        if role in can.text_roles:
+    if not isinstance(content, str):
+        if role in can.list_roles:
             return content
-        return [{"type": "text", "text": content}]
-    return content if role in can.list_roles else content_text(content, "")
+        content = content_text(content, "")
+    return content if role in can.text_roles else [{"type": "text", "text": content}]
+
+
+def _thought_first(thought: str, content: Any) -> list[dict[str, Any]]:
+    """A content as parts, the first of which is a thought."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}] if content else []
+    return [{"type": "thinking", "thinking": thought}, *(content or ())]
 
 
 def _call(call: Message, can: Capabilities) -> dict[str, Any]:
@@ -147,6 +178,42 @@ def _rules_joined(given: Conversation) -> Conversation:
     return given._replace(messages=turns)
 
 
+def _alternating(given: Conversation) -> Conversation:
+    """As `_rules_joined`, for templates that refuse turns of one role side by side, turns of the
+    user beside results, empty answers, an answer before the first question, or rules alone."""
+    *before, last = _rules_joined(given).messages
+    if last["role"] in _RULES:
+        last = {**last, "role": "user"}
+    kept = [m for m in before if m["role"] != "assistant" or "tool_calls" in m or text_of(m)]
+    groups: list[list[Message]] = []  # each is one turn
+    waiting: list[Message] = []  # for the results of calls before them
+    for message in [*kept, last]:
+        if message["role"] == "user" and groups and "tool_calls" in groups[-1][0]:
+            waiting.append(message)
+            continue
+        if message["role"] != "tool":
+            _group(groups, waiting)
+            waiting = []
+        _group(groups, [message])
+    _group(groups, waiting)
+    turns = [_joined(group) if group[1:] else dict(group[0]) for group in groups]
+    return given._replace(messages=turns)
+
+
+def _group(groups: list[list[Message]], messages: Sequence[Message]) -> None:
+    """Adds messages to the last group where roles alternate, or as groups, with an empty question
+    before an answer that comes first."""
+    for message in messages:
+        role, before = message["role"], groups[-1][0] if groups else {"role": "system"}
+        joins = {"user": ("user", "tool"), "assistant": ("assistant",)}.get(role, ())
+        if before["role"] in joins and "tool_calls" not in {**before, **message}:
+            groups[-1].append(message)
+            continue
+        if role == "assistant" and before["role"] in _RULES:
+            groups.append([{"role": "user", "content": ""}])
+        groups.append([message])
+
+
 def _one_thought(given: Conversation) -> Conversation:
     """What is said beside calls as part of the thought, where there is one."""
     messages = []
@@ -175,23 +242,43 @@ def _whole_tool(tool: Message) -> dict[str, Any]:
 
 def _whole_schema(schema: Message) -> dict[str, Any]:
     """Of an object."""
-    properties = schema.get("properties")
-    whole = {
-        name: {"description": "", **({} if _has_type(held) else {"type": "string"}), **held}
-        if isinstance(held, Mapping)
-        else {"type": "string", "description": ""}
-        for name, held in (properties if isinstance(properties, Mapping) else {}).items()
-    }
-    return {"type": "object", "required": [], **schema, "properties": whole}
+    return {"type": "object", "required": [], "properties": {}, **_whole_value(schema)}
+
+
+def _whole_value(schema: Message) -> dict[str, Any]:
+    """A schema without nulls, whose types and items are one each and whose objects say what other
+    properties they may have."""
+    whole = {key: value for key, value in schema.items() if value is not None or key == "default"}
+    types = whole.get("type")
+    if isinstance(types, list):
+        known = [one for one in types if one != "null"]
+        whole["type"] = known[0] if known else "string"
+    if isinstance(whole.get("items"), list):
+        whole["items"] = {"anyOf": whole["items"]}
+    if isinstance(whole.get("items"), Mapping):
+        whole["items"] = _whole_value(whole["items"])
+    if isinstance(properties := whole.get("properties"), Mapping):
+        whole["properties"] = {name: _whole_property(one) for name, one in properties.items()}
+    return whole
+
+
+def _whole_property(schema: Any) -> dict[str, Any]:
+    whole = _whole_value(schema) if isinstance(schema, Mapping) else {}
+    more: dict[str, Any] = {"description": ""}
+    if not _has_type(whole):
+        more["type"] = "string"
+    elif whole.get("type") == "object":
+        more["additionalProperties"] = {"type": "string"}
+    return {**more, **whole}
 
 
 def _has_type(schema: Message) -> bool:
     return any(key in schema for key in ("type", "anyOf", "oneOf", "allOf", "$ref", "enum"))
 
 
+_ORDERS = (_system_first, _rules_joined, _alternating)  # one of them at most
 _CHANGES: tuple[Callable[[Conversation], Conversation], ...] = (
     _whole_tools,
     _one_thought,
-    _system_first,
-    _rules_joined,
+    *_ORDERS,
 )

@@ -70,6 +70,38 @@ async def test_values_that_ask_for_nothing_are_taken(make_http, url):
         assert reply.status_code == 200, reply.json()
 
 
+async def test_values_of_other_servers_that_say_the_same_are_taken(make_http, subtests):
+    router = FakeRouter(saying("x"))
+    client = make_http(router)
+    for fields in (
+        {"min_p": 0.0, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+        {"response_format": {"type": "text"}},
+        {"thinking": {"type": "disabled", "budget_tokens": 0}},
+        {"max_tokens": -1},
+    ):
+        with subtests.test(fields=fields):
+            reply = await client.post(URL, json={**ASKED, **fields})
+            assert reply.status_code == 200, reply.json()
+    assert router.starts[0].params.max_tokens == 9
+    assert router.starts[-1].params.max_tokens == 0  # what is left of the context
+
+
+async def test_whether_the_model_thinks_has_other_names_too(make_http, subtests):
+    template = "{{ messages[0].content }} {{ enable_thinking }}"
+    router = ToolModel("x", template=template)
+    client = make_http(router)
+    for name in ("thinking", "enable_thinking", "think"):
+        for value in (True, False):
+            with subtests.test(name=name, value=value):
+                for url in (URL, COUNT):
+                    reply = await client.post(url, json={**BODIES[url][0], name: value})
+                    assert reply.status_code == 200, reply.json()
+                assert router.prompt(-1) == f"hi {value}"
+    contrary = {**ASKED, "think": True, "thinking": {"type": "disabled"}}
+    message = check(await client.post(URL, json=contrary), 400)
+    assert message == "think contradicts thinking"
+
+
 # Anthropic's own, as its client lists them, betas too.
 ANTHROPIC = (
     "betas", "billing_policy", "cache_control", "compaction", "container", "context_management",

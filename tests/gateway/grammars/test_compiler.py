@@ -168,6 +168,13 @@ LENIENT = [
      ['{"a": null, "b": null, "c": null, "d": 1}'], ['{"a": 1}', '{"b": 1}', '{"c": 1}']),
     ({"$id": ["x"], "type": "object", "properties": {
         "a": {"$id": {}, "pattern": "(?=a)", "type": "string"}}}, ['{"a": "b"}'], ['{"a": 1}']),
+    *(({"type": "object", "properties": {"a": {"type": name}}}, [f'{{"a": {right}}}'],
+       [f'{{"a": {wrong}}}'])
+      for name, right, wrong in (
+          ("STRING", '"x"', "1"), ("str", '"x"', "1"), ("float", "1.5", '"x"'), ("int", "1", "1.5"),
+          ("bool", "true", "1"), ("dict", '{"x": 1}', "1"), ("list", "[1]", "1"),
+          ("any", "[1]", "x"))),
+    ({"type": "number", "minimum": 0.5, "maximum": 1e300}, ["7"], ["null"]),
 ]  # fmt: skip
 
 
@@ -229,6 +236,12 @@ NOTHING_MORE = [
     ({"discriminator": {"propertyName": "kind"}, "$defs": {"Cat": CAT, "Dog": DOG},
       "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]}, ['{"kind": "dog"}'],
      ['{"kind": "cow"}']),
+    ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+     ["7"], ["null"]),  # zod's z.float64()
+    ({"$defs": {"C[x]": CAT, "Dog": DOG}, "oneOf": [
+        {"type": "null"}, {"$ref": "#/$defs/C%5Bx%5D"}, {"$ref": "#/$defs/Dog"},
+        {"type": "integer"}]},
+     ["null", '{"kind": "cat"}', "1"], ['{"kind": "cow"}', '"x"']),
 ]  # fmt: skip
 
 

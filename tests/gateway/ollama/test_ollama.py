@@ -503,3 +503,24 @@ async def test_a_stream_that_fails_ends_with_an_error_line(make_http):
     assert found[0]["message"]["content"] == "hello"
     assert found[-1].keys() == {"error"}
     assert "secret" not in found[-1]["error"]
+
+
+async def test_what_clients_leave_out_or_write_as_text(make_http, subtests):
+    """A tool without a type, and arguments that are a text, null, absent or no JSON."""
+    router = ToolModel("warm")
+    http = make_http(router)
+    tool = {"function": WEATHER["function"]}
+    for given, shown in (
+        ({"arguments": '{"place": "Rome"}'}, '{"place": "Rome"}'),
+        ({"arguments": None}, "{}"),
+        ({}, "{}"),
+        ({"arguments": "{'place'"}, "\"{'place'\""),
+    ):
+        call = {"function": {"name": "weather", **given}}
+        turns = [*HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+        with subtests.test(given=given):
+            reply = await http.post("/api/chat", json={**BODY, "messages": turns, "tools": [tool]})
+            assert lines(reply)[-1]["done"]
+            prompt = router.prompt(-1)
+            assert prompt.startswith("tools: weather")
+            assert f'"arguments": {shown}' in prompt

@@ -182,6 +182,19 @@ async def test_a_batch_of_chats(make_http):
     assert "-" not in answer["id"].removeprefix("chatcmpl-")
 
 
+async def test_a_batch_logs_once_what_it_leaves_out(make_http, caplog):
+    router = ToolModel("x")
+    function = {"type": "function", "function": {"name": "f"}}
+    body = {**ASKED, "messages": [HI, HI, HI], "tools": [{"type": "web_search"}, function]}
+    with caplog.at_level("INFO"):
+        reply = await make_http(router).post(f"{CHAT}/batch", json=body)
+    assert reply.status_code == 200, reply.json()
+    assert [router.prompt(number)[:8] for number in range(3)] == ["tools: f"] * 3
+    assert caplog.text.count("'web_search'") == 1
+    wrong = await make_http(router).post(f"{CHAT}/batch", json={**body, "tool_choice": "some"})
+    assert wrong.status_code == 400
+
+
 async def test_a_batch_fails_as_a_whole(make_http):
     async def play(router: FakeRouter, start: pb.Start) -> Any:
         yield placed(start)

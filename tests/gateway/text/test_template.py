@@ -515,3 +515,140 @@ def test_rules_in_their_places(tokenizer: Tokenizer, subtests: pytest.Subtests) 
                 template = ChatTemplate(source, tokenizer)
                 template.capabilities = replace(template.capabilities, calls=True)
                 assert template.render(TemplateInput(turns)).text == expected
+
+
+def test_turns_in_orders_that_a_template_refuses(
+    tokenizer: Tokenizer, subtests: pytest.Subtests
+) -> None:
+    """Roles alternate, as in Mistral's and Gemma's; calls and results lie between them."""
+    source = """
+{%- set ns = namespace(n=0) %}
+{%- for m in messages %}
+{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+{%- if (m.role == 'user') != (ns.n % 2 == 0) or (m.role == 'assistant' and not m.content) %}
+{{- raise_exception('alternate') }}{%- endif %}{%- set ns.n = ns.n + 1 %}{%- endif %}
+{%- if m.role == 'tool' and messages[loop.index0 - 1].role not in ('assistant', 'tool') %}
+{{- raise_exception('no call') }}{%- endif %}
+{{- m.role[0] ~ ':' ~ (m.content or '') }}
+{%- for c in m.tool_calls or [] %}{{- c.function.arguments | tojson }}{%- endfor %};
+{%- endfor %}
+{%- if not ns.n %}{{- raise_exception('no question') }}{%- endif %}"""
+    template = ChatTemplate(source, tokenizer)
+    rule = {"role": "system", "content": "r"}
+    called = {"role": "assistant", "content": None, "tool_calls": [call("f", "{}")]}
+    result = {"role": "tool", "content": "3", "tool_call_id": "1"}
+    for turns, expected in (
+        ([user("q"), user("p")], "u:q\n\np;"),
+        ([rule, user("q"), assistant("a"), assistant("b"), user("p")], "s:r;u:q;a:a\n\nb;u:p;"),
+        ([user("q"), assistant(""), user("p")], "u:q\n\np;"),
+        ([rule, assistant("a"), user("q")], "s:r;u:;a:a;u:q;"),
+        ([rule, called, result], "s:r;u:;a:{};t:3;"),
+        ([user("q"), called, result, user("p")], "u:q;a:{};t:3\n\np;"),
+        ([user("q"), called, user("p"), result], "u:q;a:{};t:3\n\np;"),
+        ([user("q"), called, rule, result, assistant("a")], "u:q;a:{};t:3\n\nr;a:a;"),
+        ([rule, rule], "u:r\n\nr;"),
+    ):
+        with subtests.test(expected=expected):
+            text = template.render(TemplateInput(turns)).text
+            assert text == expected
+
+
+def test_a_template_that_shows_one_call_a_turn(
+    tokenizer: Tokenizer, subtests: pytest.Subtests
+) -> None:
+    """One like Llama 3's refuses several, one like gpt-oss' shows the first alone."""
+    source = """
+{%- for m in messages %}
+{%- if m.tool_calls and REFUSED %}{{- raise_exception('single') }}{%- endif %}
+{{- m.role[0] ~ ':' ~ m.content }}
+{%- if m.tool_calls %}{{- '[' ~ m.tool_calls[0].function.arguments | tojson ~ ']' }}{%- endif %};
+{%- endfor %}"""
+    calls = [{**call("f", f'{{"a": {id_}}}'), "id": id_} for id_ in "123"]
+    results = [{"role": "tool", "content": f"r{id_}", "tool_call_id": id_} for id_ in "2139"]
+    turns = [
+        user("q"),
+        {"role": "assistant", "content": "c", "tool_calls": calls},
+        *results,
+        assistant("a"),
+        user("p"),
+    ]
+    for refused in ("m.tool_calls | length > 1", "false"):
+        with subtests.test(refused=refused):
+            template = ChatTemplate(source.replace("REFUSED", refused), tokenizer)
+            assert not template.capabilities.parallel_calls
+            assert template.render(TemplateInput(turns)).text == (
+                'u:q;a:c[{"a": 1}];t:r1;a:[{"a": 2}];t:r2;a:[{"a": 3}];t:r3;t:r9;a:a;u:p;'
+            )
+    template = ChatTemplate(CALLS.replace("WRITTEN", "{{ c.function | tojson }}"), tokenizer)
+    assert template.capabilities.parallel_calls
+
+
+def test_schemas_that_a_template_cannot_write(
+    tokenizer: Tokenizer, subtests: pytest.Subtests
+) -> None:
+    """As Command R's and Hermes': a type is one text, an object says what other properties it has,
+    items are a schema, descriptions and lists of required properties are not null."""
+    source = """
+{%- macro type(s) %}
+{%- if s.type in ('string', 'integer') %}{{- s.type }}
+{%- elif s.type == 'array' %}{{- 'list of ' + type(s['items']) }}
+{%- elif s.type == 'object' %}{{- 'dict of ' + type(s.additionalProperties) }}
+{%- elif s.type is iterable %}{%- for t in s.type %}{{- type({'type': t}) }}{%- endfor %}
+{%- else %}any{%- endif %}
+{%- endmacro %}
+{%- for t in tools or [] %}
+{%- for name, s in t.function.parameters.properties.items() %}
+{{- name + ': ' + type(s) + ' ' + s.description.strip() }}
+{%- if name in t.function.parameters.required %}!{%- endif %};
+{%- endfor %}{%- endfor %}{{- messages[-1].content }}"""
+    template = ChatTemplate(source, tokenizer)
+    for schema, expected in (
+        ({"type": ["string", "null"], "description": "d"}, "x: string d;"),
+        ({"type": "object", "properties": {"y": {"type": "integer"}}}, "x: dict of string ;"),
+        ({"type": "array", "items": {"type": ["integer", "null"]}}, "x: list of integer ;"),
+        ({"type": "array", "items": [{"type": "string"}]}, "x: list of  ;"),
+        ({"type": "string", "description": None, "default": None}, "x: string ;"),
+        (True, "x: string ;"),
+    ):
+        parameters = {"type": "object", "properties": {"x": schema}, "required": None}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        with subtests.test(schema=schema):
+            text = template.render(TemplateInput([user("q")], tools=[tool])).text
+            assert text == expected + "q"
+
+
+def test_a_template_that_reads_the_first_part_alone(tokenizer: Tokenizer) -> None:
+    """As MiniMax-Text-01's."""
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.content[0]['text'] + ';' }}{% endfor %}", tokenizer
+    )
+    parts = [{"type": "text", "text": text} for text in ("a", "b")]
+    for content, expected in ((parts, "a\nb;"), (parts[:1], "a;"), ("c", "c;")):
+        assert template.render(TemplateInput([user(content)])).text == expected
+
+
+def test_a_thought_as_a_part_of_the_content(tokenizer: Tokenizer) -> None:
+    """As Ministral's template reads it, which knows no name of a thought."""
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text if p.type == 'text' else '(' + p.thinking + ')' }}"
+        "{% endfor %}{% endif %}{% for c in m.tool_calls or [] %}[{{ c.function.arguments | tojson "
+        "}}]{% endfor %};{% endfor %}",
+        tokenizer,
+    )
+    assert template.capabilities.thinking_parts
+    called = {"role": "assistant", "content": None, "tool_calls": [call("f", "{}")]}
+    said = [{"type": "text", "text": "b"}]
+    turns = [
+        user("q"),
+        {**assistant("a"), "reasoning": "hm"},
+        {**called, "reasoning_content": "so"},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+        {"role": "assistant", "content": said, "thinking": "oh"},
+        {**assistant("c"), "reasoning": ""},
+        {**assistant("d"), "reasoning": "ah"},
+    ]
+    expected = "q;(hm)a;(so)[{}];3;(oh)b;c;"
+    assert template.render(TemplateInput(turns)).text == expected + "(ah)d;"
+    opened = TemplateInput(turns, add_generation_prompt=False, continue_final_message=True)
+    assert template.render(opened).text == expected + "(ah)d"
