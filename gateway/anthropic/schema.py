@@ -16,6 +16,7 @@ from pdserve.gateway.anthropic.conversation import conversation
 from pdserve.gateway.anthropic.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.anthropic.fields import LEFT_OUT as LEFT_OUT_FIELDS
 from pdserve.gateway.anthropic.members import ROLES, THINKING, TOOL_CHOICES, TOOLS
+from pdserve.gateway.http.thinking import Think, ThinkingChoice, ollama_thinking, thinking_variables
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
     ArgumentSchema,
@@ -28,8 +29,6 @@ from pdserve.gateway.http.validation import (
     first_error,
     parse_body,
 )
-from pdserve.gateway.openai.bodies.thinking import Think, ollama_thinking, thinking_variables
-from pdserve.gateway.openai.bodies.thinking import Thinking as ThinkingChoice
 from pdserve.gateway.requests.members import LEFT_OUT, Fate, note
 from pdserve.gateway.requests.sampling import RequestedSampling
 from pdserve.gateway.requests.structure import Structure

@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from pdserve.engine.api.sampling_bounds import BOUNDS, MAX_ENTRIES, MAX_STOP_CHARS
+from pdserve.gateway.http.thinking import Think, ollama_thinking, thinking_variables
 from pdserve.gateway.http.validation import MAX_TOOLS, StrictModel, parse_body
 from pdserve.gateway.ollama.conversation import OllamaMessage, conversation
 from pdserve.gateway.ollama.fields import (
@@ -24,7 +25,6 @@ from pdserve.gateway.ollama.fields import (
     REFUSED_OPTIONS,
 )
 from pdserve.gateway.openai.bodies.schema import MAX_MESSAGES
-from pdserve.gateway.openai.bodies.thinking import Think, ollama_thinking, thinking_variables
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
 from pdserve.gateway.openai.embeddings import MAX_INPUTS, EmbeddingBody
 from pdserve.gateway.requests.completions import ChatCompletionRequest, TextCompletionRequest

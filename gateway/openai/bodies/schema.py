@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, WithJsonSchema
 
+from pdserve.gateway.http.thinking import ReasoningBody, ThinkingChoice, ThinkingFields
 from pdserve.gateway.http.validation import MAX_TOOLS, ModelName, TokenLimit
 from pdserve.gateway.openai.bodies import described, members
 from pdserve.gateway.openai.bodies.body import Body, parse
 from pdserve.gateway.openai.bodies.sampling import Sampling
 from pdserve.gateway.openai.bodies.structure import StructureFields
-from pdserve.gateway.openai.bodies.thinking import ReasoningBody, Thinking, ThinkingFields
 from pdserve.gateway.openai.bodies.tools import ToolBody, tool_use
 from pdserve.gateway.openai.custom_input import custom_arguments
 from pdserve.gateway.requests.completions import ChatCompletionRequest
@@ -236,15 +236,15 @@ class ConversationBody(ThinkingFields, Body):
                 suggested=variables,
             )
 
-    def _thinking_fields(self) -> Iterator[Thinking]:
+    def _thinking_fields(self) -> Iterator[ThinkingChoice]:
         yield from super()._thinking_fields()
         if self.reasoning_effort is not None:
-            yield Thinking("reasoning_effort", effort=self.reasoning_effort)
+            yield ThinkingChoice("reasoning_effort", effort=self.reasoning_effort)
         if (reasoning := self.reasoning) is not None:
             enabled = reasoning.enabled
             if enabled is None and reasoning.max_tokens is not None:
                 enabled = True
-            yield Thinking("reasoning", enabled, reasoning.effort, reasoning.max_tokens)
+            yield ThinkingChoice("reasoning", enabled, reasoning.effort, reasoning.max_tokens)
 
 
 class ChatBody(ConversationBody, Sampling):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic_core import to_json
 
+from pdserve.gateway.http.thinking import ThinkingChoice, ThinkingFields, thinking_variables
 from pdserve.gateway.http.validation import (
     MAX_TOOLS,
     ModelName,
@@ -18,7 +19,6 @@ from pdserve.gateway.http.validation import (
 )
 from pdserve.gateway.openai.bodies.sampling import PENALTIES
 from pdserve.gateway.openai.bodies.schema import TemplateKwargs
-from pdserve.gateway.openai.bodies.thinking import Thinking, ThinkingFields, thinking_variables
 from pdserve.gateway.openai.responses.fields import IGNORED, INSTEAD, REFUSED
 from pdserve.gateway.requests.caller import MAX_SESSION
 from pdserve.gateway.requests.sampling import RequestedSampling
@@ -104,9 +104,9 @@ class InputTokensBody(ThinkingFields):
         ]
         return thinking_variables(fields) | suggested_variables(None, verbosity)
 
-    def _thinking_fields(self) -> Iterator[Thinking]:
+    def _thinking_fields(self) -> Iterator[ThinkingChoice]:
         yield from super()._thinking_fields()
-        yield Thinking("reasoning", effort=self.effort)
+        yield ThinkingChoice("reasoning", effort=self.effort)
 
     def structure(self) -> Structure | None:
         """Raises ServiceError for a schema that is missing."""

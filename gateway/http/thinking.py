@@ -32,7 +32,7 @@ class ReasoningBody(StrictModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class ThinkingChoice:
     """What one field asks for; None: it does not say."""
 
     field: str
@@ -59,14 +59,14 @@ Think = Annotated[
 ]
 
 
-def ollama_thinking(think: Think) -> Thinking:
+def ollama_thinking(think: Think) -> ThinkingChoice:
     """What Ollama's `think` asks for: a level is an effort."""
     if isinstance(think, str):
-        return Thinking("think", True, think)
-    return Thinking("think", think)
+        return ThinkingChoice("think", True, think)
+    return ThinkingChoice("think", think)
 
 
-def thinking_variables(fields: Iterable[Thinking]) -> dict[str, Any]:
+def thinking_variables(fields: Iterable[ThinkingChoice]) -> dict[str, Any]:
     """Variables of a template. Raises ServiceError for fields that contradict each other."""
     variables: dict[str, Any] = {}
     sources: dict[str, str] = {}  # the fields that set them
@@ -113,14 +113,14 @@ class ThinkingFields(StrictModel):
             if field.budget is not None
         }  # fmt: skip
 
-    def _thinking_fields(self) -> Iterator[Thinking]:
+    def _thinking_fields(self) -> Iterator[ThinkingChoice]:
         if self.enable_thinking is not None:
-            yield Thinking("enable_thinking", self.enable_thinking)
+            yield ThinkingChoice("enable_thinking", self.enable_thinking)
         yield ollama_thinking(self.think)
         if isinstance(self.thinking, ThinkingBody):
             enabled = self.thinking.type != "disabled"
             budget = self.thinking.budget_tokens if enabled else None
             budget = None if budget == -1 else budget
-            yield Thinking("thinking", enabled, budget=budget)
+            yield ThinkingChoice("thinking", enabled, budget=budget)
         elif self.thinking is not None:
-            yield Thinking("thinking", self.thinking)
+            yield ThinkingChoice("thinking", self.thinking)
