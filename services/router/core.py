@@ -23,7 +23,6 @@ from pdserve.services.router.fleet.fleet import Fleet, Worker
 from pdserve.services.router.fleet.prefix_index import CAPACITY
 from pdserve.services.router.fleet.worker_sessions import Event, WorkerSessions
 from pdserve.services.router.placement.policy import Rules
-from pdserve.services.router.placement.waiting import Pool
 from pdserve.services.router.requests.effects import Client
 from pdserve.services.router.requests.placer import AskedPrompt, PickedHost
 
@@ -227,7 +226,7 @@ class RouterCore:
         workers = self.fleet.workers.values()
         return any(w.hello.role == fleet_pb2.DECODE and w.host in hosts for w in workers)
 
-    def refuses(self, pool: Pool, tenant: bytes) -> bool:
+    def refuses(self, pool: tuple[str, str], tenant: bytes) -> bool:
         """Whether a new request would be refused because too many wait."""
         return self.dispatcher.placer.refuses(pool, tenant, self._loop.time())
 

@@ -378,7 +378,7 @@ class Dispatcher:
             what = "weights that began this answer"
             if not request.state.begun:
                 what = "tokenizer of its prompt"
-                if request.pool.min_protocol and not self.placer.is_unread(request):
+                if request.min_protocol and not self.placer.is_unread(request):
                     what = "release that its parameters need"
             text = f"no worker is left with the {what}"
             error = ServiceError(pb.UNAVAILABLE, text, "", 1.0)

@@ -29,7 +29,6 @@ from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.host.tenants.rate_limits import RateLimits
 from pdserve.services.host.tracing import NO_TRACER, Tracer, context_of
 from pdserve.services.router.core import RouterCore
-from pdserve.services.router.placement.waiting import Pool
 from pdserve.services.router.requests.placer import AskedPrompt
 from pdserve.services.router.settings import RouterSettings
 
@@ -248,7 +247,7 @@ class RouterService(RouterServicer):
             await abort(context, ServiceError(pb.UNAVAILABLE, "the router is shutting down"))
         if not request.prompt_ids:
             await abort(context, ServiceError(pb.INVALID_ARGUMENT, "no prompt", "prompt_ids"))
-        if self._core.refuses(Pool(request.model, request.tokenizer), request.tenant):
+        if self._core.refuses((request.model, request.tokenizer), request.tenant):
             return rpc.PickReply(overloaded=True)
         hosts, ids = frozenset(request.hosts), list(request.prompt_ids)
         salt, tokenizer = request.cache_salt, request.tokenizer

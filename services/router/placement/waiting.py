@@ -7,7 +7,7 @@ import heapq
 import sys
 from collections.abc import Iterator
 from enum import Enum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from pdserve.services.host.tenants.fairness import FairQueue, FairShare
 
@@ -20,14 +20,6 @@ class WaitReason(Enum):
     COMPATIBLE_WORKER = "compatible worker"  # none may go on with what it has generated
 
 
-class Pool(NamedTuple):
-    """The workers that a request may wait for."""
-
-    model: str
-    tokenizer: str = ""  # that made its ids; empty: not known, any worker's will do
-    min_protocol: int = 0  # below which a worker does not understand its parameters
-
-
 class WaitingRequest(Protocol):
     """What the queue needs to know of a request."""
 
@@ -37,8 +29,8 @@ class WaitingRequest(Protocol):
         requests the one with the lowest comes first."""
 
     @property
-    def pool(self) -> Pool:
-        """The workers it waits for."""
+    def pool(self) -> tuple[str, str]:
+        """The model and the tokenizer whose workers it waits for."""
 
     @property
     def tenant(self) -> bytes:
@@ -47,7 +39,7 @@ class WaitingRequest(Protocol):
 
 R = TypeVar("R", bound=WaitingRequest)
 _Entry = tuple[tuple[int, int], R]
-_Line = tuple[WaitReason, Pool, bytes]  # why, for which pool, and whose they are
+_Line = tuple[WaitReason, tuple[str, str], bytes]  # why, for which pool, and whose they are
 
 
 class WaitingQueue(Generic[R]):
@@ -75,11 +67,11 @@ class WaitingQueue(Generic[R]):
         return sum(len(line) for (why, *_), line in self._lines.items() if why is reason)
 
     @property
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[tuple[str, str]]:
         """Those whose turn somebody waits for."""
         return list(dict.fromkeys(p for why, p, _ in self._lines if why is WaitReason.TURN))
 
-    def head(self, pool: Pool) -> R | None:
+    def head(self, pool: tuple[str, str]) -> R | None:
         """The request whose turn is next."""
         for (why, of, _), line in self._lines.items():
             if why is WaitReason.TURN and of == pool:

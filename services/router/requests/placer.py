@@ -21,7 +21,7 @@ from pdserve.services.router.placement.picks import PickedPrompts, prompt_key
 from pdserve.services.router.placement.policy import PromptFacts, Rules, decide, decode_costs
 from pdserve.services.router.placement.promised_chains import PromisedChains
 from pdserve.services.router.placement.recompute_budget import RecomputeBudget
-from pdserve.services.router.placement.waiting import Pool, WaitingQueue, WaitReason
+from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
 from pdserve.services.router.requests import actions as do
 from pdserve.services.router.requests import events as on
 from pdserve.services.router.requests.effects import Assignment
@@ -74,7 +74,7 @@ class Placer:
         if request.state.begun:
             self._compute_again(request, now)
             return
-        workers = self._in_time(request, now) if self._is_first(request, now) else []
+        workers = self._in_time(request, now) if self._is_first(request) else []
         if not workers or not self._begin(request, workers, now):
             self._wait(request, WaitReason.TURN, now)
 
@@ -92,18 +92,16 @@ class Placer:
 
     def can_begin(self, request: RoutedRequest, now: float) -> bool:
         """Whether it is its turn and a worker may take it."""
-        return self._is_first(request, now) and bool(self._in_time(request, now))
+        return self._is_first(request) and bool(self._in_time(request, now))
 
-    def _is_first(self, request: RoutedRequest, now: float) -> bool:
+    def _is_first(self, request: RoutedRequest) -> bool:
         """Whether nobody who waits for a turn at workers that may take it comes before it."""
-        own = request.pool
+        model, tokenizer = request.pool
         for pool in self.waiting.pools:
-            same = "" in (pool.tokenizer, own.tokenizer) or pool.tokenizer == own.tokenizer
-            head = self.waiting.head(pool) if same and pool.model == own.model else None
+            same = pool[0] == model and ("" in (pool[1], tokenizer) or pool[1] == tokenizer)
+            head = self.waiting.head(pool) if same else None
             if head is None or head is request:
                 continue
-            if pool.min_protocol > own.min_protocol and not self._in_time(head, now):
-                continue  # the workers that understand it are busy: it waits for those alone
             if head.tenant != request.tenant or head.rank < request.rank:
                 return False
         return True
@@ -123,10 +121,9 @@ class Placer:
 
     def _able(self, request: RoutedRequest) -> Sequence[Worker]:
         workers = self._fleet.of(DECODE, request.model)
-        pool = request.pool
-        if pool.min_protocol:
-            workers = [w for w in workers if w.hello.protocol >= pool.min_protocol]
-        return readers(self.compatibility.able(request.origin, workers), pool.tokenizer)
+        if request.min_protocol:
+            workers = [w for w in workers if w.hello.protocol >= request.min_protocol]
+        return readers(self.compatibility.able(request.origin, workers), request.pool[1])
 
     def is_unread(self, request: RoutedRequest) -> bool:
         """Whether its prompt is of a tokenizer whose workers have all left or leave, while others
@@ -134,7 +131,7 @@ class Placer:
         found = False
         for worker in self._fleet.of(DECODE, request.model):
             if worker.stays:
-                if reads(worker, request.pool.tokenizer):
+                if reads(worker, request.pool[1]):
                     return False
                 found = True
         return found
@@ -208,12 +205,12 @@ class Placer:
             found.setdefault(worker.host, cached[worker.boot])
         return [PickedHost(host, tokens) for host, tokens in found.items()]
 
-    def refuses(self, pool: Pool, tenant: bytes, now: float) -> bool:
-        """Whether a new request could neither begin nor wait."""
+    def refuses(self, pool: tuple[str, str], tenant: bytes, now: float) -> bool:
+        """Whether a new request could neither begin nor wait; `pool`: its model and tokenizer."""
         if self.waiting.has_room(tenant):
             return False
         head = self.waiting.head(pool)
-        workers = readers(self._fleet.of(DECODE, pool.model), pool.tokenizer)
+        workers = readers(self._fleet.of(DECODE, pool[0]), pool[1])
         return head is not None or not self._free(workers, now)
 
     def _free(self, workers: Iterable[Worker], now: float) -> Sequence[Worker]:
@@ -257,7 +254,7 @@ class Placer:
             if not self._strand(request, workers, now):
                 self._compute_again(request, now)
         for pool in self.waiting.pools:
-            workers = self._fleet.of(DECODE, pool.model)
+            workers = self._fleet.of(DECODE, pool[0])
             while (head := self.waiting.head(pool)) is not None:
                 if self._strand(head, workers, now):
                     continue
@@ -297,14 +294,14 @@ class Placer:
     def left_alone(self, now: float) -> list[RoutedRequest]:
         """Requests that have waited while no worker that could take them stays with this router. In
         a fleet that is sharded a worker that starts again may well join others."""
-        stays: dict[tuple[Pool, KvIdentity | None], bool] = {}
+        stays: dict[tuple[tuple[str, str], KvIdentity | None, int], bool] = {}
         for request in self.waiting:
-            key = request.pool, request.origin
+            key = request.pool, request.origin, request.min_protocol
             if key not in stays:
                 stays[key] = any(
                     w.stays and w.connected and not w.frozen for w in self._able(request)
                 )
-        alone = [r for r in self.waiting if not stays[r.pool, r.origin]]
+        alone = [r for r in self.waiting if not stays[r.pool, r.origin, r.min_protocol]]
         self._alone = {request: self._alone.get(request, now) for request in alone}
         return [
             r for r, since in self._alone.items() if r.given_back or now - since >= LEFT_ALONE_S

@@ -20,7 +20,6 @@ from pdserve.services.host.rpc.token_rows import NumberedChoice
 from pdserve.services.host.tracing import NO_SPAN, TraceSpan
 from pdserve.services.router.fleet.fleet import Worker
 from pdserve.services.router.placement.policy import PromptFacts
-from pdserve.services.router.placement.waiting import Pool
 from pdserve.services.router.requests import actions as do
 from pdserve.services.router.requests import events as on
 from pdserve.services.router.requests import machine, messages
@@ -75,9 +74,9 @@ class RoutedRequest:
         self.span = span
         self.id = start.request
         self.model = start.model
-        # An older worker would not see the window, and sample other tokens.
-        min_protocol = WINDOWS_SINCE if start.params.penalty_window else 0
-        self.pool = Pool(start.model, start.tokenizer, min_protocol)
+        self.pool = (start.model, start.tokenizer)  # whose workers can read its prompt
+        # An older worker would not see the field, and sample other tokens.
+        self.min_protocol = WINDOWS_SINCE if start.params.penalty_window else 0
         self.tenant = start.tenant
         self.state = Routing(
             epoch=start.epoch,

@@ -20,7 +20,6 @@ from pdserve.services.router.fleet.prefix_index import PrefixIndex
 from pdserve.services.router.placement.facts import FactsOfWorkers
 from pdserve.services.router.placement.picks import MAX_PICKS, PICKED_S, PickedPrompts, prompt_key
 from pdserve.services.router.placement.promised_chains import PromisedChains
-from pdserve.services.router.placement.waiting import Pool
 from pdserve.services.router.requests.placer import AskedPrompt
 
 IDS = list(range(40))
@@ -158,13 +157,13 @@ def test_busy_workers_are_named_where_no_other_is() -> None:
 def test_a_full_queue_refuses() -> None:
     world, workers = fleet(1)
     placer = world.dispatcher.placer
-    assert not placer.refuses(Pool("m"), b"t", world.now)
+    assert not placer.refuses(("m", ""), b"t", world.now)
     workers[0].busy_until = world.now + 10
     for number in range(5):
         start = pb.Start(request=f"r{number}", model="m", params=pb.SamplingParams(n=1))
         start.tenant = b"t"
         world.dispatcher.submit(RequestProgress(start, IDS), world, world.now)
-    assert placer.refuses(Pool("m"), b"t", world.now)
+    assert placer.refuses(("m", ""), b"t", world.now)
     assert world.dispatcher.num_queued == 5
 
 

@@ -8,15 +8,13 @@ import pytest
 
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.router.placement.recompute_budget import SHARE, RecomputeBudget
-from pdserve.services.router.placement.waiting import Pool, WaitingQueue, WaitReason
-
-POOL = Pool("m")
+from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
 
 
 @dataclass(eq=False)
 class Asked:
     ordinal: int
-    pool: Pool = POOL
+    pool: tuple[str, str] = ("m", "")
     tenant: bytes = b""
 
     @property

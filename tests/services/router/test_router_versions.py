@@ -5,25 +5,21 @@ from typing import Any
 
 import pytest
 from systems.cluster_secret import open_channel
-from systems.dispatcher_world import World
 from systems.eventually import eventually
 
 from pdserve.engine.kv.codec import encode_spec
-from pdserve.engine.kv.identity import Mixing
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.protos import common_pb2 as pb
 from pdserve.protos import router_pb2 as rpc
-from pdserve.protos.fleet_pb2 import DECODE, WorkerHello, WorkerReport
+from pdserve.protos.fleet_pb2 import WorkerHello, WorkerReport
 from pdserve.protos.fleet_pb2_grpc import FleetStub
 from pdserve.protos.router_pb2_grpc import RouterStub
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION
-from pdserve.services.router.fleet.fleet import Worker
 
 pytestmark = pytest.mark.anyio
 PROMPT = list(range(20))
 CARD = pb.ModelCard(name="tiny", kv_spec=encode_spec(KvSpec(16, ())))
-WINDOWED = pb.SamplingParams(n=1, presence_penalty=1, penalty_window=4)
 
 
 def worker_hello(protocol: int) -> WorkerReport:
@@ -80,7 +76,8 @@ async def test_a_window_of_penalties_is_held_back_from_workers_that_do_not_know_
     cluster = await make_cluster()
     old = await cluster.decode(protocol=0)
     gateway = await cluster.gateway()
-    await gateway.start("w0", PROMPT, params=WINDOWED)
+    windowed = pb.SamplingParams(presence_penalty=1, penalty_window=4)
+    await gateway.start("w0", PROMPT, params=windowed)
     for key in ("all", "none"):  # they do not wait for it
         await gateway.start(key, PROMPT, params=pb.SamplingParams(presence_penalty=key == "all"))
         assert isinstance(await gateway.end(key), pb.Finished)
@@ -88,43 +85,11 @@ async def test_a_window_of_penalties_is_held_back_from_workers_that_do_not_know_
     new = await cluster.decode(protocol=PROTOCOL_VERSION)
     assert isinstance(await gateway.end("w0"), pb.Finished)
     for key in ("w1", "w2", "w3"):
-        await gateway.start(key, PROMPT, params=WINDOWED)
+        await gateway.start(key, PROMPT, params=windowed)
         assert isinstance(await gateway.end(key), pb.Finished)
         assert gateway.ids(key) == expected(PROMPT, 8)
     assert {admit.start.params.penalty_window for admit in old.of("admit")} == {0}
     assert [admit.start.params.penalty_window for admit in new.of("admit")] == [4] * 4
-
-
-def two_releases() -> tuple[World, Worker, Worker]:
-    """A router, a worker that does not know windows of penalties, and one that does."""
-    world = World(Mixing(), "never")
-    return world, world.join(DECODE), world.join(DECODE, {"protocol": PROTOCOL_VERSION})
-
-
-def admits(world: World) -> list[tuple[Worker, str]]:
-    return [(worker, admit.start.request) for worker, admit in world.commands("admit")]
-
-
-def test_one_that_waits_for_newer_workers_holds_up_nobody() -> None:
-    world, old, new = two_releases()
-    new.busy_until = world.now + 1.0
-    world.submit("windowed", params=WINDOWED)
-    world.submit("a")
-    world.submit("b")
-    assert admits(world) == [(old, "a"), (old, "b")]
-    world.pass_time(1.0)
-    assert admits(world)[2:] == [(new, "windowed")]
-
-
-def test_one_that_needs_newer_workers_has_its_turn_behind_those_that_take_any() -> None:
-    world, old, new = two_releases()
-    old.busy_until = new.busy_until = world.now + 60.0
-    world.submit("a")
-    new.busy_until = 0.0
-    world.submit("windowed", params=WINDOWED)
-    assert not admits(world)
-    world.pass_time(1.0)
-    assert admits(world) == [(new, "a"), (new, "windowed")]
 
 
 async def test_a_gateway_too_new_is_refused(make_cluster: Any) -> None:

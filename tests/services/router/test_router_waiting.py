@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from pdserve.services.router.placement.waiting import Pool, WaitingQueue, WaitReason
+from pdserve.services.router.placement.waiting import WaitingQueue, WaitReason
 
 
 @dataclass(eq=False)
@@ -14,8 +14,8 @@ class Asker:
     priority: int = 0
 
     @property
-    def pool(self) -> Pool:
-        return Pool(self.model)
+    def pool(self) -> tuple[str, str]:
+        return self.model, ""
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -54,7 +54,7 @@ def test_each_line_is_in_order_of_rank_whoever_leaves_or_comes_back() -> None:
             turn = [w for w, (why, _) in waiting.items() if why is WaitReason.TURN]
             for model in "ab":
                 line = [w for w in turn if w.model == model]
-                assert queue.head(Pool(model)) is min(line, key=lambda w: w.rank, default=None)
+                assert queue.head((model, "")) is min(line, key=lambda w: w.rank, default=None)
             assert sorted(queue.pools) == sorted({w.pool for w in turn})
     assert min(left, back, changed) > 500
 
@@ -72,8 +72,8 @@ def test_tenants_take_turns() -> None:
             asker.ordinal = ordinal
             queue.add(asker, WaitReason.TURN, 0.0)
         order: list[Asker] = []
-        while (head := queue.head(Pool("a"))) is not None:
-            assert queue.head(Pool("a")) is head
+        while (head := queue.head(("a", ""))) is not None:
+            assert queue.head(("a", "")) is head
             queue.remove(head)
             order.append(head)
         for tenant in sizes:
@@ -107,7 +107,7 @@ def test_a_tenants_priorities_order_its_own_turns_only() -> None:
             ranked.add(Asker(ordinal, "m", tenant, priority), WaitReason.TURN, 0.0)
         own: list[Asker] = []
         for _ in tenants:
-            first, other = plain.head(Pool("m")), ranked.head(Pool("m"))
+            first, other = plain.head(("m", "")), ranked.head(("m", ""))
             assert first is not None
             assert other is not None
             assert first.tenant == other.tenant

@@ -97,8 +97,7 @@ class World:
 
     def submit(self, request: str, **start: Any) -> None:
         start |= {"cache_salt": request.encode()}  # nobody waits for the KV of another
-        params = start.pop("params", pb.SamplingParams(n=1))
-        message = pb.Start(request=request, model="m", params=params, **start)
+        message = pb.Start(request=request, model="m", params=pb.SamplingParams(n=1), **start)
         self.dispatcher.submit(RequestProgress(message, list(range(40))), self, self.now)
 
     def commands(self, kind: str) -> list[tuple[Worker, Any]]:
