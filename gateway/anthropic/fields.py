@@ -23,9 +23,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ),
         NOTHING,
     ),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (None, 0)),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), (*NOTHING, 0)),
+    "repetition_penalty": (*NOTHING, 1),
+    "response_format": (*NOTHING, {"type": "text"}),
     "n": (None, 1),
     "speed": (None, "standard"),
 }

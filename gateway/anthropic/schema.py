@@ -108,7 +108,10 @@ class CountBody(StrictModel):
     system: TextOrObjects | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[AnthropicToolChoice | None, BeforeValidator(_as_object)] = None
-    thinking: Annotated[Thinking | None, BeforeValidator(_as_thinking)] = None
+    thinking: Annotated[
+        Thinking | None,
+        BeforeValidator(_as_thinking, json_schema_input_type=bool | Thinking | None),
+    ] = None
     enable_thinking: bool | None = None  # as other servers have it
     think: Think = None  # the same
     output_config: OutputConfig | None = None
@@ -165,17 +168,21 @@ class CountBody(StrictModel):
             ollama_thinking(self.think),
         ]
         variables = thinking_variables(fields)
-        if self.output_config and self.output_config.effort:
-            effort = self.output_config.effort
-            variables["reasoning_effort"] = "xhigh" if effort == "max" else effort
+        if self.output_config and self.output_config.effort:  # also of answers without thoughts
+            variables["reasoning_effort"] = self.output_config.effort
         return variables
+
+
+def _or_unbounded(schema: dict[str, Any]) -> None:
+    """-1: what the context has room for."""
+    schema["anyOf"] = [{"type": schema.pop("type")}, {"const": -1}]
 
 
 class MessagesBody(CountBody):
     """Body of /v1/messages."""
 
     model_config = ConfigDict(json_schema_extra=bounded)
-    max_tokens: int  # -1: what the context has room for
+    max_tokens: int = Field(json_schema_extra=_or_unbounded)
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = None

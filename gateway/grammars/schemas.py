@@ -53,7 +53,6 @@ _OF_TYPE = {
 _IN_PLACE = frozenset(
     ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 )
-_TYPES = frozenset(("null", "boolean", "object", "array", "number", "integer", "string"))
 _PLAIN_NAME = re.compile(r"[\w$-]+")
 MAX_REFS = 8  # from one to the next
 MAX_DIGITS = 8  # of an index in a reference
@@ -289,14 +288,10 @@ def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], wh
         for key in ("pattern", "multipleOf", "$id"):
             if key in inner and why({key: inner[key]}):
                 del inner[key]
-        if isinstance(inner.get("type"), str):
-            name = inner["type"].lower()
-            inner["type"] = _OTHER_TYPES.get(name, name if name in _TYPES else inner["type"])
-            if inner["type"] is None:
-                del inner["type"]
-        bounds = {key: inner[key] for key in _BOUNDS if key in inner}
-        if bounds and why({"type": "number", **bounds}):
-            for key in bounds:
+        if "type" in inner:
+            _rename_types(inner)
+        for key in _BOUNDS:
+            if key in inner and why({"type": "number", key: inner[key]}):
                 del inner[key]
         reference = inner.get("$ref")
         if isinstance(reference, str):
@@ -314,6 +309,24 @@ def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], wh
             if "$ref" in inner:
                 for key in inner.keys() - {"$ref", "$defs", "definitions"}:
                     del inner[key]
+
+
+def _rename_types(schema: dict[str, Any]) -> None:
+    """Gives types the names of JSON Schema, and drops the keyword if one stands for any value."""
+    listed = isinstance(schema["type"], list)
+    names = [_type_name(name) for name in (schema["type"] if listed else [schema["type"]])]
+    if None in names:
+        del schema["type"]
+    else:
+        schema["type"] = names if listed else names[0]
+
+
+def _type_name(name: Any) -> Any:
+    """None: any value. What is no name of a type stays."""
+    lower = name.lower() if isinstance(name, str) else name
+    if not isinstance(lower, str):
+        return name
+    return _OTHER_TYPES.get(lower, lower if lower in _TYPES else name)
 
 
 def _has_known_types(schema: Mapping[str, Any]) -> bool:
@@ -372,13 +385,10 @@ def _with_patterns(names: Iterable[str]) -> dict[str, Any]:
 
 
 def fault(schema: Any, why: Why) -> tuple[str, str]:
-    """The path of the first regular expression, type or reference that cannot be compiled, and why,
-    empty if that is known; an empty path if all can."""
-    for path, inner in _subschemas(schema):
-        if not _has_known_types(inner):
-            return f"{path}.type", ""
-        if _is_dangling(inner.get("$ref"), schema):
-            return f"{path}.$ref", ""
+    """The path of the first regular expression or divisor that cannot be compiled, and why; else
+    that of the first unknown type or missing target of a reference, with no reason; else "", ""."""
+    inners = list(_subschemas(schema))
+    for path, inner in inners:
         if "pattern" in inner and (wrong := why({"pattern": inner["pattern"]})):
             return f"{path}.pattern", wrong
         if "multipleOf" in inner and (wrong := why({"multipleOf": inner["multipleOf"]})):
@@ -387,6 +397,12 @@ def fault(schema: Any, why: Why) -> tuple[str, str]:
         for name in names if isinstance(names, Mapping) else ():
             if wrong := why(_with_patterns([name])):
                 return f"{path}.patternProperties{_step(name)}", wrong
+    has_documents = any("$id" in inner for path, inner in inners if path)
+    for path, inner in inners:
+        if not _has_known_types(inner):
+            return f"{path}.type", ""
+        if not has_documents and _is_dangling(inner.get("$ref"), schema):
+            return f"{path}.$ref", ""
     return "", ""
 
 

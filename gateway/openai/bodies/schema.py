@@ -110,8 +110,7 @@ class Message(Body):
     prefix: bool | None = None  # of the last one: the answer goes on with it (Mistral, DeepSeek)
 
     def as_template(self, dropped: list[str]) -> dict[str, Any]:
-        """As chat templates expect it. Adds the kinds of parts and calls that it is without to
-        `dropped`."""
+        """As chat templates expect it. Adds the kinds of parts that it is without to `dropped`."""
         more = {name: getattr(self, name) for name in _OPTIONAL}
         given = {name: value for name, value in more.items() if value is not None}
         thoughts = [self.reasoning_content, self.reasoning, self.thinking]
@@ -124,7 +123,6 @@ class Message(Body):
             call = {"id": _call_id(function["name"]), "type": "function", "function": function}
             given["tool_calls"] = [call]
         elif self.tool_calls:
-            dropped += [call["type"] for call in self.tool_calls if _of_provider(call)]
             given["tool_calls"] = [
                 _as_function(call) for call in self.tool_calls if not _of_provider(call)
             ]
@@ -225,8 +223,15 @@ class ConversationBody(ThinkingFields, Body):
         if self.verbosity is not None:
             variables["verbosity"] = self.verbosity
         dropped: list[str] = []
-        messages = [message.as_template(dropped) for message in self.messages]
+        calls = list(self._calls_of_provider())
+        answered = {call["id"] for call in calls if isinstance(call.get("id"), str)}
+        messages = [
+            message.as_template(dropped)
+            for message in self.messages
+            if message.role != "tool" or message.tool_call_id not in answered
+        ]
         note(Fate.DROPPED, "parts", dropped)
+        note(Fate.DROPPED, "calls", [call["type"] for call in calls])
         with client_errors():
             return TemplateInput(
                 messages,
@@ -235,6 +240,10 @@ class ConversationBody(ThinkingFields, Body):
                 variables=self.chat_template_kwargs or {},
                 suggested=variables,
             )
+
+    def _calls_of_provider(self) -> Iterator[dict[str, Any]]:
+        for message in self.messages:
+            yield from filter(_of_provider, message.tool_calls or ())
 
     def _thinking_fields(self) -> Iterator[ThinkingChoice]:
         yield from super()._thinking_fields()

@@ -217,7 +217,7 @@ class ResponseReply:
             "model": self._model,
             "output": array_json(self._output.items),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
+            "previous_response_id": body.previous_response_id or None,
             "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {
                 "effort": body.effort,

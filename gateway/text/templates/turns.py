@@ -72,24 +72,28 @@ def alternatives(first: Conversation) -> list[list[Conversation]]:
 
 
 def with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with one call a turn, each before its results."""
+    """The messages with one call a turn, each before its results. A result that names no call
+    belongs to the first call without one."""
     turns: list[list[dict[str, Any]]] = []  # each with the results that belong to it
-    places: dict[str, list[dict[str, Any]]] = {}  # of the last turn's calls, by their ids
+    of_calls: list[list[dict[str, Any]]] = []  # those of the last message with calls
     for message in messages:
-        if message["role"] == "tool":
-            place = places.get(str(message.get("tool_call_id")), turns[-1] if turns else None)
-            if place is not None:
-                place.append(dict(message))
-                continue
+        if message["role"] == "tool" and of_calls:
+            _turn_of(message, of_calls).append(dict(message))
+            continue
         calls = message.get("tool_calls", ())
-        places = {}
-        turns.append([dict(message)])
-        for number, call in enumerate(calls):
-            if number:
-                turns.append([{"role": message["role"]}])
-            turns[-1][0]["tool_calls"] = [call]
-            places[str(call.get("id"))] = turns[-1]
+        of_calls = [[{"role": message["role"], "tool_calls": [call]}] for call in calls]
+        if of_calls:
+            of_calls[0][0] = {**message, **of_calls[0][0]}
+        turns += of_calls or [[dict(message)]]
     return list(chain.from_iterable(turns))
+
+
+def _turn_of(result: Message, turns: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The turn whose call a result answers."""
+    name = result.get("tool_call_id")
+    named = (turn for turn in turns if name and turn[0]["tool_calls"][0].get("id") == name)
+    unanswered = (turn for turn in turns if len(turn) == 1)
+    return next(named, None) or next(unanswered, turns[-1])
 
 
 def with_known_systems(
@@ -150,7 +154,9 @@ def _call(call: Message, can: Capabilities) -> dict[str, Any]:
 
 def _joined(turns: Sequence[Message]) -> dict[str, Any]:
     """Turns as one, of the first one's role."""
-    return {**turns[0], "content": "\n\n".join(filter(None, map(text_of, turns)))}
+    made = {**turns[0], "content": "\n\n".join(filter(None, map(text_of, turns)))}
+    thoughts = [turn["reasoning_content"] for turn in turns if turn.get("reasoning_content")]
+    return made | {"reasoning_content": "\n\n".join(thoughts)} if thoughts else made
 
 
 def _system_first(given: Conversation) -> Conversation:
@@ -180,7 +186,8 @@ def _rules_joined(given: Conversation) -> Conversation:
 
 def _alternating(given: Conversation) -> Conversation:
     """As `_rules_joined`, for templates that refuse turns of one role side by side, turns of the
-    user beside results, empty answers, an answer before the first question, or rules alone."""
+    user beside results, empty answers, an answer before the first question, or rules alone. What
+    the user says after a result becomes part of it: these templates refuse any turn between."""
     *before, last = _rules_joined(given).messages
     if last["role"] in _RULES:
         last = {**last, "role": "user"}
@@ -201,8 +208,8 @@ def _alternating(given: Conversation) -> Conversation:
 
 
 def _group(groups: list[list[Message]], messages: Sequence[Message]) -> None:
-    """Adds messages to the last group where roles alternate, or as groups, with an empty question
-    before an answer that comes first."""
+    """Add messages to the last group where roles alternate, else as groups of their own, with an
+    empty question before an answer that comes first."""
     for message in messages:
         role, before = message["role"], groups[-1][0] if groups else {"role": "system"}
         joins = {"user": ("user", "tool"), "assistant": ("assistant",)}.get(role, ())
@@ -248,7 +255,9 @@ def _whole_schema(schema: Message) -> dict[str, Any]:
 def _whole_value(schema: Message) -> dict[str, Any]:
     """A schema without nulls, whose types and items are one each and whose objects say what other
     properties they may have."""
-    whole = {key: value for key, value in schema.items() if value is not None or key == "default"}
+    whole = {
+        key: value for key, value in schema.items() if value is not None or key in _MAY_BE_NULL
+    }
     types = whole.get("type")
     if isinstance(types, list):
         known = [one for one in types if one != "null"]
@@ -276,6 +285,7 @@ def _has_type(schema: Message) -> bool:
     return any(key in schema for key in ("type", "anyOf", "oneOf", "allOf", "$ref", "enum"))
 
 
+_MAY_BE_NULL = ("default", "const")
 _ORDERS = (_system_first, _rules_joined, _alternating)  # one of them at most
 _CHANGES: tuple[Callable[[Conversation], Conversation], ...] = (
     _whole_tools,

@@ -248,7 +248,7 @@ async def test_thinking_structure_and_effort_reach_the_pipeline(connect):
         asked = parts.asked[-1]
         assert asked.sampling.thinking_budget == budget
         assert asked.conversation.suggested == {
-            "enable_thinking": told, "thinking": told, "reasoning_effort": "xhigh",
+            "enable_thinking": told, "thinking": told, "reasoning_effort": "max",
         }  # fmt: skip
         structure = asked.sampling.structure
         assert (structure.kind, structure.value) == ("json_schema", schema)

@@ -119,7 +119,7 @@ def test_what_cannot_be_enforced_is_named_or_binds_nothing(subtests):
 
 
 def test_what_is_no_schema_is_named(subtests):
-    invalid: dict[str, Any] = {"properties": {"a": {"items": {"type": ["null", "any"]}}}}
+    invalid: dict[str, Any] = {"properties": {"a": {"items": {"type": ["null", "date"]}}}}
     nowhere = {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"a": {}}}
     past = {"properties": {"a": {"$ref": "#/anyOf/1"}}, "anyOf": [{}]}
     for schema, place in (

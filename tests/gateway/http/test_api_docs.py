@@ -105,7 +105,7 @@ async def test_bounds_are_those_of_sampling(make_http):
     assert body["properties"]["top_logprobs"]["anyOf"][0]["maximum"] == 20
     message = models["MessagesBody"]["properties"]
     assert message["temperature"]["anyOf"][0]["maximum"] == 1
-    assert message["max_tokens"]["minimum"] == 1
+    assert message["max_tokens"]["anyOf"][0]["minimum"] == 1
     response = models["ResponsesBody"]["properties"]
     assert response["max_output_tokens"]["anyOf"][0]["minimum"] == 1
 

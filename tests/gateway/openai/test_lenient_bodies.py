@@ -447,7 +447,9 @@ async def test_history_in_the_forms_of_other_clients(make_http, subtests):
          '{"name": "f", "arguments": {}}'),
         ([{**called, "function_call": {"name": "f", "arguments": {"a": 1}}}, answered],
          '"arguments": {"a": 1}'),
-        ([{**called, "content": "a", "tool_calls": [searched]}], "assistant\na<"),
+        ([{**called, "content": "a", "tool_calls": [searched]},
+          {"role": "tool", "tool_call_id": "c", "content": "r"}],
+         "assistant\na<|im_end|>\n<|im_start|>user"),
     ):  # fmt: skip
         with subtests.test(turns):
             router = ToolModel("x", template=TEMPLATE)

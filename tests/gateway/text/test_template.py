@@ -437,8 +437,8 @@ def test_an_effort_is_one_that_the_template_takes(
 
 
 def test_a_refusal_takes_few_renders(tokenizer: Tokenizer) -> None:
-    """Three of a conversation that could be changed in eleven ways, one of one that the template
-    does not refuse."""
+    """Three of a conversation that could be changed in many ways, one of one that the template does
+    not refuse."""
     renders: list[str] = []
 
     def now() -> datetime.datetime:
