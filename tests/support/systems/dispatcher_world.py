@@ -97,7 +97,8 @@ class World:
 
     def submit(self, request: str, **start: Any) -> None:
         start |= {"cache_salt": request.encode()}  # nobody waits for the KV of another
-        message = pb.Start(request=request, model="m", params=pb.SamplingParams(n=1), **start)
+        params = start.pop("params", pb.SamplingParams(n=1))
+        message = pb.Start(request=request, model="m", params=params, **start)
         self.dispatcher.submit(RequestProgress(message, list(range(40))), self, self.now)
 
     def commands(self, kind: str) -> list[tuple[Worker, Any]]:
