@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve.gateway.anthropic.schema import MessagesBody
+from pdserve.gateway.openai.bodies.sampling import PENALTIES
 from pdserve.gateway.openai.bodies.schema import (
     ChatBody,
     CompletionBody,
@@ -148,6 +149,7 @@ OF_CHAT: Values = {
     "parallel_tool_calls": [False, True],
     "include_reasoning": [False, True],
     "separate_reasoning": [False, True],
+    "reasoning_format": ["none", "hidden"],
 }
 OF_COMPLETIONS: Values = {
     **SHARED,
@@ -168,7 +170,12 @@ OF_RESPONSES: Values = {
     "max_output_tokens": [1, 20],
     "temperature": [0],
     "top_p": [1e-6],
+    **{name: SHARED[name] for name in PENALTIES},
+    "top_k": [1],
+    "min_p": [0.5],
+    "seed": [7],
     "repeat_last_n": [0, 64],
+    "chat_template_kwargs": [{}],
     "top_logprobs": [3],
     "tools": [[{"type": "function", **MEASURE}]],
     "tool_choice": ["none", "auto", "required", {"type": "function", "name": "measure"}],
@@ -196,6 +203,7 @@ OF_MESSAGES: Values = {
         {"type": "tool", "name": "measure"},
         {"type": "none"},
     ],
+    **THINKING,
     "thinking": [{"type": "enabled", "budget_tokens": 4}, {"type": "disabled"}],
     "output_config": [
         {"effort": "low"},

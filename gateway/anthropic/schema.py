@@ -112,8 +112,8 @@ class CountBody(StrictModel):
         Thinking | None,
         BeforeValidator(_as_thinking, json_schema_input_type=bool | Thinking | None),
     ] = None
-    enable_thinking: bool | None = None  # as other servers have it
-    think: Think = None  # the same
+    enable_thinking: bool | None = None  # Qwen, vLLM
+    think: Think = None  # Ollama
     output_config: OutputConfig | None = None
 
     def conversation(self) -> TemplateInput:

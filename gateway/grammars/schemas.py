@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from sys import float_info
 from typing import Any
@@ -199,20 +200,21 @@ def _are_apart(options: Any, root: Mapping[str, Any]) -> bool:
         return False
     options = [_resolved(option, root) for option in options]
     types = [_types(option) for option in options]
-    objects = [one for one, its in zip(options, types, strict=True) if its == ["object"]]
+    objects = [option for option, names in zip(options, types, strict=True) if names == {"object"}]
     if len(objects) > 1 and not _have_apart_tags(objects, root):
         return False
-    every = [one for its in types for one in its if its != ["object"]] + ["object"] * bool(objects)
-    return all(types) and len(every) == len(set(every))
+    counts = Counter(name for names in types if names != {"object"} for name in names)
+    counts["object"] += bool(objects)
+    return all(types) and max(counts.values()) == 1
 
 
-def _types(schema: Any) -> list[str]:
-    """The types of the values that match a schema, as far as it says them."""
-    types = schema.get("type") if isinstance(schema, Mapping) else None
-    found = [types] if isinstance(types, str) else types
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        return []
-    return ["number" if one == "integer" else one for one in found]
+def _types(schema: Any) -> set[str]:
+    """The types that a schema names; empty if it leaves them open."""
+    named = schema.get("type") if isinstance(schema, Mapping) else None
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return set()
+    return {"number" if name == "integer" else name for name in names}
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:

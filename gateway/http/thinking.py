@@ -42,7 +42,7 @@ class ThinkingChoice:
 
 
 def _described_as(what: str) -> WrapValidator:
-    """Names the field alone in the error of a union, whose members are no fields."""
+    """Name the field alone in the error of a union; pydantic would add the failed alternative."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:

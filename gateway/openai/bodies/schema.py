@@ -266,7 +266,7 @@ class ChatBody(ConversationBody, Sampling):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None  # false: what the model thinks is left out
     separate_reasoning: bool | None = None  # false: it is part of the content
-    # Groq's and llama.cpp's word for both.
+    # Groq's and llama.cpp's field for both
     reasoning_format: Literal["", "auto", "deepseek", "parsed", "none", "raw", "hidden"] | None = (
         None
     )

@@ -253,7 +253,8 @@ def _in_list(message: Message) -> Message:
 
 
 def _shows_several(fill: Fill, tools: Tools, call: Message, result: Message) -> bool:
-    """Whether it shows each call of a turn and its result, or not even those of turns with one."""
+    """Whether it shows several calls of one turn and their results. True as well if it does not
+    show them with one call a turn either."""
     first, second = (_copied(call, number) for number in "12")
     both = {**first, "tool_calls": [*first["tool_calls"], *second["tool_calls"]]}
     results = [_copied(result, number) for number in "12"]

@@ -241,7 +241,7 @@ OBSERVATIONS = (
 
 
 def test_a_template_that_fails_on_results_of_another_role(tokenizer: Tokenizer) -> None:
-    """What it can is asked with the role that it knows."""
+    """Its capabilities are probed with the role that it knows."""
     call = {"function": {"name": "get_weather", "arguments": "no JSON"}, "id": "c"}
     turns = [
         {"role": "user", "content": "q"},
