@@ -1,16 +1,19 @@
 """Grammars are compiled off the loop, one at a time, in bounded time and memory, and once."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from builders.hostile_structures import HOSTILE
-from fakes.router import saying, served
+from fakes.router import saying, served, tokenizer_json
 from oracles.http_errors import CHAT, HI, PLAIN, check
 from systems.eventually import LIMIT_S, eventually
-from systems.text_pools import Pool, workers
+from systems.text_pools import LIMITS, Pool, workers
+from tokenizers import Tokenizer
 
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError
@@ -21,6 +24,7 @@ from pdserve.gateway.text_processes.structure_cache import ENTRY_BYTES, Structur
 
 pytestmark = pytest.mark.anyio
 SLOW = HOSTILE["GBNF"]  # as long as it may
+LITTLE = 48 << 20
 WORD = Structure("regex", "[a-z]+", "regex")
 
 
@@ -31,12 +35,15 @@ async def pool(anyio_backend: str) -> AsyncIterator[Pool]:
     await pool.close()
 
 
-async def loaded(pool: Pool) -> LoadedText:
+async def loaded(pool: Pool, tokenizer: bytes | None = None) -> LoadedText:
     card, blobs = served()
     digests = (card.tokenizer_digest, card.template_digest, card.generation_config_digest)
     names = ("tokenizer", "template", "generation")
     files = {name: blobs[digest] for name, digest in zip(names, digests, strict=True)}
-    return await pool.load(TextCard(card.vocab_size, tuple(card.eos_ids)), files)
+    if tokenizer is not None:
+        files["tokenizer"] = tokenizer
+    num_tokens = Tokenizer.from_buffer(files["tokenizer"]).get_vocab_size() + 5
+    return await pool.load(TextCard(num_tokens, tuple(card.eos_ids)), files)
 
 
 async def test_hostile_structures_end(pool: Pool) -> None:
@@ -55,6 +62,24 @@ async def test_hostile_structures_end(pool: Pool) -> None:
     assert any("takes too long" in why for _, why in refused)
     assert any("needs too much memory" in why for _, why in refused)
     assert await text.processes.grammar(b"", WORD)
+
+
+async def test_a_large_vocabulary_is_not_of_the_grammars_memory(anyio_backend: str) -> None:
+    """It needs as much for grammars as a model may take, once."""
+    pool = Pool(replace(LIMITS, prompt_bytes=LITTLE), workers=1)
+    try:
+        text = await loaded(pool, with_more_tokens(100_000))
+        assert await text.processes.grammar(b"", WORD)
+    finally:
+        await pool.close()
+
+
+def with_more_tokens(count: int) -> bytes:
+    """The tokenizer of `served` with so many tokens that no merge makes."""
+    file = json.loads(tokenizer_json())
+    first = len(file["model"]["vocab"]) + len(file["added_tokens"])
+    file["model"]["vocab"] |= {f"more{number}": first + number for number in range(count)}
+    return json.dumps(file).encode()
 
 
 async def test_prompts_do_not_wait_for_grammars(pool: Pool) -> None:

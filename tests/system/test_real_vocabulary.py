@@ -157,7 +157,8 @@ def warm(cluster: Cluster, client: Client, pool: ThreadPoolExecutor) -> None:
     seeds = count()
 
     def all_answered() -> bool:
-        list(pool.map(lambda seed: client.ask("regex", seed), islice(seeds, 4)))
+        for reply in pool.map(lambda seed: client.ask("named", seed), islice(seeds, 4)):
+            whole(reply)
         loads = cluster.loads()
         return all(loads[worker.boot].generation_tokens for worker in cluster.joined("decode"))
 
