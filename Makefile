@@ -99,15 +99,14 @@ run: $(SERVING)
 demo: $(SERVING)
 	$(BIN)/pdserve demo $(ARGS)
 
-# A file's tests run in one process, in their order: some share what is expensive to make. Files run
-# in the order of their paths, so that the short ones at the top of tests/ come last.
-PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# A file's tests run in one process, in their order: some share what is expensive to make.
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 test: setup
 	$(PYTEST) $(ARGS)
 
 test-kernels: setup
-	$(PYTEST) -m "kernels and not extended" $(ARGS)
+	$(PYTEST) --no-loadscope-reorder -m "kernels and not extended" $(ARGS)
 
 # What a program or a permission is missing for is skipped, and named at the end.
 test-all: setup

@@ -120,6 +120,8 @@ class TextModel:
 
     def grammar(self, structure: Structure) -> str:
         """Raises TextError."""
+        if not self.has_loaded_grammars:
+            self.load_grammars()
         if self._compiler is None:
             raise TextError(self._no_grammars, structure.param)
         return self._compiler.compile(structure)
