@@ -36,11 +36,12 @@ FUNCTION = {"name": "get_weather", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 CALL_TOKENS = ("<tool_call>", "<｜tool▁calls▁begin｜>")
-HARMONY = "<|channel|>"
+# Not gpt-oss: its answers begin with a thought, which a model that writes any token rarely ends.
+MODELS = [name for name in PACKAGED if name != "gpt-oss"]
 LIKELY = 10.0  # of a call, in free text of a model that otherwise writes any
 
 
-@pytest.fixture(scope="module", params=PACKAGED)
+@pytest.fixture(scope="module", params=MODELS)
 def packaged(request: pytest.FixtureRequest) -> PackagedModel:
     try:
         return PACKAGED[request.param]()
@@ -84,11 +85,7 @@ class Client:
         words = Tokenizer.from_buffer(packaged.tokenizer)
         calls = [token for text in CALL_TOKENS if (token := words.token_to_id(text)) is not None]
         self._bias = {str(token): LIKELY for token in calls}
-        self.forms = ["forced", "named"]
-        if (
-            words.token_to_id(HARMONY) is None
-        ):  # else the form begins in a channel, which this model never opens
-            self.forms += ["regex", "choice"]
+        self.forms = ["forced", "named", "regex", "choice"]
         if calls:
             self.forms.append("strict")
         self.regex = f"([a-f]{{3}}-[0-9]{{4}} ){{{LONG}}}{re.escape(packaged.tag)}"
