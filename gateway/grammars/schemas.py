@@ -314,7 +314,7 @@ def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], wh
 
 
 def _rename_types(schema: dict[str, Any]) -> None:
-    """Gives types the names of JSON Schema, and drops the keyword if one stands for any value."""
+    """Rename types of other languages to JSON Schema's. Delete `type` if one means any value."""
     listed = isinstance(schema["type"], list)
     names = [_type_name(name) for name in (schema["type"] if listed else [schema["type"]])]
     if None in names:
@@ -324,7 +324,7 @@ def _rename_types(schema: dict[str, Any]) -> None:
 
 
 def _type_name(name: Any) -> Any:
-    """None: any value. What is no name of a type stays."""
+    """Return JSON Schema's name of a type; None for any value; an unknown name unchanged."""
     lower = name.lower() if isinstance(name, str) else name
     if not isinstance(lower, str):
         return name

@@ -66,8 +66,8 @@ penalties count the last tokens of prompt and answer together, as many as it say
 context are all of them. 0 turns penalties off. Without it, and with -1, the repetition penalty is
 over prompt and answer, and the other two are over the answer alone.
 
-An effort of reasoning that a chat template refuses becomes the nearest one that it takes, or is
-left out.
+If a chat template refuses a reasoning effort, the template gets the nearest effort that it accepts,
+or none.
 
 Roles, content, tools and items follow one rule on every route:
 

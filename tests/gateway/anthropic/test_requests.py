@@ -83,7 +83,7 @@ async def test_values_of_other_servers_that_say_the_same_are_taken(make_http, su
             reply = await client.post(URL, json={**ASKED, **fields})
             assert reply.status_code == 200, reply.json()
     assert router.starts[0].params.max_tokens == 9
-    assert router.starts[-1].params.max_tokens == 0  # what is left of the context
+    assert router.starts[-1].params.max_tokens == 0  # no limit but the context
 
 
 async def test_whether_the_model_thinks_has_other_names_too(make_http, subtests):
