@@ -35,9 +35,9 @@ def test_frames_in_any_order_and_twice_arrive_once(
     transport: str, window: int, tmp_path: Path
 ) -> None:
     with ShuffledPair(transport, tmp_path, seed=2, window=window) as shuffled:
-        for number in range(60):
+        for number in range(30):
             shuffled.transfer(number)
         shuffled.pair.assert_clean()
-    assert shuffled.commits == 60
-    assert shuffled.reordered > 45
-    assert shuffled.duplicates > 120
+    assert shuffled.commits == 30
+    assert shuffled.reordered > 20
+    assert shuffled.duplicates > 60

@@ -1,18 +1,23 @@
-"""The openai and anthropic clients hold a conversation with a real system: tools, schemas, and
-responses. The shipped model's chat template has no place for tools. benchmarks/api has the rest."""
+"""The openai and anthropic clients and both gRPC services, against a real system with an API key:
+prompts near and far, tools, schemas and responses. The shipped model's chat template has no place
+for tools. benchmarks/api has the rest."""
 
 import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import anthropic
+import grpc
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
+from systems.eventually import wait_until
 from systems.fleet import Fleet
 from systems.whole import KEY
 
 MODEL = "SmolLM2-135M-Instruct"
+LONG = "The quick brown fox jumps over the lazy dog. " * 60
 QUESTION: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -137,3 +142,148 @@ def test_anthropic_calls_a_tool_and_tells_its_result(claude: anthropic.Anthropic
         model=MODEL, max_tokens=20, messages=messages, tools=tools, tool_choice={"type": "none"}
     )
     assert answer.content[0].type == "text"
+
+
+@pytest.fixture(scope="module")
+def model(api: openai.OpenAI) -> str:
+    (found,) = api.models.list().data
+    assert api.models.retrieve(found.id).id == found.id
+    return found.id
+
+
+def chat(api: openai.OpenAI, model: str, text: str, **options: Any) -> Any:
+    messages: Any = [{"role": "user", "content": text}]
+    return api.chat.completions.create(model=model, messages=messages, **options)
+
+
+def test_a_long_prompt_goes_remote_and_a_short_one_stays(
+    fleet: Fleet, api: openai.OpenAI, model: str
+) -> None:
+    """And the decode worker then has the long one: it needs no other worker again."""
+    local, remote = fleet.prefills("local"), fleet.prefills("remote")
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+    short = chat(api, model, "Name the capital of France.", **options)
+    assert (fleet.prefills("local"), fleet.prefills("remote")) == (local + 1, remote)
+    assert "Paris" in short.choices[0].message.content
+    long = chat(api, model, LONG, **options)
+    assert (fleet.prefills("local"), fleet.prefills("remote")) == (local + 1, remote + 1)
+    assert long.usage.prompt_tokens > 512
+    assert long.usage.completion_tokens > 0
+    again = chat(api, model, LONG, **options)
+    assert again.choices[0].message.content == long.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+    assert fleet.prefills("local") == local + 2
+    wait_until(fleet.all_blocks_back, "blocks back")
+
+
+def test_a_stream_is_the_whole_answer(api: openai.OpenAI, model: str) -> None:
+    whole = chat(api, model, "Name three rivers.", temperature=0, max_tokens=24)
+    chunks = list(
+        chat(
+            api, model, "Name three rivers.", temperature=0, max_tokens=24,
+            stream=True, stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    finishes = {c.choices[0].finish_reason for c in chunks if c.choices} - {None}
+    assert finishes == {whole.choices[0].finish_reason}
+
+
+@pytest.mark.parametrize("prompt", ["A short prompt about rivers", LONG], ids=["local", "remote"])
+def test_a_seed_gives_the_same_choices_again(
+    fleet: Fleet, api: openai.OpenAI, model: str, prompt: str
+) -> None:
+    before = fleet.prefills("remote")
+    options: dict[str, Any] = {"seed": 7, "n": 3, "temperature": 1.0, "max_tokens": 12}
+    first = api.completions.create(model=model, prompt=prompt, **options)
+    again = api.completions.create(model=model, prompt=prompt, **options)
+    texts = [choice.text for choice in first.choices]
+    assert [choice.text for choice in again.choices] == texts
+    assert len(set(texts)) > 1
+    assert fleet.prefills("remote") - before == (1 if prompt == LONG else 0)
+    if prompt == LONG:
+        assert again.usage.prompt_tokens_details.cached_tokens > 500
+
+
+def test_logprobs_and_echo_agree_between_local_and_remote(
+    fleet: Fleet, api: openai.OpenAI, model: str
+) -> None:
+    """The same field by field: a prompt long enough to go remote, and cached afterwards."""
+    prompt = "Agree: " + LONG
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "logprobs": 2}
+    before = fleet.prefills("remote")
+    remote = api.completions.create(model=model, prompt=prompt, **options).choices[0]
+    assert fleet.prefills("remote") == before + 1
+    local = api.completions.create(model=model, prompt=prompt, echo=True, **options).choices[0]
+    assert fleet.prefills("remote") == before + 1
+    assert local.text == prompt + remote.text
+    assert local.logprobs.tokens[-6:] == remote.logprobs.tokens
+    near = pytest.approx(remote.logprobs.token_logprobs, abs=1e-3)
+    assert local.logprobs.token_logprobs[-6:] == near
+    assert local.logprobs.token_logprobs[0] is None
+    assert all(x < 0 for x in local.logprobs.token_logprobs[1:])
+
+
+def test_a_stop_string_ends_the_answer_and_decode(
+    fleet: Fleet, api: openai.OpenAI, model: str
+) -> None:
+    prompt = "1, 2, 3, 4, 5, 6, 7,"
+    whole = api.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=40)
+    stop = whole.choices[0].text[8:12]
+    cut = api.completions.create(
+        model=model, prompt=prompt, temperature=0, max_tokens=40, stop=[stop]
+    )
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.choices[0].text == whole.choices[0].text.split(stop)[0]
+    assert cut.usage.completion_tokens < whole.usage.completion_tokens
+
+
+def test_bounds_and_names_are_checked(api: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        chat(api, "no-such-model", "x")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        api.completions.create(model=model, prompt=[1] * 9000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as hot:
+        chat(api, model, "x", temperature=9)
+    assert hot.value.param == "temperature"
+    with pytest.raises(openai.AuthenticationError):
+        chat(api.with_options(api_key="wrong"), model, "x")
+
+
+def test_tokens_there_and_back(fleet: Fleet, model: str) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=fleet.url, headers=headers) as http:
+        ids = http.post("/tokenize", json={"model": model, "prompt": "Hé 🙂"}).json()["tokens"]
+        back = http.post("/detokenize", json={"model": model, "tokens": ids}).json()
+        assert back["prompt"] == "Hé 🙂"
+        assert http.get("/ready").status_code == 200
+
+
+def test_grpc_text_and_generate(fleet: Fleet, api: openai.OpenAI, model: str) -> None:
+    from pdserve.protos import common_pb2, router_pb2, router_pb2_grpc, text_pb2, text_pb2_grpc
+
+    key = [("authorization", f"Bearer {KEY}")]
+    params = common_pb2.SamplingParams(temperature=0, max_tokens=8)
+    with grpc.insecure_channel(fleet.grpc) as channel:
+        stub = text_pb2_grpc.TextStub(channel)
+        ask = text_pb2.CompleteRequest(
+            prompt="Paris is the capital of", options=text_pb2.TextOptions(params=params)
+        )
+        text = "".join(chunk.text for chunk in stub.Complete(ask, metadata=key))
+        with pytest.raises(grpc.RpcError) as refused:
+            next(iter(stub.Complete(ask)))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+    wanted = api.completions.create(
+        model=model, prompt="Paris is the capital of", temperature=0, max_tokens=8
+    )
+    assert text == wanted.choices[0].text
+    with grpc.insecure_channel(fleet.router) as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        generate = router_pb2.GenerateRequest(prompt_ids=[504, 3575, 282], params=params)
+        events = list(stub.Generate(generate, metadata=key))
+    assert events[-1].WhichOneof("event") == "finished"
+    assert sum(len(e.tokens.ids) for e in events) == 8

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 from builders.tiny_models import write_tiny
 from systems.eventually import wait_until
 from systems.fleet import Fleet
@@ -58,6 +59,7 @@ def memory(fleet: Fleet) -> dict[int, int]:
     return {child.pid: child.memory_info().rss for child in children}
 
 
+@pytest.mark.extended
 def test_a_flood_is_answered_or_refused_and_nobody_waits_for_ever(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny", "llama")
     with Fleet("--model", str(model), *OPTIONS) as fleet:

@@ -1,5 +1,6 @@
 """Equal long prompts at once: one is prefilled and transferred, the others share its blocks."""
 
+import pytest
 from builders.engine_kit import ask
 from systems.eventually import wait_until
 from systems.fleet import Fleet
@@ -9,6 +10,7 @@ from pdserve.protos import fleet_pb2
 LENGTH, TOGETHER, BLOCK = 1_221, 6, 32
 
 
+@pytest.mark.extended
 def test_equal_prompts_cost_one_prefill_and_one_transfer() -> None:
     prompt = [(i * 37 + i * i) % 40_000 + 100 for i in range(LENGTH)]
     params = {"max_tokens": 8, "ignore_eos": True}

@@ -30,7 +30,7 @@ from pdserve.engine.scheduling.request_state import RequestState
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.turns import ACTIVE_S, Turns
 
-RUNS = 1500
+RUNS = 700
 
 
 class Bench:

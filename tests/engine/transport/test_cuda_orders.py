@@ -13,7 +13,7 @@ from pdserve.engine.transport.cuda_ipc import device_cupy
 from pdserve.engine.transport.device import TAIL_BYTES, Slot
 from pdserve.kernels.copy_hash import KEY_BYTES
 
-ORDERS = 20
+ORDERS = 12
 
 
 def test_no_order_takes_wrong_bytes_or_leaves_a_copy() -> None:

@@ -45,7 +45,7 @@ PIECES = (
     *("<|im_end", "|>", "<", "|", "X", "_", " ", "\n", "é", "日", "abc", "</", "s>", "%s"),
     *("{}", "\0", "\1", "[", "]"),
 )  # fmt: skip
-ROUNDS = 150
+ROUNDS = 60
 
 
 def expression(rng: Random) -> str:

@@ -933,7 +933,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(st.text(max_size=8) | PIECES, max_size=12))
 def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
     text = "".join(pieces)

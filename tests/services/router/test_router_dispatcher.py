@@ -82,7 +82,7 @@ def drive(machine: DispatcherMachine, random: Random, steps: int) -> None:
 
 def test_long_runs_reach_every_interesting_state() -> None:
     HITS.clear()
-    for seed in range(300):
+    for seed in range(150):
         drive(DispatcherMachine(), Random(seed), 150)
     wanted = [
         *("finished", "CANCELLED", "QUEUE_TIMEOUT", "DEADLINE_EXCEEDED", "POISON_REQUEST"),
