@@ -110,7 +110,7 @@ test-kernels: setup
 
 # What a program or a permission is missing for is skipped, and named at the end.
 test-all: setup
-	$(PYTEST) -m "not compose and not clients" $(ARGS)
+	$(PYTEST) --hypothesis-profile=drawn -m "not compose and not clients" $(ARGS)
 	$(MAKE) --no-print-directory modelcheck ARGS=
 	$(MAKE) --no-print-directory simulate ARGS="--runs 2000"
 	$(MAKE) --no-print-directory fuzz ARGS="--cases 20000"

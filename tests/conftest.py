@@ -1,5 +1,5 @@
-"""Of all tests: anyio's backend, the one event loop of coroutines, the collector of garbage,
-torch's threads, Triton's interpreter."""
+"""Shared by all tests: hypothesis' profiles, anyio's backend, the one event loop of coroutines,
+garbage collection, torch's threads, Triton's interpreter."""
 
 import gc
 import os
@@ -8,8 +8,21 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
+
+# The same examples in every run, so that a failure belongs to the change; `make test-all` draws
+# others with --hypothesis-profile=drawn. Neither fails for the time that an example takes or for
+# the rules of a state machine that cannot run yet.
+settings.register_profile(
+    "same",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+settings.register_profile("drawn", settings.get_profile("same"), derandomize=False)
+settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from interference.arrivals import LONG, SHAPES, SHORT, prompt_ids, schedule
 from interference.calibrate import finished_in
@@ -63,7 +63,6 @@ TAIL = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 400), max_size=6))
 def test_an_event_came_with_its_last_byte(cuts: list[int]) -> None:
     """However the stream is cut into pieces."""
@@ -248,7 +247,6 @@ def test_requests_that_share_a_worker() -> None:
 
 
 @pytest.mark.extended
-@settings(deadline=None)
 @given(st.floats(0.0, 5.0), st.floats(0.05, 1.0), st.floats(1.0, 20.0))
 def test_the_rate_keeps_as_many_in_flight_in_that_very_run(
     a: float, b: float, wanted: float

@@ -260,4 +260,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestEngine.settings = settings(max_examples=60, stateful_step_count=30)

@@ -222,7 +222,7 @@ class Cluster:
 REACHED: Counter[str] = Counter()
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=250)
 @given(
     window=st.sampled_from([0, 0, 6, 14]),
     num_blocks=st.integers(11, 30),

@@ -163,7 +163,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     st.lists(st.tuples(st.integers(1, 200), st.integers(1, 40)), min_size=1, max_size=4),
     st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_formula(sizes: Sizes, rows: list[tuple[int, int]], seed: int) -> None:
     cache = Cache(sizes, [length for length, _ in rows], seed)
     batch = [(i, length, min(length, tokens)) for i, (length, tokens) in enumerate(rows)]

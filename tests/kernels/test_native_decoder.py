@@ -125,7 +125,7 @@ def in_groups(lists: list[list[Part]]) -> tuple[list[list[Part]], int]:
 
 
 @given(st.lists(layers(), min_size=1, max_size=2), st.sampled_from(list(CONTEXTS)), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_list_is_its_operations(
     drawn: list[list[Part]], threads: int, data: st.DataObject
 ) -> None:

@@ -175,7 +175,7 @@ def product(
     return out
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     kind=st.sampled_from(KINDS),
     rows=st.integers(1, 50),
@@ -193,7 +193,7 @@ def test_packed_weights_are_the_stored_ones(
         assert np.array_equal(read, values[ids])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     kind=st.sampled_from(KINDS),
     rows=st.integers(1, 80),

@@ -27,7 +27,7 @@ def native(isa: str) -> CpuSampling:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, 127), st.integers(0, 1 << 30))
 def test_noise_bit_for_bit(isa: str, seed: int, choice: int, position: int) -> None:
     ids = torch.arange(400) * 379
@@ -38,7 +38,7 @@ def test_noise_bit_for_bit(isa: str, seed: int, choice: int, position: int) -> N
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), VOCABS, st.sampled_from(["", "coarse", "masked", "flat"]))
 def test_greedy_is_the_lowest_of_the_best(isa: str, seed: int, vocab: int, kind: str) -> None:
     logits = some_logits(seed, 5, vocab)
@@ -79,7 +79,7 @@ def test_infinities_that_cancel_hide_no_number(subtests: pytest.Subtests) -> Non
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 10_000),
     VOCABS,
@@ -114,7 +114,7 @@ def near(scaled: torch.Tensor, one: StreamSettings) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.integers(0, 10_000),
     VOCABS,
@@ -209,7 +209,7 @@ def test_a_token_depends_on_its_own_stream_only(subtests: pytest.Subtests) -> No
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), VOCABS, st.integers(0, 20), st.booleans())
 def test_logprobs(isa: str, seed: int, vocab: int, count: int, coarse: bool) -> None:
     logits = some_logits(seed, 4, vocab)
@@ -248,7 +248,7 @@ def test_all_targets_and_thread_counts_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 10_000),
     VOCABS,

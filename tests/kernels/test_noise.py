@@ -48,7 +48,7 @@ def signed(seed: int) -> int:
     return seed - (1 << 64) if seed >> 63 else seed
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, MASK), st.integers(0, 127), st.integers(0, 1 << 20), st.integers(1, 300))
 def test_equals_the_formula_bit_for_bit(seed: int, choice: int, position: int, vocab: int) -> None:
     got = gumbel_noise(
@@ -79,7 +79,7 @@ def test_distribution_is_gumbel() -> None:
     assert float((correlation - torch.eye(rows)).abs().max()) < 5 / math.sqrt(vocab)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.integers(1, 400), st.booleans())
 def test_argmax_equals_the_full_sum(seed: int, vocab: int, coarse: bool) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -145,7 +145,7 @@ def dense(case: Case, filled: Filled, scale: float) -> Tensor:
 
 
 @given(cases())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @example(Case(((1, 1), (1, 3), (1, 200)), block_size=3))  # decode rows in several buckets
 @example(Case(((1, 1), (1, 3), (1, 150)), block_size=3, window=40, soft_cap=2.0))
 @example(Case(((290, 310),), kv_heads=1, group=1))  # more than one tile of queries
@@ -180,7 +180,7 @@ def test_scores_over_many_keys_take_bounded_memory(
 
 
 @given(cases())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_bf16_stays_within_its_rounding(case: Case) -> None:
     filled = fill(case, torch.bfloat16)
     ours = attend(case, filled, 0.3)
@@ -239,7 +239,7 @@ def test_float16_keeps_finite_numbers_finite() -> None:
 @given(
     st.integers(1, 6), st.integers(1, 3), st.integers(1, 9), st.integers(1, 5), st.integers(0, 99)
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_write_kv_writes_its_slots_and_no_other(
     blocks: int, heads: int, block_size: int, head_dim: int, seed: int
 ) -> None:

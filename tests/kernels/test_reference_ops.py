@@ -28,7 +28,7 @@ def close(ours: Tensor, formula: Tensor) -> None:
 
 
 @given(SIZES, SIZES, SEEDS, DTYPES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_rms_norm(tokens: int, width: int, seed: int, dtype: torch.dtype) -> None:
     x, weight = normal(seed, tokens, width, dtype=dtype), normal(seed + 1, width)
     mean = x.double().square().mean(-1, keepdim=True)
@@ -44,7 +44,7 @@ def test_rms_norm_takes_heads_and_big_numbers() -> None:
 
 
 @given(SIZES, SIZES, SIZES, st.booleans(), SEEDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_linear(tokens: int, inputs: int, outputs: int, has_bias: bool, seed: int) -> None:
     x, weight = normal(seed, tokens, inputs), normal(seed + 1, outputs, inputs)
     bias = normal(seed + 2, outputs) if has_bias else None
@@ -68,7 +68,7 @@ def test_linear_of_few_tokens(subtests: pytest.Subtests) -> None:
 
 
 @given(SIZES, SIZES, st.sampled_from(("silu", "gelu", "gelu_tanh", "swiglu_oai")), SEEDS, DTYPES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_gated(tokens: int, width: int, name: str, seed: int, dtype: torch.dtype) -> None:
     fused = normal(seed, tokens, 2 * width, dtype=dtype) * 4
     before = fused.clone()
@@ -90,7 +90,7 @@ def test_gated(tokens: int, width: int, name: str, seed: int, dtype: torch.dtype
 
 
 @given(SIZES, st.integers(1, 4), st.integers(1, 8), st.integers(0, 5), SEEDS, DTYPES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_rope_turns_pairs_by_their_angle(
     tokens: int, heads: int, half: int, rest: int, seed: int, dtype: torch.dtype
 ) -> None:

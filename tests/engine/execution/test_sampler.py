@@ -54,7 +54,7 @@ def some_logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, (1 << 64) - 1), st.integers(0, 3), st.integers(0, 5), st.floats(0.1, 3.0))
 def test_the_token_is_the_argmax_of_scaled_logits_and_noise(
     seed: int, choice: int, position: int, temperature: float
@@ -168,7 +168,7 @@ def reference_candidates(scaled: torch.Tensor, params: StreamSettings) -> set[in
     return {i for i in kept if math.exp(float(scaled[i]) - best) >= params.min_p * (1 - 1e-6)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(0, 10_000),
     st.integers(2, 3000),

@@ -262,7 +262,7 @@ EVENTS += [HandoffEnded("cancel"), HandoffEnded("peer: cancel", peer_notified=Tr
 reached: dict[Phase, int] = {}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     side=st.sampled_from(Side),
     events=st.lists(st.one_of(st.none(), st.sampled_from(EVENTS)), max_size=12),

@@ -321,7 +321,7 @@ class EndpointsMachine(RuleBasedStateMachine):
 
 
 TestEndpoints = EndpointsMachine.TestCase
-TestEndpoints.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestEndpoints.settings = settings(max_examples=40, stateful_step_count=40)
 
 WEIGHTS = {"go": 30, "hand_off": 8, "tear": 2, "duplicate": 2, "replay": 2, "say_again": 1}
 WEIGHTS |= {"cut": 1, "cancel": 2, "crash": 1, "refuse": 1, "wait": 3}

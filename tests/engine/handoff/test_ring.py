@@ -308,7 +308,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 read: dict[str, int] = {"refused": 0, "read": 0, "damaged": 0}
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(data=st.data())
 def test_no_file_makes_the_reader_fail(good: bytes, data: st.DataObject) -> None:
     """Truncated, then overwritten here and there; the checker takes what is left."""

@@ -96,7 +96,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
 def test_slots() -> None:
     class Case(SlotsMachine.TestCase):  # type: ignore[misc, name-defined]
-        settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+        settings = settings(max_examples=60, stateful_step_count=60)
 
     Case("runTest").runTest()
     print(dict(reached))

@@ -29,7 +29,7 @@ def start(**fields) -> pb.Start:
     return pb.Start(request="r", **({"prompt_ids": [1, 2]} | fields))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 6), st.booleans()), max_size=40))
 def test_ids_continue_through_repeats_old_epochs_and_reissues(pieces):
     """Routers that send any overlapping piece, of any epoch, with re-issues in between."""

@@ -4,7 +4,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.gateway.router_client.routing import (
@@ -52,7 +52,6 @@ def test_a_router_that_goes_moves_only_its_own() -> None:
     assert all(after[n] is router for n, router in before.items() if router is not routers[-1])
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_the_busiest_has_at_most_a_fifth_more_than_the_mean(
     num: int, prompts: int, rng: Random

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import tokenizers
 from builders.hard_strings import HARD_STRINGS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.gateway.text.errors import UnsupportedTokenizer
@@ -32,7 +32,6 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @given(words, cuts)
-@settings(deadline=None)
 def test_text_survives_any_division(
     smollm: Tokenizer, spm: Tokenizer, text: str, at: list[int]
 ) -> None:
@@ -44,14 +43,12 @@ def test_text_survives_any_division(
 
 
 @given(st.lists(st.integers(0, 49151), max_size=40), cuts)
-@settings(deadline=None)
 def test_any_ids_any_division(smollm: Tokenizer, ids: list[int], at: list[int]) -> None:
     deltas = stream(smollm, ids, at)
     assert "".join(deltas) == smollm.decode(ids, skip_special_tokens=False)
 
 
 @given(st.lists(st.integers(4, 259), max_size=30), cuts)
-@settings(deadline=None)
 def test_any_bytes_any_division(spm: Tokenizer, ids: list[int], at: list[int]) -> None:
     data = bytes(token - 4 for token in ids)
     expected = data.decode("utf-8", "replace").removeprefix(" ")
@@ -60,7 +57,6 @@ def test_any_bytes_any_division(spm: Tokenizer, ids: list[int], at: list[int]) -
 
 
 @given(words)
-@settings(deadline=None)
 def test_never_half_a_character(smollm: Tokenizer, text: str) -> None:
     detokenizer = smollm.incremental()
     seen = ""

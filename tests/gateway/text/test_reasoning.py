@@ -292,7 +292,7 @@ def test_text_of_a_broken_header_is_given_back() -> None:
 PIECES = ["<think>", "</think>", "<", "think", "\n", " ", "[THINK]", "[/THINK]", "<channel|>"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.text(max_size=6) | st.sampled_from(PIECES), max_size=10), st.booleans())
 def test_nothing_but_tags_and_space_is_lost(pieces: list[str], opened: bool) -> None:
     text = "".join(pieces)

@@ -88,7 +88,7 @@ def test_shipped_template_equals_transformers(
         max_size=4,
     )
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_quoted_special_tokens_are_text(name: str, tokenizer: Tokenizer, texts: list[str]) -> None:
     template = ChatTemplate(TEMPLATES[name], tokenizer)
     turns = [assistant(t) if index % 2 else user(t) for index, t in enumerate(texts)]

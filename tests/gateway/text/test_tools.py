@@ -933,7 +933,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.lists(st.text(max_size=8) | PIECES, max_size=12))
 def test_no_character_is_lost_without_a_call(pieces: list[str]) -> None:
     text = "".join(pieces)
@@ -978,7 +978,7 @@ def test_harmony_s_messages() -> None:
     assert (reasoning_of(parts), text_of(parts)) == ("print(1)", "One.\nTwo.")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(), st.lists(st.integers(0, 60), max_size=8))
 def test_harmony_keeps_the_text_of_messages(text: str, cuts: list[int]) -> None:
     answer = f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant" + final(

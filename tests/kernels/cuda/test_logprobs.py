@@ -32,7 +32,7 @@ def some_logits(seed: int, rows: int, vocab: int) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(0, 10_000), VOCABS, st.integers(0, 20), st.booleans())
 def test_logprobs(seed: int, vocab: int, count: int, coarse: bool) -> None:
     logits = some_logits(seed, 3, vocab)

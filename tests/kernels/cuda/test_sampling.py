@@ -36,7 +36,7 @@ def _small_tiles() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 10_000), VOCABS, st.sampled_from(["", "coarse", "masked", "flat"]))
 def test_greedy_is_the_lowest_of_the_best(seed: int, vocab: int, kind: str) -> None:
     logits = some_logits(seed, 3, vocab)
@@ -69,7 +69,7 @@ def test_rows_that_are_not_finite_fail_alone(vocab: int, bad: float) -> None:
         assert got == sample(reference, logits, [kind] * 8)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(0, 10_000),
     VOCABS,
@@ -110,7 +110,7 @@ def kept_by(scaled: torch.Tensor, one: StreamSettings, top_p: float) -> list[int
     return kept
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(0, 10_000),
     st.sampled_from([1, 2, 127, 128, 129, 300]),
@@ -269,7 +269,7 @@ def test_rows_of_a_wider_tensor() -> None:
     assert sample(OPS, logits, MIX[:3]) == sample(reference, logits, MIX[:3])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.integers(0, 10_000),
     VOCABS,

@@ -227,7 +227,7 @@ class PrefixesMachine(RuleBasedStateMachine):
 
 
 TestPromisedPrefixes = PrefixesMachine.TestCase
-TestPromisedPrefixes.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestPromisedPrefixes.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def test_long_runs_reach_every_interesting_state() -> None:

@@ -10,7 +10,7 @@ from pdserve.services.host.rpc.fragments import IDS_PER_MESSAGE, IdsCollector, s
 
 
 @given(st.lists(st.integers(0, 3 * IDS_PER_MESSAGE + 5), max_size=4), st.randoms())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_round_trip_of_interleaved_lists(lengths: list[int], random: object) -> None:
     collector = IdsCollector()
     lists = {f"r{i}": list(range(i, i + length)) for i, length in enumerate(lengths)}

@@ -33,7 +33,7 @@ def test_nothing_is_begun_past_its_deadline() -> None:
 
 
 TestDispatcherMachine = DispatcherMachine.TestCase
-TestDispatcherMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestDispatcherMachine.settings = settings(max_examples=60, stateful_step_count=50)
 
 
 WEIGHTS = {"submit": 4, "admit": 12, "generate": 14, "prefill": 10, "time": 4, "join": 2}

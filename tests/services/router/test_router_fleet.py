@@ -287,7 +287,7 @@ class FleetMachine(RuleBasedStateMachine):
 
 
 TestFleetMachine = FleetMachine.TestCase
-TestFleetMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestFleetMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def several(num: int) -> tuple[Fleet, list[Worker]]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 
 from builders.worker_kinds import kind
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from pdserve.services.router.fleet.worker_facts import WorkerFacts
@@ -244,7 +244,6 @@ def test_a_short_prompt_goes_remote_where_streams_would_stand_still() -> None:
     assert where(128, streams=8, prefill=crowd) == "short prompt", "prefill has enough to do"
 
 
-@settings(deadline=None)
 @given(st.integers(1, 511), st.integers(0, 64), workers, rules)
 def test_more_streams_never_keep_a_prompt_at_decode(
     missing: int, streams: int, prefill: WorkerFacts, rules: Rules

@@ -222,7 +222,7 @@ class _Server:
         return a_list(version, *self.states[version].values())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(WRITES, st.data())
 def test_any_sequence_ends_in_the_server_s_last_state(writes: Any, data: st.DataObject) -> None:
     """Lists at any time, then events in any order, each at least once, old ones too."""
