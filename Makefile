@@ -1,12 +1,12 @@
 # make run starts a system, make test runs the tests of every push; both set up .venv first: run what
 # serving needs, test in addition torch and the tools. PYTHON: the interpreter that makes .venv.
 # TORCH_INDEX: an extra package index for torch, e.g. one that offers its CPU build. ARGS: more words
-# for the command behind a target. JOBS: processes that run tests; one more than
-# cores, since some tests wait.
+# for the command behind a target. JOBS: processes that run tests; two more than cores, since some
+# tests wait.
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
-JOBS ?= $(shell expr $$(nproc) + 1)
+JOBS ?= $(shell expr $$(nproc) + 2)
 
 # Compiled modules are kept, else each of the hundreds of processes that tests start compiles all.
 unexport PYTHONDONTWRITEBYTECODE
