@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
 LIMIT_S = 300
-LONG = 30  # pieces of an answer that must not end before the kill
+LONG = 60  # pieces of an answer that must not end before the kill
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -112,7 +112,7 @@ class Client:
         if calls:
             self.forms.append("strict")
         self.regex = f"([a-f]{{3}}-[0-9]{{4}} ){{{LONG}}}{re.escape(packaged.tag)}"
-        self.choices = [f"{word} {packaged.tag} " * LONG for word in ("yes", "no", "perhaps")]
+        self.choices = [f"{word} {packaged.tag} " * 2 * LONG for word in ("yes", "no", "perhaps")]
 
     def _fields(self, form: str) -> dict[str, Any]:
         match form:
@@ -214,7 +214,8 @@ def test_a_killed_worker_changes_no_answer_with_a_form(
 
         streams = [pool.submit(stream, pair) for pair in requests]
         wait_until(lambda: ended.is_set() or all(len(taken[pair]) > 4 for pair in requests))
-        assert not ended.is_set(), "a stream had ended before the kill"
+        num_taken = {pair: len(chunks) for pair, chunks in taken.items()}
+        assert not ended.is_set(), f"a stream had ended before the kill: {num_taken}"
         assert cluster.view().prefill_remote == remote + 2 * len(requests)
         at_kill = {pair: len(chunks) for pair, chunks in taken.items()}
         cluster.kill(cluster.of("decode")[0])
