@@ -34,7 +34,7 @@ DOCS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     ROOT / "benchmarks/README.md",
     ROOT / "kernels/native/simd/README.md",
-    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "log.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 COMPOSE = sorted((*ROOT.glob("docker-compose*.yml"), ROOT / "compose.ha.yml"))
 DEPLOYMENTS = [*COMPOSE, *sorted((ROOT / "k8s").rglob("*.yaml"))]

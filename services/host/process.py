@@ -41,7 +41,7 @@ def freeze_heap() -> None:
 def use_grpc_poller() -> None:
     """To be called before gRPC is imported, by a router of its own: it reads thousands of small
     messages a second. gRPC's event engine wakes four threads for one, its older poller a single
-    thread (docs/log.md, 26 November 2026). A gRPC that does not know the name only logs that."""
+    thread (docs/decisions/routing.md). A gRPC that does not know the name only logs that."""
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_POLLER)
 
 

@@ -19,7 +19,7 @@ from pdserve.services.cli.main import main
 from pdserve.services.host.auth.roles import Role
 
 ID = "x-request-id"
-DOCS = sorted((K8S.parent / "docs").glob("*.md"))
+DOCS = sorted((K8S.parent / "docs").rglob("*.md"))
 
 
 def page(url: str, **query: str) -> str:

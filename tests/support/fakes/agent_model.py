@@ -80,7 +80,7 @@ def tokenizer_json() -> bytes:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=[],
     )
-    pages = (page.read_text() for page in sorted(PAGES.glob("*.md")))
+    pages = (page.read_text() for page in sorted(PAGES.rglob("*.md")))
     tokenizer.train_from_iterator(pages, trainer)
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
     tokenizer.add_special_tokens(list(SPECIAL))
