@@ -1,5 +1,4 @@
-"""Places requests: applies the placement policy, begins attempts, and queues requests that must
-wait.
+"""Places requests: applies the placement policy, begins attempts, and queues what must wait.
 
 A request waits for its turn, for the recompute budget, or for a worker that is compatible with its
 generated tokens (placement/waiting.py). A request that no present worker is compatible with waits
@@ -31,7 +30,7 @@ from pdserve.services.router.requests.request import RoutedRequest
 log = logging.getLogger(__name__)
 
 MAX_ADMITTING = 16  # unanswered Admits of one decode worker
-LEFT_ALONE_S = 1.0  # without a worker, after which another router of a sharded fleet tries
+LEFT_ALONE_S = 1.0  # without any worker, before another router of a sharded fleet tries
 
 
 class AskedPrompt(NamedTuple):
