@@ -22,7 +22,7 @@ ROLES = {fleet_pb2.PREFILL: Role.PREFILL, fleet_pb2.DECODE: Role.DECODE}
 
 
 def check_hello(hello: fleet_pb2.WorkerHello) -> None:
-    """Raises ServiceError(INVALID_ARGUMENT) if the router cannot use the worker."""
+    """Raise ServiceError(INVALID_ARGUMENT) if the router cannot use the worker."""
     wrong = ""
     if hello.role not in ROLES:
         wrong = "role"
