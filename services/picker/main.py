@@ -46,8 +46,7 @@ class PickerProcess:
     """A running picker; tests use it without signals."""
 
     def __init__(self, settings: PickerSettings, tracer: Tracer = NO_TRACER) -> None:
-        """Raises OSError for files that cannot be read, ValueError for settings that cannot
-        work."""
+        """Raises OSError for unreadable files, ValueError for settings that cannot work."""
         self._settings = settings
         self._keys = make_keys(settings)
         access = make_access(settings)

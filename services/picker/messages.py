@@ -62,8 +62,7 @@ def _metadata(request: pb.ProcessingRequest, namespace: str) -> Mapping[str, Any
 
 
 def destination(endpoints: str, also: Mapping[str, str]) -> tuple[pb.CommonResponse, Struct]:
-    """Return the decision as headers of the request and as dynamic metadata. `also`: further
-    headers."""
+    """Return the decision as request headers and as dynamic metadata. `also`: further headers."""
     metadata = Struct()
     metadata.update({LB: {DESTINATION: endpoints}})
     common = pb.CommonResponse(
@@ -84,8 +83,7 @@ def mutation(headers: Mapping[str, str]) -> pb.HeaderMutation:
 
 
 def chunks(parts: Sequence[bytes], end_of_stream: bool) -> Iterator[pb.CommonResponse]:
-    """Yield a body unchanged, in pieces that every proxy accepts; the last one may end the
-    stream."""
+    """Yield a body unchanged, in pieces that every proxy accepts; the last may end the stream."""
     body = b"".join(parts)
     starts = range(0, len(body), CHUNK_BYTES) or (0,)
     for start in starts:

@@ -59,8 +59,7 @@ class AskedRequest:
 
 @dataclass(slots=True)
 class EndpointChoice:
-    """Endpoints in the order in which they are tried, the reason, and which one holds the
-    request."""
+    """Endpoints in the order in which they are tried, the reason, and the holder of the request."""
 
     endpoints: tuple[Endpoint, ...]
     reason: str
@@ -159,7 +158,7 @@ class EndpointPicker:
     async def _by_policy(
         self, asked: AskedRequest, candidates: Sequence[Endpoint], tenant: Tenant | None
     ) -> tuple[Sequence[str], str]:
-        """Return hosts, the best first, and the reason; no hosts: any will do. Raises ServiceError
+        """Return hosts, best first (none: any will do), and the reason. Raises ServiceError
         OVERLOADED."""
         hosts = frozenset(endpoint.host for endpoint in candidates)
         if len(candidates) == 1:
@@ -205,8 +204,7 @@ class EndpointPicker:
         self._apart[hosts] = self._clock() + APART_S
 
     def served(self, choice: EndpointChoice, address: str) -> None:
-        """Note which endpoint answered, by the proxy's report; those before it in the list could
-        not."""
+        """Note the endpoint that answered, by the proxy's report; those before it could not."""
         now = self._clock()
         known = [endpoint.address for endpoint in choice.endpoints]
         passed = choice.endpoints[: known.index(address)] if address in known else ()
@@ -219,8 +217,8 @@ class EndpointPicker:
 
 
 def _conversation(asked: AskedRequest, tenant: Tenant | None) -> bytes:
-    """Return a key that is equal for requests of one client that belong together or begin alike;
-    empty without a body."""
+    """Return an equal key for requests of one client that belong together or begin alike; empty: no
+    body."""
     named = asked.headers.get(SESSION_ID, "").encode()
     begins = named or asked.body[:KEY_BYTES]
     if not begins:

@@ -97,8 +97,7 @@ class PromptReader:
         self._routes = create_routes(self._dialects, service, self.readiness)
 
     async def read(self, path: str, body: bytes, tenant: Tenant) -> RequestPrompt | None:
-        """Return the prompt; None if the request has none or is invalid, which its gateway will
-        report."""
+        """Return the prompt; None if it has none or is invalid, which its gateway will report."""
         found: list[RequestPrompt] = []
         token = _found.set(found)
         try:

@@ -232,9 +232,8 @@ class RouterCore:
         return self.dispatcher.placer.refuses(pool, tenant, self._loop.time())
 
     def models(self) -> list[pb.ModelCard]:
-        """Return the cards of decode workers that stay, sorted by name, one for each name. If a
-        name has several tokenizers, its card is that of the tokenizer with the most workers, the
-        newest of equals."""
+        """Return the cards of decode workers that stay, one per name, sorted. If a name has several
+        tokenizers, its card is of the one with the most workers, the newest of equals."""
         pools: dict[str, dict[str, list[pb.ModelCard]]] = {}
         for worker in self.fleet.workers.values():
             if worker.hello.role == fleet_pb2.DECODE and worker.stays:

@@ -1,4 +1,4 @@
-"""Fleet.Join: a worker's stream is its lease. Reports go to the core, and some heartbeats are
+"""Fleet.Join: a worker's stream is its lease. Reports go to the core; some heartbeats are
 echoed."""
 
 import time

@@ -106,8 +106,7 @@ async def serve(
     on_loaded: Callable[[], None] = lambda: None,
     tracer: Tracer = NO_TRACER,
 ) -> int:
-    """Serve until a signal. `on_loaded` is called when all modules are loaded, before serving
-    begins."""
+    """Serve until a signal. `on_loaded` is called when all modules are loaded, before serving."""
     router = RouterProcess(settings, tracer)
     on_loaded()
     try:

@@ -1,7 +1,7 @@
 """Figures for autoscalers: how long prompts wait for prefill, and how full decode is. Pure.
 
 Both come from the loads of a model's live workers, so all routers that know the workers report
-nearly the same; each adds only its own queue.
+nearly the same; only the queue in a router is its own.
 """
 
 from collections.abc import Iterable

@@ -157,8 +157,8 @@ class RouterService(RouterServicer):
             span.end(error)
 
     async def _count(self, tenant: Tenant, num_tokens: int, context: Context) -> None:
-        """Count a request and its tokens; sends the rest of the rate as trailing metadata. Raises
-        ServiceError if the key exceeds its rate."""
+        """Count a request and its tokens; the trailing metadata show what remains of the rate.
+        Raises ServiceError if the key exceeds its rate."""
         try:
             await self._rates.count_request(tenant.id)
             await self._rates.count_tokens(tenant.id, num_tokens)
@@ -260,8 +260,8 @@ class RouterService(RouterServicer):
         return rpc.PickReply(workers=found, elsewhere=not (found or self._core.decodes_at(hosts)))
 
     async def _authorize(self, context: Context) -> Tenant:
-        """Return the tenant of the caller's key. A gateway needs no key, because it checks keys
-        itself."""
+        """Return the tenant of the caller's key. Gateways, which check keys themselves, need
+        none."""
         if self._access.may_be(context, Role.GATEWAY):
             return EVERYBODY
         given = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")

@@ -73,8 +73,8 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         read: Callable[[RouterSession[OutboxT]], Coroutine[Any, Any, None]],
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncGenerator[list[Any], None]:
-        """Serve one Session call: `read` carries out the router's commands. Yields batches of
-        events."""
+        """Serve one Session call: `read` carries out the router's commands. Yields event
+        batches."""
         if self._runtime is None:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the model is loading"))
         session = RouterSession(self._new_outbox(), context.peer())
@@ -102,8 +102,7 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         self.in_fleet.set()
 
     def _session_lost(self, session: RouterSession[OutboxT]) -> None:
-        """Note that the stream is over. Attempts go on without it unless a subclass overrides
-        this."""
+        """The stream is over. Attempts go on without it unless a subclass overrides this."""
 
     async def _end_sessions(self) -> None:
         """End the open streams after all queued events; wait at most END_S for their end."""

@@ -47,8 +47,7 @@ HASHES_PER_EVENT = 2048  # a router takes in about 1 us for each
 
 
 class _Lease:
-    """One Join stream. gRPC's own thread iterates over the reports, and thus sends the
-    heartbeats."""
+    """One Join stream. gRPC's own thread iterates over the reports, which keeps the heartbeat."""
 
     def __init__(self, owner: "Membership", address: str, access: Access) -> None:
         self._owner = owner

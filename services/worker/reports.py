@@ -32,8 +32,7 @@ LOAD_FIELDS = (
 
 
 class WorkerReports:
-    """The reports of one lease after its hello. Any thread may add to them; one thread takes
-    them."""
+    """The reports of one lease after its hello. Any thread may add to them; one takes them."""
 
     def __init__(self, heartbeat: Callable[[], pb.Heartbeat]) -> None:
         self.reads_beats = False  # set from the router's Welcome

@@ -57,8 +57,7 @@ class WorkerRole(ABC, Generic[SettingsT, CoreT, RuntimeT]):
         self.core.attach(self.runtime)
 
     def on_loop(self, fn: Callable[Params, None]) -> Callable[Params, None]:
-        """Wrap `fn` for calls from other threads: it runs on the loop, in the order of the
-        calls."""
+        """Wrap `fn` for other threads: it runs on the loop, in the order of the calls."""
 
         def post(*args: Params.args, **kwargs: Params.kwargs) -> None:
             self._loop.call_soon_threadsafe(partial(fn, *args, **kwargs))

@@ -1,5 +1,4 @@
-"""A worker's engine thread, transports and Sender, and the facts that the worker reports to
-routers.
+"""A worker's engine thread, transports and Sender, and the facts that it reports to routers.
 
 The engine thread owns the engine and the hand-offs; other threads post to it. Prefill and decode
 derive from WorkerRuntime and add their own parts.
@@ -122,13 +121,12 @@ class WorkerRuntime(ABC):
 
     def _liveness(self) -> int:
         """Return the engine thread's counter, for the peers of hand-offs. The ticker wakes the
-        thread while hand-offs live, so the counter moves even if the engine has nothing to
-        compute."""
+        thread while hand-offs live, so it moves even if the engine has nothing to compute."""
         return self.thread.liveness
 
     def _begin(self, poll: Callable[[], bool]) -> None:
-        """Start the endpoints. The engine thread calls `poll` each turn; True: there is more to do
-        at once."""
+        """Start the endpoints. The engine thread calls `poll` each turn; True: more to do at
+        once."""
         self.thread.add_poll(poll)
         for endpoint in self._endpoints:
             endpoint.start()

@@ -47,8 +47,7 @@ class KvCompatibility:
 
     def withdrawn(self, origin: KvIdentity | None, now: float) -> bool:
         """Return whether all workers with these weights have left in order and none is expected
-        back. One is expected for STRANDED_S after a crash, or if no other worker has replaced
-        them."""
+        back. One is expected for STRANDED_S after a crash, or if no other worker replaced them."""
         if origin is None or _pool(origin) not in self._withdrawn:
             return False
         return now >= self._expected.get(_pool(origin), now)

@@ -191,8 +191,7 @@ def taking_work(workers: Iterable[Worker], now: float) -> list[Worker]:
 
 
 class Fleet:
-    """Workers by boot id. Methods that end workers return them, so that callers can drop
-    attempts."""
+    """Workers by boot id. Methods that end workers return them, so that their attempts end."""
 
     def __init__(self, prefix_index_hashes: int = CAPACITY) -> None:
         """`prefix_index_hashes`: most distinct prefix cache blocks that it knows."""
@@ -209,8 +208,7 @@ class Fleet:
         return self.workers.get(boot)
 
     def of(self, role: pb.Role, model: str) -> Sequence[Worker]:
-        """Return the workers of a role and model, in any state. A change of the fleet makes a new
-        list."""
+        """Return the workers of a role and model, in any state; a new list after each change."""
         return self._of.get((role, model), ())
 
     def join(self, hello: pb.WorkerHello, now: float) -> tuple[Worker, list[Worker]]:

@@ -126,8 +126,8 @@ class PrefixIndex:
             self._sample_mask = self._num_to_thin = 0
 
     def num_cached(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
-        """Return the number of leading blocks of a prompt that are cached, by boot id of each
-        worker with any."""
+        """Return how many leading blocks of a prompt are cached, by boot id of each worker with
+        any."""
         found: dict[bytes, int] = {}
         having, num_known = self._taken, 0
         for num, chain in enumerate(hashes, 1):
@@ -224,9 +224,9 @@ class WorkerPrefixes:
         return self._num_known
 
     def apply(self, events: PrefixEvents) -> bool:
-        """Take one message. Sequence numbers count hashes, so it ends at sequence + number of its
-        hashes. Returns False if a message before it is missing: the worker must send its whole
-        state again."""
+        """Take one message. Sequence numbers count hashes, so it ends at sequence + its hashes.
+        Returns False if a message before it is missing: the worker must send its whole state
+        again."""
         gap = not events.reset and self._next not in (None, events.sequence)
         if gap or events.reset:
             self._forget()
@@ -301,8 +301,8 @@ class _WorkerSets:
         return new
 
     def forget(self, bit: int) -> int:
-        """Take a worker out of every set. Returns how many entries refer to an empty set because of
-        it."""
+        """Take a worker out of every set. Returns how many entries thereby refer to an empty
+        set."""
         num_dead = 0
         for number, workers in enumerate(self.workers):
             if workers & bit:

@@ -20,8 +20,7 @@ class WorkerKind:
 
 
 def mismatch(prefill: WorkerKind, decode: WorkerKind, mixing: Mixing) -> Difference | None:
-    """Return why KV of one kind cannot become KV of the other, in decode's words; None if it
-    can."""
+    """Return why KV of one kind cannot become KV of the other, in decode's words, or None."""
     if prefill.wire_version != decode.wire_version:
         text = f"wire version {decode.wire_version} here, {prefill.wire_version} there"
         return Difference("wire version", text)

@@ -117,8 +117,7 @@ class WorkerSession:
             retry_s = min(MAX_RETRY_S, 2 * retry_s) if soon else RETRY_S
 
     def _settle(self) -> None:
-        """Report a broken session once the worker answers; the fleet decides whether a silent one
-        is dead."""
+        """Report a broken session once the worker answers; the fleet judges a silent one."""
         if self._unsettled:
             self._unsettled = False
             self._listener.broken(self._worker)

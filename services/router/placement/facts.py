@@ -97,8 +97,7 @@ def destination(
     rng: Random,
 ) -> bytes | None:
     """Return the boot id of the cheapest other decode worker that has room for a running request's
-    KV and can take it from its present worker `here`; None if there is none. `ids`: as in
-    FactsOfWorkers."""
+    KV and can take it from its worker `here`, or None. `ids`: as in FactsOfWorkers."""
     fit = [
         other
         for other in workers

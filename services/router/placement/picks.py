@@ -63,8 +63,7 @@ class PickedPrompts:
         self._promised.add(pick.number, boot, chain)
 
     def take(self, key: PromptKey, now: float) -> bytes | None:
-        """Return the boot id of the picked worker for a prompt, once per pick; None if there is no
-        pick."""
+        """Return the boot id of the picked worker for a prompt, once per pick, or None."""
         self.forget_old(now)
         picks = self._of_prompts.get(key)
         if not picks:
@@ -83,7 +82,7 @@ class PickedPrompts:
         return replace(facts, requests=facts.requests + num, waiting_tokens=waiting)
 
     def forget_old(self, now: float) -> None:
-        """Forget the picks whose request has not arrived in time, and the oldest if there are too
+        """Forget picks whose request has not arrived in time, and the oldest if there are too
         many."""
         while self._open:
             oldest = next(iter(self._open.values()))

@@ -125,9 +125,8 @@ def with_awaited(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> Work
 
 
 def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> int:
-    """Return the prompt tokens that need no computation there for this request: cached tokens, and
-    tokens in transfer if they are worth waiting for, by decode's rule
-    (services/decode/single_flight)."""
+    """Return the prompt tokens that need no computation there: cached ones, and those in transfer
+    if they are worth waiting for, by decode's rule (services/decode/single_flight)."""
     shared = min(worker.promised_tokens, prompt.num_tokens) - worker.cached_tokens
     enough = shared >= max(rules.min_shared_tokens, worker.kind.layout.block_size)
     waits = enough and prompt.may_go_remote and 2 * shared >= missing_tokens(prompt, worker)
@@ -147,8 +146,8 @@ def decode_costs(prompt: PromptFacts, workers: Sequence[WorkerFacts], most: floa
 
 
 def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
-    """Return the cost at a prefill worker: its queue and the rest of this prompt. `credit`: its
-    cache counts."""
+    """Return a prefill worker's cost: its queue and the rest of this prompt. `credit`: its cache
+    counts."""
     new = missing_tokens(prompt, worker) if credit else prompt.num_tokens
     return waiting_tokens(worker) + WORK_RATIO * new
 
@@ -164,14 +163,13 @@ def waiting_tokens(worker: WorkerFacts) -> int:
 
 
 def computed_again(prompt: PromptFacts, prefill: WorkerFacts, missing: int) -> int:
-    """Return the tokens that a prefill worker would compute although decode, which lacks `missing`,
-    has them."""
+    """Return the tokens that prefill would compute although decode, which lacks `missing`, has
+    them."""
     return max(0, missing_tokens(prompt, prefill) - missing)
 
 
 def local_cost(missing: int, decode: WorkerFacts) -> int:
-    """Return the cost if decode computes the prompt: the request and all others there wait for
-    it."""
+    """Return the cost if decode computes the prompt: this and all requests there wait for it."""
     return missing * (1 + decode.requests)
 
 
@@ -261,8 +259,7 @@ def power_of_two(
     rng: Random,
 ) -> int | None:
     """Return the position of the less loaded of two workers drawn among those as good as the best
-    (Mitzenmacher, 2001); None without workers. `before`: the part of a cost queued before the
-    request."""
+    (Mitzenmacher, 2001); None without workers. `before`: the queued part of a cost."""
     if not workers:
         return None
     least = min(costs)

@@ -25,8 +25,7 @@ class Running:
 
 
 def drain_order(running: Iterable[Running]) -> list[Running]:
-    """Sort the most urgent first: those that may run longest are least likely to end in time by
-    themselves."""
+    """Sort the most urgent first: what may run longest is least likely to end in time by itself."""
     return sorted(running, key=lambda r: (r.left is not None, -(r.left or 0), r.ordinal))
 
 
@@ -37,8 +36,7 @@ def pays(request: Running) -> bool:
 
 
 def relief_order(running: Iterable[Running]) -> list[Running]:
-    """Sort by what a worker that lacks blocks sends away first: the most blocks, then the
-    youngest."""
+    """Sort by what a worker that lacks blocks sends away first: most blocks, then youngest."""
     worth = [r for r in running if pays(r)]
     return sorted(worth, key=lambda r: (-r.num_tokens, -r.ordinal))
 
@@ -56,8 +54,7 @@ class Pressure:
         return now >= self._next
 
     def look(self, preemptions: Mapping[bytes, int], now: float) -> list[bytes]:
-        """Return the workers that should send a request away now. `preemptions`: counters by boot
-        id."""
+        """Return the workers that should send a request away now. `preemptions`: by boot id."""
         if not self.due(now):
             return []
         self._next = now + WINDOW_S

@@ -79,7 +79,7 @@ class WaitingQueue(Generic[R]):
         return None
 
     def of(self, reason: WaitReason) -> list[R]:
-        """Return all requests that wait for that reason: tenants in turn, each tenant's lowest rank
+        """Return all that wait for that reason: tenants in turn, each tenant's lowest rank
         first."""
         of_tenants: dict[bytes, list[_Entry[R]]] = {}
         for (why, _, tenant), line in self._lines.items():

@@ -45,8 +45,7 @@ class CountAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CloseAttempt:
-    """Ignore messages about the attempt from now on. `lost`: why it was dropped; empty if it was
-    not."""
+    """Ignore messages about the attempt from now on. `lost`: why it was dropped, or empty."""
 
     attempt: bytes
     lost: str = ""
@@ -129,8 +128,7 @@ class SparePrefill:
 
 @dataclass(frozen=True, slots=True)
 class CountPrefill:
-    """Count the work of the prefill worker, although decode was expected to wait for another
-    prompt's KV."""
+    """Count the prefill worker's work, although decode was expected to wait for another prompt."""
 
     attempt: bytes
 
@@ -152,8 +150,7 @@ class CountResume:
 
 @dataclass(frozen=True, slots=True)
 class CountIdentity:
-    """Note that a decode worker took the attempt: its KV identity may differ from the earlier
-    one."""
+    """Note that a decode worker took the attempt: its KV identity may differ from before."""
 
     attempt: bytes
 

@@ -95,11 +95,10 @@ class Effects(Protocol[RequestT]):
         """Note that the request has moved, with the KV of `num_tokens` tokens."""
 
     def migration_failed(self, request: RequestT, step: str) -> None:
-        """Note that the request has not moved. `step`: how far it got; empty if it had to leave the
+        """Note that the request has not moved. `step`: how far it got; empty if it left the
         source."""
 
     def ended(
         self, request: RequestT, now: float, error: ServiceError | None, served: bool
     ) -> None:
-        """Forget the request after its terminal event. `served`: by a worker, which may be queried
-        for it again."""
+        """Forget a request after its terminal event. `served`: a worker keeps its last events."""

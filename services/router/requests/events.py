@@ -80,8 +80,7 @@ class RequestRefused:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Time has passed. The fields say whether the workers that the request may seek can be
-    reached."""
+    """Time has passed. The fields say whether the sought workers can be reached."""
 
     decode: Reachability = Reachability.NO
     prefill: Reachability = Reachability.NO
@@ -133,8 +132,7 @@ class AttemptUnknown:
 
 @dataclass(frozen=True, slots=True)
 class ResumeAccepted:
-    """Resumed: the attempt belongs to this session, and decode repeats its earlier messages about
-    it."""
+    """Resumed: the attempt belongs to this session, and decode repeats its earlier messages."""
 
     attempt: bytes
     epoch: int

@@ -20,7 +20,7 @@ class FirstToken:
         self._came = 0.0
 
     def came(self, attempt: bytes, began: float, now: float) -> bool:
-        """Note that tokens of an attempt arrived. Returns whether they are the first; only those
+        """Note that tokens of an attempt came. Returns whether they are the first; only those
         count."""
         if self._attempt:
             return False

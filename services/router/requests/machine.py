@@ -143,7 +143,8 @@ class _Step:
         self.act(do.AnnouncePlacement(attempt.id))
 
     def admitted(self, attempt: Attempt, event: on.AdmitAccepted) -> None:
-        """Decode has promised blocks and has decided who computes the prompt."""
+        """Go on to PREFILLING or RUNNING: decode has promised blocks and chosen who computes the
+        prompt."""
         if self.state.stage is not Stage.ADMITTING:
             return
         self.act(do.CountIdentity(attempt.id))
@@ -326,8 +327,7 @@ class _Step:
         return False
 
     def seek(self, decode: Reachability) -> None:
-        """Send Resume if the decode worker of the placement can be reached; retry if it will not
-        be."""
+        """Send Resume if the placement's decode worker can be reached; retry if it will not be."""
         state = self.state
         self.set(stage=Stage.SEEKING)
         if decode is Reachability.YES:
@@ -350,7 +350,7 @@ class _Step:
             self.retry("its decode worker is not there")
 
     def resumed(self, attempt: Attempt, event: on.ResumeAccepted) -> None:
-        """The attempt belongs to this session; decode sends what the client lacks."""
+        """Go on with the attempt in this session; decode sends what the client lacks."""
         if self.state.stage is not Stage.RESUMING or event.epoch != self.state.session_epoch:
             return
         self.act(
@@ -545,8 +545,7 @@ class _Step:
             self.closed(migration.attempt, reason)
 
     def sender_tick(self) -> None:
-        """Retry if the migration's source died and the target may never have received anything from
-        it."""
+        """Retry if the migration's source died and the target may have received nothing from it."""
         attempt = self.state.attempt
         if attempt is None or attempt.sender_died is None:
             return

@@ -1,5 +1,4 @@
-"""Messages between the router and its workers: builds commands, converts events for the machine.
-Pure."""
+"""Messages between router and workers: builds commands, converts events for the machine. Pure."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,8 +13,7 @@ from pdserve.services.router.requests import events as on
 def admit(
     admit: wire.Admit, start: pb.Start, prompt_ids: Sequence[int]
 ) -> Iterator[wire.DecodeCommand]:
-    """Build the commands that send a request to decode. `start` comes without prompt ids, which go
-    ahead in parts."""
+    """Build the commands that admit a request. Prompt ids, not in `start`, go ahead in parts."""
     parts, tail = send_ids(start.request, prompt_ids)
     for part in parts:
         yield wire.DecodeCommand(ids_part=part)
@@ -26,8 +24,8 @@ def admit(
 
 
 def resume(attempt: bytes, epoch: int, choices: Sequence[pb.ChoiceState]) -> wire.DecodeCommand:
-    """Request an attempt that another session owns or owned. `choices`: what the router knows of
-    it."""
+    """Request an attempt that another session owns or owned. `choices`: as the router knows
+    them."""
     counts = [len(choice.generated_ids) for choice in choices]
     return wire.DecodeCommand(resume=wire.Resume(attempt=attempt, epoch=epoch, counts=counts))
 

@@ -58,8 +58,7 @@ class MigrationResult:
 def step(
     migration: Migration, source: Attempt, event: on.RoutingEvent, now: float
 ) -> MigrationResult:
-    """Apply an event; most events do not affect a migration. `source`: the attempt of the
-    request."""
+    """Apply an event; most do not affect a migration. `source`: the attempt of the request."""
     target = migration.attempt
     sending = migration.step is MigrationStep.SENDING
     match event:

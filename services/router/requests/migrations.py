@@ -88,8 +88,7 @@ class Migrations:
         self._over(request)
 
     def stayed(self, request: RoutedRequest, step: str) -> None:
-        """Count a migration that ended at the source. `step`: how far it got; empty if it did not
-        fail."""
+        """Count a migration that ended at the source. `step`: how far it got; empty: no failure."""
         if step:
             self.failed[step] += 1
         self._over(request)
@@ -100,8 +99,7 @@ class Migrations:
 
 
 def may_migrate(request: RoutedRequest, now: float) -> bool:
-    """Return whether the request generates and its KV is one chain; with several unfinished choices
-    it stays."""
+    """Return whether it generates and its KV is one chain: one unfinished choice only."""
     progress = request.progress
     one_chain = progress.num_unfinished == 1 and progress.may_go_remote
     return one_chain and request.state.may_migrate(now)

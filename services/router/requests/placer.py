@@ -137,8 +137,7 @@ class Placer:
         return found
 
     def _begin(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
-        """Begin an attempt on the worker that the policy chooses. Returns False if it chooses
-        none."""
+        """Begin an attempt on the worker that the policy chooses; False if it chooses none."""
         told = self._told(request, now)
         facts = self._facts(request, self.promised, now)
         decodes = facts.of_all(workers)
@@ -207,7 +206,7 @@ class Placer:
         return [PickedHost(host, tokens) for host, tokens in found.items()]
 
     def refuses(self, pool: tuple[str, str], tenant: bytes, now: float) -> bool:
-        """Return whether a new request could neither begin nor wait. `pool`: its model and
+        """Return whether a new request can neither begin nor wait. `pool`: its model and
         tokenizer."""
         if self.waiting.has_room(tenant):
             return False
@@ -269,8 +268,8 @@ class Placer:
                     break
 
     def _strand(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
-        """If none of its model's workers may go on with the request, let it wait for a compatible
-        one. Returns whether it waits."""
+        """Let the request wait for a compatible worker if none of its model's can go on with it.
+        Returns whether it waits."""
         if not workers:
             return False
         if self._able(request) and (request.state.begun or not self.is_unread(request)):
@@ -280,8 +279,7 @@ class Placer:
         return True
 
     def worker_connected(self, worker: Worker, now: float) -> None:
-        """Place the requests that waited for a compatible decode worker which can now be
-        reached."""
+        """Place the requests that waited for a compatible worker and can go on at this one."""
         self.compatibility.joined(worker)
         for request in self.waiting.of(WaitReason.COMPATIBLE_WORKER):
             if request.model == worker.model and worker in self._able(request):
@@ -289,8 +287,7 @@ class Placer:
                 self.place(request, now)
 
     def overdue(self, now: float) -> list[RoutedRequest]:
-        """Return the requests that have waited too long for a compatible worker, or wait in
-        vain."""
+        """Return requests that have waited too long for a compatible worker, or wait in vain."""
         stranded = self.waiting.of(WaitReason.COMPATIBLE_WORKER)
         waiting = (*stranded, *self.waiting.of(WaitReason.BUDGET))
         late = [r for r in stranded if now - self.waiting.since(r) >= STRANDED_S]
@@ -350,8 +347,7 @@ class Placer:
             attempt.prefill.forget_command(attempt.id)
 
     def taken(self, request: RoutedRequest, attempt: Assignment) -> None:
-        """Note that a decode worker took the attempt; the request may go on inexactly from
-        there."""
+        """Note that a decode worker took the attempt; the request may go on inexactly there."""
         identity = attempt.decode.identity
         if self.compatibility.count_resume(request.id, request.origin, identity):
             request.inexact = True

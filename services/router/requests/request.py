@@ -242,8 +242,7 @@ class RoutedRequest:
                 self.step(messages.of_decode(kind, message), now, message)
 
     def pass_on_row(self, worker: Worker, of: NumberedChoice, position: int, id_: int) -> bool:
-        """Pass on a worker's token of a choice that goes on. Returns False if it may change more
-        here."""
+        """Pass on a worker's token of a choice that goes on; False if it may change more here."""
         assigned = self._rows_of
         if assigned is None or assigned.decode is not worker:
             return False
@@ -298,7 +297,7 @@ class RoutedRequest:
             self.beginning.hit = message.cached_tokens
 
     def _keeps(self, message: wire.Verified | wire.PlaceAgain) -> bool:
-        """Note the tokens that decode keeps. Returns whether the message is of the attempt that
+        """Note the tokens that decode keeps. Returns whether they are of the attempt that
         counts."""
         attempt = self.state.attempt
         if attempt is None or attempt.id != message.attempt:

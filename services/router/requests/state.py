@@ -57,8 +57,7 @@ class Attempt:
 
     @property
     def prefill_unaware(self) -> bool:
-        """Whether prefill may not know that its KV is wanted, or its messages may not arrive
-        here."""
+        """Whether prefill may not know that its KV is wanted, or its messages may not arrive."""
         return not self.prefill_over and (not self.prefill or self.unheard)
 
     @property
@@ -73,8 +72,7 @@ class Attempt:
 
     @property
     def computing(self) -> bool:
-        """Whether its KV is complete or computed at decode, so that a step there may belong to
-        it."""
+        """Whether its KV is complete or computed at decode, so that a step there may be its own."""
         return self.filled or not (self.prefill or self.ticket or self.follows)
 
 
