@@ -132,7 +132,7 @@ class Exchange:
         ]
 
     def _hold(self, amount: int) -> bool:
-        """Return whether a body that has grown by `amount` may be held."""
+        """Hold `amount` more bytes of a body. Returns False if the bounds forbid it."""
         share = self._bodies.share
         if self._num_held + amount > self._bodies.most or not share.has_room(self._owner, amount):
             return False

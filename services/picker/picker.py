@@ -32,7 +32,7 @@ class PolicyRouters(Protocol):
     def num_connected(self) -> int: ...
 
     async def pick(self, asked: PickRequest) -> PickReply:
-        """Send a pick to a router. Raises ServiceError."""
+        """Request a pick from a router. Raises ServiceError."""
         ...
 
 
@@ -122,8 +122,8 @@ class EndpointPicker:
         return is_json and headers.get(":method") == "POST" and self.tenant(headers) is not None
 
     async def pick(self, asked: AskedRequest) -> EndpointChoice:
-        """Choose endpoints; the first counts as holding the request unless another has `served` it.
-        Raises ServiceError UNAVAILABLE if none is ready, and OVERLOADED if the request would be
+        """Choose endpoints; the first counts as the holder unless another has `served` the request.
+        Raises ServiceError UNAVAILABLE if none is ready, OVERLOADED if the request would be
         refused."""
         began = self._clock()
         names = asked.headers.get("traceparent", ""), asked.headers.get("tracestate", "")
@@ -158,7 +158,7 @@ class EndpointPicker:
     async def _by_policy(
         self, asked: AskedRequest, candidates: Sequence[Endpoint], tenant: Tenant | None
     ) -> tuple[Sequence[str], str]:
-        """Return hosts, best first (none: any will do), and the reason. Raises ServiceError
+        """Return hosts, best first (none: any do), and the reason. Raises ServiceError
         OVERLOADED."""
         hosts = frozenset(endpoint.host for endpoint in candidates)
         if len(candidates) == 1:
@@ -217,7 +217,7 @@ class EndpointPicker:
 
 
 def _conversation(asked: AskedRequest, tenant: Tenant | None) -> bytes:
-    """Return an equal key for requests of one client that belong together or begin alike; empty: no
+    """Return a key for requests of one client that belong together or begin alike; empty: no
     body."""
     named = asked.headers.get(SESSION_ID, "").encode()
     begins = named or asked.body[:KEY_BYTES]
