@@ -10,10 +10,10 @@ from pdserve.services.host.discovery.discovery import Discovery
 
 log = logging.getLogger(__name__)
 
-RESOLVE_S = 1.0  # between two looks at what the targets stand for, if nothing tells of a change
-MAX_MISSES = 3  # looks in a row that find nothing and are not believed: DNS may have failed
-AVOID_S = 5.0  # an endpoint that a proxy has passed over is the last choice for so long
-KEEP_S = 60.0  # an endpoint that only proxies name is forgotten when none has named it for so long
+RESOLVE_S = 1.0  # between two lookups of the targets, unless a change is reported
+MAX_MISSES = 3  # empty lookups in a row before one is believed: DNS may have failed
+AVOID_S = 5.0  # an endpoint that a proxy passed over is the last choice for this long
+KEEP_S = 60.0  # an endpoint that only proxies name is forgotten if not named for this long
 
 
 class Endpoint:
@@ -21,8 +21,8 @@ class Endpoint:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.num_open = 0  # requests that this picker has sent there
-        self.named_at = 0.0  # when it was a candidate
+        self.num_open = 0  # open requests that this picker sent there
+        self.named_at = 0.0  # when it was last a candidate
         self.used_at = 0.0
         self.avoided_until = 0.0
 
@@ -31,34 +31,34 @@ class Endpoint:
         return host_of(self.address)
 
     def load(self, now: float) -> float:
-        """Requests that are open there, whenever it is asked: those sent lately do not count, so
-        that a conversation that comes back finds its endpoint."""
+        """Return the open requests there, at any `now`: recent ones that have ended do not count,
+        so that a returning conversation finds its endpoint."""
         return self.num_open
 
     def sent(self, now: float) -> None:
-        """One more request goes there."""
+        """Count one more request there."""
         self.num_open += 1
         self.used_at = now
 
     def rank(self, now: float) -> tuple[bool, float, float]:
-        """The least is the best for a request that fits anywhere."""
+        """Return a sort key; the least is the best for a request that fits anywhere."""
         return now < self.avoided_until, self.load(now), self.used_at
 
 
 class Endpoints:
-    """Those that targets stand for (docs/discovery.md); without targets, those that each request
-    may go to."""
+    """The endpoints that targets resolve to (docs/discovery.md); without targets, those that each
+    request may go to."""
 
     def __init__(self, targets: Sequence[str], clock: Callable[[], float]) -> None:
-        """Raises ValueError for a target that cannot be."""
+        """Raises ValueError for an invalid target."""
         self._targets = tuple(targets)
         self._discovery = Discovery("--endpoints", targets, self._on_change, ready_only=True)
-        self._changed = asyncio.Event()  # a look would find others
+        self._changed = asyncio.Event()  # the targets may resolve to others now
         self._clock = clock
         self._known: dict[str, Endpoint] = {}
         self._ready: frozenset[str] = frozenset()
         self._misses = 0
-        self.known = asyncio.Event()  # which are ready
+        self.known = asyncio.Event()  # set once the ready endpoints are known
         if not targets:
             self.known.set()
 
@@ -66,7 +66,7 @@ class Endpoints:
         return len(self._known)
 
     async def keep(self) -> None:
-        """Looks what the targets stand for, until it is cancelled."""
+        """Resolve the targets again and again, until cancelled."""
         self._loop = asyncio.get_running_loop()
         try:
             while self._targets:
@@ -86,7 +86,7 @@ class Endpoints:
             self._loop.call_soon_threadsafe(self._changed.set)
 
     def resolved(self, found: Iterable[str]) -> None:
-        """The targets stand for these now."""
+        """Take what the targets resolve to now."""
         ready = frozenset(found)
         self._misses = 0 if ready else self._misses + 1
         if not ready and self._ready and self._misses < MAX_MISSES:
@@ -98,8 +98,8 @@ class Endpoints:
             self.known.set()
 
     def candidates(self, hint: Sequence[str] | None) -> list[Endpoint]:
-        """Ready endpoints. `hint`: the only ones allowed, as ip:port, or an ip alone for each of
-        its ports; None: all are."""
+        """Return ready endpoints. `hint`: the only ones allowed, as ip:port, or an ip alone for
+        each of its ports; None allows all."""
         now = self._clock()
         addresses = self._allowed(hint)
         if addresses - self._known.keys():
@@ -127,14 +127,13 @@ class Endpoints:
                 del self._known[address]
 
     def get(self, address: str) -> Endpoint | None:
-        """One that was a candidate lately."""
+        """Return an endpoint that was a candidate lately, if any."""
         return self._known.get(address)
 
 
 def spread(candidates: Sequence[Endpoint], key: bytes, now: float) -> list[Endpoint]:
-    """In the order in which a request that fits anywhere should try them. `key` is that of its
-    conversation, which stays at one endpoint while that has no more than its share; empty: it has
-    none."""
+    """Return the order in which a request that fits anywhere tries the candidates. `key`: of its
+    conversation, which stays at one endpoint while that has no more than its share; empty: none."""
     order = sorted(candidates, key=lambda endpoint: endpoint.rank(now))
     usable = [one for one in order if now >= one.avoided_until]
     own = choose(usable, key, now) if key else None
@@ -142,7 +141,7 @@ def spread(candidates: Sequence[Endpoint], key: bytes, now: float) -> list[Endpo
 
 
 def host_of(address: str) -> str:
-    """The host of host:port."""
+    """Return the host of host:port."""
     return address.rpartition(":")[0].strip("[]")
 
 

@@ -1,9 +1,9 @@
-"""One HTTP request and its response, as a proxy tells a picker of them.
+"""One HTTP request and its response, as a proxy reports them to a picker.
 
-The endpoint is named in the answer to the request's headers. A proxy that streams the body in both
-directions waits for that answer until the picker has read the body; one that buffers it is answered
-at once, and told the endpoint with the body; any other is told by the headers alone. What comes is
-passed on as it is.
+The answer to the request's headers names the endpoint. For a proxy that streams the body in both
+directions, that answer waits until the picker has read the body. A proxy that buffers the body is
+answered at once, and the answer to the body names the endpoint. For any other proxy the headers
+alone decide. Bodies pass through unchanged.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Answers = list[pb.ProcessingResponse]
 
 
 class HeldBodies:
-    """Bounds of the bodies that wait for their end: of one, and of all together."""
+    """Bounds of the bodies held until their end: of one, and of all together."""
 
     def __init__(self, max_body_bytes: int, max_bodies_bytes: int) -> None:
         self.most = max_body_bytes
@@ -48,21 +48,21 @@ class Exchange:
         self._request_mode = self._response_mode = pb.FULL_DUPLEX_STREAMED
         self._headers: dict[str, str] = {}
         self._hint: list[str] | None = None
-        self._parts: list[bytes] = []  # of a body that streams, until the decision
+        self._parts: list[bytes] = []  # of a streamed body, until the decision
         self._num_held = 0
         self._owner = EVERYBODY.id
         self._choice: EndpointChoice | None = None
         self._refused = False
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Release the bodies and the choice; no message follows."""
         self._give_back()
         if self._choice is not None:
             self._choice.ended()
             self._choice = None
 
     async def take(self, message: pb.ProcessingRequest) -> Answers:
-        """What is said to it."""
+        """Return the answers to a message."""
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
@@ -122,7 +122,7 @@ class Exchange:
         return answers
 
     def _rest(self, end_of_stream: bool) -> Answers:
-        """What has come of the body and was not passed on."""
+        """Return the received parts of the body that were not passed on yet."""
         parts, self._parts = self._parts, []
         if self._refused or not (parts or end_of_stream):
             return []
@@ -132,7 +132,7 @@ class Exchange:
         ]
 
     def _hold(self, amount: int) -> bool:
-        """Whether a body that has grown by so much may grow further."""
+        """Hold `amount` more bytes of a body. Returns False if the bounds forbid it."""
         share = self._bodies.share
         if self._num_held + amount > self._bodies.most or not share.has_room(self._owner, amount):
             return False
@@ -146,7 +146,7 @@ class Exchange:
             self._num_held = 0
 
     async def _decided(self, body: bytes, *, with_body: bool = False) -> pb.ProcessingResponse:
-        """The answer with the decision: that to the headers, or `with_body` that to the body."""
+        """Return the answer with the decision: to the headers, or, `with_body`, to the body."""
         hint, also = self._hint, {}
         if self._conformance and messages.TEST_SELECTION in self._headers:
             hint = messages.addresses_of(self._headers[messages.TEST_SELECTION])

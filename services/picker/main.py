@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdserve.picker")
 
-NAMES = ("readiness", SERVICE)  # of health checks, in the protocol
+NAMES = ("readiness", SERVICE)  # of health checks in the protocol
 LIVE = "liveness"
-LOOK_S = 1.0  # between two looks at the models, whose tokenizers are loaded ahead
-LAME_DUCK_S = 2.0  # for proxies to hear of a stop before new connections are refused
+LOOK_S = 1.0  # between two looks for models, whose tokenizers are loaded ahead
+LAME_DUCK_S = 2.0  # for proxies to notice a stop before new connections are refused
 
 
 class PickerProcess:
     """A running picker; tests use it without signals."""
 
     def __init__(self, settings: PickerSettings, tracer: Tracer = NO_TRACER) -> None:
-        """Raises OSError, ValueError for settings that cannot work."""
+        """Raises OSError for unreadable files, ValueError for settings that cannot work."""
         self._settings = settings
         self._keys = make_keys(settings)
         access = make_access(settings)
         self._tls = make_tls(settings.tls_cert, settings.tls_key)
         self.host = GrpcHost(
             access, (METHOD,), (SERVICE,), checked_names=NAMES, live_name=LIVE
-        )  # whoever asks for an endpoint is a proxy, which has no certificate of the cluster
+        )  # callers are proxies, which have no certificate of the cluster
         self.metrics = PickerMetrics()
         self.client = RouterClient(settings.routers, access, secrets.token_bytes(16))
         self.endpoints = Endpoints(settings.endpoints, time.monotonic)
@@ -69,7 +69,7 @@ class PickerProcess:
         self._service = PromptService(
             self.client,
             self._text_pool,
-            AdmissionLimits(1, 1),  # nothing is run
+            AdmissionLimits(1, 1),  # no request is run
             rates,
             GatewayMetrics(),
             time.monotonic,
@@ -120,20 +120,20 @@ class PickerProcess:
         ]
 
     async def _load_ahead(self) -> None:
-        """A request must not wait for its model's tokenizer."""
+        """Load tokenizers of new models, so that no request waits for one."""
         while True:
             await self._prompts.readiness.models()
             await asyncio.sleep(LOOK_S)
 
     async def _announce(self) -> None:
-        """It serves once it knows the endpoints; routers may come later."""
+        """Report SERVING once the endpoints are known; routers may connect later."""
         await self.endpoints.known.wait()
         freeze_heap()
         self.host.set_serving(True)
         await asyncio.Event().wait()
 
     async def drain(self) -> None:
-        """Streams go on until their responses have ended; new ones go to other pickers."""
+        """Let streams go on until their responses have ended; new ones go to other pickers."""
         await asyncio.sleep(min(LAME_DUCK_S, self._settings.drain_s))
         await self.host.server.stop(self._settings.drain_s)
 
@@ -179,7 +179,7 @@ def _serve_metrics(picker: PickerProcess, settings: PickerSettings) -> "MetricsP
 
 
 def run(settings: PickerSettings, report: Report = silent) -> int:
-    """Serve until a signal; returns the exit code. Raises OSError if the address is taken, and
+    """Serve until a signal. Returns the exit code. Raises OSError if the address is taken, and
     ValueError for settings that cannot work."""
     configure_logging("picker", settings.log_level, log_format=settings.log_format)
     with tracing("picker", settings) as tracer:

@@ -1,4 +1,4 @@
-"""What a proxy and a picker write to each other: header names, metadata, answers. Pure.
+"""The messages between a proxy and a picker: header names, metadata, answers. Pure.
 
 Names are those of the Gateway API Inference Extension's endpoint picker protocol.
 """
@@ -16,18 +16,18 @@ SERVED = "x-gateway-destination-endpoint-served"  # a key in LB, of responses
 HINT = "envoy.lb.subset_hint"
 SUBSET = "x-gateway-destination-endpoint-subset"  # a key in HINT
 
-# Of the conformance tests: what a client asks for, what the echo server sends back as a header of
-# its response, and the header in which a client reads who has served.
+# Of the conformance tests: the endpoints that a client selects, what the echo server returns as a
+# header of its response, and the header that names the endpoint that served.
 TEST_SELECTION = "test-epp-endpoint-selection"
 TEST_ECHO = "x-echo-set-header"
 TEST_SERVED = "x-conformance-test-served-endpoint"
 
-CHUNK_BYTES = 62_000  # of a streamed body; some proxies take 64 KiB at most
+CHUNK_BYTES = 62_000  # of a streamed body; some proxies accept at most 64 KiB
 OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 def headers_of(headers: pb.HttpHeaders) -> dict[str, str]:
-    """By names in lower case; of several with one name the first."""
+    """Return headers by lower-case name; the first of several with one name."""
     found: dict[str, str] = {}
     for header in headers.headers.headers:
         value = header.raw_value.decode("latin-1") if header.raw_value else header.value
@@ -36,8 +36,8 @@ def headers_of(headers: pb.HttpHeaders) -> dict[str, str]:
 
 
 def hint_of(request: pb.ProcessingRequest) -> list[str] | None:
-    """The only endpoints that the proxy allows; None: it allows all. It writes a list, or a text
-    with commas."""
+    """Return the only endpoints that the proxy allows; None if it allows all. The proxy writes a
+    list or a comma-separated text."""
     value = _metadata(request, HINT).get(SUBSET)
     if value is None:
         return None
@@ -46,13 +46,13 @@ def hint_of(request: pb.ProcessingRequest) -> list[str] | None:
 
 
 def served_of(request: pb.ProcessingRequest) -> str:
-    """The endpoint that has answered; empty if the proxy does not say."""
+    """Return the endpoint that answered; empty if the proxy does not report it."""
     served = _metadata(request, LB).get(SERVED, "")
     return served if isinstance(served, str) else ""
 
 
 def addresses_of(text: str) -> list[str]:
-    """The addresses of a text with commas."""
+    """Return the addresses of a comma-separated text."""
     return [one.strip() for one in text.split(",") if one.strip()]
 
 
@@ -62,7 +62,7 @@ def _metadata(request: pb.ProcessingRequest, namespace: str) -> Mapping[str, Any
 
 
 def destination(endpoints: str, also: Mapping[str, str]) -> tuple[pb.CommonResponse, Struct]:
-    """The decision as headers of the request and as dynamic metadata; `also`: further headers."""
+    """Return the decision as request headers and as dynamic metadata. `also`: further headers."""
     metadata = Struct()
     metadata.update({LB: {DESTINATION: endpoints}})
     common = pb.CommonResponse(
@@ -72,7 +72,7 @@ def destination(endpoints: str, also: Mapping[str, str]) -> tuple[pb.CommonRespo
 
 
 def mutation(headers: Mapping[str, str]) -> pb.HeaderMutation:
-    """Sets headers in the place of those that there are."""
+    """Return a mutation that sets or replaces headers."""
     options = [
         pb.HeaderValueOption(
             header=pb.HeaderValue(key=key, raw_value=value.encode()), append_action=OVERWRITE
@@ -83,7 +83,7 @@ def mutation(headers: Mapping[str, str]) -> pb.HeaderMutation:
 
 
 def chunks(parts: Sequence[bytes], end_of_stream: bool) -> Iterator[pb.CommonResponse]:
-    """A body as it came, in pieces that every proxy takes; the last one may end the stream."""
+    """Yield a body unchanged, in pieces that every proxy accepts; the last may end the stream."""
     body = b"".join(parts)
     starts = range(0, len(body), CHUNK_BYTES) or (0,)
     for start in starts:
@@ -95,7 +95,7 @@ def chunks(parts: Sequence[bytes], end_of_stream: bool) -> Iterator[pb.CommonRes
 
 
 def refusal(status: int, headers: Mapping[str, str], body: bytes) -> pb.ProcessingResponse:
-    """The answer that the client gets instead of an endpoint's."""
+    """Return the answer that the client gets instead of an endpoint's."""
     said = {"content-type": "application/json", **headers}
     return pb.ProcessingResponse(
         immediate_response=pb.ImmediateResponse(

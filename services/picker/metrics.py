@@ -37,7 +37,7 @@ class PickerMetrics:
         )
 
     def decided(self, reason: str, seconds: float | None) -> None:
-        """A request has got an endpoint, or (None seconds) none."""
+        """Count a request that got an endpoint after `seconds`, or none (None)."""
         self._decisions.labels(reason).inc()
         if seconds is not None:
             self._seconds.observe(seconds)

@@ -1,6 +1,6 @@
-"""Chooses the endpoints of one request: the routers' policy by its prompt, else any that is ready.
+"""Chooses the endpoints of one request: by the routers' policy for its prompt, else any ready one.
 
-Invariant: a decision takes at most `limit_s`, whatever routers and text processes do.
+Invariant: a decision takes at most `limit_s`, however slow routers and text processes are.
 """
 
 import asyncio
@@ -19,33 +19,33 @@ from pdserve.services.picker.endpoints import AVOID_S, Endpoint, Endpoints, spre
 from pdserve.services.picker.metrics import PickerMetrics
 from pdserve.services.picker.prompts import RequestPrompt
 
-APART_S = 1.0  # hosts without a decode worker are not asked about for so long
+APART_S = 1.0  # how long no router is queried about hosts without a decode worker
 MAX_APART = 64
-MAX_IDS = 1 << 20  # of a prompt that routers are told: 3 MB
-KEY_BYTES = 512  # of a body, by which its conversation is known where its client names none
+MAX_IDS = 1 << 20  # of a prompt sent to routers: 3 MB
+KEY_BYTES = 512  # of a body: identify its conversation if the client names none
 
 
 class PolicyRouters(Protocol):
-    """The routers."""
+    """The routers, whose policy picks hosts."""
 
     @property
     def num_connected(self) -> int: ...
 
     async def pick(self, asked: PickRequest) -> PickReply:
-        """Raises ServiceError."""
+        """Request a pick from a router. Raises ServiceError."""
         ...
 
 
 class PromptSource(Protocol):
-    """Makes prompts of bodies."""
+    """Makes prompts from bodies."""
 
     async def read(self, path: str, body: bytes, tenant: Tenant) -> RequestPrompt | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class AskedRequest:
-    """An HTTP request as far as its endpoint depends on it. `headers` by lower-case names. `body`:
-    empty if it is not known. `hint`: see Endpoints."""
+    """The parts of an HTTP request that decide its endpoint. `headers`: by lower-case name. `body`:
+    empty if unknown. `hint`: see Endpoints."""
 
     headers: Mapping[str, str]
     body: bytes
@@ -59,7 +59,7 @@ class AskedRequest:
 
 @dataclass(slots=True)
 class EndpointChoice:
-    """Endpoints in the order in which they are tried, why these, and which one has the request."""
+    """Endpoints in the order in which they are tried, the reason, and the holder of the request."""
 
     endpoints: tuple[Endpoint, ...]
     reason: str
@@ -67,18 +67,18 @@ class EndpointChoice:
 
     @property
     def text(self) -> str:
-        """As the protocol writes it."""
+        """The endpoints as the protocol writes them."""
         return ",".join(endpoint.address for endpoint in self.endpoints)
 
     def held_by(self, endpoint: Endpoint, now: float) -> None:
-        """It counts there from now on, and nowhere else."""
+        """Count the request at this endpoint from now on, and nowhere else."""
         if endpoint is not self._holder:
             self.ended()
             self._holder = endpoint
             endpoint.sent(now)
 
     def ended(self) -> None:
-        """The request is over."""
+        """Stop counting the request, which is over."""
         if self._holder is not None:
             self._holder.num_open -= 1
             self._holder = None
@@ -111,20 +111,20 @@ class EndpointPicker:
         self._apart: dict[frozenset[str], float] = {}  # hosts without a decode worker, until when
 
     def tenant(self, headers: Mapping[str, str]) -> Tenant | None:
-        """Whose request it is; None: of nobody who may ask."""
+        """Return the tenant of the request; None if its key is wrong."""
         shown = headers.get("authorization") or f"Bearer {headers.get(API_KEY, '')}"
         return self._keys.tenant(shown)
 
     def wants_body(self, headers: Mapping[str, str]) -> bool:
-        """Whether a decision depends on the request's body."""
+        """Return whether a decision depends on the request's body."""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         is_json = kind == "application/json" or kind.endswith("+json")
         return is_json and headers.get(":method") == "POST" and self.tenant(headers) is not None
 
     async def pick(self, asked: AskedRequest) -> EndpointChoice:
-        """The first one counts as having the request unless another has `served` it. Raises
-        ServiceError UNAVAILABLE if none is ready, and OVERLOADED if the request would be refused.
-        """
+        """Choose endpoints; the first counts as the holder unless another has `served` the request.
+        Raises ServiceError UNAVAILABLE if none is ready, OVERLOADED if the request would be
+        refused."""
         began = self._clock()
         names = asked.headers.get("traceparent", ""), asked.headers.get("tracestate", "")
         span = self._tracer.begin("pick", TraceContext(*names), began)
@@ -158,7 +158,8 @@ class EndpointPicker:
     async def _by_policy(
         self, asked: AskedRequest, candidates: Sequence[Endpoint], tenant: Tenant | None
     ) -> tuple[Sequence[str], str]:
-        """Hosts, the best first, and why; no host: any will do. Raises ServiceError OVERLOADED."""
+        """Return hosts, best first (none: any do), and the reason. Raises ServiceError
+        OVERLOADED."""
         hosts = frozenset(endpoint.host for endpoint in candidates)
         if len(candidates) == 1:
             return (), "only one"
@@ -203,7 +204,7 @@ class EndpointPicker:
         self._apart[hosts] = self._clock() + APART_S
 
     def served(self, choice: EndpointChoice, address: str) -> None:
-        """The proxy says who has answered: those before it on the list could not."""
+        """Note the endpoint that answered, by the proxy's report; those before it could not."""
         now = self._clock()
         known = [endpoint.address for endpoint in choice.endpoints]
         passed = choice.endpoints[: known.index(address)] if address in known else ()
@@ -216,7 +217,8 @@ class EndpointPicker:
 
 
 def _conversation(asked: AskedRequest, tenant: Tenant | None) -> bytes:
-    """Equal for requests of one client that belong together or begin alike; empty: no body."""
+    """Return a key for requests of one client that belong together or begin alike; empty: no
+    body."""
     named = asked.headers.get(SESSION_ID, "").encode()
     begins = named or asked.body[:KEY_BYTES]
     if not begins:

@@ -28,7 +28,7 @@ from pdserve.services.host.tenants.keys import Tenant
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompt:
-    """What a router is asked about; of several prompts the first."""
+    """The prompt that a router places; the first of several."""
 
     model: str
     ids: Sequence[int]
@@ -40,7 +40,7 @@ _found: ContextVar[list[RequestPrompt]] = ContextVar("found")
 
 
 class PromptService(Service):
-    """Runs nothing: a request ends when its prompt is known."""
+    """A Service that runs nothing: a request ends when its prompt is known."""
 
     @asynccontextmanager
     async def prepare(
@@ -71,12 +71,12 @@ class PromptService(Service):
         yield
 
     async def count_prompt(self, asked: ChatCompletionRequest, caller: Caller) -> int:
-        """No model is run for it, so nothing is cached."""
+        """Raise ServiceError: counting runs no model, so no cache matters."""
         raise ServiceError(CANCELLED, "it has no prompt to place")
 
 
 def _end(model: ServedModel, ids: Sequence[int], own_salt: bytes, caller: Caller) -> ServiceError:
-    """Notes what was found, and is what its request ends with."""
+    """Record the prompt. Returns the error that ends its request."""
     salt = caller.tenant.cache_salt(own_salt)
     _found.get().append(RequestPrompt(model.card.name, ids, salt, model.card.kv_identity.tokenizer))
     return ServiceError(CANCELLED, "its prompt is known")
@@ -97,7 +97,7 @@ class PromptReader:
         self._routes = create_routes(self._dialects, service, self.readiness)
 
     async def read(self, path: str, body: bytes, tenant: Tenant) -> RequestPrompt | None:
-        """None: it has no prompt, or is wrong, as its gateway will say."""
+        """Return the prompt; None if it has none or is invalid, which its gateway will report."""
         found: list[RequestPrompt] = []
         token = _found.set(found)
         try:
@@ -107,6 +107,6 @@ class PromptReader:
         return found[0] if found and found[0].ids else None
 
     def error(self, path: str, error: ServiceError) -> tuple[HttpError, dict[str, object]]:
-        """An error as the API of the path writes it."""
+        """Return an error as the API of the path writes it."""
         told = HttpError.of(error)
         return told, dialect_of(self._dialects, path).error_object(told)

@@ -19,7 +19,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PickerServicer(ExternalProcessorServicer):
-    """`exchange` makes an Exchange."""
+    """Serves ext_proc; `exchange` makes an Exchange."""
 
     def __init__(self, exchange: Callable[[], Exchange], metrics: PickerMetrics) -> None:
         self._exchange = exchange
@@ -28,8 +28,8 @@ class PickerServicer(ExternalProcessorServicer):
     async def Process(
         self, request_iterator: AsyncIterator[pb.ProcessingRequest], context: Context
     ) -> AsyncIterator[pb.ProcessingResponse]:
-        """Ends with its proxy's stream. A mistake ends it with an error, and the Gateway's failure
-        mode says what becomes of the request."""
+        """Serve one HTTP request until its proxy's stream ends. An exception here ends the stream
+        with an error, and the Gateway's failure mode decides what happens to the request."""
         exchange = self._exchange()
         try:
             async for message in request_iterator:

@@ -9,7 +9,7 @@ from pdserve.services.host.options import ProbedSettings, option
 
 @dataclass(frozen=True)
 class PickerSettings(PromptSettings, ProbedSettings):
-    """Where it listens, among which endpoints it chooses, and whom it asks."""
+    """Where it listens, which endpoints it chooses among, and which routers it queries."""
 
     bind: str = option("127.0.0.1:9002", "host:port where proxies ask (ext_proc, gRPC)")
     routers: tuple[str, ...] = option(

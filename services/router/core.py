@@ -1,6 +1,6 @@
-"""The router in one object: the loop's clock ties fleet, dispatcher and worker sessions together.
+"""The router as one object: connects fleet, dispatcher and worker sessions to the loop's clock.
 
-The only place that reads the clock; everything below takes time as an argument.
+Only this module reads the clock; the modules below take time as an argument.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from pdserve.services.router.requests.placer import AskedPrompt, PickedHost
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-STOOD_S = 0.5  # between two ticks: the router did not run meanwhile
+STOOD_S = 0.5  # gap between two ticks from which the router itself stood still
 
 
 class RouterCore:
-    """What the servicers call. Construct it inside the running loop."""
+    """The interface that the servicers call. Construct it inside the running loop."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class RouterCore:
             self._loop.time(),
             tracer,
         )
-        self.num_isolations = 0  # times that it heard too few workers
-        self.deaths: Counter[tuple[str, str]] = Counter()  # without a goodbye, by model and role
-        self._idle = asyncio.Event()  # set when no client is left, while draining
-        # It ends only by a failure, or by `close`.
+        self.num_isolations = 0  # times that it heard from too few workers
+        self.deaths: Counter[tuple[str, str]] = Counter()  # without goodbye, by model and role
+        self._idle = asyncio.Event()  # while draining: set when the last client has left
+        # Ends only by a failure or by `close`.
         self.ticker = asyncio.create_task(self._tick(), name="router tick")
 
     async def close(self) -> None:
@@ -70,7 +70,7 @@ class RouterCore:
 
     @property
     def now(self) -> float:
-        """The clock of all times here."""
+        """The loop's clock, from which all times here are."""
         return self._loop.time()
 
     @property
@@ -82,7 +82,7 @@ class RouterCore:
         self.dispatcher.drain()
 
     async def drain(self) -> None:
-        """Take no new request; return when none has a client here any more."""
+        """Refuse new requests; return when no request has a connected client."""
         self.stop_taking()
         if self.dispatcher.num_attended:
             await self._idle.wait()
@@ -111,8 +111,8 @@ class RouterCore:
             self.dispatcher.disconnected(worker, died=worker.stays, now=self._loop.time())
 
     def _let_go(self) -> None:
-        """Forget the workers that leave this router and have nothing of it any more; `report` then
-        ends their leases."""
+        """Forget the workers that leave this router and run none of its requests any more; `report`
+        then ends their leases."""
         leaving = self.fleet.leaving()
         used = self.dispatcher.workers_in_use() if leaving else ()
         for worker in leaving:
@@ -123,21 +123,22 @@ class RouterCore:
     # --- join streams
 
     def join(self, hello: fleet_pb2.WorkerHello) -> Worker:
-        """A worker's stream began."""
+        """Take a worker whose join stream began."""
         now = self._loop.time()
         worker, dead = self.fleet.join(hello, now)
         self._lose(dead)
         self.worker_sessions.open(worker)
         self.dispatcher.joined(worker)
         model, role = _who(hello)
-        self.deaths[model, role] += 0  # a counter of Prometheus begins with a zero
+        self.deaths[model, role] += 0  # so that the Prometheus counter starts at zero
         log.info("%s worker %s joined, model %s", role, hello.address, model)
         return worker
 
     def report(self, worker: Worker, report: fleet_pb2.WorkerReport, lease: int) -> bool:
-        """A later message of a stream; False if the worker must join anew: it was given up, no
-        stream speaks for it, or something of its cache did not come. Of several streams the newest
-        one speaks, the others are listened to no more; one address of this router may be two."""
+        """Take a later message of a join stream. Returns False if the worker must join again: it
+        was forgotten, it has no current stream, or a part of its prefix events is missing. Only the
+        newest of a worker's streams counts, and messages of the others are ignored; a worker has
+        several if two addresses lead to this router."""
         now = self._loop.time()
         if self.fleet.get(worker.boot) is not worker or not worker.lease:
             return False
@@ -173,7 +174,7 @@ class RouterCore:
             self.dispatcher.tick(now)
 
     def left(self, worker: Worker, lease: int) -> None:
-        """Its stream ended."""
+        """Note that a worker's join stream ended."""
         self._lose(self.fleet.stream_ended(worker, lease, self._loop.time()))
 
     # --- SessionListener of the worker sessions
@@ -214,25 +215,25 @@ class RouterCore:
         self.dispatcher.cancel(client, request, choices, self._loop.time())
 
     def client_gone(self, client: Client) -> None:
-        """A gateway's session ended."""
+        """Note that a gateway's session ended."""
         self.dispatcher.client_gone(client, self._loop.time())
 
     def pick(self, asked: AskedPrompt) -> list[PickedHost]:
-        """For an endpoint picker (requests/placer.py)."""
+        """Pick hosts for an endpoint picker (requests/placer.py)."""
         return self.dispatcher.placer.pick(asked, self._loop.time())
 
     def decodes_at(self, hosts: Collection[str]) -> bool:
-        """Whether a decode worker of any model is there."""
+        """Return whether a decode worker of any model is at one of the hosts."""
         workers = self.fleet.workers.values()
         return any(w.hello.role == fleet_pb2.DECODE and w.host in hosts for w in workers)
 
     def refuses(self, pool: tuple[str, str], tenant: bytes) -> bool:
-        """Whether a new request would be refused because too many wait."""
+        """Return whether a new request would be refused because too many wait."""
         return self.dispatcher.placer.refuses(pool, tenant, self._loop.time())
 
     def models(self) -> list[pb.ModelCard]:
-        """Cards by name, of decode workers that stay. If those of a name have several tokenizers,
-        the card is of the one with the most workers, of equal ones the newest."""
+        """Return the cards of decode workers that stay, one per name, sorted. If a name has several
+        tokenizers, its card is of the one with the most workers, the newest of equals."""
         pools: dict[str, dict[str, list[pb.ModelCard]]] = {}
         for worker in self.fleet.workers.values():
             if worker.hello.role == fleet_pb2.DECODE and worker.stays:
@@ -243,7 +244,7 @@ class RouterCore:
         return [max(cards, key=len)[0] for cards in newest_first.values()]
 
     def view(self) -> FleetView:
-        """The fleet, for metrics and people."""
+        """Return the fleet, for metrics and people."""
         now = self._loop.time()
         return FleetView(
             workers=[
@@ -262,5 +263,5 @@ class RouterCore:
 
 
 def _who(hello: fleet_pb2.WorkerHello) -> tuple[str, str]:
-    """Model and role of a worker."""
+    """Return model and role of a worker."""
     return hello.card.name, fleet_pb2.Role.Name(hello.role).lower()

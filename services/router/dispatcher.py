@@ -1,7 +1,7 @@
-"""All requests of the router: takes them from clients, and routes workers' events to them.
+"""Owns all requests of the router: takes them from clients and routes workers' events to them.
 
-Synchronous, time is an argument; the shell around it owns the sockets. There is one request per
-(client, request id). A message that names an unknown or ended attempt is counted and ignored.
+Synchronous; time is an argument, and the shell around it owns the sockets. Invariant: one request
+per (client, request id). A message that names an unknown or ended attempt is counted and ignored.
 """
 
 from collections import Counter
@@ -32,14 +32,14 @@ from pdserve.services.router.requests.placer import Placer
 from pdserve.services.router.requests.recently_finished import RecentlyFinished
 from pdserve.services.router.requests.request import FAILURES, RoutedRequest
 
-BUSY_S = 0.1  # a busy worker is asked again after this, or with its next load
+BUSY_S = 0.1  # a busy worker takes no work for this long, or until its next load
 YOUNG_S = 5.0  # workers may still be joining a router of this age
 # Bounds of the histogram of waits in the queue.
 QUEUE_WAITS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
 class Dispatcher:
-    """Implements Effects for its requests."""
+    """Owns the requests and implements their Effects."""
 
     def __init__(
         self,
@@ -64,25 +64,25 @@ class Dispatcher:
         self.prefills: Counter[str] = Counter()  # "local", "remote"
         self.outcomes: Counter[str] = Counter()  # "ok" or the error code's name
         self.num_retries = 0
-        self.num_adopted = 0  # attempts that went on where another session had left them
+        self.num_adopted = 0  # attempts resumed where another session left them
         self.num_stale = 0
-        self.num_frozen = 0  # engines found frozen
-        self.queue_waits: dict[str, Observations] = {}  # in the queue, by model
+        self.num_frozen = 0  # engines found frozen, in total
+        self.queue_waits: dict[str, Observations] = {}  # seconds in the queue, by model
         self.placer = Placer(fleet, rules, rng, max_queued)
         self.migrations = Migrations(fleet, self.placer)
 
     @property
     def requests(self) -> Iterator[RoutedRequest]:
-        """Those that have not ended."""
+        """The requests that have not ended."""
         return iter(self._requests.values())
 
     @property
     def attempts(self) -> dict[bytes, RoutedRequest]:
-        """Their requests by the ids of the attempts that are open; not to be changed."""
+        """The requests by the ids of their open attempts; read-only."""
         return self._by_attempt
 
     def workers_in_use(self) -> set[Worker]:
-        """The workers of open attempts."""
+        """Return the workers of open attempts."""
         assignments = (request.assignment_of(id_) for id_, request in self._by_attempt.items())
         pairs = ((one.decode, one.prefill) for one in assignments if one is not None)
         return {worker for pair in pairs for worker in pair if worker is not None}
@@ -93,7 +93,7 @@ class Dispatcher:
 
     @property
     def num_attended(self) -> int:
-        """Requests whose client is here; the gateway of the others has gone, or went elsewhere."""
+        """Number of requests whose client is connected; the gateways of the others have left."""
         return sum(r.state.orphan_since is None for r in self._requests.values())
 
     @property
@@ -102,7 +102,7 @@ class Dispatcher:
 
     @property
     def models(self) -> list[str]:
-        """Those that are served here, or should be."""
+        """Names of the models that are, or should be, served here."""
         return self._models.names
 
     @property
@@ -117,7 +117,7 @@ class Dispatcher:
     # --- clients
 
     def submit(self, progress: RequestProgress, client: Client, now: float) -> None:
-        """Take a request; whatever is wrong with it arrives as its Failed."""
+        """Take a request; an error in it reaches the client as its Failed."""
         start = progress.start
         key = (client.key, start.request)
         old, asked = self._requests.get(key), None
@@ -143,12 +143,12 @@ class Dispatcher:
             request.submit(now)
 
     def _refusal(self, request: RoutedRequest, now: float) -> ServiceError | FailureReason | None:
-        """Why the request is not taken; None: it is."""
+        """Return why the request is refused, or None if it is taken."""
         if self.draining:
             return ServiceError(pb.UNAVAILABLE, "the router is shutting down", "", 1.0)
         if request.state.crash_count >= MAX_CRASHES:
             return FAILURES[FailureReason.POISON]
-        # It was taken once, so it is taken again.
+        # A request that was taken once is taken again.
         resumed = request.progress.start.HasField("placement") or request.progress.begun
         if self.fleet.isolated and not resumed:
             text = "the router hears too few of its workers"
@@ -162,7 +162,7 @@ class Dispatcher:
         start = request.progress.start
         placed = start.HasField("placement") and not young and self.fleet.sharded
         if placed and self.fleet.get(start.placement.decode_boot) is None:
-            return FailureReason.NO_WORKER_HERE  # another router may know its worker
+            return FailureReason.NO_WORKER_HERE  # another router may have its worker
         if not known and not self._models:
             return ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
         if not known:
@@ -176,7 +176,7 @@ class Dispatcher:
         return None
 
     def cancel(self, client: Client, request: str, choices: tuple[int, ...], now: float) -> None:
-        """A client's Cancel; of an unknown request it is stale."""
+        """Carry out a client's Cancel; one of an unknown request is stale."""
         found = self._requests.get((client.key, request))
         if found is None:
             self.num_stale += 1
@@ -185,7 +185,7 @@ class Dispatcher:
             self.placer.pump(now)
 
     def client_gone(self, client: Client, now: float) -> None:
-        """Its session ended: its requests end too, unless issued again in time."""
+        """Note that a client's session ended: its requests end, unless issued again in time."""
         for request in self._requests.values():
             if request.client is client:
                 request.step(on.ClientLeft(), now)
@@ -280,24 +280,24 @@ class Dispatcher:
     # --- workers
 
     def joined(self, worker: Worker) -> None:
-        """A worker said hello."""
+        """Note a worker's hello."""
         if worker.hello.role == DECODE:
             self._models.joined(worker.model)
 
     def connected(self, worker: Worker, now: float) -> None:
-        """The session to it is up."""
+        """Note that the session to a worker is up."""
         worker.connected = worker.was_connected = True
         if worker.hello.role == DECODE:
             self.placer.worker_connected(worker, now)
         self.tick(now)  # requests may be looking for it
 
     def disconnected(self, worker: Worker, died: bool, now: float) -> None:
-        """The session to it is down, or it is dead: its attempts are lost."""
+        """Drop the attempts of a worker that is dead or whose session is down."""
         worker.connected = False
         self._lost(worker, "died" if died else "session lost", died, now)
 
     def frozen(self, worker: Worker, now: float) -> None:
-        """Its engine does nothing, and nobody knows when it will: its attempts are lost."""
+        """Drop the attempts of a worker whose engine makes no progress."""
         self.num_frozen += 1
         self._lost(worker, "frozen", True, now)
 
@@ -307,7 +307,7 @@ class Dispatcher:
             self.placer.worker_forgotten(worker, now)
             others = (w.model for w in self.fleet.workers.values() if w.hello.role == DECODE)
             if worker.model not in others:
-                # In a sharded fleet the successor of one that crashed may well join other routers.
+                # In a sharded fleet the successor of a crashed worker may join other routers.
                 expected_back = worker.stays and not worker.hello.join_routers
                 self._models.left(worker.model, expected_back, now)
         event = on.WorkerLost(worker.boot, f"{worker.hello.address} {how}", crashed, forgotten)
@@ -316,17 +316,17 @@ class Dispatcher:
         self.placer.pump(now)
 
     def on_load(self, worker: Worker, now: float) -> None:
-        """A load report made room."""
+        """Take a load report, which may mean more room."""
         if worker.hello.role == DECODE:
             self.placer.pump(now)
 
     def on_decode(self, worker: Worker, event: wire.DecodeEvent, now: float) -> None:
-        """An event of a decode session."""
+        """Take an event of a decode session."""
         kind = event.WhichOneof("event")
         if kind is None:
             return
         message = getattr(event, kind)
-        if kind == "moved":  # it may come after the target's first output
+        if kind == "moved":  # may come after the target's first output
             self.migrations.num_bytes += message.sent_bytes
         request = self._by_attempt.get(message.attempt)
         attempt = None if request is None else request.assignment_of(message.attempt)
@@ -340,7 +340,7 @@ class Dispatcher:
             self.placer.pump(now)
 
     def on_rows(self, worker: Worker, rows: Iterable[TokenRow], now: float) -> None:
-        """Tokens of a decode session, of choices that go on."""
+        """Take tokens of a decode session, of choices that go on."""
         for choice, position, id_ in rows:
             request = self._by_attempt.get(choice.attempt)
             if request is not None and request.pass_on_row(worker, choice, position, id_):
@@ -352,7 +352,7 @@ class Dispatcher:
                 request.on_token(choice, position, id_, now)
 
     def on_prefill(self, worker: Worker, event: wire.PrefillEvent, now: float) -> None:
-        """An event of a prefill session."""
+        """Take an event of a prefill session."""
         kind = event.WhichOneof("event")
         if kind is None:
             return
@@ -367,7 +367,7 @@ class Dispatcher:
         request.on_prefill(kind, message, now)
 
     def tick(self, now: float) -> None:
-        """Deadlines, and workers that are asked again."""
+        """Apply deadlines, and retry busy workers."""
         self._recently_finished.tick(now)
         self._models.tick(now)
         if not self._requests:

@@ -1,4 +1,5 @@
-"""Fleet.Join: a worker's stream is its lease; reports go to the core, some heartbeats come back."""
+"""Fleet.Join: a worker's stream is its lease. Reports go to the core; some heartbeats are
+echoed."""
 
 import time
 from collections.abc import AsyncIterator
@@ -16,12 +17,12 @@ from pdserve.services.host.rpc.protocol_version import PROTOCOL_VERSION, Version
 from pdserve.services.router.core import RouterCore
 
 BOOT_BYTES = 16
-HEARTBEAT_ECHO_S = 2.0  # between two echoes; a worker joins anew after 5 s without one
+HEARTBEAT_ECHO_S = 2.0  # between two echoes; a worker joins again after 5 s without one
 ROLES = {fleet_pb2.PREFILL: Role.PREFILL, fleet_pb2.DECODE: Role.DECODE}
 
 
 def check_hello(hello: fleet_pb2.WorkerHello) -> None:
-    """Raises ServiceError(INVALID_ARGUMENT) if the router could not use the worker."""
+    """Raise ServiceError(INVALID_ARGUMENT) if the router cannot use the worker."""
     wrong = ""
     if hello.role not in ROLES:
         wrong = "role"
@@ -36,7 +37,7 @@ def check_hello(hello: fleet_pb2.WorkerHello) -> None:
 
 
 def _has_layout(card: common_pb2.ModelCard) -> bool:
-    """Whether the card's KV layout can be read."""
+    """Return whether the card's KV layout can be read."""
     try:
         decode_spec(card.kv_spec)
     except ValueError:
@@ -45,7 +46,7 @@ def _has_layout(card: common_pb2.ModelCard) -> bool:
 
 
 class JoinService(FleetServicer):
-    """The worker side is services/worker/membership.py."""
+    """The router's side of Fleet.Join; the worker's side is services/worker/membership.py."""
 
     def __init__(self, core: RouterCore, access: Access) -> None:
         self._core = core

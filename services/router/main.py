@@ -35,7 +35,7 @@ SERVICES = ("pdserve.v1.Router", "pdserve.v1.Fleet", "pdserve.v1.Blobs")
 
 
 def make_rules(settings: RouterSettings) -> Rules:
-    """How the router places requests, and where they may go on."""
+    """Return how the router places and resumes requests."""
     mixing = Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics)
     resuming = replace(mixing, numerics=mixing.numerics or not settings.exact_only)
     threshold = settings.remote_prefill_threshold
@@ -84,8 +84,8 @@ class RouterProcess:
         self.host.set_serving(True)
 
     async def drain(self) -> None:
-        """Gateways go at once and take their requests along, which go on where they run (decode
-        keeps them for whoever comes); calls of Generate cannot move and run to their end."""
+        """Send gateways away at once: their requests go on where they run, because decode keeps
+        them for the next router. Calls of Generate cannot move and run to their end."""
         self.core.stop_taking()
         self._service.send_away()
         await self.core.drain()
@@ -106,7 +106,7 @@ async def serve(
     on_loaded: Callable[[], None] = lambda: None,
     tracer: Tracer = NO_TRACER,
 ) -> int:
-    """`on_loaded` is called when all modules are loaded, before anybody is served."""
+    """Serve until a signal. `on_loaded` is called when all modules are loaded, before serving."""
     router = RouterProcess(settings, tracer)
     on_loaded()
     try:
@@ -141,7 +141,7 @@ def _serve_metrics(router: RouterProcess, settings: RouterSettings) -> "MetricsP
 
 
 def run(settings: RouterSettings, report: Report = silent) -> int:
-    """Serve until a signal; returns the exit code. Raises OSError if the address is taken, and
+    """Serve until a signal. Returns the exit code. Raises OSError if the address is taken, and
     ValueError for settings that cannot work."""
     configure_logging("router", settings.log_level, log_format=settings.log_format)
     with tracing("router", settings) as tracer:

@@ -1,4 +1,4 @@
-"""The router's own metrics, read from the core when they are asked for."""
+"""The router's own metrics, read from the core at each scrape."""
 
 from collections.abc import Iterator
 
@@ -126,7 +126,7 @@ class RouterMetrics:
         )
 
     def _workers(self) -> Iterator[Metric]:
-        """As this router hears them: all workers, or with --join-routers those that joined it."""
+        """Workers as this router hears them: all, or with --join-routers those that joined it."""
         states = GaugeMetricFamily(
             "pdserve_router_workers",
             "Workers that joined this router, by role and state; without --join-routers all join",
@@ -150,7 +150,7 @@ class RouterMetrics:
         yield silent
 
     def _of_models(self) -> Iterator[Metric]:
-        """What waits, and what scalers read."""
+        """Waiting requests, and the figures for autoscalers."""
         dispatcher, model_name = self._core.dispatcher, ("model_name",)
         queued = GaugeMetricFamily(
             "pdserve_router_queued", "Requests without a worker", labels=model_name
@@ -198,7 +198,7 @@ class RouterMetrics:
 
 
 def by_label(name: str, text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:
-    """A counter with one label."""
+    """Return a counter with one label."""
     family = CounterMetricFamily(name, text, labels=(label,))
     for value, count in list(counts.items()):
         family.add_metric((value,), count)

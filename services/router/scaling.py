@@ -1,7 +1,7 @@
-"""What a scaler asks of the fleet: how long prompts wait for prefill, and how full decode is. Pure.
+"""Figures for autoscalers: how long prompts wait for prefill, and how full decode is. Pure.
 
-Both are of a model's live workers, as their loads tell, so every router that knows all of them says
-nearly the same; what waits in a router is its own.
+Both come from the loads of a model's live workers, so all routers that know the workers report
+nearly the same; only the queue in a router is its own.
 """
 
 from collections.abc import Iterable
@@ -12,15 +12,15 @@ from pdserve.services.router.fleet.fleet import State, Worker
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Seconds of prefill that wait, by the sum of the live workers' measured rates."""
+    """Seconds of waiting prefill work, at the sum of the live workers' measured rates."""
 
-    workers_s: float  # in their queues, which every router knows
-    router_s: float  # in this router, which no other one knows
+    workers_s: float  # in the workers' queues, which every router knows
+    router_s: float  # in this router's queue, which no other router knows
 
 
 def prefill_backlog(prefills: Iterable[Worker], queued_tokens: int) -> Backlog | None:
-    """`queued_tokens`: of prompts that wait in the router. A worker that has measured no rate
-    counts as the others' mean; None if none has."""
+    """Return the backlog, or None if no worker has measured a rate; a worker without one counts as
+    the mean of the others. `queued_tokens`: of prompts that wait in the router."""
     live = [w.load for w in prefills if w.state is State.LIVE]
     rates = [load.prefill_tokens_s for load in live if load.prefill_tokens_s]
     if not rates:
@@ -30,7 +30,7 @@ def prefill_backlog(prefills: Iterable[Worker], queued_tokens: int) -> Backlog |
 
 
 def decode_kv_used_ratio(decodes: Iterable[Worker]) -> float | None:
-    """The part of their KV tokens that requests hold or are promised; None without any KV."""
+    """Return the part of all KV tokens that requests hold or are promised; None without any KV."""
     taken = total = 0
     for worker in decodes:
         if worker.state is State.LIVE:

@@ -1,6 +1,6 @@
 """The Router service: validate, convert, call the core, convert.
 
-A client's reader only enqueues; a slow one costs its own outbox, in which tokens merge.
+A client's reader only enqueues; a slow client fills only its own outbox, in which tokens merge.
 """
 
 import asyncio
@@ -33,20 +33,20 @@ from pdserve.services.router.requests.placer import AskedPrompt
 from pdserve.services.router.settings import RouterSettings
 
 MAX_ID_LEN = 256
-ID_BYTES = 40  # that a token id of a prompt takes in a Python list, at most
+ID_BYTES = 40  # most bytes of a prompt's token id in a Python list
 OPEN_METHODS = ("/pdserve.v1.Router/Generate", "/pdserve.v1.Router/ListModels")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClientSession(TokensOutbox[rpc.RequestEvent]):
-    """One client's stream of events; `key` is the gateway's boot id."""
+    """One client's stream of events; `key` is the gateway's boot id, or random for a Generate."""
 
     def __init__(self, key: bytes, reads_rows: bool = False) -> None:
         super().__init__(rpc.RequestEvent)
         self.key = key
         self.reads_rows = reads_rows
-        self.over = False  # the one request of a Generate has ended
-        self.num_generated = 0  # tokens of it
+        self.over = False  # the one request of a Generate call has ended
+        self.num_generated = 0  # tokens of that request
 
 
 class RouterService(RouterServicer):
@@ -72,8 +72,8 @@ class RouterService(RouterServicer):
         self._versions = VersionGate("router")
 
     def send_away(self) -> None:
-        """End the gateways' sessions after what was said: each goes on with another router, or
-        with the next life of this one. Called when the core drains."""
+        """End the gateways' sessions after their queued events: each gateway goes on with another
+        router, or with this one once it is restarted. Called when the core drains."""
         for session in self._sessions:
             session.close()
 
@@ -101,7 +101,7 @@ class RouterService(RouterServicer):
             self._core.client_gone(session)
             reader.cancel()
             with suppress(asyncio.CancelledError):
-                await reader  # raises what a message that cannot be read has raised there
+                await reader  # raises the error of an unreadable message
 
     async def _read(
         self, messages: AsyncIterator[rpc.GatewayMessage], session: ClientSession
@@ -126,7 +126,7 @@ class RouterService(RouterServicer):
             collector.collect(message.ids_part)
         elif kind == "start":
             if self._core.draining:
-                return  # its gateway has been sent away and issues it again
+                return  # its gateway has been sent away and will issue it again
             start = message.start
             try:
                 ids = collector.take(start.request, start.prompt_ids)
@@ -157,7 +157,8 @@ class RouterService(RouterServicer):
             span.end(error)
 
     async def _count(self, tenant: Tenant, num_tokens: int, context: Context) -> None:
-        """Raises ServiceError if the key is beyond its rate; says what is left of it."""
+        """Count a request and its tokens; the trailing metadata show what remains of the rate.
+        Raises ServiceError if the key exceeds its rate."""
         try:
             await self._rates.count_request(tenant.id)
             await self._rates.count_tokens(tenant.id, num_tokens)
@@ -165,7 +166,7 @@ class RouterService(RouterServicer):
             context.set_trailing_metadata(tuple((await self._rates.headers(tenant.id)).items()))
 
     async def _run(self, progress: RequestProgress, tenant: Tenant, context: Context) -> None:
-        """Raises ServiceError."""
+        """Run a Generate. Raises ServiceError."""
         session = ClientSession(os.urandom(16))
         request = progress.start.request
         settings = self._settings
@@ -180,7 +181,7 @@ class RouterService(RouterServicer):
     async def _answers(
         self, session: ClientSession, request: str
     ) -> AsyncGenerator[rpc.GenerateResponse, None]:
-        """What Generate says. Raises ServiceError if the request fails."""
+        """Yield the responses of Generate. Raises ServiceError if the request fails."""
         try:
             async for batch in session:
                 for event in batch:
@@ -201,14 +202,14 @@ class RouterService(RouterServicer):
             self._leave(session, request)
 
     def _leave(self, session: ClientSession, request: str) -> None:
-        """Cancel what nobody reads any more, once."""
+        """Cancel a request without a reader, once."""
         if not session.over:
             session.over = True
             self._core.cancel(session, request)
 
     def _start_of(self, request: rpc.GenerateRequest, tenant: Tenant) -> pb.Start:
-        """Raises ServiceError for a timeout that is longer than the router's own, and for a prompt
-        that is longer than the model's context."""
+        """Build the Start. Raises ServiceError if the timeout is longer than the router's own, or
+        the prompt longer than the model's context."""
         most_ms = int(self._settings.request_timeout_s * 1000)
         if request.timeout_ms > most_ms:
             text = f"timeout_ms is {request.timeout_ms}, at most {most_ms}"
@@ -259,7 +260,8 @@ class RouterService(RouterServicer):
         return rpc.PickReply(workers=found, elsewhere=not (found or self._core.decodes_at(hosts)))
 
     async def _authorize(self, context: Context) -> Tenant:
-        """Whose key the caller has; being a gateway, which asks for keys itself, is as good."""
+        """Return the tenant of the caller's key. Gateways, which check keys themselves, need
+        none."""
         if self._access.may_be(context, Role.GATEWAY):
             return EVERYBODY
         given = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")
@@ -271,7 +273,7 @@ class RouterService(RouterServicer):
 
 
 def _only(models: Collection[str]) -> str:
-    """The one model that there is. Raises ServiceError."""
+    """Return the only model. Raises ServiceError if there is none or more than one."""
     if not models:
         raise ServiceError(pb.UNAVAILABLE, "no worker has joined", "", 1.0)
     if len(models) > 1:
@@ -281,6 +283,6 @@ def _only(models: Collection[str]) -> str:
 
 
 def refuse(session: ClientSession, start: pb.Start, error: ServiceError) -> None:
-    """Answer a Start that is no request."""
+    """Answer a Start that is not a valid request."""
     failed = pb.Failed(request=start.request, epoch=start.epoch, failure=error.to_failure())
     session.put(rpc.RequestEvent(failed=failed))

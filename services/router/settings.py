@@ -7,7 +7,7 @@ from pdserve.services.host.options import BackendSettings, PublicSettings, optio
 
 @dataclass(frozen=True)
 class RouterSettings(PublicSettings, BackendSettings):
-    """Where it listens, when it separates prefill from decode, and what it bounds."""
+    """Where it listens, when it separates prefill from decode, and its limits."""
 
     bind: str = option("127.0.0.1:0", "host:port of the gRPC server; port 0: any free one")
     client_bind: str = option(

@@ -1,4 +1,4 @@
-"""A loaded model as a ModelCard, and the blobs that the card names."""
+"""Builds the ModelCard of a loaded model, and the blobs that the card names."""
 
 import json
 
@@ -13,7 +13,7 @@ from pdserve.services.host.rpc.blobs import blob_digest
 def model_card(
     card: CardData, identity: KvIdentity, spec: KvSpec
 ) -> tuple[pb.ModelCard, list[bytes]]:
-    """The card and its blobs. `identity` and `spec` are the engine's."""
+    """Return the card and its blobs. `identity` and `spec` are the engine's."""
     template = card.chat_template.encode()
     config = card.generation_config
     generation = json.dumps(config, sort_keys=True).encode() if config else b""

@@ -1,7 +1,7 @@
-"""The loop's side of a worker: the routers' sessions to it, and whether it takes new work.
+"""A worker's part on the event loop: the routers' sessions, and whether it takes new work.
 
 Everything here runs on the event loop. The engine thread is reached through the runtime, and its
-answers come back with `when_done`.
+answers return by `when_done`.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class RouterSession(Generic[OutboxT]):
     """One router's stream of events. The attempts that it started outlive it."""
 
     outbox: OutboxT
-    peer: str  # as gRPC names it
+    peer: str  # gRPC's name of the router's connection
     lost: bool = False  # the stream is over
 
 
@@ -59,7 +59,7 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         self._runtime = runtime
 
     async def drain(self) -> None:
-        """Refuse new work; returns when nothing is left and the routers have read the last events.
+        """Refuse new work; return when all work is done and the routers have read the last events.
 
         The sessions end before the worker leaves its routers, so that no router takes it for lost
         before it has read those events.
@@ -73,7 +73,8 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
         read: Callable[[RouterSession[OutboxT]], Coroutine[Any, Any, None]],
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncGenerator[list[Any], None]:
-        """One Session call: `read` carries out the router's commands; yields batches of events."""
+        """Serve one Session call: `read` carries out the router's commands. Yields event
+        batches."""
         if self._runtime is None:
             await abort(context, ServiceError(pb.UNAVAILABLE, "the model is loading"))
         session = RouterSession(self._new_outbox(), context.peer())
@@ -96,15 +97,15 @@ class WorkerCore(Generic[RuntimeT, OutboxT]):
             self._session_lost(session)
 
     def greet(self, session: RouterSession[OutboxT], hello: SessionHello) -> None:
-        """A router has said who it is. Raises ServiceError if it is too old or too new."""
+        """Take a router's hello. Raises ServiceError if its version is too old or too new."""
         self._versions.check(hello.protocol, f"router at {host_of(session.peer)}")
         self.in_fleet.set()
 
     def _session_lost(self, session: RouterSession[OutboxT]) -> None:
-        """The stream is over. Attempts go on without it unless a subclass says otherwise."""
+        """The stream is over. Attempts go on without it unless a subclass overrides this."""
 
     async def _end_sessions(self) -> None:
-        """End the open streams after all that was put; wait at most END_S until they are over."""
+        """End the open streams after all queued events; wait at most END_S for their end."""
         ending = set(self._sessions)
         for session in ending:
             session.outbox.close()
@@ -127,7 +128,7 @@ def when_done(future: "Future[Any]", then: Callable[["Future[Any]"], None]) -> N
 
 
 def service_error(error: EngineError) -> ServiceError:
-    """What the router and the client hear of a request that the engine refuses."""
+    """Return the error that router and client receive for a request that the engine refuses."""
     too_long = isinstance(error, ContextLengthExceeded)
     code = pb.CONTEXT_LENGTH_EXCEEDED if too_long else pb.INVALID_ARGUMENT
     return ServiceError(code, str(error), error.param)

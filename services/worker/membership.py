@@ -1,16 +1,16 @@
-"""A worker's side of Fleet.Join: a lease with every router that the given targets stand for, or
-with the first `join_routers` of them by rendezvous hash.
+"""A worker's side of Fleet.Join: a lease with every router that the targets resolve to, or with the
+first `join_routers` of them by rendezvous hash.
 
 It runs on its own threads, so that a worker with a busy loop or engine does not look dead. Every
 method may be called from any thread. A lease sends the hello, then the whole prefix state, then
 changes.
 
-Sharded, a router that refuses this worker, or has not welcomed it for ABSENT_S, is still tried but
-does not count, so that the next one in the order is joined, too. A router that is not among the
-first any more is left when as many that are have welcomed the worker and SETTLED_S have passed. To
-leave is a goodbye: the router places nothing new here, but what runs goes on by its session, and it
-ends the lease itself when nothing of it is left here. So no stream ends or is computed again by it.
-A router of 0.1.0 would take the goodbye for a drain: it is not left.
+With `join_routers`, a router that refuses this worker, or has not welcomed it for ABSENT_S, is
+still tried but does not count, so the next router in the order is joined too. A router that is no
+longer among the first is left once as many that are have welcomed the worker and SETTLED_S have
+passed. To leave means to send a goodbye: the router places nothing new here, running requests go on
+by its session, and it ends the lease itself when none of them remains. So leaving ends or
+recomputes no stream. A router of 0.1.0 would take the goodbye for a drain, so it is not left.
 """
 
 import logging
@@ -35,19 +35,19 @@ from pdserve.services.worker.settings import LEAVE_S
 log = logging.getLogger(__name__)
 
 RESOLVE_S = 1.0
-SILENT_S = 5.0  # after this time without an echo of a heartbeat the router is joined again
+SILENT_S = 5.0  # without a heartbeat's echo, after which the router is joined again
 REJOIN_S = 0.1  # least time between two looks at the leases
 REFUSED_S = 0.5  # between two tries at a router of another version, doubled with each ...
-MAX_REFUSED_S = 10.0  # ... up to this: it is upgraded, or this worker
-BEATS_SINCE = 1  # the protocol version from which routers read the heartbeat of a load ...
-LEAVES_SINCE = 1  # ... and from which a worker can leave one of them
-ABSENT_S = 3.0  # a router that has not welcomed the worker for so long does not count: it restarts?
-SETTLED_S = 5.0  # since the last welcome of those that count: one that comes and goes is no reason
+MAX_REFUSED_S = 10.0  # ... up to this: one of the two is to be upgraded
+BEATS_SINCE = 1  # first protocol version in which routers read the heartbeat of a load ...
+LEAVES_SINCE = 1  # ... and in which a worker can leave a router
+ABSENT_S = 3.0  # a router without a welcome for this long does not count: it may restart
+SETTLED_S = 5.0  # since the last welcome of a counting router: ignores those that come and go
 HASHES_PER_EVENT = 2048  # a router takes in about 1 us for each
 
 
 class _Lease:
-    """One Join stream. gRPC's own thread iterates over the reports, and so keeps the heartbeat."""
+    """One Join stream. gRPC's own thread iterates over the reports, which keeps the heartbeat."""
 
     def __init__(self, owner: "Membership", address: str, access: Access) -> None:
         self._owner = owner
@@ -58,8 +58,8 @@ class _Lease:
         self._closed = False
         self._call: grpc.Call | None = None
         self._heard = time.monotonic()
-        self._protocol = 0  # the router's
-        self.welcomed = 0.0  # when the router took the worker; 0: it has not
+        self._protocol = 0  # of the router
+        self.welcomed = 0.0  # when the router welcomed the worker; 0: not yet
         self.leaving = False
         self._thread = threading.Thread(target=self._run, name=f"join {address}", daemon=True)
 
@@ -86,7 +86,7 @@ class _Lease:
         self._wake.set()
 
     def leave(self) -> None:
-        """Have the router end the lease when nothing that it has begun is left here."""
+        """Have the router end the lease once none of its requests runs here."""
         if self._protocol >= LEAVES_SINCE and not self.leaving:
             log.info("leaving router %s: others come before it", self.address)
             self.leaving = True
@@ -94,14 +94,14 @@ class _Lease:
             self._wake.set()
 
     def close(self) -> None:
-        """End the stream; `wait` waits for that."""
+        """Begin to end the stream; `wait` waits for the end."""
         self._closed = True
         self._wake.set()
         if self._call is not None:
             self._call.cancel()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the stream has ended within that time."""
+        """Return whether the stream has ended within that time."""
         self._thread.join(timeout=max(0.0, timeout_s))
         return not self._thread.is_alive()
 
@@ -146,7 +146,7 @@ class _Lease:
             self._failed(error)
 
     def _welcomed(self, welcome: pb.Welcome) -> None:
-        """Raises ServiceError if the router is too old or too new."""
+        """Note the router's welcome. Raises ServiceError if its version is too old or too new."""
         check_version(welcome.protocol, "worker", f"router {self.address}")
         self._to_say.reads_beats = welcome.protocol >= BEATS_SINCE
         log.info("joined router %s, protocol version %d", self.address, welcome.protocol)
@@ -162,8 +162,8 @@ class _Lease:
 class Membership:
     """Keeps the worker joined to its routers until closed; the hello says to how many.
 
-    `routers` are targets (docs/discovery.md), looked at again every second; routers that are not
-    ready are joined, too, so that they know the fleet when they are. `liveness` gives the engine's
+    `routers` are targets (docs/discovery.md), resolved again every second. Routers that are not
+    ready are joined too, so that they know the fleet once they are. `liveness` returns the engine's
     counter and whether it is busy. Prefix events carry one sequence per worker, counted in hashes.
     """
 
@@ -177,23 +177,23 @@ class Membership:
         self.hello = hello
         self._liveness = liveness
         self._access = access
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._leases: dict[str, _Lease] = {}
         self._hashes: dict[bytes, None] = {}
         self._sequence = 0
         self._load: pb.Load | None = None
         self._goodbye: str | None = None
         self._troubles: dict[str, str] = {}  # why a router is not joined, by address
-        # Routers of another version: when the next try is, and the pause after it.
+        # Routers of another version: time of the next try, and the pause after it.
         self._refused: dict[str, tuple[float, float]] = {}
-        self._missed: dict[str, float] = {}  # since when a router that is to be joined is not
+        self._missed: dict[str, float] = {}  # since when a wanted router is not joined
         self._stop = threading.Event()
         self._changed = threading.Event()
         self._discovery = Discovery("--routers", routers, self._changed.set, ready_only=False)
         self._thread = threading.Thread(target=self._resolve_forever, name="join", daemon=True)
 
     def heartbeat(self) -> pb.Heartbeat:
-        """The engine's counter now, and whether it has work."""
+        """Return the engine's present counter and whether it has work."""
         counter, busy = self._liveness()
         return pb.Heartbeat(step=counter, busy=busy)
 
@@ -234,17 +234,17 @@ class Membership:
         return events
 
     def goodbye(self, reason: str = "drain") -> None:
-        """Tell every router, also those that are joined later, to send no new work."""
+        """Tell every router, also those joined later, to send no new work."""
         with self._lock:
             self._goodbye = reason
             for lease in self._leases.values():
                 lease.goodbye(reason)
 
     def close(self, timeout_s: float = LEAVE_S) -> None:
-        """End all leases, all at once; the routers then see the streams end.
+        """End all leases at once; the routers then see the streams end.
 
-        Returns after at most `timeout_s`. A look-up of a name has no bound of its own, so the
-        thread that makes it may still wait then; it opens no lease any more.
+        Returns after at most `timeout_s`. A name lookup has no time limit, so its thread may still
+        run then; it opens no lease any more.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -261,7 +261,7 @@ class Membership:
             log.warning("%d routers are left without an end of their streams", ended.count(False))
 
     def note(self, address: str, trouble: str) -> None:
-        """Log why a router is not joined, once for each reason; empty: it is joined."""
+        """Log why a router is not joined, once per reason; empty: it is joined."""
         with self._lock:
             before = self._troubles.get(address, "")
             self._troubles[address] = trouble
@@ -271,13 +271,13 @@ class Membership:
             log.warning("not joined to router %s: %s; trying again", address, trouble)
 
     def refused(self, address: str) -> None:
-        """A router and this worker are too far apart: it is not asked again at once."""
+        """Delay the next try at a router whose version is too far from this worker's."""
         with self._lock:
             _, pause = self._refused.get(address, (0.0, REFUSED_S))
             self._refused[address] = time.monotonic() + pause, min(MAX_REFUSED_S, 2 * pause)
 
     def lease_ended(self) -> None:
-        """A lease's stream has ended: join again soon."""
+        """Look at the leases again soon, because one has ended."""
         self._changed.set()
 
     def _resolve_forever(self) -> None:
@@ -302,7 +302,7 @@ class Membership:
             self._stop.wait(REJOIN_S)
 
     def _wanted(self, addresses: set[str], now: float) -> set[str]:
-        """The routers to be joined, of all there are."""
+        """Return which of all routers are to be joined."""
         num = self.hello.join_routers
         if not num:
             return addresses
@@ -318,8 +318,8 @@ class Membership:
         return wanted
 
     def _leave_others(self, wanted: set[str], now: float) -> None:
-        """Leave the routers that are not wanted any more, once enough of the others have welcomed
-        the worker. One that is wanted again is joined anew, which ends the goodbye there."""
+        """Leave the routers that are no longer wanted, once enough of the wanted ones have welcomed
+        the worker. A router that is wanted again is joined again, which ends the goodbye there."""
         num = self.hello.join_routers
         if not num or self._goodbye is not None:
             return
@@ -334,7 +334,7 @@ class Membership:
 
     def _new_lease(self, address: str) -> _Lease:
         lease = _Lease(self, address, self._access)
-        # The state so far is numbered to end just before the next change.
+        # The state so far gets sequence numbers that end just before the next change.
         hashes = list(self._hashes)
         state = []
         for at in range(0, max(1, len(hashes)), HASHES_PER_EVENT):

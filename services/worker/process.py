@@ -1,8 +1,8 @@
 """The life of a worker process: listen, load, join the routers, report, drain, stop.
 
-gRPC health answers NOT_SERVING until the model is loaded, and again while the engine is frozen
-(host/stall_detector.py). The engine has work at least once a second, because its load is asked for
-that often.
+gRPC health answers NOT_SERVING until the model is loaded, and while the engine is frozen
+(host/stall_detector.py). The engine has work at least once a second, because its load is read that
+often.
 """
 
 import asyncio
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOAD_S = 0.05  # between two loads, while something changes
+LOAD_S = 0.05  # between two loads, while their figures change
 IDLE_LOAD_S = 1.0  # otherwise
 LOOK_S = 0.5  # between two looks at the engine's counter
-ALONE_S = 5.0  # without a router: then the log says what the worker waits for
+ALONE_S = 5.0  # without a router, after which the log says what the worker waits for
 AnyRole = WorkerRole[Any, Any, Any]
 
 
 class LoadingPanicked(Exception):
-    """A native library gave up while the model was loaded; its exception is no Exception."""
+    """Raised when a native library panics during loading; the original is not an Exception."""
 
 
 class LoadingStopped(Exception):
@@ -63,9 +63,9 @@ class WorkerProcess:
         report: Report,
         on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_loaded` is called when the model is loaded, before anybody is served. Raises
-        ValueError for settings that cannot work, OSError for files that cannot be read."""
-        # A target that cannot be is refused before the model is loaded.
+        """`on_loaded` is called when the model is loaded, before serving begins. Raises ValueError
+        for settings that cannot work, OSError for files that cannot be read."""
+        # Refuses an invalid target before the model is loaded.
         Discovery("--routers", settings.routers, lambda: None, ready_only=False)
         self.boot = os.urandom(16)
         self.address = ""
@@ -86,7 +86,7 @@ class WorkerProcess:
         self._metrics_port: MetricsPort | None = None
         self._draining = self._stopped = False
         self._loading: threading.Thread | None = None
-        self.hung = False  # what has to be closed cannot be: a thread hangs, or the device is lost
+        self.hung = False  # cannot close: a thread hangs, or the device is lost
 
     async def start(self) -> None:
         """Listen, and begin to load. Raises OSError if the address is taken."""
@@ -103,7 +103,7 @@ class WorkerProcess:
         self._loading.start()
 
     async def drain(self) -> None:
-        """Refuse new work and tell the routers; returns when nothing is left."""
+        """Refuse new work and send goodbyes; return when all work is done."""
         self._draining = True
         if self._membership is not None:
             self._membership.goodbye()
@@ -121,14 +121,14 @@ class WorkerProcess:
         if self._metrics_port is not None:
             await self._metrics_port.close()
         if self._loading is not None:
-            # Python aborts if a thread comes back from a native call while it ends itself.
+            # Python aborts if a thread returns from a native call during interpreter exit.
             await asyncio.to_thread(self._loading.join, CLOSE_S)
             if self._loading.is_alive():
                 self.hung = True
                 log.critical("the loading thread does not end; the process ends without it")
         if self.runtime is not None:
             if self.runtime.thread.lost:
-                self.hung = True  # every call fails that would give back what is on the device
+                self.hung = True  # every call that would free device memory fails
             else:
                 await self._close(self.runtime)
         if not self.loaded.done():
@@ -143,11 +143,11 @@ class WorkerProcess:
             log.critical("the engine's thread does not end; it is at\n%s", runtime.thread.stack())
 
     def _build(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The loading thread."""
+        """Load the model, on the loading thread."""
         reported: tuple[str, int] | None = None
 
         def progress(what: str, fraction: float) -> None:
-            """Reports whole percents: a model has hundreds of tensors."""
+            """Report whole percents: a model has hundreds of tensors."""
             nonlocal reported
             if self._stopped:
                 raise LoadingStopped
@@ -160,21 +160,21 @@ class WorkerProcess:
             loop.call_soon_threadsafe(self._ready, runtime)
         except LoadingStopped:
             pass
-        except BaseException as error:  # a panic of a Rust library is no Exception
+        except BaseException as error:  # a panic of a Rust library is not an Exception
             if not isinstance(error, Exception):
                 error = LoadingPanicked(f"loading ended with {type(error).__name__}: {error}")
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._failed, error)
 
     def _failed(self, error: Exception) -> None:
-        """Loading raised; `loaded` carries the error to `serve_worker`."""
+        """Note that loading raised; `loaded` carries the error to `serve_worker`."""
         if not self.loaded.done():
             self.loaded.set_exception(error)
         if not self.failed.done():
             self.failed.set_result(None)
 
     def _task_ended(self, task: "asyncio.Task[None]") -> None:
-        """A process whose task has died would look alive and report nothing: it ends instead."""
+        """End the process when a task has died, because it would look alive but report nothing."""
         if self._stopped or self.failed.done():
             return
         if task.cancelled():
@@ -211,7 +211,7 @@ class WorkerProcess:
             lambda: (runtime.thread.liveness, runtime.thread.busy),
         )
         if self._settings.metrics_port:
-            # Few processes have a metrics port, and its imports take 50 ms.
+            # Imported here, because few processes have a metrics port and the imports take 50 ms.
             from pdserve.services.host.metrics.process_metrics import MetricsPort
             from pdserve.services.worker.metrics import WorkerMetrics
 
@@ -231,8 +231,8 @@ class WorkerProcess:
         self._report("loading", {"what": "model", "fraction": 1.0})
 
     async def _report_ready(self, runtime: WorkerRuntime) -> None:
-        """A loaded worker is ready once a router sends it work: before, a long prompt would be
-        prefilled elsewhere."""
+        """Report ready once a router sends work: before, a long prompt would be prefilled
+        elsewhere."""
         in_fleet = self._role.core.in_fleet
         try:
             async with asyncio.timeout(ALONE_S):
@@ -262,8 +262,8 @@ class WorkerProcess:
             waited += LOAD_S
 
     async def _watch(self, thread: EngineThread) -> None:
-        """Watch the engine's counter; a call into a frozen engine would not return. Raises
-        DeviceLost once there is nothing left to compute on."""
+        """Watch the engine's counter, since a call into a frozen engine would not return. Raises
+        DeviceLost once the device is lost."""
         loop = asyncio.get_running_loop()
         seen, serving = StallDetector(), True
         while True:
@@ -283,9 +283,9 @@ class WorkerProcess:
 def run_worker(
     settings: WorkerSettings, make_role: Callable[[Tracer], AnyRole], name: str, report: Report
 ) -> int:
-    """Serve until a signal; returns the exit code. `make_role` is called in the loop. Raises
-    OSError if an address is taken, ValueError for settings that cannot work, and what loading the
-    model raises."""
+    """Serve until a signal. Returns the exit code. `make_role` is called in the loop. Raises
+    OSError if an address is taken, ValueError for settings that cannot work, and any error of
+    loading the model."""
 
     async def serve(tracer: Tracer) -> int:
         return await serve_worker(settings, make_role(tracer), report, freeze_heap)
@@ -301,8 +301,8 @@ async def serve_worker(
     report: Report,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serve until a signal; returns the exit code. See WorkerProcess; raises what loading
-    raised."""
+    """Serve until a signal. Returns the exit code. Parameters as in WorkerProcess. Raises any error
+    of loading."""
     worker = WorkerProcess(settings, role, report, on_loaded)
     await worker.start()
     code = await run_until_signal(
@@ -312,7 +312,7 @@ async def serve_worker(
         drain_s=settings.drain_s,
         failed=(worker.failed,),
     )
-    if worker.hung:  # Python would wait for its threads for ever
+    if worker.hung:  # Python would wait for its threads forever
         os._exit(1)
     if worker.loaded.done() and not worker.loaded.cancelled():
         worker.loaded.result()

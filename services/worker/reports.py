@@ -1,9 +1,9 @@
-"""What a worker says to one router, and when; time is an argument.
+"""What a worker reports to one router, and when; time is an argument.
 
-A router that has heard nothing for a second suspects the worker, so there are two heartbeats in it.
-A load brings one along if the router reads it there: what is busy says little besides its loads.
-Heartbeats without one go out at slots of the wall clock: a router wakes once for those of many
-workers, which costs it half. Where clocks differ it wakes more often, and nothing else changes.
+A router that has heard nothing for a second suspects the worker, so two heartbeats fall within one.
+A load carries a heartbeat if the router reads it there, so a busy worker sends few others.
+Heartbeats without a load go out at slots of the wall clock: a router wakes once for those of many
+workers, which halves its cost. Where clocks differ it only wakes more often.
 """
 
 import math
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pdserve.protos import fleet_pb2 as pb
 
-HEARTBEAT_S = 0.44  # after the last one, wherever that was, at most
+HEARTBEAT_S = 0.44  # most time since the last heartbeat, in a load or alone
 SLOT_S = HEARTBEAT_S / 4
 ROUNDING = 1e-3  # of a slot
-BEAT_S = 0.1  # between two in loads at least: routers count how often they look at the engine
-LOAD_INTERVAL_S = 0.05  # between two loads at least, if one of LOAD_FIELDS has changed ...
-STEADY_INTERVAL_S = 0.1  # ... and if only blocks and counters have
-# What moves by requests that come, go or wait, not with every token.
+BEAT_S = 0.1  # least time between two in loads: routers count their looks at the engine
+LOAD_INTERVAL_S = 0.05  # least time between two loads if one of LOAD_FIELDS has changed ...
+STEADY_INTERVAL_S = 0.1  # ... and if only blocks and counters have changed
+# Fields that change when requests come, go or wait, not with every token.
 LOAD_FIELDS = (
     "running",
     "waiting",
@@ -35,8 +35,8 @@ class WorkerReports:
     """The reports of one lease after its hello. Any thread may add to them; one takes them."""
 
     def __init__(self, heartbeat: Callable[[], pb.Heartbeat]) -> None:
-        self.reads_beats = False  # the router's Welcome says so
-        self.wall_offset = 0.0  # from the clock of `now` to the one that all hosts have
+        self.reads_beats = False  # set from the router's Welcome
+        self.wall_offset = 0.0  # from the clock of `now` to the wall clock
         self._heartbeat = heartbeat
         self._lock = threading.Lock()  # guards the load and the goodbye
         self._load: pb.Load | None = None
@@ -46,21 +46,21 @@ class WorkerReports:
         self._last_load_at = self._last_beat_at = self._next_beat = -math.inf
 
     def add_load(self, load: pb.Load) -> None:
-        """The newest one counts."""
+        """Replace the load to be sent."""
         with self._lock:
             self._load = load
 
     def add_prefixes(self, events: Sequence[pb.PrefixEvents]) -> None:
-        """All of them, in order."""
+        """Add prefix events; all are sent in order."""
         self._prefixes.extend(events)
 
     def add_goodbye(self, goodbye: pb.Goodbye) -> None:
-        """The worker drains, or leaves this router."""
+        """Add the goodbye of a worker that drains or leaves this router."""
         with self._lock:
             self._goodbye = goodbye
 
     def due(self, now: float) -> Iterator[pb.WorkerReport]:
-        """What is to be said now."""
+        """Yield the reports that are due now."""
         with self._lock:
             goodbye, self._goodbye = self._goodbye, None
         if goodbye is not None:
@@ -75,7 +75,7 @@ class WorkerReports:
             yield pb.WorkerReport(heartbeat=self._beat(now))
 
     def next_due(self) -> float:
-        """When something is due, if nothing is added before."""
+        """Return when the next report is due if none is added before."""
         return min(self._next_beat, self._load_due())
 
     def _beat(self, now: float) -> pb.Heartbeat:
@@ -101,6 +101,6 @@ class WorkerReports:
 
 
 def load_interval_s(said: pb.Load, load: pb.Load) -> float:
-    """How long after `said` the next load may go out."""
+    """Return how long after `said` the next load may go out."""
     steady = all(getattr(said, name) == getattr(load, name) for name in LOAD_FIELDS)
     return STEADY_INTERVAL_S if steady else LOAD_INTERVAL_S

@@ -1,4 +1,4 @@
-"""What differs between a prefill and a decode process, as the process sees it."""
+"""The differences between a prefill and a decode process."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ RuntimeT = TypeVar("RuntimeT", bound=WorkerRuntime)
 
 
 class WorkerRole(ABC, Generic[SettingsT, CoreT, RuntimeT]):
-    """A worker's core, and how its servicer and runtime are made; construct it in the running
+    """A worker's core, and factories of its servicer and runtime. Construct it in the running
     loop."""
 
     service: ClassVar[str]  # full name of its gRPC service
@@ -42,22 +42,22 @@ class WorkerRole(ABC, Generic[SettingsT, CoreT, RuntimeT]):
 
     @abstractmethod
     def make_runtime(self, engine: Engine, card: CardData, boot: bytes) -> RuntimeT:
-        """The engine's thread and hand-offs; called on the loading thread."""
+        """Make the engine's thread and hand-offs; called on the loading thread."""
 
     def build(self, boot: bytes, progress: Callable[[str, float], None]) -> RuntimeT:
-        """Load the model; on a thread of its own. `boot` names this life of the process."""
+        """Load the model, on the loading thread. `boot` identifies this life of the process."""
         config = replace(self._config, threads=self.settings.threads)
         engine, card = build_engine(config, progress)
         self.runtime = self.make_runtime(engine, card, boot)
         return self.runtime
 
     def attach(self) -> None:
-        """Begin to take work with what was built; on the loop."""
+        """Begin to take work with the built runtime; on the loop."""
         assert self.runtime is not None  # built
         self.core.attach(self.runtime)
 
     def on_loop(self, fn: Callable[Params, None]) -> Callable[Params, None]:
-        """`fn` for other threads to call: it runs on the loop, in the order of the calls."""
+        """Wrap `fn` for other threads: it runs on the loop, in the order of the calls."""
 
         def post(*args: Params.args, **kwargs: Params.kwargs) -> None:
             self._loop.call_soon_threadsafe(partial(fn, *args, **kwargs))

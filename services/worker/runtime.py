@@ -1,7 +1,7 @@
-"""A worker's engine thread, its transports and its Sender, and what the worker tells routers.
+"""A worker's engine thread, transports and Sender, and the facts that it reports to routers.
 
 The engine thread owns the engine and the hand-offs; other threads post to it. Prefill and decode
-derive from WorkerRuntime and add what only they do.
+derive from WorkerRuntime and add their own parts.
 """
 
 import logging
@@ -39,7 +39,7 @@ from pdserve.services.worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 Snapshot = tuple[pb.Load, list[bytes], list[bytes]]  # load, prefix hashes added and removed
-DATA_BIND = "127.0.0.1:0"  # where a process that only sends would listen
+DATA_BIND = "127.0.0.1:0"  # listening address of a process that only sends
 
 
 class BlockAudit:
@@ -50,8 +50,8 @@ class BlockAudit:
         self._last = ""
 
     def look(self, discrepancy: str) -> int:
-        """Take what does not add up (empty: nothing). Logs each new discrepancy once; returns the
-        number of errors so far."""
+        """Take a discrepancy (empty: none) and log each new one once. Returns the number of errors
+        so far."""
         if discrepancy:
             self.errors += 1
             if discrepancy != self._last:
@@ -68,8 +68,8 @@ class WorkerRuntime(ABC):
 
     role: pb.Role
     hello: pb.WorkerHello  # without boot and address
-    blobs: list[bytes]  # those that the model card names
-    figures: dict[str, Any]  # of the report "ready"
+    blobs: list[bytes]  # the blobs that the model card names
+    figures: dict[str, Any]  # for the report "ready"
 
     def __init__(self, settings: WorkerSettings, engine: Engine, boot: bytes) -> None:
         self.boot = boot
@@ -77,7 +77,7 @@ class WorkerRuntime(ABC):
         self.mixing = Mixing(settings.allow_mixed_weights, settings.allow_mixed_numerics)
         self.thread = EngineThread(engine, self._on_step)
         self._settings = settings
-        # A transport that an option names must work, or the worker does not start.
+        # A transport that an option names must work, else the worker does not start.
         self._transport_is_chosen = settings.kv_transport != "auto"
         self._changed = True
         self._last_command = b""
@@ -86,10 +86,10 @@ class WorkerRuntime(ABC):
         role = pb.Role.Name(self.role).lower()
         self._ring = open_ring(settings.trace_dir, role, boot, settings.trace_mb)
 
-    # what a subclass's constructor calls
+    # called by a subclass's constructor
 
     def _make_transports(self, data_bind: str = DATA_BIND) -> list[KvTransport]:
-        """Those that the options allow, best first."""
+        """Return the transports that the options allow, best first."""
         options = TransportOptions(
             data_bind,
             self._shm_folder,
@@ -99,7 +99,7 @@ class WorkerRuntime(ABC):
         return make_transports(self._settings.kv_transport, options)
 
     def _usable_transports(self, data_bind: str = DATA_BIND) -> list[KvTransport]:
-        """Those by which this process can send."""
+        """Return the transports by which this process can send."""
         return usable(self._make_transports(data_bind), self._transport_is_chosen)
 
     def _make_sender(
@@ -120,18 +120,19 @@ class WorkerRuntime(ABC):
         )
 
     def _liveness(self) -> int:
-        """The engine thread's counter, for the peers of hand-offs. The ticker wakes the thread
-        while hand-offs live, so it moves even if the engine has nothing to compute."""
+        """Return the engine thread's counter, for the peers of hand-offs. The ticker wakes the
+        thread while hand-offs live, so it moves even if the engine has nothing to compute."""
         return self.thread.liveness
 
     def _begin(self, poll: Callable[[], bool]) -> None:
-        """The engine thread calls `poll` each turn; True: there is more to do at once."""
+        """Start the endpoints. The engine thread calls `poll` each turn; True: more to do at
+        once."""
         self.thread.add_poll(poll)
         for endpoint in self._endpoints:
             endpoint.start()
 
     def _describe(self, card: CardData, transports: Sequence[str], data_address: str = "") -> None:
-        """Sets what the process tells of itself: hello, blobs and figures."""
+        """Set what the process reports about itself: hello, blobs and figures."""
         engine = self.engine
         message, self.blobs = model_card(card, engine.kv_identity, engine.kv.spec)
         self.hello = pb.WorkerHello(
@@ -154,7 +155,7 @@ class WorkerRuntime(ABC):
     # any thread
 
     def take_changed(self) -> bool:
-        """Whether the load may have changed since the last call."""
+        """Return whether the load may have changed since the last call."""
         changed, self._changed = self._changed, False
         return changed
 
@@ -169,7 +170,7 @@ class WorkerRuntime(ABC):
     # the engine thread
 
     def snapshot(self) -> Snapshot:
-        """The load now, and the changes of the prefix cache since the last snapshot."""
+        """Return the present load, and the changes of the prefix cache since the last snapshot."""
         load = self._load(self.engine.stats())
         load.accounting_errors = self._audit.look(self.engine.discrepancy())
         load.last_command = self._last_command
@@ -177,7 +178,7 @@ class WorkerRuntime(ABC):
         return load, added, removed
 
     def _note_command(self, attempt: bytes) -> None:
-        """The loads from here on include what this command started."""
+        """Note that the loads from now on include the work of this command."""
         self._last_command = attempt
         self._changed = True
 
@@ -188,11 +189,11 @@ class WorkerRuntime(ABC):
 
     @abstractmethod
     def _load(self, stats: EngineStats) -> pb.Load:
-        """The load without accounting errors and last command."""
+        """Return the load without accounting errors and last command."""
 
     @abstractmethod
     def _on_step(self, step: Step) -> None:
-        """The engine has planned or computed a step."""
+        """Called when the engine has planned or computed a step."""
 
 
 def load_of(
@@ -201,8 +202,8 @@ def load_of(
     refusals: Mapping[str, int],
     stale: int,
 ) -> pb.Load:
-    """An engine's figures as they travel to routers. `figures` and `refusals` are by transport; a
-    refusal is a connection that was refused, `stale` counts messages of ended attempts."""
+    """Convert an engine's figures to a Load. `figures` and `refusals` (of connections) are by
+    transport; `stale` counts messages of ended attempts."""
     blocks = stats.blocks
     none = TransportFigures()
     transports = []
@@ -242,10 +243,10 @@ def load_of(
 
 
 def shm_folder(configured: str) -> str:
-    """The folder of the unix sockets by which processes of one host share memory: the configured
-    one, or this user's own under the temporary folder.
+    """Return the folder of the unix sockets by which processes of one host share memory: the
+    configured one, or this user's own under the temporary folder.
 
-    Empty if that one belongs to somebody else or is open to others: shm is off then.
+    Empty, which disables shm, if the latter belongs to another user or is open to others.
     """
     if configured:
         return configured

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pdserve.services.host.discovery.target import check_targets
 from pdserve.services.host.options import BackendSettings, option
 
-# What a worker's stop may take, beside what each service's may (services/host/options.py).
+# Time limits of a worker's stop, beyond those of every service (services/host/options.py).
 LEAVE_S = 2.0  # for the streams to the routers to end
 CLOSE_S = 10.0  # for the engine's thread to end, and the hand-offs
 

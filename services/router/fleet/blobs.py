@@ -21,7 +21,7 @@ class FleetBlobs:
         self._cache = BlobCache(BLOB_CACHE_BYTES)
 
     async def get(self, digest: str) -> bytes | None:
-        """The blob, or None if no worker has it."""
+        """Return the blob, or None if no worker has it."""
         return await self._cache.get(digest, self._fetch)
 
     async def _fetch(self, digest: str) -> bytes | None:
@@ -34,7 +34,7 @@ class FleetBlobs:
         return None
 
     def _holders(self, digest: str) -> list[tuple[str, Role]]:
-        """Workers whose card names the digest; others are not asked for it."""
+        """Return the workers whose card names the digest."""
         found = []
         for worker in self._fleet.workers.values():
             card = worker.hello.card

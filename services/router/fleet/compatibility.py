@@ -1,7 +1,7 @@
-"""Which workers may go on with KV and tokens of another; what was left out, what was inexact.
+"""Rules for which workers may continue from KV and tokens of another, with counters of exceptions.
 
 A request that has generated on a worker is bound to that worker's KV identity. It is resumed on the
-same one; when no worker of it is left, on one that the operator's Mixing admits.
+same identity or, when no worker of it is left, on one that the operator's Mixing admits.
 """
 
 import logging
@@ -25,7 +25,7 @@ MAX_LOGGED = 4096  # pairs whose refusal has been logged
 
 
 class KvCompatibility:
-    """The rule, and its counters."""
+    """The compatibility rule and its counters."""
 
     def __init__(self, mixing: Mixing) -> None:
         self.incompatible: Counter[str] = Counter()  # pairs left out of a decision, by difference
@@ -33,11 +33,11 @@ class KvCompatibility:
         self._mixing = mixing
         self._logged: set[tuple[bytes, bytes]] = set()
         self._withdrawn: set[str] = set()  # weights whose last worker said goodbye
-        self._expected: dict[str, float] = {}  # until when a worker may come back with these
+        self._expected: dict[str, float] = {}  # until when a worker with these weights may return
 
     def able(self, origin: KvIdentity | None, workers: Sequence[Worker]) -> Sequence[Worker]:
-        """The workers that may go on with what `origin` has computed (None: nobody has computed
-        anything yet): those that do it exactly, and others only if none of them is left."""
+        """Return the workers that may continue what `origin` computed (None: nothing is computed
+        yet): exact ones, and inexact ones only if no exact one stays."""
         if origin is None:
             return workers
         admitted = [w for w in workers if refusal(origin, w.identity, self._mixing) is None]
@@ -46,18 +46,18 @@ class KvCompatibility:
         return exact if stay else admitted
 
     def withdrawn(self, origin: KvIdentity | None, now: float) -> bool:
-        """Whether the workers with these weights have all left in order, and none is expected
-        back: one is for STRANDED_S after a crash, or if no other worker has taken their place."""
+        """Return whether all workers with these weights have left in order and none is expected
+        back. One is expected for STRANDED_S after a crash, or if no other worker replaced them."""
         if origin is None or _pool(origin) not in self._withdrawn:
             return False
         return now >= self._expected.get(_pool(origin), now)
 
     def joined(self, worker: Worker) -> None:
-        """A worker is there."""
+        """Note that a worker has joined."""
         self._withdrawn.discard(_pool(worker.identity))
 
     def left(self, worker: Worker, others: Iterable[Worker], now: float) -> None:
-        """A worker is forgotten; `others` are there still."""
+        """Note that a worker is forgotten; `others` are still present."""
         pool = _pool(worker.identity)
         pools = {_pool(other.identity) for other in others}
         if not worker.stays and pool not in pools:
@@ -66,7 +66,7 @@ class KvCompatibility:
             self._expected[pool] = now + STRANDED_S
 
     def count_left_out(self, decode: bytes, refused: Iterable[tuple[bytes, Difference]]) -> None:
-        """Prefill workers, by boot id, cannot send to a decode worker."""
+        """Count prefill workers, by boot id, that cannot send to a decode worker."""
         for prefill, difference in refused:
             self.incompatible[difference.what] += 1
             pair = (prefill, decode)
@@ -80,7 +80,7 @@ class KvCompatibility:
                 )
 
     def count_resume(self, request: str, origin: KvIdentity | None, identity: KvIdentity) -> bool:
-        """A worker of `identity` has taken the request; whether it goes on inexactly."""
+        """Count a request taken by a worker of `identity`. Returns whether it goes on inexactly."""
         if origin is None or origin.digest == identity.digest:
             return False
         self.inexact["resume"] += 1
@@ -92,10 +92,10 @@ class KvCompatibility:
         return True
 
     def count_handoff(self, prefill: KvIdentity, decode: KvIdentity) -> None:
-        """KV that a prefill worker computed is in use."""
+        """Count KV that a prefill worker computed and a decode worker uses."""
         self.inexact["hand-off"] += prefill.digest != decode.digest
 
 
 def _pool(identity: KvIdentity) -> str:
-    """Equal for workers of the same weights."""
+    """Return a key that is equal for workers of the same weights."""
     return identity.weights or identity.digest.hex()

@@ -9,16 +9,16 @@
     LIVE -> DRAINING     goodbye: no new work, running work goes on
     LIVE -> LEAVING      goodbye to this router alone (membership.py): the same, and what runs stays
                          there; forgotten when nothing of this router runs there any more
-    LEAVING -> LIVE      it has joined anew
+    LEAVING -> LIVE      it has joined again
     LIVE, LEAVING, DRAINING -> FROZEN   its engine's counter stands still although it has work
     FROZEN -> LIVE, LEAVING, DRAINING   the counter moves, or it has no work
 
-A suspect gets no new work and keeps what it has. A frozen worker gets none either, and what it has
-is tried elsewhere, as after a death; its process lives, so it hears the cancels and does them once
-it moves. Only `Fleet` adds and forgets workers.
+A suspect gets no new work and keeps its running work. A frozen worker gets no new work either, and
+its running work is tried elsewhere, as after a death; its process lives, so it receives the cancels
+and acts on them once it moves. Only `Fleet` adds and forgets workers.
 
-When more than half of four or more workers are suspect at once, it is more likely the router that
-is cut off: until it hears enough of them, or ISOLATED_S later, none dies of silence.
+When more than half of four or more workers are suspect at once, the router itself is probably cut
+off: until it hears enough of them, or for ISOLATED_S, no worker dies of silence.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,20 +37,20 @@ from pdserve.services.router.fleet.worker_kind import WorkerKind
 
 SILENCE_S = 1.0
 SUSPECT_S = 0.5
-ISOLATED_S = 15.0  # then they are dead after all, as when a rack has lost its power
-MIN_ISOLATED = 4  # workers; of fewer, half may well be gone
-UNREPORTED_S = 1.0  # a command that no load names after this is taken as reported
+ISOLATED_S = 15.0  # then they are dead after all, as when a rack loses power
+MIN_ISOLATED = 4  # workers; of fewer, half may really be gone
+UNREPORTED_S = 1.0  # after this a command that no load names counts as reported
 T = TypeVar("T")
 
 
 @lru_cache(maxsize=1024)
 def _shared(value: T) -> T:
-    """The first of equal values."""
+    """Return the first of equal values."""
     return value
 
 
 class State(Enum):
-    """Where a worker stands."""
+    """State of a worker."""
 
     LIVE = "live"
     SUSPECT = "suspect"
@@ -64,29 +64,29 @@ class Worker:
     """One life of a worker process."""
 
     hello: pb.WorkerHello
-    lease: int  # number of the join stream that speaks for it; 0: that has ended
+    lease: int  # number of its current join stream; 0: that has ended
     heard: float  # last report on the join stream
     witnessed: float  # last byte on any stream
     prefixes: WorkerPrefixes
     state: State = State.LIVE
     suspect_since: float = 0.0
     said_goodbye: bool = False
-    leaving: bool = False  # it said goodbye to this router alone
+    leaving: bool = False  # said goodbye to this router alone
     frozen: bool = False
     engine: StallDetector = field(default_factory=StallDetector)
     connected: bool = False  # the router's session to it is up
-    was_connected: bool = False  # it has been, so there is a worker behind the hello
-    busy_until: float = 0.0  # it answered Busy; a new load clears it
+    was_connected: bool = False  # the session has been up, so the hello is real
+    busy_until: float = 0.0  # set by Busy, cleared by a new load
     load: pb.Load = field(default_factory=pb.Load, init=False)
     # Commands of this router that no load has included yet: attempt -> (prompt tokens, sent).
     unreported: dict[bytes, tuple[int, float]] = field(default_factory=dict, init=False)
-    # Of the hello.
+    # From the hello.
     role: pb.Role = field(init=False)
     boot: bytes = field(init=False)
     model: str = field(init=False)
     identity: KvIdentity = field(init=False)
     kind: WorkerKind = field(init=False)
-    # Of the load and of `unreported`: made anew as soon as one of them changes, since every
+    # From the load and `unreported`: rebuilt when one of them changes, not on read, because every
     # placement reads it.
     facts: WorkerFacts = field(init=False)
     _unreported_tokens: int = field(default=0, init=False)
@@ -108,22 +108,22 @@ class Worker:
 
     @property
     def host(self) -> str:
-        """Of the address that it advertises."""
+        """Host of the address that it advertises."""
         address: str = self.hello.address
         return address.rpartition(":")[0].strip("[]")
 
     @property
     def stays(self) -> bool:
-        """Whether this router may give it work later, too."""
+        """Whether this router may send it work in future."""
         return not self.said_goodbye and not self.leaving
 
     @property
     def goes_on_alone(self) -> bool:
-        """Whether it has left, and its session is all that tells of what still runs there."""
+        """Whether it has left, and only its session reports what still runs there."""
         return self.leaving and self.connected
 
     def set_state(self) -> None:
-        """Sets the state of a worker that has just been heard."""
+        """Set the state of a worker that has just been heard."""
         if self.frozen:
             self.state = State.FROZEN
         elif self.said_goodbye:
@@ -133,7 +133,7 @@ class Worker:
 
     def commanded(self, attempt: bytes, tokens: int, now: float) -> None:
         """Count a command until a load includes it."""
-        # It goes to the end: loads and age forget in the order of sending.
+        # Moves to the end: loads and age forget in the order of sending.
         if attempt in self.unreported:
             self._forget(attempt)
         self.unreported[attempt] = (tokens, now)
@@ -141,13 +141,13 @@ class Worker:
         self._update_facts()
 
     def forget_command(self, attempt: bytes) -> None:
-        """Its attempt is over; no effect if it is not counted."""
+        """Forget the command of an attempt that is over; no effect if it is not counted."""
         if attempt in self.unreported:
             self._forget(attempt)
             self._update_facts()
 
     def forget_old_commands(self, now: float) -> None:
-        """Forget those that no load has named in time; the oldest come first."""
+        """Forget the commands that no load has named in time; the oldest come first."""
         before = len(self.unreported)
         while self.unreported:
             attempt, (_, sent) = next(iter(self.unreported.items()))
@@ -158,7 +158,7 @@ class Worker:
             self._update_facts()
 
     def report(self, load: pb.Load) -> None:
-        """Take a new load, and forget the commands that it includes."""
+        """Take a new load and forget the commands that it includes."""
         self.load = load
         self.busy_until = 0.0
         if load.last_command in self.unreported:
@@ -185,34 +185,34 @@ class Worker:
 
 
 def taking_work(workers: Iterable[Worker], now: float) -> list[Worker]:
-    """Those where a new command may go."""
+    """Return the workers that may get a new command."""
     live = State.LIVE
     return [w for w in workers if w.state is live and w.connected and now >= w.busy_until]
 
 
 class Fleet:
-    """Workers by boot id. Methods that end lives return the dead, for their requests' sake."""
+    """Workers by boot id. Methods that end workers return them, so that their attempts end."""
 
     def __init__(self, prefix_index_hashes: int = CAPACITY) -> None:
-        """`prefix_index_hashes`: different blocks of prefix caches that it knows at most."""
+        """`prefix_index_hashes`: most distinct prefix cache blocks that it knows."""
         self.workers: dict[bytes, Worker] = {}
         self.prefixes = PrefixIndex(prefix_index_hashes)
         self._of: dict[tuple[pb.Role, str], list[Worker]] = {}
-        self.isolated_since: float | None = None  # the router hears too few of its workers
-        self.sharded = False  # of the decode workers, or of the last ones: some join some routers
+        self.isolated_since: float | None = None  # since when it hears too few of its workers
+        self.sharded = False  # some decode workers join only some routers, or the last ones did
         self._leases = 0
-        self._next_look = 0.0  # before it nobody is silent for too long
+        self._next_look = 0.0  # no worker is silent for too long before this time
         self._some_leave = False
 
     def get(self, boot: bytes) -> Worker | None:
         return self.workers.get(boot)
 
     def of(self, role: pb.Role, model: str) -> Sequence[Worker]:
-        """Workers of a role and model, in any state. What changes the fleet makes another list."""
+        """Return the workers of a role and model, in any state; a new list after each change."""
         return self._of.get((role, model), ())
 
     def join(self, hello: pb.WorkerHello, now: float) -> tuple[Worker, list[Worker]]:
-        """A join stream began: its worker, and the lives that it ends."""
+        """Take a new join stream. Returns its worker and the workers that it ends."""
         self._leases += 1
         same_place = [
             w
@@ -234,24 +234,24 @@ class Fleet:
         return known, same_place
 
     def heard(self, worker: Worker, now: float) -> None:
-        """A report arrived on its join stream."""
+        """Note a report on the worker's join stream."""
         worker.heard = worker.witnessed = now
         if worker.state is State.SUSPECT:
             worker.set_state()
 
     def beat(self, worker: Worker, heartbeat: pb.Heartbeat, now: float) -> bool:
-        """Its engine's counter arrived: whether it froze or moves again, which `frozen` tells."""
+        """Take its engine's counter. Returns whether `frozen` changed."""
         was = worker.frozen
         worker.frozen = worker.engine.look(heartbeat.step, heartbeat.busy, now)
         worker.set_state()
         return worker.frozen is not was
 
     def witnessed(self, worker: Worker, now: float) -> None:
-        """A byte of it arrived on another stream: it may be suspect, but it is not dead."""
+        """Note a byte on another stream: the worker may be suspect, but it is not dead."""
         worker.witnessed = now
 
     def goodbye(self, worker: Worker, leaves: bool = False) -> None:
-        """It drains, or leaves this router alone."""
+        """Note that the worker drains, or leaves this router alone."""
         if leaves:
             worker.leaving = self._some_leave = True
         else:
@@ -260,18 +260,18 @@ class Fleet:
             worker.set_state()
 
     def stream_ended(self, worker: Worker, lease: int, now: float) -> list[Worker]:
-        """A join stream ended; an older one than the newest says nothing."""
+        """Note that a join stream ended; ignored unless it is the newest. Returns the dead."""
         if self.workers.get(worker.boot) is not worker or worker.lease != lease:
             return []
         worker.lease = 0
-        if not worker.stays and not worker.connected:  # else its last events may be on their way
+        if not worker.stays and not worker.connected:  # else its last events may still arrive
             return self.lost(worker)
         if not worker.goes_on_alone:
             self._suspect(worker, now)
         return []
 
     def lost(self, worker: Worker) -> list[Worker]:
-        """It is known to be dead (its port refuses connections)."""
+        """Forget a worker that is known to be dead (its port refuses connections)."""
         if self.workers.get(worker.boot) is not worker:
             return []
         self._forget(worker)
@@ -291,8 +291,8 @@ class Fleet:
             self.sharded = any(decodes)
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Time in which the router stood still itself is nobody's silence: what was said meanwhile
-        is read after this."""
+        """Exclude time in which the router itself stood still from all silences: messages that
+        arrived meanwhile are read after this."""
         for worker in self.workers.values():
             worker.heard = min(now, worker.heard + seconds)
             worker.suspect_since = min(now, worker.suspect_since + seconds)
@@ -300,7 +300,7 @@ class Fleet:
             self.isolated_since = min(now, self.isolated_since + seconds)
 
     def tick(self, now: float) -> list[Worker]:
-        """Let time pass: the workers that died of it."""
+        """Let time pass. Returns the workers that died of silence."""
         if now < self._next_look and self.isolated_since is None:
             return []
         suspects = []
@@ -326,8 +326,8 @@ class Fleet:
         return [dead for worker in overdue for dead in self.lost(worker)]
 
     def _look_at_itself(self, suspects: list[Worker], now: float) -> None:
-        """Notes since when more than half of its workers are suspect. When that is over, those
-        that still are get their time anew: what they say may be on its way, too."""
+        """Note since when more than half of the workers are suspect. When that ends, the remaining
+        suspects get their full time again, because their messages may still arrive."""
         staying = [w for w in self.workers.values() if w.was_connected and w.stays]
         suspects = [w for w in suspects if w.was_connected and w.stays]
         if len(staying) >= MIN_ISOLATED and 2 * len(suspects) > len(staying):
@@ -344,7 +344,7 @@ class Fleet:
         return self.isolated_since is not None
 
     def leaving(self) -> list[Worker]:
-        """Workers that leave this router."""
+        """Return the workers that leave this router."""
         found = [w for w in self.workers.values() if w.leaving] if self._some_leave else []
         self._some_leave = bool(found)
         return found

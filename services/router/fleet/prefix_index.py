@@ -1,14 +1,14 @@
-"""Which workers' prefix caches hold which blocks, as their events say.
+"""Index of the blocks in workers' prefix caches, as reported by their events.
 
-Soft state that errs towards knowing less: a gap in a worker's sequence means lost removals, so all
-that was known of it is dropped. Of a hash only half is kept, so a block that nobody has is taken
-for another one once in 2**58 looks; decode then computes what it turns out to lack.
+Soft state that errs towards knowing less: a gap in a worker's sequence means lost removals, so
+everything known of it is dropped. Only half of each hash is kept, so an unknown block is mistaken
+for a known one once in 2**58 lookups; decode then computes what it turns out to lack.
 
-All workers share one table, so that a prompt is looked up once for all of them, and a block that
-many have takes the room of one: 20 to 30 bytes. A table that is full keeps only the blocks whose
-hashes end in a zero bit, then two, and so on: of a prompt as much counts as cached as ends in the
-last of these. There are at most MAX_SETS different sets of workers that share a block; of a block
-with yet another set not every worker is known.
+All workers share one table, so a prompt is looked up once for all of them, and a block takes the
+same 20 to 30 bytes however many have it. A full table keeps only the blocks whose hashes end in a
+zero bit, then two, and so on; of a prompt, the blocks up to the last of these count as cached. At
+most MAX_SETS different sets of workers share blocks; for a block with yet another set, not every
+worker is known.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,9 +20,9 @@ HASH_BYTES = 16
 KEPT_BYTES = 8  # of a hash
 ENTRIES = 16  # in a bucket, if the table is full
 CAPACITY = 4 << 20
-MAX_SETS = 1 << 15  # 200 bytes each, and all are looked through when a worker is forgotten: 15 ms
+MAX_SETS = 1 << 15  # 200 bytes each; forgetting a worker scans all of them in 15 ms
 MAX_SAMPLE_BITS = 8
-SWEPT_AT_ONCE = 8  # buckets, for one more block of a full table
+SWEPT_AT_ONCE = 8  # buckets, for each new block of a full table
 _SET = Struct("<I")  # the number of a set of workers
 _LAST_AND_SET = Struct(f"<{KEPT_BYTES - 1}xBI")  # of an entry: the last byte of its hash, its set
 _ENTRY = _LAST_AND_SET.size
@@ -31,40 +31,40 @@ _ENTRY = _LAST_AND_SET.size
 class PrefixIndex:
     """The chain hashes of all workers' full blocks, at most `capacity` different ones.
 
-    A bucket is one bytes object, an entry in it the kept half of a hash and the number of the set
-    of workers that have the block. A worker is a bit of the integers that sets are.
+    A bucket is one bytes object. Each entry in it is the kept half of a hash and the number of the
+    set of workers that have the block. A set is an integer, in which a worker is a bit.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._buckets = [b""] * (capacity // ENTRIES + 1)
         self._sets = _WorkerSets()
-        self._boots: dict[int, bytes] = {}  # of the workers that are here, by their bits
-        self._taken = 0  # all these bits
+        self._boots: dict[int, bytes] = {}  # of the present workers, by their bits
+        self._taken = 0  # the bits in `_boots`
         self._num_entries = 0
-        self._num_dead = 0  # entries whose workers have all been forgotten
-        self._sample_mask = 0  # bits that are zero in the last byte of every hash that is looked up
+        self._num_dead = 0  # entries whose workers are all forgotten
+        self._sample_mask = 0  # these bits are zero in the last byte of each hash looked up
         self._next_swept = 0  # bucket
-        self._num_to_thin = 0  # buckets that may hold what is not in the sample
-        self.num_left_out = 0  # workers of blocks that there was no room for, since the start
-        self.num_gaps = 0  # in sequences of workers, likewise
+        self._num_to_thin = 0  # buckets that may hold entries outside the sample
+        self.num_left_out = 0  # workers of blocks not recorded for lack of room, in total
+        self.num_gaps = 0  # in sequences of workers, in total
 
     def __len__(self) -> int:
-        """How many different blocks are known."""
+        """Number of different blocks known."""
         return self._num_entries - self._num_dead
 
     @property
     def num_sets(self) -> int:
-        """How many sets of workers are kept apart."""
+        """Number of sets of workers in use."""
         return self._sets.num_used
 
     @property
     def sampled_share(self) -> float:
-        """The share of all blocks that it keeps: 1 if there is room for all."""
+        """Share of all blocks that it keeps; 1 if there is room for all."""
         return 1 / (self._sample_mask + 1)
 
     def open(self, boot: bytes) -> "WorkerPrefixes":
-        """The part of a worker that has just joined; `close` it when the worker is gone."""
+        """Return the part of a worker that has just joined; `close` it when the worker is gone."""
         bit = ~self._taken & (self._taken + 1)
         self._taken |= bit
         self._boots[bit] = boot
@@ -77,7 +77,7 @@ class PrefixIndex:
         del self._boots[bit]
 
     def add(self, bit: int, hashes: Iterable[bytes]) -> int:
-        """A worker has these blocks too. Returns how many are new of it."""
+        """Add blocks of a worker. Returns how many of them are new for it."""
         num_new = 0
         for chain in hashes:
             if self._out_of_date:
@@ -101,7 +101,7 @@ class PrefixIndex:
         return num_new
 
     def remove(self, bit: int, hashes: Iterable[bytes]) -> int:
-        """A worker does not have these blocks any more. Returns how many were known of it."""
+        """Remove blocks of a worker. Returns how many of them were known for it."""
         num_removed = 0
         for chain in hashes:
             number, at, bucket = self._find(chain)
@@ -112,7 +112,7 @@ class PrefixIndex:
             left = held & ~bit
             if left and not self._sets.has_room(left):
                 self.num_left_out += left.bit_count() - 1
-                left &= -left  # one of them is still known
+                left &= -left  # keep one of them
             if left:
                 self._put(number, at, bucket, self._sets.move(number, left))
             else:
@@ -120,13 +120,14 @@ class PrefixIndex:
         return num_removed
 
     def forget(self, bit: int) -> None:
-        """Drop all that is known of a worker. The entries of its blocks are swept out later."""
+        """Drop everything known of a worker. A later sweep removes the entries of its blocks."""
         self._num_dead += self._sets.forget(bit)
         if not len(self):
             self._sample_mask = self._num_to_thin = 0
 
     def num_cached(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
-        """How many leading blocks of a prompt are cached, by the boot of each worker with any."""
+        """Return how many leading blocks of a prompt are cached, by boot id of each worker with
+        any."""
         found: dict[bytes, int] = {}
         having, num_known = self._taken, 0
         for num, chain in enumerate(hashes, 1):
@@ -143,7 +144,7 @@ class PrefixIndex:
         return found
 
     def _note(self, workers: int, num_blocks: int, found: dict[bytes, int]) -> None:
-        """Enter so many blocks for each of the workers."""
+        """Enter this number of blocks for each of the workers."""
         while workers:
             bit = workers & -workers
             found[self._boots[bit]] = num_blocks
@@ -154,12 +155,12 @@ class PrefixIndex:
         return self._sets.workers[number] if at >= 0 else 0
 
     def _find(self, chain: bytes) -> tuple[int, int, int]:
-        """The set of a block's workers, where in its bucket that entry is (-1: nowhere), and which
-        bucket that is."""
-        where = hash(chain) % len(self._buckets)  # of this process alone: nobody can aim at one
+        """Return the set of a block's workers, the position of its entry in the bucket (-1:
+        absent), and the bucket."""
+        where = hash(chain) % len(self._buckets)  # seeded per process: clients cannot target one
         bucket, kept = self._buckets[where], chain[KEPT_BYTES:]
         at = bucket.find(kept)
-        while at > 0 and at % _ENTRY:  # across two entries
+        while at > 0 and at % _ENTRY:  # a match across two entries
             at = bucket.find(kept, at + 1)
         number = _SET.unpack_from(bucket, at + KEPT_BYTES)[0] if at >= 0 else 0
         return number, at, where
@@ -177,12 +178,12 @@ class PrefixIndex:
 
     @property
     def _out_of_date(self) -> bool:
-        """Whether a sweep finds something."""
+        """Whether a sweep has work to do."""
         return bool(self._sets.stale or self._num_to_thin)
 
     def _make_room(self, chain: bytes) -> bool:
-        """Whether a block that is not there yet goes in. A full table is swept; if there is nothing
-        out of date in it, it keeps half of its blocks from now on."""
+        """Return whether a new block fits. Sweeps a full table; if nothing in it is out of date,
+        halves the sample of blocks that it keeps."""
         is_full = self._num_entries >= self._capacity and not self._out_of_date
         if is_full and self._sample_mask + 1 < 1 << MAX_SAMPLE_BITS:
             self._sample_mask = 2 * self._sample_mask + 1
@@ -194,8 +195,8 @@ class PrefixIndex:
         return self._num_entries < self._capacity and not chain[-1] & self._sample_mask
 
     def _sweep(self) -> None:
-        """Cut out of the next bucket what nobody has and what is not in the sample, and name each
-        set by one number there."""
+        """Clean the next bucket: cut entries without workers or outside the sample, and name each
+        set by one number."""
         where = self._next_swept
         self._next_swept = (where + 1) % len(self._buckets)
         self._num_to_thin = max(0, self._num_to_thin - 1)
@@ -210,21 +211,22 @@ class PrefixIndex:
 
 
 class WorkerPrefixes:
-    """What is known of one worker."""
+    """The known blocks of one worker."""
 
     def __init__(self, index: PrefixIndex, bit: int) -> None:
         self.bit = bit
         self._index = index
         self._num_known = 0
-        self._next: int | None = None  # sequence of the next message
+        self._next: int | None = None  # sequence number of the next message
 
     def __len__(self) -> int:
-        """How many of its blocks are known, or some more once the table is full."""
+        """Number of its known blocks; may be too high once the table is full."""
         return self._num_known
 
     def apply(self, events: PrefixEvents) -> bool:
-        """Take one message; sequences count hashes, so it ends at sequence + their number. False
-        if something is missing before it: the worker must say all it has once more."""
+        """Take one message. Sequence numbers count hashes, so it ends at sequence + its hashes.
+        Returns False if a message before it is missing: the worker must send its whole state
+        again."""
         gap = not events.reset and self._next not in (None, events.sequence)
         if gap or events.reset:
             self._forget()
@@ -235,7 +237,7 @@ class WorkerPrefixes:
         return not gap
 
     def close(self) -> None:
-        """The worker is gone."""
+        """Forget the worker, which is gone."""
         self._index.close(self.bit)
 
     def _forget(self) -> None:
@@ -245,26 +247,26 @@ class WorkerPrefixes:
 
 
 class _WorkerSets:
-    """Sets of workers, each kept once for all the entries that name it by its number."""
+    """Sets of workers, each kept once for all entries that refer to it by number."""
 
     def __init__(self) -> None:
         self.workers: list[int] = []  # by number
         self._num_entries: list[int] = []
         self._numbers: dict[int, int] = {}
         self._free: list[int] = []
-        self.stale: set[int] = set()  # numbers of the empty set, and of sets that have another one
+        self.stale: set[int] = set()  # numbers of the empty set, and duplicates
 
     def has_room(self, workers: int) -> bool:
-        """Whether an entry may name that set; that of one worker may always be named."""
+        """Return whether an entry may refer to that set; a set of one worker is always allowed."""
         return self.num_used < MAX_SETS or workers in self._numbers or not workers & (workers - 1)
 
     @property
     def num_used(self) -> int:
-        """How many numbers are in use."""
+        """Count of numbers in use."""
         return len(self.workers) - len(self._free)
 
     def enter(self, workers: int) -> int:
-        """One more entry names that set, by this number."""
+        """Count one more entry of that set. Returns its number."""
         number = self._numbers.get(workers)
         if number is None:
             number = self._numbers[workers] = self._new(workers)
@@ -272,7 +274,7 @@ class _WorkerSets:
         return number
 
     def leave(self, number: int) -> None:
-        """One entry less names it."""
+        """Count one entry less of that set."""
         self._num_entries[number] -= 1
         if not self._num_entries[number]:
             if self._numbers.get(self.workers[number]) == number:
@@ -281,7 +283,7 @@ class _WorkerSets:
             self.stale.discard(number)
 
     def move(self, number: int, workers: int) -> int:
-        """An entry that named one set names another, by the number returned."""
+        """Move an entry to another set. Returns that set's number."""
         if self.workers[number] == workers:
             return number
         new = self.enter(workers)
@@ -289,7 +291,7 @@ class _WorkerSets:
         return new
 
     def rename(self, number: int) -> int:
-        """An entry names the same set by the number that new entries use, which is returned."""
+        """Move an entry to the number that new entries of its set use. Returns that number."""
         new = self._numbers.setdefault(self.workers[number], number)
         if new == number:
             self.stale.discard(number)
@@ -299,13 +301,14 @@ class _WorkerSets:
         return new
 
     def forget(self, bit: int) -> int:
-        """Take a worker out of every set. Returns how many entries name an empty set since then."""
+        """Take a worker out of every set. Returns how many entries thereby refer to an empty
+        set."""
         num_dead = 0
         for number, workers in enumerate(self.workers):
             if workers & bit:
                 self.workers[number] = workers & ~bit
                 num_dead += self._num_entries[number] if workers == bit else 0
-        # Of sets that are equal now one gets the new entries.
+        # Of sets that are now equal, one gets the new entries.
         used = [number for number, count in enumerate(self._num_entries) if count]
         self._numbers = {self.workers[n]: n for n in used if self.workers[n]}
         self.stale = {n for n in used if self._numbers.get(self.workers[n]) != n}

@@ -1,15 +1,15 @@
-"""The names of the models that this router serves or should be serving."""
+"""Names of the models that this router serves or should be serving."""
 
-RETIRED_S = 900.0  # as long as an alert says that nobody serves it
+RETIRED_S = 900.0  # as long as an alert reports the model as not served
 
 
 class ServedModels:
-    """A name is known from the hello of its first decode worker on. It is forgotten `RETIRED_S`
-    after the last one left for good; one whose last worker is expected back stays. Pure: time is
-    an argument."""
+    """The known model names. A name is known from the hello of its first decode worker. It is
+    forgotten `RETIRED_S` after the last one left for good, and kept if the last one is expected
+    back. Pure: time is an argument."""
 
     def __init__(self) -> None:
-        self._retired: dict[str, float | None] = {}  # since when, by name; None: it is served
+        self._retired: dict[str, float | None] = {}  # time of retirement by name; None: served
 
     def __contains__(self, name: str) -> bool:
         return name in self._retired
@@ -22,15 +22,15 @@ class ServedModels:
         return sorted(self._retired)
 
     def joined(self, name: str) -> None:
-        """A decode worker of it said hello."""
+        """Note the hello of a decode worker of the model."""
         self._retired[name] = None
 
     def left(self, name: str, expected_back: bool, now: float) -> None:
-        """The last decode worker of it is gone."""
+        """Note that the last decode worker of the model is gone."""
         self._retired[name] = None if expected_back else now
 
     def tick(self, now: float) -> None:
-        """Forget those whose time is over."""
+        """Forget names retired for RETIRED_S."""
         for name, since in list(self._retired.items()):
             if since is not None and now - since >= RETIRED_S:
                 del self._retired[name]

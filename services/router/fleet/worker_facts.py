@@ -7,21 +7,21 @@ from pdserve.services.router.fleet.worker_kind import WorkerKind
 
 @dataclass(slots=True)
 class WorkerFacts:
-    """A value: it is never changed, and not frozen only since that takes five times as long to
-    make, for each load report."""
+    """A value, never changed. Not frozen, because a frozen one takes five times as long to make,
+    for each load report."""
 
     boot: bytes
     kind: WorkerKind
     requests: int = 0  # running, waiting, and sent by this router but not yet reported
-    waiting_tokens: int = 0  # prompt tokens not computed yet, with those sent but not reported
-    free_tokens: int = 0  # decode: room for KV, less what hand-offs were promised of it
-    # Tokens of one prompt; 0 in the facts that a Worker keeps, which belong to no prompt.
+    waiting_tokens: int = 0  # prompt tokens not computed yet, also those sent but not reported
+    free_tokens: int = 0  # decode: room for KV, less what is promised to hand-offs
+    # Tokens of one prompt; 0 in the facts that a Worker keeps, which concern no prompt.
     cached_tokens: int = 0
-    promised_tokens: int = 0  # from its start on, cached or on their way there for other requests
+    promised_tokens: int = 0  # from its start, cached or in transfer for other requests
 
     def of_prompt(self, cached_tokens: int, promised_tokens: int) -> "WorkerFacts":
-        """The same worker's facts for a prompt of which it has so many tokens."""
-        # By position, since names take twice as long, and `replace` six times.
+        """Return the same worker's facts for a prompt of which it has so many tokens."""
+        # By position: names take twice as long, and `replace` six times.
         return WorkerFacts(
             self.boot,
             self.kind,

@@ -1,5 +1,5 @@
-"""What workers of one build, model and configuration have alike, and whether KV of one kind can
-become KV of another; pure."""
+"""Properties shared by workers of one build, model and configuration, and whether KV of one kind
+can become KV of another; pure."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from pdserve.engine.kv.spec import KvSpec, spec_difference
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """What the hellos of workers of one kind have in common. They share one object, since each
+    """The common part of the hellos of workers of one kind. They share one object, because each
     placement compares it."""
 
     identity: KvIdentity
@@ -20,7 +20,7 @@ class WorkerKind:
 
 
 def mismatch(prefill: WorkerKind, decode: WorkerKind, mixing: Mixing) -> Difference | None:
-    """Why KV of the one cannot become KV of the other, as decode would say it."""
+    """Return why KV of one kind cannot become KV of the other, in decode's words, or None."""
     if prefill.wire_version != decode.wire_version:
         text = f"wire version {decode.wire_version} here, {prefill.wire_version} there"
         return Difference("wire version", text)

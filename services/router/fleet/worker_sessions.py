@@ -1,8 +1,8 @@
-"""The router's sessions to its workers: one stream per worker life, opened anew when it breaks.
+"""Sessions from the router to its workers: one stream per worker life, reopened when it breaks.
 
-A reader hands events on and never waits; a writer drains the session's outbox. What was unsent
-when a session broke is dropped, since its requests are asked for or placed again; what was to be
-cancelled meanwhile is said first in the next one.
+A reader passes events on and never waits; a writer drains the session's outbox. Commands unsent
+when a session broke are dropped, because their requests are resumed or placed again. Cancels that
+arise between sessions are sent first in the next one.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ from pdserve.services.router.fleet.fleet import Worker
 log = logging.getLogger(__name__)
 
 PROBE_S = 0.5
-RETRY_S = 0.1  # doubled with every session that breaks soon after it began
+RETRY_S = 0.1  # doubled with every session that breaks soon after its start
 MAX_RETRY_S = 2.0
 SOON_S = 1.0
-MAX_OWED = 1024  # what is forgotten beyond them, the workers end by themselves
+MAX_OWED = 1024  # cancels; workers end the attempts of dropped ones by themselves
 Command = wire.DecodeCommand | wire.PrefillCommand
 Event = wire.DecodeEvent | wire.PrefillEvent
 
 
 class SessionListener(Protocol):
-    """Whoever listens to the sessions; every call is on the loop and returns at once."""
+    """Receiver of session events; every call is on the loop and returns at once."""
 
     def up(self, worker: Worker) -> None:
         """Commands can be sent."""
@@ -46,20 +46,20 @@ class SessionListener(Protocol):
         """The session broke: no new commands. `broken` or `refused` follows."""
 
     def broken(self, worker: Worker) -> None:
-        """The worker lives, but messages that the broken session carried may be lost."""
+        """The worker lives, but messages of the broken session may be lost."""
 
     def refused(self, worker: Worker) -> None:
-        """Nobody listens on its port: it is dead."""
+        """The worker's port refuses connections: it is dead."""
 
     def event(self, worker: Worker, event: Event) -> None:
-        """It said something."""
+        """An event of the worker arrived."""
 
     def rows(self, worker: Worker, rows: Iterable[TokenRow]) -> None:
-        """Tokens of choices that go on."""
+        """Tokens arrived for choices that go on."""
 
 
 class ProbeResult(Enum):
-    """What a probe of a worker's port found."""
+    """Result of a probe of a worker's port."""
 
     OPEN = "open"
     REFUSED = "refused"
@@ -67,7 +67,7 @@ class ProbeResult(Enum):
 
 
 class WorkerSession:
-    """The session with one worker; `run` ends only when the port refuses, or by cancellation."""
+    """The session with one worker. `run` ends only when the port refuses, or by cancellation."""
 
     def __init__(
         self, worker: Worker, access: Access, boot: bytes, listener: SessionListener
@@ -80,8 +80,8 @@ class WorkerSession:
         )
         self._listener = listener
         self._outbox: Outbox[wire.DecodeCommand | wire.PrefillCommand] | None = None
-        self._owed: deque[Command] = deque(maxlen=MAX_OWED)  # cancels that nobody has read
-        self._unsettled = False  # a session broke, and what it carried is not given up yet
+        self._owed: deque[Command] = deque(maxlen=MAX_OWED)  # cancels to send in the next session
+        self._unsettled = False  # a session broke and `broken` has not been called
 
     def send(self, command: Command) -> None:
         if self._outbox is not None:
@@ -92,7 +92,7 @@ class WorkerSession:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         retry_s = RETRY_S
-        refusal = ""  # as logged last: a worker of another version says it again each time
+        refusal = ""  # last logged: a worker of another version repeats it each time
         while True:
             began = loop.time()
             try:
@@ -107,7 +107,7 @@ class WorkerSession:
                 log.exception("the session with %s failed; it is opened anew", self._address)
             found = await probe(self._address)
             if found is ProbeResult.REFUSED:
-                # Told from outside this task, which the listener cancels.
+                # Called from outside this task, because the listener cancels it.
                 loop.call_soon(self._listener.refused, self._worker)
                 return
             if found is ProbeResult.OPEN:
@@ -117,7 +117,7 @@ class WorkerSession:
             retry_s = min(MAX_RETRY_S, 2 * retry_s) if soon else RETRY_S
 
     def _settle(self) -> None:
-        """A silent worker may be dead: that is the fleet's to say. One that answers is not."""
+        """Report a broken session once the worker answers; the fleet judges a silent one."""
         if self._unsettled:
             self._unsettled = False
             self._listener.broken(self._worker)
@@ -155,7 +155,7 @@ class WorkerSession:
                     await writer
 
     def _say(self, event: Event, rows: RowReader) -> None:
-        """Tell the listener; `rows` reads those of this session."""
+        """Pass an event to the listener; `rows` reads the rows of this session."""
         if isinstance(event, wire.DecodeEvent) and event.HasField("rows"):
             self._listener.rows(self._worker, rows.read(event.rows))
         else:
@@ -172,7 +172,7 @@ class WorkerSessions:
         self._sessions: dict[bytes, tuple[WorkerSession, asyncio.Task[None]]] = {}
 
     def open(self, worker: Worker) -> None:
-        """Begin, and keep, a session with a worker; no effect if there is one."""
+        """Open and maintain a session with a worker; no effect if there is one."""
         if worker.boot not in self._sessions:
             session = WorkerSession(worker, self._access, self._boot, self._listener)
             name = f"session {worker.hello.address}"
@@ -184,12 +184,12 @@ class WorkerSessions:
             self._sessions[worker.boot][0].send(command)
 
     def close(self, worker: Worker) -> None:
-        """End it."""
+        """End the session with a worker."""
         if worker.boot in self._sessions:
             self._sessions.pop(worker.boot)[1].cancel()
 
     async def close_all(self) -> None:
-        """End all and wait for it."""
+        """End all sessions and wait for their end."""
         tasks = [task for _, task in self._sessions.values()]
         self._sessions.clear()
         for task in tasks:
@@ -207,7 +207,7 @@ async def _write(
 
 
 async def probe(address: str) -> ProbeResult:
-    """Whether a worker's port answers at all; silence says nothing about it."""
+    """Return whether a worker's port accepts a connection; silence proves nothing."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(PROBE_S):

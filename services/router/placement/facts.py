@@ -18,12 +18,12 @@ class _KnownBlocks(NamedTuple):
     """Where the prompt's blocks are, for workers that hash them alike."""
 
     chain: list[bytes]
-    # Cached and promised tokens, by the boot of each worker that has any.
+    # Cached and promised tokens, by boot id of each worker that has any.
     tokens: dict[bytes, tuple[int, int]]
 
 
 class FactsOfWorkers:
-    """The prompt is hashed and looked up at most once for each kind of worker."""
+    """Facts of workers about one prompt, which is hashed and looked up once per kind of worker."""
 
     def __init__(
         self,
@@ -36,20 +36,20 @@ class FactsOfWorkers:
     ) -> None:
         self._ids = ids[:-1]  # the last one always runs as a decode row, so it is never a hit
         self._salt = cache_salt
-        self._verified = verified  # by boot: tokens whose prefix events may be on their way
+        self._verified = verified  # tokens by boot id; their prefix events may not have arrived
         self._index = index
         self._promised = promised
         self._now = now
-        self._known: dict[tuple[bytes, int], _KnownBlocks] = {}  # by what chains depend on
+        self._known: dict[tuple[bytes, int], _KnownBlocks] = {}  # by digest and block size
 
     def of(self, worker: Worker) -> WorkerFacts:
-        """What the policy knows of this worker about this prompt."""
+        """Return what the policy knows of this worker about this prompt."""
         (facts,) = self.of_all([worker])
         return facts
 
     def of_all(self, workers: Iterable[Worker]) -> list[WorkerFacts]:
-        """The same of each, in their order. Of a worker that has nothing of the prompt these are
-        the facts that it keeps."""
+        """Return the facts of each worker, in their order. A worker that has nothing of the prompt
+        yields the facts object that it keeps."""
         found = []
         kind: WorkerKind | None = None
         for worker in workers:
@@ -65,7 +65,7 @@ class FactsOfWorkers:
         return found
 
     def chain(self, worker: Worker) -> list[bytes]:
-        """Chain hashes of the prompt's full blocks, as that worker makes them."""
+        """Return the chain hashes of the prompt's full blocks, as that worker computes them."""
         return self._of_kind(worker.kind).chain
 
     def _of_kind(self, kind: WorkerKind) -> _KnownBlocks:
@@ -77,8 +77,8 @@ class FactsOfWorkers:
         return known
 
     def _tokens(self, chain: list[bytes], size: int) -> dict[bytes, tuple[int, int]]:
-        """Tokens that are cached and promised, by the boot of each worker that has any of these
-        blocks, or verified some of them."""
+        """Return cached and promised tokens, by boot id of each worker that has or verified any of
+        these blocks."""
         cached, promised = self._index.num_cached(chain), self._promised.num_promised(chain)
         found = {boot: (num * size, promised.get(boot, 0) * size) for boot, num in cached.items()}
         for boot, num in promised.items():
@@ -96,8 +96,8 @@ def destination(
     mixing: Mixing,
     rng: Random,
 ) -> bytes | None:
-    """Boot id of the decode worker of least cost that has room for a running request's KV and
-    takes it from the one where it runs; None: there is none. `ids`: as FactsOfWorkers has them."""
+    """Return the boot id of the cheapest other decode worker that has room for a running request's
+    KV and can take it from its worker `here`, or None. `ids`: as in FactsOfWorkers."""
     fit = [
         other
         for other in workers

@@ -1,9 +1,9 @@
-"""Which decode workers an endpoint picker was told for which prompts. Pure; time is an argument.
+"""Open picks: the decode workers that endpoint pickers got for prompts. Pure; time is an argument.
 
-The request itself comes a moment later, from a gateway at that worker. Until then, for at most
-PICKED_S, the pick counts as a request that the worker will have, so that a burst does not all go
-there, and as a promise of the prompt's KV, so that prompts that begin alike do; then the request
-takes the pick's place, and is placed where its picker was told.
+The request itself arrives a moment later from a gateway at that worker. Until then, for at most
+PICKED_S, the pick counts as a request at the worker, which spreads a burst, and as a promise of the
+prompt's KV, which keeps prompts with the same beginning together. Then the request replaces the
+pick and is placed on the picked worker.
 """
 
 from collections import Counter, deque
@@ -14,33 +14,33 @@ from pdserve.services.router.fleet.worker_facts import WorkerFacts
 from pdserve.services.router.placement.promised_chains import PromisedChains
 
 PICKED_S = 1.0
-MAX_PICKS = 4096  # that are remembered; the oldest is forgotten for another
+MAX_PICKS = 4096  # open at once; the oldest makes room for a new one
 
 PromptKey = tuple[str, bytes, int]
 
 
 def prompt_key(model: str, cache_salt: bytes, ids: Sequence[int]) -> PromptKey:
-    """Equal for equal prompts of one tenant."""
+    """Return a key that is equal for equal prompts of one tenant."""
     return model, cache_salt, hash(tuple(ids))
 
 
 @dataclass(frozen=True, slots=True)
 class PickedPrompt:
-    """A prompt that was told a worker and has not come yet."""
+    """A prompt with a picked worker whose request has not arrived yet."""
 
     number: bytes
     key: PromptKey
     boot: bytes
-    num_tokens: int  # that the worker will compute
+    num_tokens: int  # tokens that the worker will compute
     at: float
 
 
 class PickedPrompts:
-    """The picks of one router."""
+    """The open picks of one router."""
 
     def __init__(self, promised: PromisedChains) -> None:
         self._promised = promised
-        self._open: dict[bytes, PickedPrompt] = {}  # by number, the oldest first
+        self._open: dict[bytes, PickedPrompt] = {}  # by number, oldest first
         self._of_prompts: dict[PromptKey, deque[PickedPrompt]] = {}
         self._requests: Counter[bytes] = Counter()  # by boot
         self._tokens: Counter[bytes] = Counter()
@@ -52,7 +52,7 @@ class PickedPrompts:
     def add(
         self, key: PromptKey, boot: bytes, chain: Sequence[bytes], num_tokens: int, now: float
     ) -> None:
-        """A picker was told that worker; `chain`: of the prompt's full blocks there."""
+        """Add a pick of the worker `boot`. `chain`: hashes of the prompt's full blocks there."""
         self.forget_old(now)
         self._num += 1
         pick = PickedPrompt(b"pick %d" % self._num, key, boot, num_tokens, now)
@@ -63,7 +63,7 @@ class PickedPrompts:
         self._promised.add(pick.number, boot, chain)
 
     def take(self, key: PromptKey, now: float) -> bytes | None:
-        """The boot of the worker that a prompt was told, once for each pick; None: it was not."""
+        """Return the boot id of the picked worker for a prompt, once per pick, or None."""
         self.forget_old(now)
         picks = self._of_prompts.get(key)
         if not picks:
@@ -73,7 +73,7 @@ class PickedPrompts:
         return pick.boot
 
     def counted(self, facts: WorkerFacts, now: float) -> WorkerFacts:
-        """The facts of a worker with the requests that it will have."""
+        """Return the facts of a worker including its picked requests."""
         self.forget_old(now)
         num = self._requests.get(facts.boot, 0)
         if not num:
@@ -82,7 +82,8 @@ class PickedPrompts:
         return replace(facts, requests=facts.requests + num, waiting_tokens=waiting)
 
     def forget_old(self, now: float) -> None:
-        """Those whose request has not come in time, and the oldest if there are too many."""
+        """Forget picks whose request has not arrived in time, and the oldest if there are too
+        many."""
         while self._open:
             oldest = next(iter(self._open.values()))
             if now - oldest.at < PICKED_S and len(self._open) < MAX_PICKS:

@@ -1,19 +1,19 @@
-"""Where a request runs: prompt + fleet view -> Decision. Pure: randomness is an argument.
+"""Placement policy: prompt and fleet view give a Decision. Pure: randomness is an argument.
 
-Costs are in prompt tokens still to be computed before the request's own first token. Those of its
-own prompt count WORK_RATIO times: a queue delays this request only, but what is computed though
-another worker has it delays all that come behind, and its KV drives another prefix from a cache.
+Costs are in prompt tokens still to be computed before the request's first token. Those of its own
+prompt count WORK_RATIO times: a queue delays this request only, but recomputing what another worker
+has delays all requests behind it, and its KV evicts another prefix from a cache.
 
-A long prompt goes to a prefill worker in any case. A short one does if that costs less, counting
-what decode's running streams lose meanwhile as much as what the request itself waits (`local_cost`,
-`remote_cost`): each token that decode computes stands in the way of every stream that it runs.
+A long prompt always goes to a prefill worker. A short one does if that costs less, where the loss
+of decode's running streams counts as much as the wait of the request itself (`local_cost`,
+`remote_cost`): each token that decode computes delays every stream that it runs.
 
-After a failed prefill decode has a cached prefix, the blocks that it had verified; the cost of a
-decode worker counts it, so the same one is taken again unless it is much busier. The rest is
-computed by whoever computes least again: another prefill worker only if its own cache spares it all
-of the prefix but a quarter of the prompt (AGAIN_RATIO), else decode itself. So a prefill that ends
-at whatever point costs at most that quarter again, and decode computes a long rest only if every
-prefill worker would have to compute a long beginning anew.
+After a failed prefill, decode has a cached prefix, the blocks that it had verified. The cost of a
+decode worker includes it, so the same worker is chosen again unless it is much busier. The worker
+that recomputes least computes the rest: another prefill worker only if its cache covers all of the
+prefix but a quarter of the prompt (AGAIN_RATIO), else decode itself. So a prefill that fails at any
+point costs at most that quarter again, and decode computes a long rest only if every prefill worker
+would have to recompute a long beginning.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -26,66 +26,66 @@ from pdserve.services.router.fleet.worker_kind import mismatch
 
 # A running row delays a new request about as much as this many prompt tokens.
 ROW_TOKENS = 64
-# A token to compute counts as much as this many that stand before it. More bring few more hits and
-# longer queues (docs/scale.md).
+# A token to compute counts as much as this many queued before it. A higher ratio brings few more
+# hits and longer queues (docs/scale.md).
 WORK_RATIO = 12
-# Workers that have as much of the prompt as the best are as good if no more than this much of what
-# stands before the request at the best, or SPREAD_TOKENS, stands before it there in addition. Two
-# of them are drawn, the less loaded wins: a load report is up to 50 ms old (its free blocks up to
-# 100), other routers' commands are not in it, and all of them would go for the one that was best.
+# Workers that have as much of the prompt as the best are as good if their queue is longer by at
+# most this part of the best's queue, or SPREAD_TOKENS. Of two drawn at random the less loaded wins:
+# a load report is up to 50 ms old (its free blocks up to 100) and lacks other routers' commands, so
+# without the draw all routers would choose the same worker.
 SPREAD_RATIO = 0.5
 SPREAD_TOKENS = 256
-# A worker this much busier than a quarter of the workers are gets no credit for its cache: no hot
+# A worker this much busier than the idlest quarter of workers gets no credit for its cache: no hot
 # spots.
 BUSIER_RATIO = 1.5
 BUSIER_REQUESTS = 4
-# The part of a prompt that may be computed again after a failed prefill.
+# Part of a prompt that may be computed again after a failed prefill.
 AGAIN_RATIO = 0.25
-# What a hand-off costs decode, and with it each of its streams: claim, frames, commit.
+# Cost of a hand-off (claim, frames, commit) to decode and to each of its streams.
 HANDOFF_TOKENS = 32
-# A prefill worker ends the chunk that it is in before it looks at a shorter prompt.
+# A prefill worker finishes its current chunk before it turns to a shorter prompt.
 CHUNK_TOKENS = 128
 SAME_WEIGHTS = Mixing(numerics=True)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFacts:
-    """What matters of one request."""
+    """The facts of one request that matter to placement."""
 
-    num_tokens: int  # whose KV must exist before the first decode row: prefix ids less the last
+    num_tokens: int  # prefix ids less the last: their KV must exist before the first decode row
     may_go_remote: bool = True  # prompt logprobs keep a request local
     prefill_failures: int = 0
-    failed_prefills: frozenset[bytes] = frozenset()  # boots
+    failed_prefills: frozenset[bytes] = frozenset()  # boot ids
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The operator's choice."""
+    """The operator's settings of placement."""
 
     remote_prefill: str = "auto"  # auto, always, never
     threshold: int = 512
     max_prefill_failures: int = 2
     mixing: Mixing = NO_MIXING  # of a prefill and a decode worker
-    resuming: Mixing = SAME_WEIGHTS  # when no worker is left that goes on exactly
+    resuming: Mixing = SAME_WEIGHTS  # used when no worker can go on exactly
 
     @property
     def min_shared_tokens(self) -> int:
-        """Tokens of another prompt that are worth waiting for: as many as are worth a hand-off."""
+        """Least tokens of another prompt worth waiting for: as many as are worth a hand-off."""
         return 1 if self.remote_prefill == "always" else self.threshold
 
 
-Refused = tuple[bytes, Difference]  # boot of a prefill worker, and why
+Refused = tuple[bytes, Difference]  # boot id of a prefill worker, and the reason
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Boot ids of the workers, and why."""
+    """Boot ids of the chosen workers, and the reason."""
 
     decode: bytes
     prefill: bytes | None  # None: decode computes the prompt itself, if it does not wait
     reason: str
     cached_tokens: int  # expected at decode
-    refused: tuple[Refused, ...] = ()  # prefill workers that do not go with it, and why
+    refused: tuple[Refused, ...] = ()  # incompatible prefill workers, with reasons
     follows: bool = False  # decode is expected to wait for the KV of another prompt
 
 
@@ -96,7 +96,7 @@ def decide(
     rules: Rules,
     rng: Random,
 ) -> Decision | None:
-    """The worker pair for a prompt, or None if no decode worker is given."""
+    """Return the worker pair for a prompt, or None without decode workers."""
     sharing = [
         w if w.promised_tokens <= w.cached_tokens else with_awaited(prompt, w, rules)
         for w in decodes
@@ -106,7 +106,7 @@ def decide(
         return None
     decode, picked = decodes[at], sharing[at]
     missing = missing_tokens(prompt, decode)
-    # A request that shares another's KV gets a prefill worker too, for when there is none to share.
+    # A request that shares another's KV gets a prefill worker too, in case the sharing fails.
     prefill, reason, refused = pick_prefill(prompt, decode, missing, prefills, rules, rng)
     boot = None if prefill is None else prefill.boot
     follows = picked.cached_tokens > decode.cached_tokens
@@ -115,18 +115,18 @@ def decide(
 
 
 def missing_tokens(prompt: PromptFacts, worker: WorkerFacts) -> int:
-    """Prompt tokens that are not cached there."""
+    """Return the prompt tokens that are not cached there."""
     return max(0, prompt.num_tokens - worker.cached_tokens)
 
 
 def with_awaited(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> WorkerFacts:
-    """A worker as if what nobody has to compute there were cached."""
+    """Return the worker's facts as if tokens that need no computation there were cached."""
     return worker.of_prompt(awaited_tokens(prompt, worker, rules), worker.promised_tokens)
 
 
 def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> int:
-    """Tokens of the prompt that nobody has to compute for it there: cached ones, and those on their
-    way if they are worth waiting for, as decode decides (services/decode/single_flight)."""
+    """Return the prompt tokens that need no computation there: cached ones, and those in transfer
+    if they are worth waiting for, by decode's rule (services/decode/single_flight)."""
     shared = min(worker.promised_tokens, prompt.num_tokens) - worker.cached_tokens
     enough = shared >= max(rules.min_shared_tokens, worker.kind.layout.block_size)
     waits = enough and prompt.may_go_remote and 2 * shared >= missing_tokens(prompt, worker)
@@ -134,9 +134,9 @@ def awaited_tokens(prompt: PromptFacts, worker: WorkerFacts, rules: Rules) -> in
 
 
 def decode_costs(prompt: PromptFacts, workers: Sequence[WorkerFacts], most: float) -> list[int]:
-    """What a prompt costs at each decode worker; the cache of one with more than `most` requests
-    does not count."""
-    # queue_cost and missing_tokens written out, since this runs for each worker and request.
+    """Return the cost of a prompt at each decode worker. The cache of a worker with more than
+    `most` requests does not count."""
+    # Inlines queue_cost and missing_tokens, since it runs for each worker and request.
     whole = WORK_RATIO * prompt.num_tokens
     costs = [w.waiting_tokens + ROW_TOKENS * w.requests + whole for w in workers]
     for at, w in enumerate(workers):
@@ -146,34 +146,36 @@ def decode_costs(prompt: PromptFacts, workers: Sequence[WorkerFacts], most: floa
 
 
 def prefill_cost(prompt: PromptFacts, worker: WorkerFacts, credit: bool) -> int:
-    """Of a prefill worker: its queue and the rest of this prompt; `credit`: its cache counts."""
+    """Return a prefill worker's cost: its queue and the rest of this prompt. `credit`: its cache
+    counts."""
     new = missing_tokens(prompt, worker) if credit else prompt.num_tokens
     return waiting_tokens(worker) + WORK_RATIO * new
 
 
 def queue_cost(worker: WorkerFacts) -> int:
-    """What stands before a new request at a decode worker."""
+    """Return the cost queued before a new request at a decode worker."""
     return worker.waiting_tokens + ROW_TOKENS * worker.requests
 
 
 def waiting_tokens(worker: WorkerFacts) -> int:
-    """What stands before a new request at a prefill worker, which has no rows that run."""
+    """Return the tokens queued before a new request at a prefill worker, which runs no rows."""
     return worker.waiting_tokens
 
 
 def computed_again(prompt: PromptFacts, prefill: WorkerFacts, missing: int) -> int:
-    """Tokens that a prefill worker would compute though decode, which lacks `missing`, has them."""
+    """Return the tokens that prefill would compute although decode, which lacks `missing`, has
+    them."""
     return max(0, missing_tokens(prompt, prefill) - missing)
 
 
 def local_cost(missing: int, decode: WorkerFacts) -> int:
-    """If decode computes the prompt: it and every request that is there wait for it."""
+    """Return the cost if decode computes the prompt: this and all requests there wait for it."""
     return missing * (1 + decode.requests)
 
 
 def remote_cost(prompt: PromptFacts, prefill: WorkerFacts, decode: WorkerFacts) -> int:
-    """If that prefill worker does: its queue, as far as the shortest prompt comes first, and the
-    hand-off, which the streams of decode wait for."""
+    """Return the cost if that prefill worker computes the prompt: its queue, bounded since the
+    shortest prompt comes first, and the hand-off, which the streams of decode wait for."""
     own = missing_tokens(prompt, prefill)
     queue = min(prefill.waiting_tokens, CHUNK_TOKENS + prefill.requests * own)
     return queue + own + HANDOFF_TOKENS * (1 + decode.requests)
@@ -182,15 +184,15 @@ def remote_cost(prompt: PromptFacts, prefill: WorkerFacts, decode: WorkerFacts) 
 def pays(
     prompt: PromptFacts, missing: int, prefill: WorkerFacts, decode: WorkerFacts, rules: Rules
 ) -> bool:
-    """Whether the `missing` tokens are worth a hand-off from that worker."""
+    """Return whether the `missing` tokens are worth a hand-off from that worker."""
     if rules.remote_prefill == "always" or missing >= rules.threshold:
         return True
     return remote_cost(prompt, prefill, decode) < local_cost(missing, decode)
 
 
 def pick_decode(prompt: PromptFacts, workers: Sequence[WorkerFacts], rng: Random) -> int | None:
-    """Position of the decode worker of least cost, by power of two choices among the best; None:
-    none is given."""
+    """Return the position of the chosen decode worker, by power of two choices among the cheapest;
+    None without workers."""
     costs = decode_costs(prompt, workers, max_balanced_requests(workers))
     return power_of_two(workers, costs, queue_cost, rng)
 
@@ -203,7 +205,7 @@ def pick_prefill(
     rules: Rules,
     rng: Random,
 ) -> tuple[WorkerFacts | None, str, tuple[Refused, ...]]:
-    """The prefill worker, or None, with the reason, and those that do not go with decode."""
+    """Return the prefill worker or None, the reason, and the workers incompatible with decode."""
     if missing == 0:
         return None, "nothing to prefill", ()
     if rules.remote_prefill == "never":
@@ -241,9 +243,9 @@ def pick_prefill(
 
 
 def max_balanced_requests(workers: Collection[WorkerFacts]) -> float:
-    """The most requests of a worker that is not much busier than a quarter of them are; of up to
-    four, than the idlest. One that has just joined, or ended much at once, says nothing about the
-    others."""
+    """Return the most requests of a worker that is not much busier than the idlest quarter of
+    workers (of up to four, than the idlest). A quarter, because a worker that has just joined, or
+    has just ended many requests, says nothing about the others."""
     if not workers:
         return 0.0
     requests = sorted([w.requests for w in workers])
@@ -256,8 +258,8 @@ def power_of_two(
     before: Callable[[WorkerFacts], int],
     rng: Random,
 ) -> int | None:
-    """Position of the less loaded of two drawn among those as good as the best (Mitzenmacher,
-    2001); None: no worker is given. `before`: the part of a cost that stands before the request."""
+    """Return the position of the less loaded of two workers drawn among those as good as the best
+    (Mitzenmacher, 2001); None without workers. `before`: the queued part of a cost."""
     if not workers:
         return None
     least = min(costs)
@@ -273,5 +275,5 @@ def power_of_two(
 
 
 def spread(before: int) -> float:
-    """What may stand before a request in addition to what does at the best worker."""
+    """Return how much longer than at the best worker the queue before a request may be."""
     return max(SPREAD_RATIO * before, SPREAD_TOKENS)

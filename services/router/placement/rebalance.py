@@ -1,59 +1,60 @@
-"""Which running requests go to another decode worker, in which order; pure, time is an argument.
+"""Which running requests migrate to another decode worker, in which order. Pure; time is an
+argument.
 
-A worker that drains gives all away. One that lives gives a request away only while it preempts:
-what one request gains another one computes again, over and over. So the measure is not how busy
-workers are but whether one lacks blocks for a while that another one has.
+A draining worker sends all its requests away. A live one sends a request away only while it
+preempts: each preemption frees blocks for one request by recomputing another, over and over. So the
+measure is not load, but whether a worker has lacked blocks for a while that another one has.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 WINDOW_S = 1.0
-MIN_WINDOWS = 2  # in a row with preemptions, before a worker gives a request away; then anew
-MIN_LEFT = 32  # tokens that a request may still generate; below, it is soon over
-COPIED_PER_TOKEN = 64  # tokens whose KV is copied in about the time of one decode step
+MIN_WINDOWS = 2  # in a row with preemptions, for each request that a worker sends away
+MIN_LEFT = 32  # tokens that a request may still generate; with fewer it is soon over
+COPIED_PER_TOKEN = 64  # tokens whose KV is copied in about one decode step
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A request that can move."""
+    """A request that can migrate."""
 
-    ordinal: int  # of arrival; unique
-    num_tokens: int  # whose KV would move
+    ordinal: int  # order of arrival; unique
+    num_tokens: int  # tokens whose KV would move
     left: int | None  # tokens that it may still generate; None: as many as fit
 
 
 def drain_order(running: Iterable[Running]) -> list[Running]:
-    """The most urgent first: what may run longest is least likely to end in time by itself."""
+    """Sort the most urgent first: what may run longest is least likely to end in time by itself."""
     return sorted(running, key=lambda r: (r.left is not None, -(r.left or 0), r.ordinal))
 
 
 def pays(request: Running) -> bool:
-    """Whether what is left of it takes longer than to move it."""
+    """Return whether the rest of the request takes longer than its migration."""
     left = request.left
     return left is None or (left >= MIN_LEFT and left * COPIED_PER_TOKEN >= request.num_tokens)
 
 
 def relief_order(running: Iterable[Running]) -> list[Running]:
-    """What a worker that lacks blocks gives away first: the most blocks, the youngest of equals."""
+    """Sort by what a worker that lacks blocks sends away first: most blocks, then youngest."""
     worth = [r for r in running if pays(r)]
     return sorted(worth, key=lambda r: (-r.num_tokens, -r.ordinal))
 
 
 class Pressure:
-    """Which workers have preempted in every window of late."""
+    """Tracks which workers have preempted in every recent window."""
 
     def __init__(self) -> None:
         self._seen: dict[bytes, int] = {}  # preemptions, by boot
-        self._windows: dict[bytes, int] = {}  # in a row with more of them
+        self._windows: dict[bytes, int] = {}  # windows in a row with more of them, by boot
         self._next = 0.0
 
     def due(self, now: float) -> bool:
-        """Whether the next look is of any use."""
+        """Return whether the next look is due."""
         return now >= self._next
 
     def look(self, preemptions: Mapping[bytes, int], now: float) -> list[bytes]:
-        """Those that should give a request away now; `preemptions`: counters by boot."""
+        """Return the workers that should send a request away now. `preemptions`: by boot id."""
         if not self.due(now):
             return []
         self._next = now + WINDOW_S
@@ -69,5 +70,5 @@ class Pressure:
         return pressed
 
     def calm(self, boot: bytes) -> bool:
-        """It did not preempt in the last window."""
+        """Return whether the worker did not preempt in the last window."""
         return not self._windows.get(boot)

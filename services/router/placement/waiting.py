@@ -1,6 +1,6 @@
-"""Requests that wait for a worker, each for one reason; pure.
+"""Queue of requests that wait for a worker, each for one reason; pure.
 
-Those of one tenant wait in order of priority and arrival; tenants take turns.
+The requests of one tenant wait in order of priority and arrival; tenants take turns.
 """
 
 import heapq
@@ -15,18 +15,18 @@ from pdserve.services.host.tenants.fairness import FairQueue, FairShare
 class WaitReason(Enum):
     """Why a request waits."""
 
-    TURN = "turn"  # every worker of its model is busy, or others came before it
-    BUDGET = "budget"  # it has generated already, and too many are being computed again now
-    COMPATIBLE_WORKER = "compatible worker"  # none may go on with what it has generated
+    TURN = "turn"  # every worker of its model is busy, or others are before it
+    BUDGET = "budget"  # it has tokens, and too many requests are being recomputed now
+    COMPATIBLE_WORKER = "compatible worker"  # no worker may go on with its tokens
 
 
 class WaitingRequest(Protocol):
-    """What the queue needs to know of a request."""
+    """What the queue needs of a request."""
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Its priority and the number of its arrival, kept over retries; unique. Of its tenant's
-        requests the one with the lowest comes first."""
+        """Its priority and order of arrival, kept over retries; unique. The lowest of a tenant
+        comes first."""
 
     @property
     def pool(self) -> tuple[str, str]:
@@ -34,21 +34,21 @@ class WaitingRequest(Protocol):
 
     @property
     def tenant(self) -> bytes:
-        """Whose it is."""
+        """The id of its tenant."""
 
 
 R = TypeVar("R", bound=WaitingRequest)
 _Entry = tuple[tuple[int, int], R]
-_Line = tuple[WaitReason, tuple[str, str], bytes]  # why, for which pool, and whose they are
+_Line = tuple[WaitReason, tuple[str, str], bytes]  # reason, pool and tenant
 
 
 class WaitingQueue(Generic[R]):
-    """One line for each reason, pool and tenant. A request is in at most one of them."""
+    """One line for each reason, pool and tenant. A request is in at most one line."""
 
     def __init__(self, most: int = sys.maxsize) -> None:
-        """`most`: requests that may wait; `has_room` gives each tenant its share of them."""
+        """`most`: bound on waiting requests, of which `has_room` gives each tenant its share."""
         self._share = FairShare(most)
-        # Heaps, none of them empty. The line whose turn is next comes first.
+        # Non-empty heaps; the line whose turn is next comes first.
         self._lines: dict[_Line, list[_Entry[R]]] = {}
         self._since: dict[R, tuple[WaitReason, float]] = {}
 
@@ -59,27 +59,28 @@ class WaitingQueue(Generic[R]):
         return iter(self._since)
 
     def has_room(self, tenant: bytes) -> bool:
-        """Whether a new request of the tenant may wait."""
+        """Return whether a new request of the tenant may wait."""
         return self._share.has_room(tenant)
 
     def num(self, reason: WaitReason) -> int:
-        """How many wait for that reason."""
+        """Return how many requests wait for that reason."""
         return sum(len(line) for (why, *_), line in self._lines.items() if why is reason)
 
     @property
     def pools(self) -> list[tuple[str, str]]:
-        """Those whose turn somebody waits for."""
+        """Pools in which a request waits for its turn."""
         return list(dict.fromkeys(p for why, p, _ in self._lines if why is WaitReason.TURN))
 
     def head(self, pool: tuple[str, str]) -> R | None:
-        """The request whose turn is next."""
+        """Return the request of the pool whose turn is next."""
         for (why, of, _), line in self._lines.items():
             if why is WaitReason.TURN and of == pool:
                 return line[0][1]
         return None
 
     def of(self, reason: WaitReason) -> list[R]:
-        """All that wait for that reason, a tenant's lowest rank first, one of each in turn."""
+        """Return all that wait for that reason: tenants in turn, each tenant's lowest rank
+        first."""
         of_tenants: dict[bytes, list[_Entry[R]]] = {}
         for (why, _, tenant), line in self._lines.items():
             if why is reason:
@@ -91,11 +92,11 @@ class WaitingQueue(Generic[R]):
         return [queue.pop() for _ in range(len(queue))]
 
     def since(self, request: R) -> float:
-        """When it began to wait."""
+        """Return when the request began to wait."""
         return self._since[request][1]
 
     def add(self, request: R, reason: WaitReason, now: float) -> None:
-        """Let it wait. It has the place of its rank, however late it comes back."""
+        """Let a request wait at the place of its rank, even if it waited before."""
         self.remove(request)
         line = self._lines.setdefault((reason, request.pool, request.tenant), [])
         heapq.heappush(line, (request.rank, request))
@@ -103,7 +104,7 @@ class WaitingQueue(Generic[R]):
         self._share.take(request.tenant)
 
     def remove(self, request: R) -> None:
-        """It no longer waits, and its tenant has had its turn; without effect if it did not."""
+        """Remove a request, whose tenant has had its turn; no effect if it does not wait."""
         found = self._since.pop(request, None)
         if found is None:
             return

@@ -1,6 +1,6 @@
-"""What the router does about a request: the actions of machine.py, without any rule; pure.
+"""Actions of the router on a request, as data without rules; machine.py returns them.
 
-The shell (request.py) carries them out in the order given. A worker is known by its boot id.
+The shell (request.py) carries them out in the order given. Workers are named by boot id.
 """
 
 from dataclasses import dataclass
@@ -14,38 +14,38 @@ class FailureReason(Enum):
     CLIENT_GONE = "client gone"
     DEADLINE = "deadline"
     QUEUE_TIMEOUT = "queue timeout"
-    POISON = "poison"  # workers died of it, or with it
+    POISON = "poison"  # too many workers died while running it
     NO_TRY_LEFT = "no try left"
     NO_WORKER_HERE = "no worker here"  # another router of a sharded fleet may have one
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Choose workers and begin an attempt now, or put the request in the queue. Always last."""
+    """Choose workers and begin an attempt now, or queue the request. Always the last action."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAttempt:
-    """Messages about this attempt belong to the request from now on; `decode` serves it."""
+    """Route messages about this attempt to the request from now on; `decode` serves it."""
 
     attempt: bytes
     decode: bytes
     prefill: bytes = b""
-    adopted: bool = False  # no new work: another session began it
+    adopted: bool = False  # another session began it, so there is no new work
     follows: bool = False  # decode is expected to wait for the KV of another prompt
     migrates: bool = False  # another decode worker sends its KV
 
 
 @dataclass(frozen=True, slots=True)
 class CountAnswer:
-    """Its Admit is no longer unanswered."""
+    """Stop counting the attempt's Admit as unanswered."""
 
     attempt: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CloseAttempt:
-    """Messages about it no longer count; `lost`: why it was given up, empty if it was not."""
+    """Ignore messages about the attempt from now on. `lost`: why it was dropped, or empty."""
 
     attempt: bytes
     lost: str = ""
@@ -53,7 +53,7 @@ class CloseAttempt:
 
 @dataclass(frozen=True, slots=True)
 class SendAdmit:
-    """Hand the request over to decode; `sender` will send its KV, if anybody does."""
+    """Send the request to decode. `sender` will send its KV; empty: no worker does."""
 
     attempt: bytes
     sender: bytes
@@ -62,14 +62,14 @@ class SendAdmit:
 
 @dataclass(frozen=True, slots=True)
 class SendResume:
-    """Ask decode for an attempt that another session has, or had."""
+    """Request an attempt from decode that another session owns or owned."""
 
     attempt: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SendPrefillStart:
-    """Have its KV computed and sent; said again, nothing begins anew."""
+    """Have the KV of the attempt computed and sent. Idempotent: a repeat starts nothing new."""
 
     attempt: bytes
     prefill: bytes
@@ -77,14 +77,14 @@ class SendPrefillStart:
 
 @dataclass(frozen=True, slots=True)
 class SendHold:
-    """Have the source of a migration stop."""
+    """Stop the source of a migration."""
 
     attempt: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SendMove:
-    """Have the source send its KV to the attempt at the target."""
+    """Have the source send its KV to attempt `to` at the target."""
 
     attempt: bytes
     to: bytes
@@ -99,7 +99,7 @@ class SendStay:
 
 @dataclass(frozen=True, slots=True)
 class CancelAtDecode:
-    """End the attempt there, or some of its choices."""
+    """End the attempt at decode, or only some of its choices."""
 
     attempt: bytes
     choices: tuple[int, ...] = ()
@@ -107,35 +107,35 @@ class CancelAtDecode:
 
 @dataclass(frozen=True, slots=True)
 class CancelAtPrefill:
-    """End the attempt there."""
+    """End the attempt at prefill."""
 
     attempt: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatAborts:
-    """Cancel at decode the choices that the client has cancelled: it may not have heard of it."""
+    """Cancel again the choices that the client has cancelled: decode may not have received it."""
 
     attempt: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SparePrefill:
-    """The prefill worker that was chosen has nothing to do: decode answered without a ticket."""
+    """Release the chosen prefill worker: decode answered without a ticket."""
 
     attempt: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CountPrefill:
-    """The prefill worker has work after all, though decode was expected to wait for another."""
+    """Count the prefill worker's work, although decode was expected to wait for another prompt."""
 
     attempt: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class AnnouncePlacement:
-    """Tell the client where the request runs; `anew`: that is somewhere else than before."""
+    """Send the client the placement of the request. `anew`: the placement has changed."""
 
     attempt: bytes
     anew: bool = True
@@ -143,14 +143,14 @@ class AnnouncePlacement:
 
 @dataclass(frozen=True, slots=True)
 class CountResume:
-    """The attempt goes on where another session left it."""
+    """Count that the attempt goes on where another session left it."""
 
     attempt: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CountIdentity:
-    """A decode worker has taken the attempt: its KV identity may differ from the earlier one's."""
+    """Note that a decode worker took the attempt: its KV identity may differ from before."""
 
     attempt: bytes
 
@@ -164,15 +164,15 @@ class PassOn:
 
 @dataclass(frozen=True, slots=True)
 class SendFinished:
-    """The terminal event. `attempt`: the one whose Finished came with the event; empty if all
-    choices have ended and no worker is left to say so."""
+    """Send the terminal event. `attempt`: the one whose Finished came with the event; empty if all
+    choices have ended without a worker to report it."""
 
     attempt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class SendFailed:
-    """The terminal event, with what the router or somebody else says is wrong."""
+    """Send the terminal event with an error of the router or of another service."""
 
     error: FailureReason | Exception
     attempt: bytes = b""
@@ -180,19 +180,19 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True)
 class LogLoss:
-    """An attempt, or the search for one, is given up."""
+    """Log that an attempt, or the search for one, is dropped."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class CountMigrationBegun:
-    """A migration is under way."""
+    """Count a migration that has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class CountMigrationDone:
-    """It is over: `attempt` goes on at the target, and `source` has ended."""
+    """Count a completed migration: `attempt` goes on at the target, and `source` has ended."""
 
     attempt: bytes
     source: bytes
@@ -200,22 +200,22 @@ class CountMigrationDone:
 
 @dataclass(frozen=True, slots=True)
 class CountMigrationFailed:
-    """It is over: the request stays at the source. `step`: how far it was; empty if the request
-    itself left the source."""
+    """Count a migration that failed; the request stays at the source. `step`: how far it got; empty
+    if the request itself left the source."""
 
     step: str
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """The successor takes the attempt over, and with it the answer that decode still owes."""
+    """Hand the attempt over to the successor, with the answer that decode still owes."""
 
     attempt: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveToSuccessor:
-    """The successor will find the attempt by its placement: it goes on at decode meanwhile."""
+    """Leave the attempt running at decode; the successor finds it by its placement."""
 
 
 RoutingAction = (

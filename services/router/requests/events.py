@@ -1,7 +1,7 @@
-"""What can happen to a request in the router: the events of machine.py, without any rule; pure.
+"""Events of a request in the router, as data without rules; inputs of machine.py.
 
-Workers and attempts are known by their ids alone. An event that a worker caused names the attempt
-that it is about, and counts only while the machine has that attempt.
+Workers and attempts are named by id only. An event caused by a worker names its attempt and counts
+only while the machine has that attempt.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from pdserve.services.router.requests.actions import FailureReason
 
 
 class Reachability(Enum):
-    """Whether commands can be sent to a worker that the request looks for."""
+    """Whether commands can be sent to a worker that the request seeks."""
 
     YES = "yes"
-    NOT_YET = "not yet"  # it may still join, or its session is being opened again
+    NOT_YET = "not yet"  # it may still join, or its session is being reopened
     NO = "no"
 
 
@@ -23,44 +23,44 @@ class Reachability(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """The request is taken. `decode`: whether the decode worker that its Start names, if it names
-    one, can be reached."""
+    """The router has taken the request. `decode`: reachability of the decode worker that its Start
+    names; None if it names none."""
 
     decode: Reachability | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptBegun:
-    """The placement policy chose workers; `prefill` is empty if decode computes the prompt."""
+    """The placement policy chose workers. `prefill` is empty if decode computes the prompt."""
 
     attempt: bytes
     decode: bytes
     prefill: bytes = b""
     follows: bool = False  # decode is expected to wait for the KV of another prompt
-    min_shared_tokens: int = 0  # of another prompt that are worth waiting for
+    min_shared_tokens: int = 0  # least tokens of another prompt worth waiting for
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """No worker can take it now: it waits, and then every worker may be asked again."""
+    """No worker can take the request now: it waits, after which it may try every worker again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reissued:
-    """Its client issued it again under a higher epoch: a successor goes on with the request.
-    `same_progress`: the successor's Start holds exactly the ids that this one has."""
+    """The client issued the request again under a higher epoch, and a successor goes on with it.
+    `same_progress`: the successor's Start holds exactly the ids that this request has."""
 
     same_progress: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """Its client cancelled all of it."""
+    """The client cancelled the whole request."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoicesCancelled:
-    """Its client cancelled some choices; `complete`: every choice has ended now."""
+    """The client cancelled some choices. `complete`: every choice has ended now."""
 
     choices: tuple[int, ...]
     complete: bool
@@ -68,19 +68,19 @@ class ChoicesCancelled:
 
 @dataclass(frozen=True, slots=True)
 class ClientLeft:
-    """The session of its client ended."""
+    """The session of the client ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRefused:
-    """The dispatcher will not go on with it."""
+    """The dispatcher ends the request with an error."""
 
     error: FailureReason | Exception
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Time has passed; whether the workers that the request may be looking for can be reached."""
+    """Time has passed. The fields say whether the sought workers can be reached."""
 
     decode: Reachability = Reachability.NO
     prefill: Reachability = Reachability.NO
@@ -88,8 +88,8 @@ class TimePassed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker died or froze (`crashed`), or only the session with it broke, and with it whatever
-    was on its way. `forgotten`: the fleet does not have it any more."""
+    """A worker died or froze (`crashed`), or only the session with it broke, losing the messages in
+    flight. `forgotten`: the fleet no longer has it."""
 
     worker: bytes
     how: str
@@ -99,7 +99,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class MigrationBegun:
-    """The running request is to go to another decode worker with its KV."""
+    """The running request is to move to another decode worker with its KV."""
 
     target: bytes
 
@@ -113,7 +113,7 @@ class AdmitAccepted:
 
     attempt: bytes
     ticket: bool
-    follows: bool = False  # it waits for KV that is on its way there for another prompt
+    follows: bool = False  # it waits for KV in transfer there for another prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class AttemptUnknown:
 
 @dataclass(frozen=True, slots=True)
 class ResumeAccepted:
-    """Resumed: the attempt is this session's, and what was said of it before is said again."""
+    """Resumed: the attempt belongs to this session, and decode repeats its earlier messages."""
 
     attempt: bytes
     epoch: int
@@ -144,7 +144,7 @@ class ResumeAccepted:
 
 @dataclass(frozen=True, slots=True)
 class TokensReceived:
-    """Ids arrived and continue the answer; what the request has now."""
+    """Ids arrived that continue the answer. The flags describe the request after them."""
 
     attempt: bytes
     begun: bool  # some choice has ids
@@ -160,14 +160,14 @@ class ScoresReceived:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingReceived:
-    """The embedding of the prompt arrived: all that the request is for."""
+    """The embedding of the prompt arrived, which is the whole answer."""
 
     attempt: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class OutputMissing:
-    """Ids (or log-probabilities of the prompt) arrived, but those before them never did."""
+    """Ids or prompt log-probabilities arrived, but earlier ones are missing."""
 
     attempt: bytes
     reason: str
@@ -183,7 +183,7 @@ class AttemptFinished:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """Decode refused or failed it; `elsewhere`: another worker may still take it."""
+    """Decode refused or failed the attempt. `elsewhere`: another worker may still take it."""
 
     attempt: bytes
     error: Exception
@@ -192,7 +192,7 @@ class AttemptFailed:
 
 @dataclass(frozen=True, slots=True)
 class KvLost:
-    """HandoffLost: decode gave up waiting for the KV, and its blocks are free."""
+    """HandoffLost: decode stopped waiting for the KV and has freed its blocks."""
 
     attempt: bytes
     reason: str
@@ -207,7 +207,7 @@ class WaitEnded:
 
 @dataclass(frozen=True, slots=True)
 class WaitFailed:
-    """PlaceAgain: decode waited for another prompt in vain; nothing was tried."""
+    """PlaceAgain: decode waited for another prompt in vain; no work began."""
 
     attempt: bytes
     reason: str
@@ -215,8 +215,8 @@ class WaitFailed:
 
 @dataclass(frozen=True, slots=True)
 class SourceHeld:
-    """Held: the source of a migration has stopped. `complete`: the router has all of its ids;
-    `target_attempt`: an id for the attempt at the target."""
+    """Held: the source of a migration has stopped. `complete`: the router has all of its ids.
+    `target_attempt`: the id for the attempt at the target."""
 
     attempt: bytes
     complete: bool
@@ -244,7 +244,7 @@ class SourceStayed:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
-    """PrefillAccepted: it has the prompt."""
+    """PrefillAccepted: the prefill worker has the prompt."""
 
     attempt: bytes
 
@@ -258,8 +258,8 @@ class PrefillSent:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """It failed, or never began; `at_fault`: it counts among the failures after which decode
-    computes the prompt itself."""
+    """The prefill failed or never began. `at_fault`: it counts among the failures after which
+    decode computes the prompt itself."""
 
     attempt: bytes
     reason: str

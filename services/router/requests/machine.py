@@ -1,4 +1,4 @@
-"""The one state machine of a request in the router; pure: time is an argument.
+"""Pure state machine of one request in the router; time is an argument.
 
     QUEUED --AttemptBegun--> ADMITTING --AdmitAccepted, ticket--> PREFILLING --output--> RUNNING
       ^  ^                      |  |                                  |                      |
@@ -13,20 +13,20 @@
     PREFILLING, RUNNING, RESUMING --the session with decode is lost, decode lives--> SEEKING
     any --AttemptFinished | AttemptFailed | a cancel | a deadline | Reissued--> ENDED
 
-A Start that names an attempt (its gateway lost a router, or its session with this one) begins as
-SEEKING: decode keeps an attempt for a while after its session is lost. Once its worker is there it
-is asked (RESUMING), so that nothing is computed twice. With a ticket its KV is still awaited, and
-PrefillStart is said again, to a worker that knows it already or never heard of it.
+A Start that names an attempt (its gateway lost a router, or its session with this one) begins in
+SEEKING, because decode keeps an attempt for a while after its session is lost. Once the decode
+worker can be reached, the router sends Resume (RESUMING), so that nothing is computed twice. If the
+answer carries a ticket, decode still awaits the KV: PrefillStart is sent again, to a prefill worker
+that knows it already or never received it.
 
-A migration to another decode worker with the KV is a sub-state, of RUNNING or, when the session
-with the source is lost meanwhile, of SEEKING and RESUMING: migration_machine.py.
+A migration to another decode worker with the KV is a sub-state (migration_machine.py) of RUNNING
+or, if the session with the source is lost meanwhile, of SEEKING and RESUMING.
 
-Invariants: one terminal action (SendFinished or SendFailed; none after Reissued) on the way into
-ENDED, which no event leaves. At most one attempt counts, the source's until the one switch to the
-target's; every other is closed, and was cancelled on each worker that may still run it. Each try
-counts towards MAX_ATTEMPTS, unless decode refused it. The stage is written in this module only.
-
-Over 400 lines: one object whose rules all write the same attempt.
+Invariants: one terminal action (SendFinished or SendFailed; none after Reissued) accompanies the
+transition into ENDED, and no event leaves ENDED. At most one attempt counts: the source's until the
+single switch to the target's. Every other attempt is closed, and cancelled on each worker that may
+still run it. Each attempt counts towards MAX_ATTEMPTS unless decode refused it. Only this module
+writes the stage.
 """
 
 from dataclasses import replace
@@ -47,19 +47,19 @@ from pdserve.services.router.requests.state import (
     Stage,
 )
 
-MAX_ATTEMPTS = 12  # a request that ends sessions must not do so for ever
-MAX_CRASHES = 2  # decode workers that may have died of it
+MAX_ATTEMPTS = 12  # bounds a request that keeps breaking sessions
+MAX_CRASHES = 2  # deaths of decode workers that ran a request; then it fails
 ANSWER_S = 10.0  # for the answer to an Admit, a Resume or a PrefillStart
 ORPHAN_S = 5.0  # a lost gateway may come back and issue the request again
-OVERDUE_S = 2.0  # workers end a request at its deadline; past it by this, the router does
-SEEK_S = 5.0  # for its worker to join a router that has just started, or to be reached again
+OVERDUE_S = 2.0  # past its deadline, at which workers end a request, the router ends it
+SEEK_S = 5.0  # for the worker to join a router that has just started, or to reconnect
 SENDER_S = 1.5  # after a source's death: decode finds a silent sender in 1 s
 
 
 def step(
     state: Routing, event: on.RoutingEvent, now: float
 ) -> tuple[Routing, tuple[do.RoutingAction, ...]]:
-    """The next state and what to do; total: any event is allowed in any state."""
+    """Return the next state and the actions to carry out. Total: accepts any event in any state."""
     if state.stage is Stage.ENDED:
         return state, ()
     it = _Step(state, now)
@@ -97,7 +97,7 @@ def step(
 
 
 class _Step:
-    """One step under way: the state so far, and the actions so far."""
+    """One step in progress: the state and the actions so far."""
 
     def __init__(self, state: Routing, now: float) -> None:
         self.state = state
@@ -125,7 +125,7 @@ class _Step:
             self.seek(event.decode)
 
     def begin(self, event: on.AttemptBegun) -> None:
-        """Send Admit to the decode worker that was chosen."""
+        """Send Admit to the chosen decode worker."""
         if self.state.stage is not Stage.QUEUED:
             return
         attempt = Attempt(
@@ -135,7 +135,7 @@ class _Step:
         self.act(
             do.OpenAttempt(attempt.id, attempt.decode, attempt.prefill, follows=attempt.follows)
         )
-        self.place_at(attempt)  # first: whatever a worker computes from here on can be found again
+        self.place_at(attempt)  # before Admit, so that the worker's results can be found again
         self.act(do.SendAdmit(attempt.id, attempt.prefill, event.min_shared_tokens))
 
     def place_at(self, attempt: Attempt) -> None:
@@ -143,7 +143,8 @@ class _Step:
         self.act(do.AnnouncePlacement(attempt.id))
 
     def admitted(self, attempt: Attempt, event: on.AdmitAccepted) -> None:
-        """Decode has promised blocks, and has said who computes the prompt."""
+        """Go on to PREFILLING or RUNNING: decode has promised blocks and chosen who computes the
+        prompt."""
         if self.state.stage is not Stage.ADMITTING:
             return
         self.act(do.CountIdentity(attempt.id))
@@ -167,15 +168,15 @@ class _Step:
         self.act(do.SendPrefillStart(self.state.attempt.id, prefill))
 
     def busy(self) -> None:
-        """Decode has no room, or does not answer: the next candidate, or the queue."""
+        """Decode has no room or does not answer: try the next candidate, or queue."""
         attempt = self.state.attempt
         if attempt is not None and self.state.stage is Stage.ADMITTING:
             self.set(refused=self.state.refused | {attempt.decode})
             self.not_tried("busy")
 
     def not_tried(self, reason: str) -> None:
-        """The attempt is over on every worker before anything was tried."""
-        # One that was adopted was not counted.
+        """Close an attempt that is over on every worker before any work began."""
+        # An adopted attempt was not counted.
         self.set(num_attempts=max(0, self.state.num_attempts - 1))
         self.close(reason)
         if self.state.complete:  # its choices were cancelled meanwhile
@@ -184,9 +185,9 @@ class _Step:
             self.act(do.Place())
 
     def retry(self, reason: str) -> None:
-        """The attempt is lost: cancel what is left of it and try again from what is known."""
+        """Cancel the rest of a lost attempt and try again from what is known."""
         self.act(do.LogLoss(reason))
-        if self.state.queue_deadline is not None:  # it had its turn; it waits anew
+        if self.state.queue_deadline is not None:  # it had its turn, so its wait starts again
             self.set(queue_deadline=self.now + self.state.queue_s)
         self.cancel_attempt()
         self.close(reason)
@@ -200,7 +201,7 @@ class _Step:
             self.act(do.Place())
 
     def cancel_attempt(self) -> None:
-        """Cancel on the sides that may still have it."""
+        """Cancel the attempt on the sides that may still have it."""
         attempt = self.state.attempt
         if attempt is None:
             return
@@ -223,7 +224,7 @@ class _Step:
         self.act(do.CloseAttempt(attempt.id, lost))
 
     def prefill_lost(self, reason: str, at_fault: bool = True) -> None:
-        """The prefill side failed; without effect once the KV is known to be complete."""
+        """Handle a failure of the prefill side; no effect once the KV is known to be complete."""
         attempt = self.state.attempt
         if attempt is None or not attempt.prefill or attempt.filled:
             return
@@ -236,7 +237,7 @@ class _Step:
     # --- ends
 
     def finish_here(self) -> None:
-        """Every choice has ended, and no worker is left to say so."""
+        """Finish a request whose choices have all ended without a worker to report it."""
         self.act(do.SendFinished())
         self.set(stage=Stage.ENDED)
 
@@ -248,9 +249,9 @@ class _Step:
         self.set(stage=Stage.ENDED)
 
     def reissued(self, same_progress: bool) -> None:
-        """End without an event. An attempt that decode has admitted goes on under the successor,
-        which will find it. One that it has yet to answer, and that began with what the successor
-        has, is handed over, and the answer with it."""
+        """End without an event. If decode has admitted the attempt, it goes on, and the successor
+        finds it by its placement. If decode has yet to answer the Admit and the successor holds the
+        same ids, the attempt is handed over, with the pending answer."""
         attempt = self.state.attempt
         asking = self.state.stage is Stage.ADMITTING
         if attempt is not None and asking and same_progress:
@@ -265,7 +266,7 @@ class _Step:
 
     def cancel_choices(self, event: on.ChoicesCancelled) -> None:
         self.set(complete=event.complete)
-        if self.state.attempt is not None:  # decode ends them, and says so after the last one
+        if self.state.attempt is not None:  # decode ends them, and reports the end of the last one
             self.act(do.CancelAtDecode(self.state.attempt.id, event.choices))
         elif event.complete:
             self.finish_here()
@@ -299,7 +300,7 @@ class _Step:
         elif self.state.stage is Stage.PREFILLING and not attempt.prefill_started:
             self.prefill_lost("no answer")
 
-    # --- sessions that are lost, attempts that are found again
+    # --- lost sessions and resumed attempts
 
     def worker_lost(self, event: on.WorkerLost) -> None:
         attempt = self.state.attempt
@@ -315,8 +316,8 @@ class _Step:
             self.prefill_lost(event.how)
 
     def seek_again(self, attempt: Attempt, worker: bytes) -> bool:
-        """Begin to seek the attempt again after the session with a live worker was lost; False if
-        it cannot go on. Decode keeps what it has admitted, and prefill does not mind."""
+        """Seek the attempt again after the session with a live worker was lost. Returns False if it
+        cannot go on. Decode keeps what it has admitted, and prefill goes on without a session."""
         if attempt.decode == worker and self.state.stage is not Stage.ADMITTING:
             self.set(stage=Stage.SEEKING, sought=self.now)
             return self.state.num_sessions + 1 < MAX_SESSIONS
@@ -326,7 +327,7 @@ class _Step:
         return False
 
     def seek(self, decode: Reachability) -> None:
-        """Ask the decode worker of the placement if it is there; try anew if it will not be."""
+        """Send Resume if the placement's decode worker can be reached; retry if it will not be."""
         state = self.state
         self.set(stage=Stage.SEEKING)
         if decode is Reachability.YES:
@@ -349,7 +350,7 @@ class _Step:
             self.retry("its decode worker is not there")
 
     def resumed(self, attempt: Attempt, event: on.ResumeAccepted) -> None:
-        """The attempt is this session's: what the client lacks follows."""
+        """Go on with the attempt in this session; decode sends what the client lacks."""
         if self.state.stage is not Stage.RESUMING or event.epoch != self.state.session_epoch:
             return
         self.act(
@@ -369,16 +370,16 @@ class _Step:
             self.seek_prefill(event.reachable)
 
     def seek_prefill(self, prefill: Reachability) -> None:
-        """Say PrefillStart again if the prefill worker is there; try anew if it will not be."""
+        """Send PrefillStart again if the prefill worker can be reached; retry if it will not be."""
         assert self.state.attempt is not None
-        sender = self.state.attempt.sending_prefill  # a migration's target knows none
+        sender = self.state.attempt.sending_prefill  # empty for a migration's target
         if prefill is Reachability.YES and sender:
             self.start_prefill(sender)
         elif prefill is not Reachability.NOT_YET:
             self.set(num_prefill_failures=self.state.num_prefill_failures + 1)
             self.retry("its prefill worker is not there")
 
-    # --- what workers say of the attempt
+    # --- messages of workers about the attempt
 
     def of_decode(self, event: on.OfDecode) -> None:
         attempt = self.state.attempt
@@ -429,7 +430,7 @@ class _Step:
             case on.ScoresReceived():
                 self.set_attempt(produced=True)
                 self.act(do.PassOn(event.attempt))
-            case on.EmbeddingReceived():  # it is in no stream: only Finished is still to come
+            case on.EmbeddingReceived():  # not streamed: only Finished follows
                 self.set(stage=Stage.RUNNING, complete=True)
                 self.set_attempt(produced=True)
                 self.act(do.PassOn(event.attempt))
@@ -444,7 +445,7 @@ class _Step:
                 self.set(stage=Stage.ENDED)
 
     def failed(self, event: on.AttemptFailed) -> None:
-        """Terminal, unless another worker may still take it."""
+        """End the request, unless another worker may still take it."""
         if self.state.stage is Stage.RESUMING:
             return
         self.set_attempt(decode_over=True)
@@ -472,7 +473,7 @@ class _Step:
             self.act(do.CountMigrationBegun(), do.SendHold(source.id))
 
     def take_for_migration(self, event: on.OfDecode) -> bool:
-        """Whether what decode said was about a migration alone."""
+        """Apply a message of decode to the migration. Returns whether it concerned nothing else."""
         migration, source = self.state.migration, self.state.attempt
         if migration is not None and source is not None and migration.is_target(event.attempt):
             self.advance(migration_machine.of_target(migration, source, event))
@@ -506,7 +507,7 @@ class _Step:
             self.stay(result)
 
     def switch(self, migration: Migration) -> None:
-        """From here on the target's output counts."""
+        """Make the target's attempt the one whose output counts."""
         source, attempt = self.state.attempt, migration.attempt
         assert source is not None
         assert attempt is not None
@@ -522,7 +523,7 @@ class _Step:
         self.act(do.RepeatAborts(attempt.id))
 
     def stay(self, result: migration_machine.MigrationResult) -> None:
-        """The request goes on at the source."""
+        """Go on at the source after a failed migration."""
         self.set(
             num_failed_migrations=self.state.num_failed_migrations + 1,
             stays_until=self.now + AGAIN_S,
@@ -532,7 +533,7 @@ class _Step:
             self.act(do.SendStay(self.state.attempt.id))
 
     def drop_migration(self, reason: str, step: str = "") -> None:
-        """Forget it, and end its attempt at the target."""
+        """Forget the migration and end its attempt at the target."""
         migration = self.state.migration
         if migration is None:
             return
@@ -544,7 +545,7 @@ class _Step:
             self.closed(migration.attempt, reason)
 
     def sender_tick(self) -> None:
-        """The source of a migration died, and the target may never have heard of it."""
+        """Retry if the migration's source died and the target may have received nothing from it."""
         attempt = self.state.attempt
         if attempt is None or attempt.sender_died is None:
             return
@@ -555,5 +556,5 @@ class _Step:
 
 
 def taken_over(state: Routing, attempt: Attempt) -> Routing:
-    """The state of a successor that waits for the answer to what its predecessor has asked."""
+    """Return the state of a successor that waits for the answer to its predecessor's Admit."""
     return replace(state, attempt=attempt, num_attempts=1, stage=Stage.ADMITTING)

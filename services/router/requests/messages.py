@@ -1,4 +1,4 @@
-"""The messages between the router and its workers: commands, and events for the machine; pure."""
+"""Messages between router and workers: builds commands, converts events for the machine. Pure."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,24 +13,25 @@ from pdserve.services.router.requests import events as on
 def admit(
     admit: wire.Admit, start: pb.Start, prompt_ids: Sequence[int]
 ) -> Iterator[wire.DecodeCommand]:
-    """Hand the request over; `start` comes without prompt ids, which go ahead in parts."""
+    """Build the commands that admit a request. Prompt ids, not in `start`, go ahead in parts."""
     parts, tail = send_ids(start.request, prompt_ids)
     for part in parts:
         yield wire.DecodeCommand(ids_part=part)
     command = wire.DecodeCommand(admit=admit)
     command.admit.start.CopyFrom(start)
-    command.admit.start.prompt_ids.extend(tail)  # last, since they would be copied, too
+    command.admit.start.prompt_ids.extend(tail)  # after CopyFrom, which would copy them, too
     yield command
 
 
 def resume(attempt: bytes, epoch: int, choices: Sequence[pb.ChoiceState]) -> wire.DecodeCommand:
-    """Ask for an attempt that another session has, or had; `choices`: what is known of it."""
+    """Request an attempt that another session owns or owned. `choices`: as the router knows
+    them."""
     counts = [len(choice.generated_ids) for choice in choices]
     return wire.DecodeCommand(resume=wire.Resume(attempt=attempt, epoch=epoch, counts=counts))
 
 
 def start_prefill(start: wire.PrefillStart, ids: Sequence[int]) -> Iterator[wire.PrefillCommand]:
-    """Have the KV of `ids` computed; `start` comes without them."""
+    """Build the commands that have the KV of `ids` computed; `start` comes without them."""
     parts, tail = send_ids(start.attempt.hex(), ids)
     for part in parts:
         yield wire.PrefillCommand(ids_part=part)
@@ -40,37 +41,37 @@ def start_prefill(start: wire.PrefillStart, ids: Sequence[int]) -> Iterator[wire
 
 
 def hold(attempt: bytes) -> wire.DecodeCommand:
-    """Have it stop, for a migration."""
+    """Stop the attempt, for a migration."""
     return wire.DecodeCommand(hold=wire.Hold(attempt=attempt))
 
 
 def move(
     attempt: bytes, to: bytes, ticket: wire.Ticket, kv_identity: pb.KvIdentity
 ) -> wire.DecodeCommand:
-    """Have its KV sent to the attempt `to`, on a worker of that KV identity."""
+    """Have the attempt's KV sent to the attempt `to`, on a worker of that KV identity."""
     return wire.DecodeCommand(
         move=wire.Move(attempt=attempt, to=to, ticket=ticket, kv_identity=kv_identity)
     )
 
 
 def stay(attempt: bytes) -> wire.DecodeCommand:
-    """Have it go on where it is."""
+    """Let a held attempt go on where it is."""
     return wire.DecodeCommand(stay=wire.Stay(attempt=attempt))
 
 
 def cancel_at_decode(attempt: bytes, choices: Sequence[int] = ()) -> wire.DecodeCommand:
-    """End it, or some of its choices."""
+    """End the attempt, or only some of its choices."""
     return wire.DecodeCommand(cancel=wire.CancelAttempt(attempt=attempt, choices=choices))
 
 
 def cancel_at_prefill(attempt: bytes) -> wire.PrefillCommand:
-    """End it."""
+    """End the attempt."""
     return wire.PrefillCommand(cancel=wire.CancelAttempt(attempt=attempt))
 
 
 def of_decode(kind: str, message: Any) -> on.RoutingEvent:
-    """An event of a decode session that says all by itself, by its name in the proto. Raises
-    ValueError on another one."""
+    """Convert a self-contained event of a decode session; `kind` is its name in the proto. Raises
+    ValueError for any other event."""
     attempt = message.attempt
     match kind:
         case "admitted":
@@ -98,7 +99,7 @@ def of_decode(kind: str, message: Any) -> on.RoutingEvent:
 
 
 def of_prefill(kind: str, message: Any) -> on.RoutingEvent:
-    """An event of a prefill session, by its name in the proto."""
+    """Convert an event of a prefill session; `kind` is its name in the proto."""
     attempt = message.attempt
     match kind:
         case "accepted":

@@ -1,4 +1,4 @@
-"""A migration: a running request on its way to another decode worker with its KV; pure.
+"""Pure state machine of a migration: a running request moves to another decode worker with its KV.
 
     HOLDING ---SourceHeld---> ADMITTING ---AdmitAccepted---> SENDING ---SourceMoved---> MOVES
        |                          |                             |  (or the target's first output,
@@ -9,12 +9,12 @@
                                   v  nothing heard within MIGRATION_S
                                 STAYS
 
-The source stops and says its last ids; the target admits the request with all of them, as it would
-after a lost worker, but the source sends the KV. So nothing is computed again, and no step of the
-source falls between its last id and the KV that it sends.
+The source stops and sends its last ids. The target admits the request with all ids, as after a lost
+worker, but the source sends the KV. So nothing is computed again, and the source makes no step
+between its last id and the KV that it sends.
 
-It is a sub-state of a request (machine.py), which does what the outcome says. Either side ends by
-itself when the other is lost, and what it says after the outcome no longer counts.
+A migration is a sub-state of a request (machine.py), which acts on the outcome. Each side ends by
+itself when the other is lost; its messages after the outcome do not count.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from pdserve.services.router.requests import actions as do
 from pdserve.services.router.requests import events as on
 from pdserve.services.router.requests.state import Attempt, Migration, MigrationStep
 
-MIGRATION_S = 3.0  # from Hold to the outcome; a source gives the hand-off itself up after 2 s
+MIGRATION_S = 3.0  # from Hold to the outcome; a source aborts the hand-off itself after 2 s
 OUTPUT = (
     on.TokensReceived
     | on.ScoresReceived
@@ -35,7 +35,7 @@ OUTPUT = (
 
 
 class MigrationOutcome(Enum):
-    """Where the request goes on."""
+    """The worker where the request goes on."""
 
     UNDER_WAY = "under way"
     STAYS = "stays"  # at the source
@@ -44,21 +44,21 @@ class MigrationOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MigrationResult:
-    """What one event makes of a migration."""
+    """The effect of one event on a migration."""
 
     migration: Migration
     outcome: MigrationOutcome = MigrationOutcome.UNDER_WAY
     reason: str = ""
-    source_over: bool = False  # nothing is left to cancel there
-    source_knows: bool = False  # that the request stays
-    sender_died: bool = False  # the target may never have heard of the source
+    source_over: bool = False  # nothing to cancel at the source
+    source_knows: bool = False  # the source knows that the request stays
+    sender_died: bool = False  # the target may have received nothing from the source
     actions: tuple[do.RoutingAction, ...] = ()
 
 
 def step(
     migration: Migration, source: Attempt, event: on.RoutingEvent, now: float
 ) -> MigrationResult:
-    """What an event makes of it; most say nothing of it. `source`: the attempt of the request."""
+    """Apply an event; most do not affect a migration. `source`: the attempt of the request."""
     target = migration.attempt
     sending = migration.step is MigrationStep.SENDING
     match event:
@@ -70,7 +70,7 @@ def step(
             return _held(migration, source, event, now)
         case on.SourceStayed() if event.attempt == source.id:
             return _stays(migration, event.reason, source_knows=True)
-        case on.ResumeAccepted() if event.attempt == source.id:  # over a new session, it runs there
+        case on.ResumeAccepted() if event.attempt == source.id:  # a new session: it runs there
             return _stays(migration, "resumed", source_knows=True)
         case on.AttemptUnknown() if event.attempt == source.id and sending:
             return _moves(migration, source_over=True)
@@ -80,7 +80,7 @@ def step(
 
 
 def of_target(migration: Migration, source: Attempt, event: on.OfDecode) -> MigrationResult:
-    """What the target says of its attempt; its first output moves the request there."""
+    """Apply a message of the target about its attempt; its first output moves the request there."""
     attempt = migration.attempt
     assert attempt is not None
     answered: tuple[do.RoutingAction, ...] = ()
@@ -127,7 +127,7 @@ def _held(
 
 
 def _worker_lost(migration: Migration, source: Attempt, event: on.WorkerLost) -> MigrationResult:
-    """While the KV is on its way the other side still says what has become of it."""
+    """While the KV is in transfer, the surviving side still reports its fate."""
     dead = event.crashed or event.forgotten
     sending = migration.step is MigrationStep.SENDING
     if event.worker == migration.target:
@@ -140,7 +140,7 @@ def _worker_lost(migration: Migration, source: Attempt, event: on.WorkerLost) ->
     if event.worker == source.decode:
         if not sending:
             return _stays(migration, "source lost", source_knows=True)
-        if dead:  # the target has the KV, or will say that it is lost, if anything has reached it
+        if dead:  # the target has the KV, or reports KvLost if it received anything
             return replace(_moves(migration, source_over=True), sender_died=True)
     return MigrationResult(migration)
 

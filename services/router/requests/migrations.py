@@ -1,8 +1,8 @@
-"""Which running requests go to another decode worker with their KV; time is an argument.
+"""Chooses which running requests migrate to another decode worker with their KV.
 
-A worker that drains gives all of them away, as far as others have room; one that lacks blocks gives
-one away at a time (placement/rebalance.py). How a migration goes is the request's own business
-(migration_machine.py).
+A draining worker sends all of them away, as far as others have room; a worker that lacks blocks
+sends one at a time (placement/rebalance.py). Each request runs its migration itself
+(migration_machine.py). Time is an argument.
 """
 
 from collections import Counter
@@ -16,21 +16,21 @@ from pdserve.services.router.requests.request import RoutedRequest
 
 
 class Migrations:
-    """Begins the migrations of a router, and counts them."""
+    """Begins the migrations of a router and counts them."""
 
     def __init__(self, fleet: Fleet, placer: Placer) -> None:
         self.num_begun = 0
         self.num_done = 0
-        self.failed: Counter[str] = Counter()  # by how far they were
+        self.failed: Counter[str] = Counter()  # by the step they reached
         self.num_bytes = 0
-        self.num_tokens = 0  # whose KV has moved
+        self.num_tokens = 0  # tokens whose KV has moved
         self.num_under_way = 0
         self._fleet = fleet
         self._placer = placer
         self._pressure = Pressure()
 
     def tick(self, requests: Iterable[RoutedRequest], now: float) -> None:
-        """Begin what is due among these requests: drains, then reliefs."""
+        """Begin the migrations that are due among these requests: drains, then reliefs."""
         workers = [w for w in self._fleet.workers.values() if w.role == DECODE]
         draining = [w for w in workers if w.state is State.DRAINING and w.connected]
         if draining:
@@ -41,7 +41,7 @@ class Migrations:
                 self._relieve(boot, requests, now)
 
     def _relieve(self, boot: bytes, requests: Iterable[RoutedRequest], now: float) -> None:
-        """A worker that preempts gives one request to one that has room for all of it."""
+        """Migrate one request of a worker that preempts to one that has room for all of it."""
         found = {
             running(request): request
             for request in requests
@@ -60,7 +60,7 @@ class Migrations:
                 return
 
     def _empty(self, draining: list[Worker], requests: Iterable[RoutedRequest], now: float) -> None:
-        """What runs on workers that drain goes elsewhere, as far as there is room."""
+        """Migrate the requests of draining workers, as far as others have room."""
         candidates: dict[Running, RoutedRequest] = {}
         for request in requests:
             assignment = request.assignment
@@ -76,19 +76,19 @@ class Migrations:
                 request.migrate(target, now)
 
     def begun(self, request: RoutedRequest) -> None:
-        """A migration is under way."""
+        """Count a migration that has begun."""
         self.num_begun += 1
         self.num_under_way += 1
         self._placer.budget.migration_begun(request)
 
     def done(self, request: RoutedRequest, num_tokens: int) -> None:
-        """It went on at the target, with the KV of so many tokens."""
+        """Count a migration that went on at the target, with the KV of `num_tokens` tokens."""
         self.num_done += 1
         self.num_tokens += num_tokens
         self._over(request)
 
     def stayed(self, request: RoutedRequest, step: str) -> None:
-        """It did not; `step`: how far it was, empty if it is no failure of the migration."""
+        """Count a migration that ended at the source. `step`: how far it got; empty: no failure."""
         if step:
             self.failed[step] += 1
         self._over(request)
@@ -99,14 +99,14 @@ class Migrations:
 
 
 def may_migrate(request: RoutedRequest, now: float) -> bool:
-    """Whether it generates, and its KV is one chain: with several unfinished choices it stays."""
+    """Return whether it generates and its KV is one chain: one unfinished choice only."""
     progress = request.progress
     one_chain = progress.num_unfinished == 1 and progress.may_go_remote
     return one_chain and request.state.may_migrate(now)
 
 
 def running(request: RoutedRequest) -> Running:
-    """What the choice of what migrates needs of it."""
+    """Return the facts by which requests are chosen to migrate."""
     progress = request.progress
     generated = sum(len(c.generated_ids) for c in progress.choices if not c.finish)
     most = progress.start.params.max_tokens

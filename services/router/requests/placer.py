@@ -1,8 +1,8 @@
-"""Where requests run: asks the placement policy, begins attempts, and keeps those that must wait.
+"""Places requests: applies the placement policy, begins attempts, and queues what must wait.
 
-A request waits for its turn, for the recompute budget, or for a worker that is compatible with what
-it has generated (placement/waiting.py). A request that no present worker is
-compatible with waits aside for at most STRANDED_S, so that those behind it go on.
+A request waits for its turn, for the recompute budget, or for a worker that is compatible with its
+generated tokens (placement/waiting.py). A request that no present worker is compatible with waits
+aside for at most STRANDED_S, so that it does not block the requests behind it.
 """
 
 import logging
@@ -30,21 +30,21 @@ from pdserve.services.router.requests.request import RoutedRequest
 log = logging.getLogger(__name__)
 
 MAX_ADMITTING = 16  # unanswered Admits of one decode worker
-LEFT_ALONE_S = 1.0  # without any worker a request goes to another router of a sharded fleet
+LEFT_ALONE_S = 1.0  # without any worker, before another router of a sharded fleet tries
 
 
 class AskedPrompt(NamedTuple):
-    """A prompt that a picker asks about."""
+    """A prompt for which an endpoint picker wants a host."""
 
     model: str
     ids: list[int]
     cache_salt: bytes
-    tokenizer: str  # that made the ids
-    hosts: Collection[str]  # whose decode workers may have it
+    tokenizer: str  # the one that made the ids
+    hosts: Collection[str]  # hosts whose decode workers are allowed
 
 
 class PickedHost(NamedTuple):
-    """A host, and how much of the prompt is cached there."""
+    """A host and the number of tokens of the prompt cached there."""
 
     host: str
     cached_tokens: int
@@ -64,13 +64,13 @@ class Placer:
         self.promised = PromisedChains()
         self.picks = PickedPrompts(self.promised)
         self.admitting: Counter[bytes] = Counter()  # unanswered, by boot of the decode worker
-        self.reasons: Counter[str] = Counter()  # of decisions
-        self._alone: dict[RoutedRequest, float] = {}  # since when no worker for it stays
+        self.reasons: Counter[str] = Counter()  # of decisions, counted
+        self._alone: dict[RoutedRequest, float] = {}  # since when no suitable worker stays
 
     # --- placing
 
     def place(self, request: RoutedRequest, now: float) -> None:
-        """Begin an attempt now, or have the request wait."""
+        """Begin an attempt now, or queue the request."""
         if request.state.begun:
             self._compute_again(request, now)
             return
@@ -83,7 +83,7 @@ class Placer:
         request.step(on.Queued(), now)
 
     def _compute_again(self, request: RoutedRequest, now: float) -> None:
-        """Begin to compute a running request again, or have it wait for the budget."""
+        """Begin to recompute a running request, or queue it for the budget."""
         workers = self._candidates(request, now) if self.budget.room else []
         if workers and self._begin(request, workers, now):
             self.budget.recompute_begun(request)
@@ -91,11 +91,11 @@ class Placer:
             self._wait(request, WaitReason.BUDGET, now)
 
     def can_begin(self, request: RoutedRequest, now: float) -> bool:
-        """Whether it is its turn and a worker may take it."""
+        """Return whether it is the request's turn and a worker may take it."""
         return self._is_first(request) and bool(self._in_time(request, now))
 
     def _is_first(self, request: RoutedRequest) -> bool:
-        """Whether nobody who waits for a turn at workers that may take it comes before it."""
+        """Return whether no request that waits for a turn at the same workers comes before it."""
         model, tokenizer = request.pool
         for pool in self.waiting.pools:
             same = pool[0] == model and ("" in (pool[1], tokenizer) or pool[1] == tokenizer)
@@ -107,7 +107,7 @@ class Placer:
         return True
 
     def _in_time(self, request: RoutedRequest, now: float) -> Sequence[Worker]:
-        """The workers that may take it; past its deadline only its end comes."""
+        """Return the workers that may take it; none past its deadline, after which it only ends."""
         deadline = request.state.deadline
         late = deadline is not None and now >= deadline
         return [] if late else self._candidates(request, now)
@@ -126,8 +126,8 @@ class Placer:
         return readers(self.compatibility.able(request.origin, workers), request.pool[1])
 
     def is_unread(self, request: RoutedRequest) -> bool:
-        """Whether its prompt is of a tokenizer whose workers have all left or leave, while others
-        serve its model."""
+        """Return whether the workers of its prompt's tokenizer have all left or are leaving, while
+        others serve its model."""
         found = False
         for worker in self._fleet.of(DECODE, request.model):
             if worker.stays:
@@ -137,7 +137,7 @@ class Placer:
         return found
 
     def _begin(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
-        """Ask the policy for one of the workers; False: it knows none."""
+        """Begin an attempt on the worker that the policy chooses; False if it chooses none."""
         told = self._told(request, now)
         facts = self._facts(request, self.promised, now)
         decodes = facts.of_all(workers)
@@ -163,24 +163,24 @@ class Placer:
         return True
 
     def _told(self, request: RoutedRequest, now: float) -> bytes | None:
-        """The worker that a picker was told for it; it is told once."""
+        """Return the worker that a picker got for the request, once; None if there is none."""
         if not self.picks or request.state.num_attempts:
             return None
         start = request.progress.start
         key = prompt_key(request.model, start.cache_salt, request.progress.prompt_ids)
         return self.picks.take(key, now)
 
-    # --- asked by a picker
+    # --- endpoint pickers
 
     def pick(self, asked: AskedPrompt, now: float) -> list[PickedHost]:
-        """Hosts of decode workers, the best for the prompt first, each once; none: no live one is
-        there. The first counts as picked."""
+        """Return the hosts of decode workers, each once, the best for the prompt first; empty if no
+        live one is there. The first counts as picked."""
         there = [
             worker
             for worker in readers(self._fleet.of(DECODE, asked.model), asked.tokenizer)
             if worker.state is State.LIVE and worker.connected and worker.host in asked.hosts
         ]
-        self.picks.forget_old(now)  # whose promises count below
+        self.picks.forget_old(now)  # their promises would count below
         facts = FactsOfWorkers(
             asked.ids, asked.cache_salt, {}, self._fleet.prefixes, self.promised, now
         )
@@ -197,7 +197,7 @@ class Placer:
         best = self._fleet.workers[decision.decode]
         cached = {w.boot: min(w.cached_tokens, prompt.num_tokens) for w in workers}
         order = [best, *(self._fleet.workers[w.boot] for w in others)]
-        waits = decision.follows or decision.prefill is not None  # for KV, as `opened` counts it
+        waits = decision.follows or decision.prefill is not None  # for KV, as in `opened`
         key = prompt_key(asked.model, asked.cache_salt, asked.ids)
         self.picks.add(key, best.boot, facts.chain(best), 0 if waits else len(asked.ids), now)
         found: dict[str, int] = {}
@@ -206,7 +206,8 @@ class Placer:
         return [PickedHost(host, tokens) for host, tokens in found.items()]
 
     def refuses(self, pool: tuple[str, str], tenant: bytes, now: float) -> bool:
-        """Whether a new request could neither begin nor wait; `pool`: its model and tokenizer."""
+        """Return whether a new request can neither begin nor wait. `pool`: its model and
+        tokenizer."""
         if self.waiting.has_room(tenant):
             return False
         head = self.waiting.head(pool)
@@ -214,7 +215,7 @@ class Placer:
         return head is not None or not self._free(workers, now)
 
     def _free(self, workers: Iterable[Worker], now: float) -> Sequence[Worker]:
-        """The decode workers that take one more request now."""
+        """Return the decode workers that take one more request now."""
         taking = taking_work(workers, now)
         full = {boot for boot, num in self.admitting.items() if num >= MAX_ADMITTING}
         return [w for w in taking if w.boot not in full] if full else taking
@@ -226,7 +227,7 @@ class Placer:
         return FactsOfWorkers(ids, salt, request.verified, self._fleet.prefixes, promised, now)
 
     def target_for(self, request: RoutedRequest, now: float) -> Worker | None:
-        """Another decode worker that can take a running request with its KV."""
+        """Return another decode worker that can take a running request with its KV."""
         if request.assignment is None:
             return None
         facts = self._facts(request, PromisedChains(), now)
@@ -237,18 +238,18 @@ class Placer:
         return None if boot is None else self._fleet.workers[boot]
 
     def remote_tokens(self, request: RoutedRequest) -> int:
-        """Tokens that a prefill worker would compute for it if nothing is cached."""
+        """Return the tokens that a prefill worker would compute for it if nothing is cached."""
         tokens, mode = len(request.progress.prompt_ids), self._rules.remote_prefill
         remote = mode == "always" or (mode == "auto" and tokens >= self._rules.threshold)
         return tokens if remote and request.progress.may_go_remote else 0
 
-    # --- those that wait
+    # --- waiting requests
 
     def pump(self, now: float) -> None:
-        """Begin what waits, tenants in turn, as far as budget and workers take it."""
+        """Begin waiting requests, tenants in turn, as far as budget and workers allow."""
         for request in self.waiting.of(WaitReason.BUDGET) if self.budget.room else ():
             if not self.budget.room:
-                break  # those behind keep their turns
+                break  # the requests behind it keep their turns
             self.waiting.remove(request)
             workers = self._fleet.of(DECODE, request.model)
             if not self._strand(request, workers, now):
@@ -267,7 +268,8 @@ class Placer:
                     break
 
     def _strand(self, request: RoutedRequest, workers: Sequence[Worker], now: float) -> bool:
-        """Whether none of its model's workers may go on with it: then it waits for another one."""
+        """Let the request wait for a compatible worker if none of its model's can go on with it.
+        Returns whether it waits."""
         if not workers:
             return False
         if self._able(request) and (request.state.begun or not self.is_unread(request)):
@@ -277,7 +279,7 @@ class Placer:
         return True
 
     def worker_connected(self, worker: Worker, now: float) -> None:
-        """A decode worker can be reached: place the requests that have waited for its like."""
+        """Place the requests that waited for a compatible worker and can go on at this one."""
         self.compatibility.joined(worker)
         for request in self.waiting.of(WaitReason.COMPATIBLE_WORKER):
             if request.model == worker.model and worker in self._able(request):
@@ -285,15 +287,15 @@ class Placer:
                 self.place(request, now)
 
     def overdue(self, now: float) -> list[RoutedRequest]:
-        """Requests that have waited long enough for a compatible worker, or wait in vain."""
+        """Return requests that have waited too long for a compatible worker, or wait in vain."""
         stranded = self.waiting.of(WaitReason.COMPATIBLE_WORKER)
         waiting = (*stranded, *self.waiting.of(WaitReason.BUDGET))
         late = [r for r in stranded if now - self.waiting.since(r) >= STRANDED_S]
         return list(dict.fromkeys((*late, *(r for r in waiting if self._is_hopeless(r, now)))))
 
     def left_alone(self, now: float) -> list[RoutedRequest]:
-        """Requests that have waited while no worker that could take them stays with this router. In
-        a fleet that is sharded a worker that starts again may well join others."""
+        """Return the waiting requests without a suitable worker that stays with this router. In a
+        sharded fleet a restarted worker may join other routers."""
         stays: dict[tuple[tuple[str, str], KvIdentity | None, int], bool] = {}
         for request in self.waiting:
             key = request.pool, request.origin, request.min_protocol
@@ -308,22 +310,22 @@ class Placer:
         ]
 
     def _is_hopeless(self, request: RoutedRequest, now: float) -> bool:
-        """Whether no worker can go on with it, and none will come."""
+        """Return whether no worker can go on with it and none is expected."""
         return self.compatibility.withdrawn(request.origin, now) and not self._able(request)
 
     def worker_forgotten(self, worker: Worker, now: float) -> None:
-        """A decode worker will not be heard of again."""
+        """Note that a decode worker is gone for good."""
         self.compatibility.left(worker, self._fleet.of(DECODE, worker.model), now)
 
     def forget(self, request: RoutedRequest) -> None:
-        """It has ended."""
+        """Forget a request that has ended."""
         self.waiting.remove(request)
         self.budget.forget(request)
 
     # --- attempts
 
     def opened(self, attempt: Assignment, how: do.OpenAttempt, now: float) -> None:
-        """An attempt began: count what its workers will report later."""
+        """Count the work of a new attempt until its workers report it."""
         self.admitting[attempt.decode.boot] += 1
         tokens = 0 if how.follows or how.migrates else len(attempt.ids)
         attempt.decode.commanded(attempt.id, tokens if attempt.prefill is None else 0, now)
@@ -331,13 +333,13 @@ class Placer:
             attempt.prefill.commanded(attempt.id, tokens, now)
 
     def answered(self, attempt: Assignment) -> None:
-        """Decode has answered the Admit."""
+        """Note that decode has answered the Admit."""
         self.admitting[attempt.decode.boot] -= 1
         if not self.admitting[attempt.decode.boot]:
             del self.admitting[attempt.decode.boot]
 
     def closed(self, request: RoutedRequest, attempt: Assignment) -> None:
-        """It is over for the router."""
+        """Drop the counts of an attempt that is over for the router."""
         self.promised.drop(attempt.id)
         self.budget.recompute_over(request)
         attempt.decode.forget_command(attempt.id)
@@ -345,18 +347,18 @@ class Placer:
             attempt.prefill.forget_command(attempt.id)
 
     def taken(self, request: RoutedRequest, attempt: Assignment) -> None:
-        """A decode worker has taken it: the request may go on inexactly from there."""
+        """Note that a decode worker took the attempt; the request may go on inexactly there."""
         identity = attempt.decode.identity
         if self.compatibility.count_resume(request.id, request.origin, identity):
             request.inexact = True
 
 
 def reads(worker: Worker, tokenizer: str) -> bool:
-    """Whether a worker's model has the tokenizer that made a prompt's ids; an unknown one goes with
-    every other."""
+    """Return whether the worker's model has the tokenizer that made a prompt's ids. An unknown
+    tokenizer matches any other."""
     return not tokenizer or worker.identity.tokenizer in ("", tokenizer)
 
 
 def readers(workers: Sequence[Worker], tokenizer: str) -> Sequence[Worker]:
-    """Those of the workers that can read a prompt of this tokenizer."""
+    """Return the workers that can read a prompt of this tokenizer."""
     return [w for w in workers if reads(w, tokenizer)] if tokenizer else workers

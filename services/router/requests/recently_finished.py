@@ -1,8 +1,9 @@
-"""Where requests ran that have just ended: a gateway may not have heard how they ended. Pure.
+"""Placements of requests that have just ended, because their gateway may not know the outcome.
+Pure.
 
-A session that breaks loses what was on its way, and with it perhaps `Placed` itself. Decode keeps
-the last events of an ended attempt for a while (KEPT of services/decode/lease_machine.py): a
-request that is issued again needs only its placement to hear them, and nothing is computed twice.
+A broken session loses the messages in flight, perhaps even `Placed`. Decode keeps the last events
+of an ended attempt for a while (KEPT of services/decode/lease_machine.py): a request that is issued
+again needs only its placement to receive them, and nothing is computed twice.
 """
 
 from collections import OrderedDict
@@ -18,24 +19,24 @@ class RecentlyFinished:
     """Placements of ended requests, for KEEP_S seconds."""
 
     def __init__(self) -> None:
-        # The oldest first: epoch, where, when.
+        # Oldest first: epoch, placement, time of the end.
         self._ended: OrderedDict[Key, tuple[int, pb.Placement, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._ended)
 
     def add(self, key: Key, epoch: int, placement: pb.Placement, now: float) -> None:
-        """A request has ended there."""
+        """Remember where a request ended."""
         self._ended[key] = (epoch, placement, now)
         self._ended.move_to_end(key)
 
     def restore(self, key: Key, start: pb.Start) -> None:
-        """Name the placement in a Start that was issued again without knowing it."""
+        """Add the placement to a Start that was issued again without it."""
         found = self._ended.get(key)
         if found is not None and found[0] < start.epoch and not start.HasField("placement"):
             start.placement.CopyFrom(found[1])
 
     def tick(self, now: float) -> None:
-        """Forget the old ones."""
+        """Forget placements older than KEEP_S."""
         while self._ended and now - next(iter(self._ended.values()))[2] >= KEEP_S:
             self._ended.popitem(last=False)

@@ -1,9 +1,9 @@
-"""One request in the router: carries out what its state machine (machine.py) decides.
+"""One request in the router: carries out the actions of its state machine (machine.py).
 
-It keeps what the machine does not need: the ids (RequestProgress), the workers behind the boot ids,
-tickets, and what the client hears at the end. It is synchronous, and time is an argument; a request
-knows of the world around it only its `Effects`, so that the same code runs under sockets and under
-a test's clock. Over 400 lines: one object between all events and all actions of the machine.
+It holds what the machine does not need: the ids (RequestProgress), the workers behind the boot ids,
+tickets, and the facts that the client receives at the end. It is synchronous, time is an argument,
+and its `Effects` are its only access to the rest of the router, so that the same code runs on
+sockets and under a test's clock.
 """
 
 import logging
@@ -30,7 +30,7 @@ from pdserve.services.router.requests.state import Attempt, MigrationStep, Routi
 
 log = logging.getLogger(__name__)
 
-WINDOWS_SINCE = 1  # the protocol version from which workers read penalty_window
+WINDOWS_SINCE = 1  # first protocol version in which workers read penalty_window
 OUTPUT = ("tokens", "prompt_logprobs", "embedding", "finished")
 FAILURES: dict[FailureReason, ServiceError] = {
     FailureReason.CANCELLED: ServiceError(pb.CANCELLED, "cancelled"),
@@ -64,18 +64,18 @@ class RoutedRequest:
         span: TraceSpan = NO_SPAN,
     ) -> None:
         start = progress.start
-        if span.recorded:  # otherwise workers belong to the gateway's
+        if span.recorded:  # otherwise workers' spans are children of the gateway's
             start.trace_parent = span.context.parent
             span.set(pdserve__request=start.request, gen_ai__request__model=start.model)
         queue_s = start.queue_remaining_ms / 1000
         self.progress = progress
         self.client = client
-        self.ordinal = ordinal  # of arrival, kept over retries
+        self.ordinal = ordinal  # order of arrival, kept over retries
         self.span = span
         self.id = start.request
         self.model = start.model
-        self.pool = (start.model, start.tokenizer)  # whose workers can read its prompt
-        # An older worker would not see the field, and sample other tokens.
+        self.pool = (start.model, start.tokenizer)  # the workers of this pool can read its prompt
+        # An older worker would ignore the field and sample other tokens.
         self.min_protocol = WINDOWS_SINCE if start.params.penalty_window else 0
         self.tenant = start.tenant
         self.state = Routing(
@@ -90,36 +90,36 @@ class RoutedRequest:
             placed_decode=start.placement.decode_boot,
             sought=now,
         )
-        self.verified: dict[bytes, int] = {}  # by boot of decode workers: tokens that they keep
+        self.verified: dict[bytes, int] = {}  # tokens that decode workers keep, by boot id
         self.beginning = Beginning(FirstToken(now))
-        self.inexact = False  # it was resumed on another identity
-        self.origin: KvIdentity | None = None  # who computed what it has passed on; binds it
+        self.inexact = False  # it was resumed on another KV identity
+        self.origin: KvIdentity | None = None  # of the worker whose output it passed on; binds it
         if progress.begun and start.placement.HasField("identity"):
             self.origin = KvIdentity.of(start.placement.identity)
-        self.placement = pb.Placement()  # of the attempt that it has, or is to adopt
+        self.placement = pb.Placement()  # of the attempt that it has or is to adopt
         self.placement.CopyFrom(start.placement)
         self._effects = effects
         self.arrived = now
-        self._counted = False  # its prompt was counted as local or remote
-        self._assignments: dict[bytes, Assignment] = {}  # its attempt, and a migration's
-        self._rows_of: Assignment | None = None  # whose rows are only passed on
-        self._quiet_until = 0.0  # before it the passing of time changes nothing
+        self._counted = False  # its prompt has been counted as local or remote
+        self._assignments: dict[bytes, Assignment] = {}  # of its attempt and of a migration's
+        self._rows_of: Assignment | None = None  # the attempt whose rows are only passed on
+        self._quiet_until = 0.0  # TimePassed changes nothing before this time
         self._target: Worker | None = None  # of a migration
-        self._so_far = pb.Finished()  # what the source of a migration has said of the beginning
+        self._so_far = pb.Finished()  # a migration source's report of the beginning
 
     @property
     def key(self) -> tuple[bytes, str]:
-        """Of the request over its issues."""
+        """Key that all issues of the request share."""
         return self.client.key, self.id
 
     @property
     def given_back(self) -> bool:
-        """Whether another router had no worker for it."""
+        """Whether another router returned it because it had no worker for it."""
         return bool(self.progress.start.given_back)
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Of its tenant's requests that wait, the one with the lowest comes first."""
+        """Order among the waiting requests of its tenant, the lowest first."""
         return self.progress.start.priority, self.ordinal
 
     @property
@@ -129,11 +129,11 @@ class RoutedRequest:
         return None if attempt is None else self._assignments[attempt.id]
 
     def assignment_of(self, attempt: bytes) -> Assignment | None:
-        """The workers of any open attempt: that one, or a migration's."""
+        """Return the workers of an open attempt: the one that counts or a migration's."""
         return self._assignments.get(attempt)
 
     def facts(self) -> PromptFacts:
-        """What the placement policy knows of it."""
+        """Return what the placement policy knows of it."""
         return PromptFacts(
             num_tokens=len(self.progress.prefix_ids()) - 1,
             may_go_remote=self.progress.may_go_remote,
@@ -142,7 +142,7 @@ class RoutedRequest:
         )
 
     def step(self, event: on.RoutingEvent, now: float, message: Any = None) -> None:
-        """Let the machine take an event, and do what it says. `message`: what the event is of."""
+        """Step the machine and carry out its actions. `message`: what came with the event."""
         self.state, actions = machine.step(self.state, event, now)
         for action in actions:
             self._carry_out(action, message, now)
@@ -150,10 +150,10 @@ class RoutedRequest:
         self._rows_of = self.assignment if passes_on else None
         self._quiet_until = self.state.quiet_until if passes_on else 0.0
 
-    # --- what the dispatcher asks for
+    # --- called by the dispatcher
 
     def submit(self, now: float) -> None:
-        """Begin: look for the attempt that the Start names, or have it placed."""
+        """Begin: look for the attempt that the Start names, or place the request."""
         named = self.progress.start.HasField("placement")
         reach = self._effects.reach(self.placement.decode_boot, now) if named else None
         self.step(on.Submitted(reach), now)
@@ -161,7 +161,7 @@ class RoutedRequest:
     def begin(
         self, decode: Worker, prefill: Worker | None, follows: bool, min_shared: int, now: float
     ) -> bytes:
-        """Begin an attempt on the workers that the policy chose; its id."""
+        """Begin an attempt on the workers that the policy chose. Returns its id."""
         id_ = os.urandom(16)
         ids = self.progress.prefix_ids()[:-1]
         self._assignments[id_] = Assignment(id_, decode, prefill, ids, now)
@@ -170,12 +170,12 @@ class RoutedRequest:
         return id_
 
     def migrate(self, target: Worker, now: float) -> None:
-        """Take it to another decode worker with its KV."""
+        """Move it to another decode worker with its KV."""
         self._target = target
         self.step(on.MigrationBegun(target.boot), now)
 
     def cancel(self, choices: tuple[int, ...], now: float) -> None:
-        """End the request (CANCELLED), or leave some choices and go on with the rest."""
+        """End the request (CANCELLED), or drop some choices and go on with the rest."""
         if not choices:
             self.step(on.RequestCancelled(), now)
             return
@@ -192,13 +192,13 @@ class RoutedRequest:
         self.step(on.TimePassed(decode, self._effects.reach(prefill, now)), now)
 
     def succeed(self, predecessor: "RoutedRequest", attempt: Attempt) -> None:
-        """Wait for decode's answer to what an earlier issue of the request has asked."""
+        """Wait for decode's answer to the Admit of an earlier issue of the request."""
         self._assignments[attempt.id] = predecessor._assignments.pop(attempt.id)
         self.state = machine.taken_over(self.state, attempt)
 
     def reissue(self, progress: RequestProgress, now: float) -> Attempt | None:
-        """The same request was issued again: end without an event. An attempt that the new issue
-        is to `succeed` in is returned; of others its Start names where they are."""
+        """End without an event because the request was issued again. Returns the attempt that the
+        new issue is to `succeed` in, if any; its Start names the placement of any other."""
         start, attempt = progress.start, self.state.attempt
         start.crash_count = max(start.crash_count, self.state.crash_count)
         same = progress.choices == self.progress.choices
@@ -213,10 +213,10 @@ class RoutedRequest:
         handed_over = any(isinstance(action, do.HandOver) for action in actions)
         return attempt if handed_over else None
 
-    # --- what workers say
+    # --- messages from workers
 
     def on_decode(self, kind: str, message: Any, now: float) -> None:
-        """An event of a decode session, by its name in the proto."""
+        """Take an event of a decode session; `kind` is its name in the proto."""
         attempt = message.attempt
         if kind in OUTPUT and not self._counted:
             self._counted = True
@@ -242,7 +242,7 @@ class RoutedRequest:
                 self.step(messages.of_decode(kind, message), now, message)
 
     def pass_on_row(self, worker: Worker, of: NumberedChoice, position: int, id_: int) -> bool:
-        """Pass on a worker's token of a choice that goes on, if it changes nothing else here."""
+        """Pass on a worker's token of a choice that goes on; False if it may change more here."""
         assigned = self._rows_of
         if assigned is None or assigned.decode is not worker:
             return False
@@ -258,16 +258,16 @@ class RoutedRequest:
         return True
 
     def on_token(self, of: NumberedChoice, position: int, id_: int, now: float) -> None:
-        """A token that is not only passed on."""
+        """Take a token that is not only passed on."""
         tokens = pb.Tokens(attempt=of.attempt, choice=of.choice, position=position, ids=(id_,))
         self.on_decode("tokens", tokens, now)
 
     def on_prefill(self, kind: str, message: Any, now: float) -> None:
-        """An event of a prefill session, by its name in the proto."""
+        """Take an event of a prefill session; `kind` is its name in the proto."""
         self.step(messages.of_prefill(kind, message), now)
 
     def _output(self, kind: str, message: Any, now: float) -> None:
-        """Ids or prompt log-probabilities: only what continues the answer is new."""
+        """Take ids or prompt log-probabilities; only those that continue the answer are new."""
         attempt = message.attempt
         if not self.state.takes_output(attempt):
             return
@@ -284,7 +284,7 @@ class RoutedRequest:
             self.step(on.ScoresReceived(attempt), now, fresh)
 
     def _embedding(self, message: pb.Embedding, now: float) -> None:
-        """What the request is for: a second one is not new."""
+        """Take the embedding; ignore a second one."""
         if not self.state.takes_output(message.attempt):
             return
         fresh = self.progress.take_embedding(message)
@@ -292,12 +292,13 @@ class RoutedRequest:
             self.step(on.EmbeddingReceived(message.attempt), now, fresh)
 
     def _verified(self, message: wire.Verified) -> None:
-        """Decode keeps what it has verified, whatever becomes of the attempt."""
+        """Note the verified tokens, which decode keeps whatever happens to the attempt."""
         if self._keeps(message) and self.beginning.hit is None:
             self.beginning.hit = message.cached_tokens
 
     def _keeps(self, message: wire.Verified | wire.PlaceAgain) -> bool:
-        """Whether it is of the attempt that counts."""
+        """Note the tokens that decode keeps. Returns whether they are of the attempt that
+        counts."""
         attempt = self.state.attempt
         if attempt is None or attempt.id != message.attempt:
             return False
@@ -334,10 +335,10 @@ class RoutedRequest:
         target = os.urandom(16) if complete else b""
         self.step(on.SourceHeld(message.attempt, complete, target), now)
 
-    # --- what the machine says
+    # --- actions of the machine
 
     def _carry_out(self, action: do.RoutingAction, message: Any, now: float) -> None:
-        """Do one action. `message`: what the event is of."""
+        """Carry out one action. `message`: what came with the event."""
         match action:
             case do.Place():
                 self._effects.place(self, now)
@@ -420,7 +421,7 @@ class RoutedRequest:
     def _open(self, action: do.OpenAttempt, now: float) -> None:
         if action.attempt not in self._assignments:
             worker = self._target if action.migrates else self._effects.find(action.decode)
-            assert worker is not None  # the event said that it can be reached
+            assert worker is not None  # the event says that it can be reached
             ids = self.progress.prefix_ids()[:-1] if action.migrates else []
             self._assignments[action.attempt] = Assignment(
                 action.attempt, worker, None, ids, now, adopted=action.adopted
@@ -429,7 +430,7 @@ class RoutedRequest:
 
     def _admit(self, action: do.SendAdmit, now: float) -> None:
         assignment = self._assignments[action.attempt]
-        # A request that had its first step does not wait for one again.
+        # A request that has had its first step has no queue deadline any more.
         queue_ms = 0 if self.progress.begun else remaining_ms(self.state.queue_deadline, now)
         left_ms = remaining_ms(self.state.deadline, now)
         epoch, crash_count = self.state.session_epoch, self.state.crash_count
@@ -437,7 +438,7 @@ class RoutedRequest:
         admit = wire.Admit(attempt=assignment.id, min_shared_tokens=action.min_shared_tokens)
         sender = assignment.prefill
         source = self.assignment
-        if source is not None and source is not assignment:  # it migrates
+        if source is not None and source is not assignment:  # a migration's target
             sender = source.decode
         if sender is not None:
             assert sender.boot == action.sender
@@ -450,7 +451,7 @@ class RoutedRequest:
         worker = assignment.prefill
         if worker is None or worker.boot != action.prefill:
             worker = assignment.prefill = self._effects.find(action.prefill)
-        assert worker is not None  # the event said that it can be reached
+        assert worker is not None  # the event says that it can be reached
         start = wire.PrefillStart(
             attempt=assignment.id,
             ticket=assignment.ticket,
@@ -497,7 +498,7 @@ class RoutedRequest:
             assignment.ids = self.progress.prefix_ids()[:-1]
             self._ticket(message)
         else:
-            self._counted = True  # by the router before
+            self._counted = True  # by the previous router
 
     def _pass_on(self, assignment: Assignment, fresh: Any, now: float) -> None:
         if fresh is None:
@@ -522,7 +523,7 @@ class RoutedRequest:
         self._effects.emit(self, RequestEvent(tokens=fresh))
 
     def _finish(self, assignment: Assignment | None, said: pb.Finished | None, now: float) -> None:
-        """Pass on what the worker said; without one, every choice has ended all the same."""
+        """Pass on the worker's Finished, or an empty one if every choice has ended without it."""
         finished = pb.Finished() if said is None or assignment is None else said
         finished.request, finished.epoch = self.id, self.state.epoch
         finished.inexact |= self.inexact
