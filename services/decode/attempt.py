@@ -44,7 +44,7 @@ class ServedAttempt:
     first_token: float = 0.0
     received: Received | None = None
     num_generated: int = 0
-    # The numbers' keys that token rows use, by choice index.
+    # The choices as token rows name them, by index.
     numbered: dict[int, NumberedChoice] = field(default_factory=dict)
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 

@@ -195,7 +195,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
 
     def on_place_again(self, attempt: bytes, tokens: int, reason: str) -> None:
         """The attempt cannot share the KV that it waited for, or the rest of its prompt is worth a
-        hand-off. It holds no blocks."""
+        hand-off. It has held no blocks."""
         served = self._served.get(attempt)
         if served is not None:
             again = wire.PlaceAgain(attempt=attempt, tokens=tokens, reason=reason)

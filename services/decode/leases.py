@@ -1,5 +1,5 @@
-"""Carries out the leases of all attempts (services/decode/lease_machine.py): parks, hands over and
-aborts them.
+"""Carries out the leases of all attempts (services/decode/lease_machine.py): parks attempts, hands
+them over and aborts them.
 
 Everything runs on the loop. The core keeps the live attempts. An attempt that ended with an event
 that a router must not miss is kept here until its lease ends, so that another router can still

@@ -37,7 +37,7 @@ CHANNEL_OPTIONS = [
 @contextmanager
 def may_be_closed() -> Iterator[None]:
     """A context for calls on a channel that another task closes when its peer is lost. Raises
-    ConnectionError then; gRPC would cancel the waiting task as if that had cancelled itself."""
+    ConnectionError then; gRPC itself would raise CancelledError in the waiting task."""
     try:
         yield
     except grpc.aio.UsageError as error:  # closed before the call
