@@ -140,7 +140,7 @@ class Batches:
     async def remove_ended(self, keep_s: int) -> None:
         """Remove batches that ended more than `keep_s` ago, with their files; an input file of
         several batches is removed with the last one. Several gateways may do so at once. Raises
-        ServiceError."""
+        ServiceError if the database cannot be used."""
         while batch_ids := await self._ended_before(keep_s):
             for batch_id in batch_ids:
                 await self._remove(batch_id)

@@ -30,9 +30,9 @@ from pdserve.services.host.rpc.channel import may_be_closed
 
 CALL_S = 10.0  # timeout of a unary call
 LIST_S = 2.0  # timeout of one router's models or fleet view
-REST_S = 0.3  # for those of the others, once one reports that the fleet is sharded
+REST_S = 0.3  # wait for the other routers, once one reports that the fleet is sharded
 OLD_S = 10.0  # older replies of a router are dropped
-OLDEST_S = 0.05  # for the oldest router alone: a new one may not know all models
+OLDEST_S = 0.05  # wait for the oldest router alone: a new one may not know all models
 MODELS_AGE_S = 1.0  # cards are requested again after this
 PATIENCE_S = 0.5  # wait for newer cards, if there are older ones
 

@@ -155,7 +155,7 @@ class AsyncApi:
         return await self._ask("GET", path, b"", None)
 
     async def first_model(self) -> str:
-        """The first model that the server lists. Raises ApiError if it lists none."""
+        """The name of the first model that the server lists. Raises ApiError if it lists none."""
         answer = (await self.get("/v1/models")).check().json
         try:
             models = entries_of(answer)

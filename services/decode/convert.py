@@ -28,8 +28,8 @@ SCORES_A_PART = 512  # per message; each has at most 20 candidates of about 8 by
 
 
 def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
-    """Raises ServiceError(INVALID_ARGUMENT) unless there is one choice state per choice; the engine
-    checks ranges."""
+    """Convert a Start. Raises ServiceError(INVALID_ARGUMENT) if `n` exceeds MAX_CHOICES, or if
+    `choices` has neither no state nor one per choice; the engine checks ranges."""
     params = to_params(start.params)
     if len(start.choices) not in (0, params.n) or params.n > MAX_CHOICES:
         raise ServiceError(pb.INVALID_ARGUMENT, "one choice state per choice is needed", "n")

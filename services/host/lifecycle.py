@@ -1,5 +1,5 @@
 """Ends a service: signal -> NOT_SERVING -> drain -> stop. The same signal again exits the process,
-except within ECHO_S, when it belongs to the same stop.
+unless it comes within ECHO_S and so belongs to the same stop.
 
 Drain and stop are bounded: work that still runs after `drain_s` is cut off, and each part of a stop
 has its own bound. host/options.py and worker/settings.py hold the bounds that a parent must know to

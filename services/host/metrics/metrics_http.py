@@ -1,6 +1,6 @@
 """The metrics port of processes without a web server: GET /metrics, and nothing else.
 
-It needs no authentication, so connections are limited to a fixed number of threads.
+It needs no authentication, so connections, each with its thread, are bounded in number.
 """
 
 import logging
@@ -70,7 +70,7 @@ class _Server(ThreadingTCPServer):
         self._open: dict[Any, None] = {}  # connections, the oldest first
         self._changing = threading.Lock()  # guards `_open`: each connection has a thread
         self._failing = ""  # why no connection can be accepted
-        super().__init__(address, handler)  # an address of either family
+        super().__init__(address, handler)  # type: ignore[arg-type]  # of either family
 
     def get_request(self) -> Any:
         """Raises OSError, after which the caller tries again. Pauses first and logs each failure
