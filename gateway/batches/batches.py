@@ -1,7 +1,7 @@
 """The transactions of batches: `Batches` has those of clients and of leases, `OwnedBatch` those of
 the gateway that runs one.
 
-Invariant: a line is either in `batch_lines` or in the output or error file, and moves there in one
+Invariant: a line is either in `batch_lines` or in the output or error file. It moves there in one
 transaction, which fails unless the gateway still owns the batch.
 """
 
@@ -25,9 +25,9 @@ from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.keys import Tenant
 
-MAX_OPEN = 100  # batches of a tenant that have not ended
+MAX_OPEN = 100  # open batches of a tenant
 SALT_BYTES = 16
-REMOVED_AT_ONCE = 100  # batches that are looked up to be removed
+REMOVED_AT_ONCE = 100  # batches removed per query
 OUTPUT, ERRORS = "output", "errors"
 
 
@@ -36,7 +36,7 @@ class LeaseLost(Exception):
 
 
 class OpenBatch(NamedTuple):
-    """What a gateway needs to know of an open batch to decide whether it runs it."""
+    """The facts of an open batch with which a gateway decides whether to run it."""
 
     lease: BatchLease
     tenant: str
@@ -51,7 +51,7 @@ class Batches:
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    # --- of clients
+    # --- clients
 
     @in_own_task
     async def create(
@@ -63,7 +63,8 @@ class Batches:
         window_s: int,
         tags: dict[str, str] | None,
     ) -> StoredBatch:
-        """Raises ServiceError for a file that is not there, and for too many open batches."""
+        """Create a batch. Raises ServiceError if the file does not exist or is not for batches, or
+        if the tenant has too many open batches."""
         owner = tenant.id.hex()
         async with self._db.changing() as session:
             file = None
@@ -108,14 +109,15 @@ class Batches:
 
     @in_own_task
     async def page(self, tenant: str, page: Page) -> list[StoredBatch] | None:
-        """At most one more than `page.limit`; None if there is no row `page.after`."""
+        """At most one row more than `page.limit`; None if there is no row `page.after`."""
         async with self._db.reading() as session:
             return await rows_of(session, StoredBatch, [StoredBatch.tenant == tenant], page)
 
     @in_own_task
     async def cancel(self, tenant: str, batch_id: str) -> StoredBatch | None:
-        """The batch, which has ended if nobody had begun it; otherwise the gateway that runs it
-        ends it. None: there is none. Raises ServiceError if it had ended already."""
+        """Cancel a batch and return it: it has ended if no gateway had begun it, otherwise the
+        gateway that runs it ends it. None if it does not exist. Raises ServiceError if it had
+        already ended."""
         if not may_be_id(batch_id, MAX_ID):
             return None
         async with self._db.changing() as session:
@@ -136,8 +138,9 @@ class Batches:
     # --- age
 
     async def remove_ended(self, keep_s: int) -> None:
-        """Removes batches that ended longer ago, with their files; an input file that another batch
-        has, too, goes with the last one. Gateways may do so at once. Raises ServiceError."""
+        """Remove batches that ended more than `keep_s` ago, with their files; an input file of
+        several batches is removed with the last one. Several gateways may do so at once. Raises
+        ServiceError if the database cannot be used."""
         while batch_ids := await self._ended_before(keep_s):
             for batch_id in batch_ids:
                 await self._remove(batch_id)
@@ -157,7 +160,7 @@ class Batches:
                 return
             await session.execute(delete(StoredBatch).where(StoredBatch.id == batch_id))
             file_ids = [result_file_id(batch_id, kind) for kind in (OUTPUT, ERRORS)]
-            # Who makes a batch of it has its row, or waits for this one.
+            # A concurrent `create` with this file holds its row, or waits for this transaction.
             await session.get(StoredFile, batch.input_file_id, with_for_update=True)
             others = select(StoredBatch.id).where(StoredBatch.input_file_id == batch.input_file_id)
             if await session.scalar(others.limit(1)) is None:
@@ -168,7 +171,7 @@ class Batches:
 
     @in_own_task
     async def leases(self) -> list[OpenBatch]:
-        """Of all open batches, the oldest first."""
+        """All open batches, the oldest first."""
         query = (
             select(StoredBatch)
             .where(StoredBatch.status.in_(OPEN))
@@ -188,14 +191,14 @@ class Batches:
         ]
 
     async def claim(self, lease: BatchLease, owner: str) -> bool:
-        """Whether the batch is the owner's now: nobody has taken it, and its holder has not said
-        that it lives, since the lease was read."""
+        """Claim the batch; return whether it is the owner's now. Fails if, since the lease was
+        read, another gateway has claimed the batch or its holder has renewed it."""
         same = (StoredBatch.owner == lease.owner, StoredBatch.beat == lease.beat)
         return await self._change(lease.batch_id, *same, owner=owner, beat=lease.beat + 1)
 
     @in_own_task
     async def renew(self, owner: str) -> dict[str, str]:
-        """One more beat of all that the owner holds; returns their ids and statuses."""
+        """Renew all leases that the owner holds; return their batches' ids and statuses."""
         held = (StoredBatch.owner == owner, StoredBatch.status.in_(OPEN))
         async with self._db.changing() as session:
             await session.execute(
@@ -205,7 +208,7 @@ class Batches:
             return {row.id: row.status for row in rows}
 
     async def release(self, owner: str, batch_id: str) -> None:
-        """Anybody may take the batch at once."""
+        """Release the batch, so that any gateway may claim it at once."""
         await self._change(batch_id, StoredBatch.owner == owner, owner="")
 
     @in_own_task
@@ -215,8 +218,8 @@ class Batches:
 
 
 class OwnedBatch:
-    """What the gateway that owns a batch does with it. Every method raises LeaseLost if it does
-    not own it any more, and then nothing has changed."""
+    """The transactions of the gateway that owns a batch. Every method raises LeaseLost, without any
+    change, if the gateway no longer owns it."""
 
     def __init__(self, database: Database, batch_id: str, owner: str) -> None:
         self._db = database
@@ -233,7 +236,7 @@ class OwnedBatch:
 
     @in_own_task
     async def restart_validation(self) -> None:
-        """Forgets what an earlier owner has found."""
+        """Remove the lines that an earlier owner has found."""
         async with self._db.changing() as session:
             await self._own(session)
             await session.execute(delete(BatchLine).where(BatchLine.batch_id == self._id))
@@ -250,14 +253,16 @@ class OwnedBatch:
 
     @in_own_task
     async def fail(self, errors: list[dict[str, Any]]) -> None:
-        """Its file cannot be run. A batch that is to be cancelled has failed all the same."""
+        """End a batch whose file cannot be run. This also applies to a batch that is being
+        cancelled."""
         async with self._db.changing() as session:
             await self._own(session, status="failed", ended_at=int(time.time()), errors=errors)
             await session.execute(delete(BatchLine).where(BatchLine.batch_id == self._id))
 
     @in_own_task
     async def begin(self, total: int) -> None:
-        """Its lines are known. One that is to be cancelled stays so."""
+        """Record that the batch's lines are known. A batch that is being cancelled keeps its
+        status."""
         async with self._db.changing() as session:
             await self._own(session, total=total)
             begun = {"status": "in_progress", "in_progress_at": int(time.time())}
@@ -265,7 +270,7 @@ class OwnedBatch:
 
     @in_own_task
     async def lines(self, after: int, limit: int) -> list[Span]:
-        """The first lines behind the number `after` that have no result."""
+        """The first lines after `after` that have no result."""
         query = (
             select(BatchLine)
             .where(BatchLine.batch_id == self._id, BatchLine.number > after)
@@ -278,7 +283,7 @@ class OwnedBatch:
 
     @in_own_task
     async def add_result(self, number: int, data: bytes, ok: bool) -> None:
-        """The line has its result."""
+        """Store the result of a line."""
         counted = StoredBatch.completed if ok else StoredBatch.failed
         async with self._db.changing() as session:
             await self._own(session, **{counted.key: counted + 1})
@@ -286,7 +291,7 @@ class OwnedBatch:
 
     @in_own_task
     async def add_not_run(self, lines: Sequence[tuple[int, bytes]]) -> None:
-        """These lines will not be asked: they go to the error file, and are not counted."""
+        """Write lines that will not be run to the error file; they are not counted."""
         async with self._db.changing() as session:
             await self._own(session)
             for number, data in lines:
@@ -294,7 +299,7 @@ class OwnedBatch:
 
     @in_own_task
     async def finalize(self) -> None:
-        """No line is left. One that is to be cancelled stays so."""
+        """Record that no line remains. A batch that is being cancelled keeps its status."""
         async with self._db.changing() as session:
             await self._own(session)
             final = {"status": "finalizing", "finalizing_at": int(time.time())}
@@ -302,8 +307,8 @@ class OwnedBatch:
 
     @in_own_task
     async def end(self, status: str) -> None:
-        """The batch has ended with this status. Clients see its output and error files from now on,
-        those that have lines."""
+        """End the batch with this status. From now on clients see its output and error files that
+        have lines."""
         async with self._db.changing() as session:
             await self._own(session, status=status, ended_at=int(time.time()))
             batch = await session.get_one(StoredBatch, self._id)
@@ -329,8 +334,8 @@ class OwnedBatch:
                 setattr(batch, column, file_id)
 
     async def _own(self, session: AsyncSession, **values: Any) -> None:
-        """Locks the batch, and raises LeaseLost unless it is this gateway's: the first statement of
-        each transaction, so that other gateways wait for its end."""
+        """Lock the batch; raises LeaseLost unless this gateway owns it. The first statement of each
+        transaction, so that other gateways wait for its end."""
         held = (StoredBatch.owner == self._owner, StoredBatch.status.in_(OPEN))
         if not await _changed(session, self._id, *held, **(values or {"owner": self._owner})):
             raise LeaseLost
@@ -345,12 +350,12 @@ class OwnedBatch:
 
 
 def result_file_id(batch_id: str, kind: str) -> str:
-    """The id of a batch's output or error file; its lines are there before the file is."""
+    """The id of a batch's output or error file; its lines exist before the file does."""
     return f"file-{batch_id.removeprefix('batch_')}-{kind}"
 
 
 async def _changed(session: AsyncSession, batch_id: str, *where: Any, **values: Any) -> bool:
-    """Whether there was such a batch to change."""
+    """Change a batch; return whether one matched."""
     change = update(StoredBatch).where(StoredBatch.id == batch_id, *where).values(**values)
     done: CursorResult[Any] = await session.execute(change)  # type: ignore[assignment]
     return done.rowcount == 1

@@ -1,6 +1,6 @@
 """Files of tenants in the database: written and read piece by piece, never whole.
 
-Invariant: no client sees a file that is not complete; an upload that has stopped is removed.
+Invariant: a client never sees an incomplete file; an upload that has stopped is removed.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ from pdserve.gateway.storage.text import may_be_id
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.host.errors import ServiceError
 
-PAGE_BYTES = PIECE_BYTES  # of pieces that are read at once, about
+PAGE_BYTES = PIECE_BYTES  # approximate size of the pieces that are read at once
 MAX_PAGE = 256  # pieces
-STOPPED_S = 600.0  # an upload without a piece for so long is given up
+STOPPED_S = 600.0  # an upload without a piece for so long is aborted
 TOO_SLOW = "the upload took too long"
 Stored = TypeVar("Stored", StoredFile, StoredBatch)
 
@@ -56,7 +56,7 @@ class FileLimits:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a list asks for: `limit` rows after the one with the id `after`."""
+    """The range of a list: `limit` rows after the one with the id `after`."""
 
     after: str = ""
     limit: int = 20
@@ -73,7 +73,8 @@ class Files:
 
     @in_own_task
     async def begin(self, tenant: str) -> str:
-        """The id of a new file, not complete yet. Raises ServiceError for too many."""
+        """Create an incomplete file; return its id. Raises ServiceError if the tenant has too many
+        files."""
         file_id = f"file-{uuid.uuid4().hex}"
         now = now_us()
         async with self._db.changing() as session:
@@ -97,8 +98,8 @@ class Files:
 
     @in_own_task
     async def append(self, tenant: str, file_id: str, number: int, data: bytes) -> None:
-        """One more piece. Raises ServiceError if the tenant has too much then, and for a file that
-        has been given up meanwhile."""
+        """Add a piece. Raises ServiceError if the tenant's files then exceed their limit, or if the
+        upload was aborted meanwhile."""
         longer = (
             update(StoredFile)
             .where(StoredFile.id == file_id, StoredFile.complete.is_(False))
@@ -116,7 +117,7 @@ class Files:
 
     @in_own_task
     async def finish(self, file_id: str, filename: str, purpose: str) -> StoredFile:
-        """The file is whole. Raises ServiceError if it has been given up meanwhile."""
+        """Complete the file. Raises ServiceError if the upload was aborted meanwhile."""
         async with self._db.changing() as session:
             file = await session.get(StoredFile, file_id)
             if file is None:
@@ -126,14 +127,13 @@ class Files:
 
     @in_own_task
     async def abandon(self, file_id: str) -> None:
-        """Forgets an upload that has failed."""
+        """Remove a failed upload."""
         async with self._db.changing() as session:
             await remove_files(session, [file_id])
 
     @in_own_task
     async def remove_stopped(self) -> None:
-        """Forgets uploads whose gateway has died, once they have been seen without a new piece for
-        STOPPED_S."""
+        """Remove uploads whose gateway has died: those without a new piece for STOPPED_S."""
         uploads = select(StoredFile.id, StoredFile.touched_us).where(StoredFile.complete.is_(False))
         async with self._db.changing() as session:
             touched = {row.id: row.touched_us for row in await session.execute(uploads)}
@@ -151,7 +151,7 @@ class Files:
 
     @in_own_task
     async def page(self, tenant: str, page: Page, purpose: str = "") -> list[StoredFile] | None:
-        """At most one more than `page.limit`; None if there is no row `page.after`."""
+        """At most one row more than `page.limit`; None if there is no row `page.after`."""
         mine = [StoredFile.tenant == tenant, StoredFile.complete.is_(True)]
         if purpose:
             mine.append(StoredFile.purpose == purpose)
@@ -160,11 +160,12 @@ class Files:
 
     @in_own_task
     async def delete(self, tenant: str, file_id: str) -> bool:
-        """Whether it was there. Raises ServiceError while an open batch reads it."""
+        """Delete a file; return whether it existed. Raises ServiceError while an open batch reads
+        it."""
         if not may_be_id(file_id, MAX_ID):
             return False
         async with self._db.changing() as session:
-            # Who makes a batch of it has its row, or waits for this one.
+            # A concurrent creation of a batch holds the file's row, or waits for this transaction.
             file = await session.get(StoredFile, file_id, with_for_update=True)
             if file is None or not file.complete or file.tenant != tenant:
                 return False
@@ -178,7 +179,7 @@ class Files:
         return True
 
     async def pieces(self, file_id: str) -> AsyncGenerator[bytes, None]:
-        """The bytes, some at a time. No transaction is open while the caller uses them."""
+        """The file's bytes in chunks. No transaction is open while the caller uses them."""
         last, largest = -1, PIECE_BYTES
         while True:
             most = max(1, min(MAX_PAGE, PAGE_BYTES // max(1, largest)))
@@ -204,7 +205,7 @@ class Files:
 
     @in_own_task
     async def read(self, file_id: str, at: int, num_bytes: int) -> bytes:
-        """A part of an uploaded file."""
+        """A byte range of an uploaded file."""
         first, last = at // PIECE_BYTES, (at + max(1, num_bytes) - 1) // PIECE_BYTES
         query = (
             select(FilePiece.data)
@@ -220,7 +221,7 @@ class Files:
 async def rows_of(
     session: AsyncSession, table: type[Stored], wanted: Sequence[ColumnElement[bool]], page: Page
 ) -> list[Stored] | None:
-    """A page of a table by time; None if there is no row `page.after` among those wanted."""
+    """A page of a table by time; None if `wanted` matches no row `page.after`."""
     key = tuple_(table.created_us, table.id)
     query = select(table).where(*wanted)
     if page.after:
@@ -237,8 +238,8 @@ async def rows_of(
 
 
 async def remove_files(session: AsyncSession, file_ids: Sequence[str]) -> None:
-    """Deletes files and their pieces. The files first: who still appends to one waits for its row,
-    or is waited for."""
+    """Delete files, then their pieces. The files come first, so that this transaction and a
+    concurrent append wait for each other."""
     await session.execute(delete(StoredFile).where(StoredFile.id.in_(file_ids)))
     await session.execute(delete(FilePiece).where(FilePiece.file_id.in_(file_ids)))
 

@@ -1,6 +1,7 @@
-"""The lines of a batch: a request each in the input file, a result each in the output. Pure.
+"""The lines of a batch: one request per line in the input file, one result per line in the output.
+Pure.
 
-Nothing of an input is trusted: it may be no text, have one endless line, or none.
+The input is untrusted: it may be binary, one endless line, or empty.
 """
 
 from collections.abc import Iterator
@@ -14,13 +15,13 @@ from pdserve.services.host.errors import ServiceError, cut
 
 MAX_LINES = 50_000  # OpenAI's bound
 MAX_CUSTOM_ID = 512  # characters
-ENVELOPE_BYTES = 8 << 10  # of a line beside its body
+ENVELOPE_BYTES = 8 << 10  # size of a line without its body
 BOM = b"\xef\xbb\xbf"
 BLANK = b" \t\r\n"
 
 
 class Span(NamedTuple):
-    """Where a line is in its file. `number` counts from 1, blank lines too."""
+    """The position of a line in its file. `number` counts from 1 and includes blank lines."""
 
     number: int
     at: int
@@ -29,7 +30,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LineError(Exception):
-    """What is wrong with a line, as a batch's `errors` have it."""
+    """An error in a line, as in a batch's `errors`."""
 
     code: str
     message: str
@@ -47,25 +48,25 @@ class LineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LineRequest:
-    """What a line asks for."""
+    """The request in a line."""
 
     custom_id: str
     body: dict[str, Any]
 
 
 class LineSplitter:
-    """Cuts a file that comes piece by piece into its lines; what a line has beyond `max_bytes` is
-    counted and not kept."""
+    """Splits a file that arrives piece by piece into lines. Bytes of a line beyond `max_bytes` are
+    counted but not kept."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._kept = bytearray()
-        self._num_bytes = 0  # of the line that has begun
-        self._at = 0  # its first byte
+        self._num_bytes = 0  # of the current line
+        self._at = 0  # position of its first byte
         self._number = 0
 
     def push(self, data: bytes) -> Iterator[tuple[Span, bytes | None]]:
-        """The lines that end in `data`, without blank ones; None for one that is too long."""
+        """The lines that end in `data`, without blank ones; None for a line that is too long."""
         start = 0
         while (end := data.find(b"\n", start)) >= 0:
             self._keep(data[start:end])
@@ -74,7 +75,7 @@ class LineSplitter:
         self._keep(data[start:])
 
     def flush(self) -> Iterator[tuple[Span, bytes | None]]:
-        """The last line, if no newline is at its end."""
+        """The last line, if it does not end with a newline."""
         yield from self._end()
 
     def _keep(self, data: bytes) -> None:
@@ -95,9 +96,9 @@ class LineSplitter:
 
 
 def parse_line(line: bytes, endpoint: str) -> LineRequest:
-    """Raises LineError, without the line's number."""
+    """Parse a line. Raises LineError, without the line's number, if it is not a valid request."""
     try:
-        num_values(line)  # what would take the event loop for long
+        num_values(line)  # refuse values that would block the event loop for long
         value = from_json(line, allow_inf_nan=False)
     except ServiceError:
         raise LineError("invalid_json_line", "This line has too many values.") from None
@@ -126,8 +127,8 @@ def parse_line(line: bytes, endpoint: str) -> LineRequest:
 
 
 class LineChecker:
-    """Checks the lines of one file: what each says, that each has a `custom_id` of its own, and
-    that they are not too many."""
+    """Checks the lines of one file: each is a valid request, `custom_id` is unique, and their
+    number is within MAX_LINES."""
 
     def __init__(self, endpoint: str, max_bytes: int) -> None:
         self._endpoint = endpoint
@@ -136,7 +137,7 @@ class LineChecker:
         self.count = 0
 
     def check(self, span: Span, line: bytes | None) -> None:
-        """Raises LineError."""
+        """Check a line. Raises LineError if it is invalid."""
         self.count += 1
         if self.count > MAX_LINES:
             raise LineError("too_many_tasks", f"A batch may have {MAX_LINES} requests.")
@@ -154,14 +155,14 @@ class LineChecker:
 
 
 def answered(request_id: str, custom_id: str, status: int, body: bytes) -> bytes:
-    """A line of the output or error file; `body` is the JSON of the answer."""
+    """A line of the output or error file; `body` is the JSON of the response."""
     head = to_json({"id": f"batch_req_{request_id}", "custom_id": custom_id})[:-1]
     response = to_json({"status_code": status, "request_id": request_id})[:-1]
     return b'%b,"response":%b,"body":%b},"error":null}\n' % (head, response, body or b"null")
 
 
 def not_run(request_id: str, custom_id: str, code: str, message: str) -> bytes:
-    """A line of the error file for a request that had no answer."""
+    """A line of the error file for a request without a response."""
     line = {
         "id": f"batch_req_{request_id}",
         "custom_id": custom_id,
@@ -172,5 +173,5 @@ def not_run(request_id: str, custom_id: str, code: str, message: str) -> bytes:
 
 
 def body_of(request: LineRequest) -> bytes:
-    """The body as a client would send it."""
+    """The request's body as a client would send it."""
     return to_json(request.body)

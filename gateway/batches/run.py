@@ -1,7 +1,7 @@
-"""Runs one batch to its end, from wherever an earlier run has left it.
+"""Runs one batch to its end, continuing where an earlier run stopped.
 
-Its state is in the database: a run that is cut off loses only answers that were not committed, and
-those lines are asked again.
+The state is in the database: an interrupted run loses only responses that were not committed, and
+those lines run again.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from pdserve.gateway.batches.slots import LineSlots
 from pdserve.gateway.batches.tables import StoredBatch
 from pdserve.services.host.tenants.keys import Tenant
 
-MAX_ERRORS = 100  # of an input file that are reported
-LINES_AT_ONCE = 500  # that are written in one transaction
-PAGE = 64  # lines that are looked up at once
-CHECK_BYTES = 1 << 14  # of an input that are checked before others have the loop
-AGAIN = (429, 499, 503)  # the server is busy or ends: no line's result
+MAX_ERRORS = 100  # reported errors of an input file
+LINES_AT_ONCE = 500  # lines written in one transaction
+PAGE = 64  # lines read by one query
+CHECK_BYTES = 1 << 14  # bytes of input checked before other tasks get a turn
+AGAIN = (429, 499, 503)  # the server is busy or ends; these are not results
 NOT_FOUND = 404
-FIRST_PAUSE_S, MOST_PAUSE_S = 0.25, 30.0  # before a line is asked again
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.25, 30.0  # before a line is retried
 REASONS = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "The batch was cancelled before this request was executed.",
@@ -37,7 +37,7 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the API answers to a line; `body` is JSON."""
+    """The API's response to a line; `body` is JSON."""
 
     request_id: str
     status: int
@@ -54,10 +54,10 @@ class _Stopped(Exception):
 
 
 class BatchRun:
-    """Checks the input file of a batch, asks its lines and ends it.
+    """Validates the input file of a batch, runs its lines and ends it.
 
-    `cancelling` is set when the client no longer wants the batch, `stopping` when this process
-    ends: lines that run then may end, and no more are begun.
+    `cancelling` is set when the client cancels the batch, `stopping` when this process ends:
+    running lines may finish, and no more are begun.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class BatchRun:
         self._slots = slots
         self._max_line_bytes = max_line_bytes
         self._absent = absent
-        self._set_aside: dict[str, Span] = {}  # the first line of each model that is not there
-        self.waits = False  # all that is left is for models that are not there
+        self._set_aside: dict[str, Span] = {}  # the first line of each absent model
+        self.waits = False  # all remaining lines want absent models
         self.cancelling = asyncio.Event()
         self.stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Returns when the batch has ended, or soon after `stopping` is set. Raises LeaseLost, and
-        ServiceError if the database cannot be used."""
+        """Run until the batch has ended, or until soon after `stopping` is set. Raises LeaseLost,
+        and ServiceError if the database cannot be used."""
         with suppress(_Stopped):
             await self._run()
 
@@ -116,7 +116,7 @@ class BatchRun:
     # --- the input file
 
     async def _validate(self, batch: StoredBatch) -> bool:
-        """Whether all lines are good; they are known then."""
+        """Check all lines and store them; return whether all are valid."""
         await self._owned.restart_validation()
         checker = LineChecker(batch.endpoint, self._max_line_bytes)
         errors: list[LineError] = []
@@ -162,7 +162,7 @@ class BatchRun:
     # --- answers
 
     async def _answer_lines(self, batch: StoredBatch) -> None:
-        """Returns when no line is left, at the end of the window, or when the client cancels."""
+        """Run lines until none remains, the window ends, or the client cancels."""
         tenant = Tenant(batch.key_name, bytes.fromhex(batch.tenant), batch.salt)
         working = asyncio.create_task(self._work(batch, tenant), name=batch.id)
         cancelling = asyncio.create_task(self.cancelling.wait())
@@ -179,7 +179,8 @@ class BatchRun:
             await asyncio.gather(working, cancelling, return_exceptions=True)
 
     async def _work(self, batch: StoredBatch, tenant: Tenant) -> None:
-        """Lines whose model is not there hold up no others: they are asked when one of them is."""
+        """Run all lines. Lines of absent models do not block others: they run when one of their
+        models appears."""
         while True:
             self._set_aside.clear()
             await self._answer_each(batch, tenant)
@@ -189,7 +190,7 @@ class BatchRun:
             await self._wait_for_a_model(batch, tenant)
 
     async def _wait_for_a_model(self, batch: StoredBatch, tenant: Tenant) -> None:
-        """Asks one line of each absent model, until one is there or is given up."""
+        """Try one line of each absent model repeatedly, until a model appears or its wait ends."""
         pause_s = FIRST_PAUSE_S
         self.waits = True
         try:
@@ -205,12 +206,13 @@ class BatchRun:
             self.waits = False
 
     async def _answer_each(self, batch: StoredBatch, tenant: Tenant) -> None:
-        """Returns when each line has an answer or is set aside, or soon after `stopping` is set."""
+        """Run each line until it has a result or is set aside, or until soon after `stopping` is
+        set."""
         spans = self._spans()
         taking = asyncio.Lock()
 
         async def worker() -> None:
-            with suppress(_Stopped):  # the lines of the others may end
+            with suppress(_Stopped):  # lines of other workers may finish
                 while True:
                     self._go_on()
                     async with taking:
@@ -235,15 +237,15 @@ class BatchRun:
             last = page[-1].number
 
     async def _answer_line(self, batch: StoredBatch, tenant: Tenant, span: Span) -> None:
-        """Asks until there is an answer, or the line is set aside."""
+        """Retry a line until it has a result or is set aside."""
         pause_s = FIRST_PAUSE_S
         while busy := await self._ask_once(batch, tenant, span):
             await self._pause(max(busy.retry_after_s, pause_s))
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
     async def _ask_once(self, batch: StoredBatch, tenant: Tenant, span: Span) -> Answer | None:
-        """Asks for the line's result, unless its model is known to be absent: then it is set aside.
-        Returns an answer that is no result. What is held in memory is held in the line's turn."""
+        """Run a line once, unless its model is known to be absent: then it is set aside. Returns a
+        response that is not a result. Everything is held in memory only during the line's turn."""
         async with self._slots.turn(tenant.id):
             self._go_on()
             request = await self._request(batch, span)
@@ -264,7 +266,7 @@ class BatchRun:
             return None
 
     async def _pause(self, about_s: float) -> None:
-        """Ends early when `stopping` is set."""
+        """Sleep for 1 to 1.5 times `about_s`; ends early when `stopping` is set."""
         await _either(self.stopping, about_s * random.uniform(1.0, 1.5))
 
     # --- lines that are not run
@@ -281,7 +283,7 @@ class BatchRun:
 
 
 async def _either(event: asyncio.Event, wait_s: float) -> None:
-    """Returns when the event is set or the time is over."""
+    """Wait until the event is set or the time is over."""
     waiting: asyncio.Task[Any] = asyncio.create_task(event.wait())
     try:
         await asyncio.wait((waiting,), timeout=wait_s)

@@ -1,7 +1,7 @@
-"""Finds open batches and runs them: those that are new, and those whose gateway has died.
+"""Finds open batches and runs them: new ones, and those whose gateway has died.
 
-Invariant: a batch is run here only while its lease is this gateway's, which each transaction of a
-run checks once more.
+Invariant: a batch runs here only while this gateway holds its lease, which each transaction of a
+run verifies.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger("pdserve.gateway.batches")
 
-# No further batch begins while so many run. Those that wait for a model do not count, and all go on
-# when it is there: up to MAX_OPEN of a tenant (batches.py). LineSlots bounds the lines of all.
-MAX_RUNS = 16  # of one gateway; a key that has none may have one more
+# No further batch begins while this many run. Batches that wait for a model do not count, and all
+# continue when it appears: up to MAX_OPEN of a tenant (batches.py). LineSlots bounds their lines.
+MAX_RUNS = 16  # of one gateway; a key without a run may have one more
 MAX_RUNS_OF_TENANT = 4
-MAX_ENDING = 16  # batches that only have to end, beside them
-REST_S = 10.0  # after a run that has failed
-SWEEP_S = 60.0  # between two looks for uploads that have stopped
-CLOSE_S = 3.0  # to give leases back at the end
+MAX_ENDING = 16  # further batches that only have to end
+REST_S = 10.0  # pause after a failed run
+SWEEP_S = 60.0  # between two searches for stopped uploads
+CLOSE_S = 3.0  # time to release leases at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,16 @@ class _Running:
     opened: OpenBatch
     run: BatchRun
     task: asyncio.Task[None]
-    ending: bool  # it was cancelled, or its time was over, before it began here
+    ending: bool  # it was cancelled or expired before it began here
 
     @property
     def counts(self) -> bool:
-        """Whether it is one of its key's runs."""
+        """Whether the run counts against its key's limit."""
         return not self.ending and not self.run.waits
 
 
 class BatchRunner:
-    """Runs batches of one database: `run` is its task, `wake` has it look for batches at once."""
+    """Runs batches of one database: `run` is its task, `wake` makes it look for batches at once."""
 
     def __init__(
         self,
@@ -61,7 +61,8 @@ class BatchRunner:
         max_body_bytes: int,
         was_used: WasUsed,
     ) -> None:
-        """`accepts_key`: whether a key of that name may still ask; its batches wait otherwise."""
+        """`accepts_key`: whether a key of that name is still accepted; otherwise its batches
+        wait."""
         self._db = database
         self._files = files
         self._batches = batches
@@ -69,12 +70,12 @@ class BatchRunner:
         self._accepts_key = accepts_key
         self._max_line_bytes = max_body_bytes + ENVELOPE_BYTES
         self._was_used = was_used
-        self._starting_until = 0.0  # workers may still load the models that lines ask for
+        self._starting_until = 0.0  # until then workers may still load the models of lines
         self._owner = secrets.token_hex(8)
         self._watch = LeaseWatch()
         self._runs: dict[str, _Running] = {}
         self._claiming = asyncio.Lock()
-        self._rests: dict[str, float] = {}  # batches whose run has failed, until when
+        self._rests: dict[str, float] = {}  # batches whose run has failed: end of their pause
         self._wake = asyncio.Event()
         self._stopping = False
 
@@ -83,7 +84,7 @@ class BatchRunner:
         self._wake.set()
 
     async def run(self, ask: Ask) -> None:
-        """Until it is cancelled."""
+        """Run batches until cancelled."""
         loop = asyncio.get_running_loop()
         self._starting_until = loop.time() + STARTING_S
         swept = -SWEEP_S
@@ -103,14 +104,14 @@ class BatchRunner:
             self._wake.clear()
 
     async def drain(self) -> None:
-        """Begins no more lines; returns when those that run have ended and the leases are free."""
+        """Begin no more lines; return when running lines have ended and the leases are released."""
         await self._claim_no_more()
         for running in self._runs.values():
             running.run.stopping.set()
         await asyncio.gather(*(r.task for r in self._runs.values()), return_exceptions=True)
 
     async def close(self) -> None:
-        """Ends everything at once, and gives the leases back if the database answers."""
+        """End everything at once, and release the leases if the database responds."""
         await self._claim_no_more()
         tasks = [running.task for running in self._runs.values()]
         for task in tasks:
@@ -128,14 +129,14 @@ class BatchRunner:
         held = await self._batches.renew(self._owner) if self._runs else {}
         for batch_id, running in self._runs.items():
             if batch_id not in held:
-                running.task.cancel()  # it has ended, or another gateway has taken it
+                running.task.cancel()  # it has ended, or another gateway has claimed it
             elif held[batch_id] == "cancelling":
                 running.run.cancelling.set()
             elif not running.ending and not self._accepts_key(running.opened.key_name):
                 running.run.stopping.set()
 
     async def _claim(self, ask: Ask) -> None:
-        """Keys take turns: the next batch is of one that runs the fewest here."""
+        """Claim batches. Keys take turns: the next batch is of a key with the fewest runs here."""
         found = await self._batches.leases()
         now, clock = asyncio.get_running_loop().time(), time()
         free = {lease.batch_id for lease in self._watch.free([o.lease for o in found], now)}
@@ -162,7 +163,7 @@ class BatchRunner:
 
     @in_own_task
     async def _claim_one(self, opened: OpenBatch, ask: Ask, ending: bool) -> None:
-        """One that is claimed while the runner stops is given back."""
+        """Claim a batch and start it; release it if the runner is stopping."""
         async with self._claiming:
             if self._stopping or not await self._batches.claim(opened.lease, self._owner):
                 return

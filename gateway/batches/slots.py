@@ -1,4 +1,4 @@
-"""How many lines of batches run at once: few, and one alone while other requests wait."""
+"""Limits how many lines of batches run at once: few, and only one while other requests wait."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,12 +6,13 @@ from contextlib import asynccontextmanager
 
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 
-PAUSE_S = 0.05  # between two looks at who waits
+PAUSE_S = 0.05  # between two checks for waiting requests
 
 
 class LineSlots:
-    """At most `most` lines; tenants take turns. While `num_waiting()` requests of clients have no
-    first token, a line starts only if no other one runs: so batches go on, and hold up nobody."""
+    """At most `most` lines at once; tenants take turns. While `num_waiting()` client requests have
+    no first token, a line starts only if no other one runs, so that batches progress without
+    delaying clients."""
 
     def __init__(self, most: int, num_waiting: Callable[[], int]) -> None:
         self.most = most
@@ -21,7 +22,7 @@ class LineSlots:
 
     @asynccontextmanager
     async def turn(self, owner: bytes) -> AsyncIterator[None]:
-        """The block runs one line."""
+        """Run one line in the block."""
         async with self._turns.turn(owner):
             while self.running and self._num_waiting():  # noqa: ASYNC110  (no request tells)
                 await asyncio.sleep(PAUSE_S)

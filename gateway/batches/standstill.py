@@ -1,6 +1,6 @@
-"""Says which values of the database stand still, because who should change them has died. Pure.
+"""Finds values in the database that no longer change because their writer has died. Pure.
 
-No two clocks are compared: each gateway watches with its own.
+It compares no two clocks: each gateway uses its own.
 """
 
 from collections.abc import Hashable, Mapping
@@ -13,8 +13,8 @@ class Standstill:
         self._seen: dict[str, tuple[Hashable, float]] = {}
 
     def unchanged(self, values: Mapping[str, Hashable], for_s: float, now: float) -> set[str]:
-        """The names of those that have not changed for so long; `values` are all that there are,
-        `now` is in seconds of a clock that never goes back."""
+        """The names of values unchanged for `for_s` seconds. `values` must be all values; `now` is
+        in seconds of a monotonic clock."""
         before, self._seen = self._seen, {}
         for name, value in values.items():
             known, since = before.get(name, (value, now))

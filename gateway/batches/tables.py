@@ -1,8 +1,8 @@
 """The tables of files and batches.
 
-A file is its pieces in order. Those of an upload have PIECE_BYTES each, so that a byte's piece is
-known. Those of an output are the results of a batch, each under its line's number, so no line can
-be in an output twice.
+A file is a sequence of pieces. Pieces of an upload have PIECE_BYTES each, so that a byte's piece is
+known. Pieces of an output are the results of a batch, each under its line's number, so a line
+cannot be in an output twice.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ class StoredFile(Base):
     purpose: Mapped[str] = mapped_column(String(32))
     num_bytes: Mapped[int] = mapped_column(BigInteger)
     created_us: Mapped[int] = mapped_column(BigInteger)
-    touched_us: Mapped[int] = mapped_column(BigInteger)  # the last piece was added
+    touched_us: Mapped[int] = mapped_column(BigInteger)  # when the last piece was added
     complete: Mapped[bool] = mapped_column()
     __table_args__ = (Index("files_of_tenant", "tenant", "created_us", "id"),)
 
@@ -41,20 +41,20 @@ class FilePiece(Base):
 
 
 class StoredBatch(Base):
-    """A batch. Times are seconds since the epoch, as the API gives them.
+    """A batch. Times are seconds since the epoch, as in the API.
 
-    `owner` is the gateway that runs it, and counts `beat` up while it lives. Only the owner changes
-    the batch, but a client's wish to cancel it may come from any gateway.
+    `owner` is the gateway that runs the batch and increments `beat` while it lives. Only the owner
+    changes the batch, except that a client may cancel it through any gateway.
     """
 
     __tablename__ = "batches"
     id: Mapped[str] = mapped_column(String(MAX_ID), primary_key=True)
     tenant: Mapped[str] = mapped_column(String(32))
     key_name: Mapped[str] = mapped_column(String(64))
-    salt: Mapped[bytes] = mapped_column(LargeBinary)  # of the prefix cache; the batch's own
+    salt: Mapped[bytes] = mapped_column(LargeBinary)  # of the prefix cache; unique to the batch
     endpoint: Mapped[str] = mapped_column(String(64))
     input_file_id: Mapped[str] = mapped_column(String(MAX_ID))
-    output_file_id: Mapped[str | None] = mapped_column(String(MAX_ID))  # once it is complete
+    output_file_id: Mapped[str | None] = mapped_column(String(MAX_ID))  # once the file is complete
     error_file_id: Mapped[str | None] = mapped_column(String(MAX_ID))
     window: Mapped[str] = mapped_column("completion_window", String(16))
     tags: Mapped[dict[str, str] | None] = mapped_column("metadata", JSON)
@@ -64,7 +64,7 @@ class StoredBatch(Base):
     in_progress_at: Mapped[int | None] = mapped_column(BigInteger)
     finalizing_at: Mapped[int | None] = mapped_column(BigInteger)
     cancelling_at: Mapped[int | None] = mapped_column(BigInteger)
-    ended_at: Mapped[int | None] = mapped_column(BigInteger)  # as `status` says
+    ended_at: Mapped[int | None] = mapped_column(BigInteger)  # the end that `status` names
     errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)
     total: Mapped[int] = mapped_column(default=0)
     completed: Mapped[int] = mapped_column(default=0)
@@ -78,10 +78,10 @@ class StoredBatch(Base):
 
 
 class BatchLine(Base):
-    """Says where a line that has no result yet is in the input file of its batch."""
+    """The position of a line without a result in the input file of its batch."""
 
     __tablename__ = "batch_lines"
     batch_id: Mapped[str] = mapped_column(String(MAX_ID), primary_key=True)
-    number: Mapped[int] = mapped_column(primary_key=True)  # from 1, as an editor counts
+    number: Mapped[int] = mapped_column(primary_key=True)  # from 1, as in an editor
     at: Mapped[int] = mapped_column(BigInteger)
     num_bytes: Mapped[int] = mapped_column()

@@ -1,13 +1,13 @@
-"""The gateway's requests, spread over all routers that its targets stand for.
+"""Spreads the gateway's requests over all routers behind its targets.
 
 Invariant: every open request gets exactly one terminal event. When a router is lost, drains or
-takes nothing new, its requests are issued again to others, each with the ids that it has, its
-placement and a higher epoch. Without any router, a request that a worker had waits until its
+takes no new requests, its requests are reissued to other routers, each with the ids that it has,
+its placement and a higher epoch. Without any router, a request that a worker had waits until its
 deadline; others fail after GRACE_S.
 
-In a sharded fleet a request that a worker has goes to a router which that worker joined, another
-one to a router that knows a worker of its model. One that no router has a worker for is tried again
-every second, for GIVEN_BACK_S from the first router that had none.
+In a sharded fleet, a request that a worker has goes to a router which that worker joined; any other
+request goes to a router that knows a worker of its model. If no router has a worker for a request,
+it is retried every second, for GIVEN_BACK_S from the first router that had none.
 """
 
 import asyncio
@@ -47,11 +47,11 @@ from pdserve.services.host.rpc.token_rows import NumberedChoice, TokenRow
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 10.0  # a request that never ran fails after this without a router
-GIVEN_BACK_S = 30.0  # a request that routers give back for want of a worker fails after this
-LATE_S = 2.0  # the router ends a request at its deadline; past it by this, we do
-RESOLVE_S = 1.0  # between two looks at what the targets stand for, if nothing tells of a change
-LAST = ("finished", "failed")  # events
+GRACE_S = 10.0  # a request that never ran fails after this time without a router
+GIVEN_BACK_S = 30.0  # a request that routers return for lack of a worker fails after this
+LATE_S = 2.0  # the router ends a request at its deadline; this client does so this much later
+RESOLVE_S = 1.0  # between two resolutions of the targets, if no change is notified
+LAST = ("finished", "failed")  # terminal events
 
 
 T = TypeVar("T")
@@ -64,14 +64,14 @@ class _Inbox:
         self, request: ResumableRequest, key: bytes, now: float, take_token: TakeToken[Any] | None
     ) -> None:
         self.request = request
-        self.key = key  # of its conversation
+        self.key = key  # the key of its conversation
         self.opened = now
-        self.session: RouterConnection | None = None  # that has it
-        self.refused_by: set[RouterConnection] = set()  # they take no new request
-        self.given_back_since: float | None = None  # a router had no worker for it
+        self.session: RouterConnection | None = None  # the session that has the request
+        self.refused_by: set[RouterConnection] = set()  # sessions that take no new requests
+        self.given_back_since: float | None = None  # when a router first had no worker for it
         self._take_token = take_token
-        self._items: deque[Any] = deque()  # events, what `take_token` returned, and its errors
-        self._waiter: asyncio.Future[None] | None = None  # of the consumer, while there are none
+        self._items: deque[Any] = deque()  # events, results of `take_token`, and its errors
+        self._waiter: asyncio.Future[None] | None = None  # the consumer's, while there are no items
 
     def put(self, item: Any) -> None:
         if item is not None:
@@ -80,17 +80,17 @@ class _Inbox:
                 self._waiter.set_result(None)
 
     def put_token(self, of: NumberedChoice, position: int, id_: int) -> None:
-        waits = self._waiter is not None and not self._waiter.done()  # for what comes next
+        waits = self._waiter is not None and not self._waiter.done()  # whether the consumer waits
         if not (waits and self._take_token and self.request.take_next(of, position, id_)):
             self.put(self.request.take_as_event(of, position, id_))
             return
         try:
             self.put(self._take_token(of.choice, id_))
-        except Exception as error:  # of this request, not of the session that brought the token
+        except Exception as error:  # fails this request, not the session that delivered the token
             self.put(error)
 
     async def get(self) -> Any:
-        """The next item. Raises what `take_token` raised."""
+        """Return the next item. Raises what `take_token` raised."""
         if not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -102,31 +102,31 @@ class _Inbox:
 
 
 class RouterClient:
-    """Talks to every router of a list of targets (docs/discovery.md); see
+    """Talks to every router behind a list of targets (docs/discovery.md); see
     gateway/router_client/upstream.py."""
 
     def __init__(self, routers: Sequence[str], access: Access, boot: bytes) -> None:
         if not routers:
             raise ValueError("no router address given")
         self._discovery = Discovery("--routers", routers, self._on_change, ready_only=True)
-        self._changed = asyncio.Event()  # other routers than at the last look
+        self._changed = asyncio.Event()  # set when discovery has a change
         self._found: set[str] = set()  # addresses of routers that may get new requests
         self._access = access
         self._boot = boot
         self._sessions: dict[str, RouterConnection] = {}  # by address
         self._inboxes: dict[str, _Inbox] = {}
-        self._down_since = 0.0  # when the last session that worked was lost
+        self._down_since = 0.0  # when the last working session was lost
         self._model_files = ModelFiles()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> "asyncio.Task[None]":
-        """Begin to look for routers. The task ends only by a failure, or by `close`."""
+        """Start looking for routers. The task ends only by a failure, or by `close`."""
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._keep_sessions(), name="routers")
         return self._task
 
     def _on_change(self) -> None:
-        """Called from any thread."""
+        """Wake the search for routers; called from any thread."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._changed.set)
 
@@ -143,15 +143,15 @@ class RouterClient:
 
     @property
     def num_connected(self) -> int:
-        """How many routers it has a session to."""
+        """The number of routers with a session."""
         return len(self._live())
 
     def _live(self) -> list[RouterConnection]:
         return [session for session in self._sessions.values() if session.channel is not None]
 
     def _able(self, refused_by: Container[RouterConnection] = ()) -> list[RouterConnection]:
-        """Those that may get a request: of the live ones that have not refused it those that were
-        found at the last look, or all if there is no such one."""
+        """Routers that may get a request: of the live ones that have not refused it, those found at
+        the last look, or all if that leaves none."""
         able = [session for session in self._live() if session not in refused_by]
         return [session for session in able if session.address in self._found] or able
 
@@ -196,7 +196,7 @@ class RouterClient:
         inbox.put(inbox.request.fail(DEADLINE_EXCEEDED, "the request ran longer than its timeout"))
 
     def _assign(self, inbox: _Inbox) -> bool:
-        """Issue a request to a router. False if there is none that may get it: it waits."""
+        """Issue a request to a router. Returns False if no router may get it, so that it waits."""
         self._take_from(inbox)
         now = asyncio.get_running_loop().time()
         session = self._router_for(inbox, now)
@@ -209,8 +209,8 @@ class RouterClient:
         return True
 
     def _router_for(self, inbox: _Inbox, now: float) -> RouterConnection | None:
-        """One that the request's worker has joined, else one that knows its model, else any; a
-        request whose worker none of its routers knew goes on without its placement."""
+        """A router that the request's worker has joined, else one that knows its model, else any.
+        If none of the worker's routers knew the worker, the request drops its placement."""
         able = {session.address: session for session in self._able(inbox.refused_by)}
         live = (session.address for session in self._live())
         of_its_worker = inbox.request.routers_of_its_worker(live)
@@ -225,7 +225,7 @@ class RouterClient:
 
     @staticmethod
     def _take_from(inbox: _Inbox) -> None:
-        """No router has the request any more."""
+        """Detach the request from its router."""
         if inbox.session is not None:
             inbox.session.num_open -= 1
             inbox.session = None
@@ -251,14 +251,14 @@ class RouterClient:
 
     @staticmethod
     def _send(inbox: _Inbox, message: GatewayMessage) -> None:
-        """Queue for the router that has the request. Without one nothing is lost: the next is told
-        all again, and a router ends the requests of a session that it lost."""
+        """Queue a message for the request's router. Without a router nothing is lost: the next one
+        receives the whole request again, and a router ends the requests of a lost session."""
         if inbox.session is not None:
             inbox.session.send(message)
 
     async def pick(self, asked: PickRequest) -> PickReply:
-        """Where the router that would get this prompt would place it; in a sharded fleet another
-        one is asked if that knows no worker there. Raises ServiceError UNAVAILABLE."""
+        """The placement of this prompt by the router that would get it; in a sharded fleet by
+        another router if that one knows no worker there. Raises ServiceError UNAVAILABLE."""
         now = asyncio.get_running_loop().time()
         like = Start(model=asked.model, cache_salt=asked.cache_salt, prompt_ids=asked.prompt_ids)
         knowing, able = self._model_files.knowing(asked.model, now), self._able()
@@ -267,7 +267,7 @@ class RouterClient:
         order = sorted(able, key=lambda one: (one is not first, one not in likely))
         return await self._model_files.pick(_reachable(order), asked)
 
-    # --- what the sessions say
+    # --- events of the sessions
 
     def up(self, session: RouterConnection) -> None:
         for inbox in list(self._inboxes.values()):
@@ -293,8 +293,8 @@ class RouterClient:
         inbox.put(inbox.request.take(event))
 
     def _may_go_elsewhere(self, inbox: _Inbox, failed: Failed) -> bool:
-        """Whether another router may take what one has not begun: that one drains, or no worker of
-        the model has joined it."""
+        """Whether another router may take a request that this one has not begun: this one drains,
+        or no worker of the model has joined it."""
         if failed.attempt:
             return False
         sharded = self._model_files.sharded or inbox.given_back_since is not None
@@ -303,13 +303,13 @@ class RouterClient:
 
     @staticmethod
     def _is_tried_again(inbox: _Inbox) -> bool:
-        """Whether a request that every router has refused is tried again: one of them may get a
+        """Whether to retry a request that every router has refused, since one of them may get a
         worker for it."""
         since = inbox.given_back_since
         return since is not None and asyncio.get_running_loop().time() - since < GIVEN_BACK_S
 
     def _try_given_back_again(self) -> None:
-        """Issue the requests that every router has refused, to any of them."""
+        """Reissue the requests that every router has refused, to any router."""
         for inbox in list(self._inboxes.values()):
             if inbox.session is None and inbox.given_back_since is not None:
                 inbox.refused_by.clear()
@@ -334,7 +334,7 @@ class RouterClient:
         self._fail_those_that_waited(now)
 
     def _fail_those_that_waited(self, now: float) -> None:
-        """Without any router, requests that never ran fail after GRACE_S."""
+        """Without any router, fail requests that never ran after GRACE_S."""
         if self._live():
             return
         for inbox in list(self._inboxes.values()):
@@ -345,8 +345,8 @@ class RouterClient:
     # --- the sessions
 
     async def _keep_sessions(self) -> None:
-        """Opens a session to each new address, and closes those to which no target leads any more
-        once they are lost."""
+        """Open a session to each new address; close lost ones that no target resolves to any
+        more."""
         unknown: set[str] = set()
         while True:
             self._changed.clear()
@@ -373,7 +373,8 @@ class RouterClient:
     # --- models and fleet
 
     def _routers(self) -> list[LiveRouter]:
-        """The oldest session first: a router that has just come may know no worker."""
+        """The live routers, the oldest session first, since a new router may not know any
+        worker."""
         return _reachable(sorted(self._live(), key=lambda session: session.up_since))
 
     async def models(self) -> Sequence[ModelCard]:

@@ -1,4 +1,4 @@
-"""Several asynchronous streams as one, in order of arrival.
+"""Merges several asynchronous streams into one, in order of arrival.
 
 Ownership: the merged stream owns its sources; closing it, or an error in one, closes all.
 """
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_AHEAD = 64  # items taken from the sources before the consumer has asked
+_AHEAD = 64  # items read ahead of the consumer
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class _End:
 
 
 def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Items of all sources. An exception of one is raised here after the others are closed."""
+    """Items of all sources. An exception in one is raised here after the others are closed."""
     return sources[0] if len(sources) == 1 else _merged(sources)
 
 

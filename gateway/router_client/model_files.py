@@ -1,9 +1,9 @@
-"""Asks live routers for the models of the fleet, for their files (blobs) and for the fleet view.
+"""Requests the fleet's models, their files (blobs) and the fleet view from live routers.
 
-In a full mesh any router knows all, and the first answer counts. In a sharded fleet a router knows
-the workers that joined it: there what all of them say is put together.
+In a full mesh any router knows everything, and the first reply counts. In a sharded fleet a router
+knows only the workers that joined it, so the replies of all are merged.
 
-Invariant: a blob is kept only when its bytes have the digest that names it.
+Invariant: a blob is kept only if its bytes match the digest that names it.
 """
 
 import asyncio
@@ -28,45 +28,45 @@ from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.rpc.blobs import BLOB_CACHE_BYTES, BlobCache, read_blob
 from pdserve.services.host.rpc.channel import may_be_closed
 
-CALL_S = 10.0  # for a unary call
-LIST_S = 2.0  # for the models of one router, or its view of the fleet
-REST_S = 0.3  # for those of the others, once one has said that the fleet is sharded
-OLD_S = 10.0  # what a router said before is not taken for true any more
-OLDEST_S = 0.05  # for those of the oldest alone: one that has just come may not know all
-MODELS_AGE_S = 1.0  # cards are asked for again after this
-PATIENCE_S = 0.5  # for newer cards, where there are some
+CALL_S = 10.0  # timeout of a unary call
+LIST_S = 2.0  # timeout of one router's models or fleet view
+REST_S = 0.3  # wait for the other routers, once one reports that the fleet is sharded
+OLD_S = 10.0  # older replies of a router are dropped
+OLDEST_S = 0.05  # wait for the oldest router alone: a new one may not know all models
+MODELS_AGE_S = 1.0  # cards are requested again after this
+PATIENCE_S = 0.5  # wait for newer cards, if there are older ones
 
 T = TypeVar("T")
 Asked = TypeVar("Asked")
 
 
 class LiveRouter(NamedTuple):
-    """A router that can be asked."""
+    """A router that accepts calls."""
 
     address: str
     channel: grpc.aio.Channel
 
 
 class ModelFiles:
-    """Asks routers and caches their answers; see gateway/router_client/upstream.py.
+    """Calls routers and caches their replies; see gateway/router_client/upstream.py.
 
     `routers`: the live ones, the best first. Without any, calls raise ServiceError UNAVAILABLE.
     """
 
     def __init__(self) -> None:
         self._models: tuple[float, Sequence[ModelCard]] | None = None
-        # What each router of a sharded fleet said last, and when; empty in a full mesh.
+        # The last reply of each router of a sharded fleet, and its time; empty in a full mesh.
         self._listed: dict[str, tuple[float, Sequence[ModelCard]]] = {}
         self._refreshing: asyncio.Task[None] | None = None
         self._blobs = BlobCache(BLOB_CACHE_BYTES)
 
     @property
     def sharded(self) -> bool:
-        """Whether there are workers that have joined some routers alone."""
+        """Whether some workers have joined only some of the routers."""
         return bool(self._listed)
 
     def knowing(self, model: str, now: float) -> set[str]:
-        """Addresses of the routers of a sharded fleet that lately had workers of the model."""
+        """Addresses of the routers of a sharded fleet that recently had workers of the model."""
         return {
             address
             for address, (at, cards) in self._listed.items()
@@ -74,7 +74,7 @@ class ModelFiles:
         }
 
     async def models(self, routers: Sequence[LiveRouter]) -> Sequence[ModelCard]:
-        """At most MODELS_AGE_S old, unless no router answers within PATIENCE_S."""
+        """The model cards, at most MODELS_AGE_S old, unless no router replies within PATIENCE_S."""
         now = asyncio.get_running_loop().time()
         if self._models is not None and now - self._models[0] <= MODELS_AGE_S:
             return self._models[1]
@@ -82,13 +82,14 @@ class ModelFiles:
             self._refreshing = asyncio.create_task(self._refresh(routers), name="models")
         if self._models is None:
             await asyncio.shield(self._refreshing)
-        else:  # a router that hangs or starts again does not unname the models
+        else:  # a router that hangs or restarts must not remove the models
             await asyncio.wait((self._refreshing,), timeout=PATIENCE_S)
         assert self._models is not None
         return self._models[1]
 
     async def _refresh(self, routers: Sequence[LiveRouter]) -> None:
-        """Raises ServiceError UNAVAILABLE if there are no cards yet, either."""
+        """Update the cards; keep the old ones if no router replies. Raises ServiceError UNAVAILABLE
+        if there are none yet."""
         try:
             models = await self._ask_for_models(routers)
         except ServiceError:
@@ -98,13 +99,13 @@ class ModelFiles:
             self._models = asyncio.get_running_loop().time(), models
 
     async def _ask_for_models(self, routers: Sequence[LiveRouter]) -> Sequence[ModelCard]:
-        """What the first router knows, or without an answer within OLDEST_S any other one; if one
-        says that the fleet is sharded, what all know. Raises ServiceError UNAVAILABLE if none
-        answers."""
+        """The models of the first router, or of another one if it does not reply within OLDEST_S;
+        if one reports that the fleet is sharded, the models of all. Raises ServiceError UNAVAILABLE
+        if no router replies."""
         asked = {r.address: asyncio.create_task(_list(r.channel)) for r in _some(routers)}
         try:
             found = await _first_with_models(list(asked.values()))
-            # The others are asked already; the first may know of no worker that is sharded.
+            # The calls to the others are open already; the first may know no sharded worker.
             await asyncio.wait(asked.values(), timeout=REST_S if self.sharded else OLDEST_S)
             if any(t.done() and (r := t.result()) and r.sharded for t in asked.values()):
                 await asyncio.wait(asked.values(), timeout=REST_S)
@@ -122,8 +123,8 @@ class ModelFiles:
     def _union(
         self, answers: Mapping[str, ListModelsResponse | None], routers: Iterable[str]
     ) -> Sequence[ModelCard]:
-        """The models of these routers, by what each has said last; of two cards of a name that of
-        the router that comes first."""
+        """The models of these routers, by the last reply of each; of two cards with the same name,
+        the first router's."""
         now = asyncio.get_running_loop().time()
         kept = {a: listed for a, listed in self._listed.items() if now - listed[0] <= OLD_S}
         said = {a: (now, tuple(reply.models)) for a, reply in answers.items() if reply is not None}
@@ -147,9 +148,9 @@ class ModelFiles:
         return data
 
     async def fleet(self, routers: Sequence[LiveRouter]) -> FleetView:
-        """The first router's view of the fleet. If it does not answer or knows no worker, another
-        one's; in a sharded fleet what all of them see. Raises ServiceError UNAVAILABLE if none
-        answers."""
+        """The first router's view of the fleet; another one's if it does not reply or knows no
+        worker; in a sharded fleet, the merged views of all. Raises ServiceError UNAVAILABLE if no
+        router replies."""
         first, *others = _some(routers)
         view = await _fleet_of(first.channel)
         if view is not None and view.workers and not self._is_sharded(view):
@@ -166,8 +167,8 @@ class ModelFiles:
         return self.sharded or any(worker.hello.join_routers for worker in view.workers)
 
     async def pick(self, routers: Sequence[LiveRouter], asked: PickRequest) -> PickReply:
-        """The first router's answer, or in a sharded fleet that of the first one that has joined a
-        worker there."""
+        """The first router's reply; in a sharded fleet, the reply of the first router that a worker
+        there has joined."""
         first, *others = _some(routers)
         reply: PickReply = await _answer(RouterStub(first.channel).Pick, asked, CALL_S)
         for router in others if self._listed else ():
@@ -183,8 +184,8 @@ class ModelFiles:
 async def _first_with_models(
     asked: Sequence["asyncio.Task[ListModelsResponse | None]"],
 ) -> ListModelsResponse | None:
-    """The first answer that names a model, that of the first router if it comes within OLDEST_S;
-    None: there is no such answer."""
+    """The first reply that names a model, preferably the first router's if it arrives within
+    OLDEST_S; None if no reply does."""
     await asyncio.wait(asked[:1], timeout=OLDEST_S)
     waiting = list(asked)
     while waiting:
@@ -198,7 +199,7 @@ async def _first_with_models(
 
 
 async def _list(channel: grpc.aio.Channel) -> ListModelsResponse | None:
-    """The models of one router; None if it does not answer."""
+    """The models of one router; None if it does not reply."""
     try:
         return await _answer(RouterStub(channel).ListModels, ListModelsRequest(), LIST_S)
     except ServiceError:
@@ -206,7 +207,7 @@ async def _list(channel: grpc.aio.Channel) -> ListModelsResponse | None:
 
 
 async def _fleet_of(channel: grpc.aio.Channel) -> FleetView | None:
-    """What one router knows; None if it does not answer."""
+    """The fleet view of one router; None if it does not reply."""
     try:
         return await _answer(RouterStub(channel).GetFleet, GetFleetRequest(), LIST_S)
     except ServiceError:
@@ -214,8 +215,8 @@ async def _fleet_of(channel: grpc.aio.Channel) -> FleetView | None:
 
 
 def merged(views: Sequence[FleetView]) -> FleetView:
-    """One view of what several routers see. Each worker is there once, as the router sees it that
-    it stays with and that has heard it last; counters are sums."""
+    """Merge the views of several routers. Each worker appears once, preferably as seen by a router
+    that it is not leaving, then by the one that heard it last; counters are summed."""
     workers: dict[bytes, WorkerView] = {}
     for worker in (worker for view in views for worker in view.workers):
         boot = worker.hello.boot
@@ -240,7 +241,7 @@ def _some(routers: Sequence[LiveRouter]) -> Sequence[LiveRouter]:
 
 
 async def _answer(method: Callable[[Asked], Awaitable[T]], request: Asked, limit_s: float) -> T:
-    """A unary reply in time. Raises ServiceError UNAVAILABLE."""
+    """The reply to a unary call within `limit_s` seconds. Raises ServiceError UNAVAILABLE."""
     try:
         async with asyncio.timeout(limit_s):
             with may_be_closed():

@@ -1,7 +1,7 @@
-"""One request between the gateway and whichever router runs it; pure, time is an argument.
+"""One request between the gateway and the router that runs it; pure, time is an argument.
 
-Invariant: its progress holds exactly the ids that were handed on, in order, so that a re-issue
-continues where the client is. Only events of the current epoch count.
+Invariant: its progress holds exactly the ids that were passed on, in order, so that a reissued
+request continues at the client's position. Only events of the current epoch count.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,9 +23,9 @@ from pdserve.services.host.rpc.token_rows import NumberedChoice
 
 
 class ResumableRequest:
-    """A live request: what it has, where it runs, how long it may take.
+    """A live request: its ids, placement and deadlines.
 
-    The constructor raises ServiceError INVALID_ARGUMENT for a Start that no worker could take.
+    The constructor raises ServiceError INVALID_ARGUMENT if no worker could take the Start.
     """
 
     def __init__(self, start: Start, now: float) -> None:
@@ -42,8 +42,8 @@ class ResumableRequest:
         self._epoch = start.epoch
         self._issued = False
         self._placement: Placement | None = None
-        self._join_routers = 0  # of its worker; 0: all
-        self._placed_anew = False  # without its placement
+        self._join_routers = 0  # how many routers its worker joins; 0: all
+        self._placed_anew = False  # whether its placement is dropped
         self._crash_count = start.crash_count
 
     @property
@@ -52,12 +52,12 @@ class ResumableRequest:
 
     @property
     def placed(self) -> bool:
-        """Whether a worker has it, or had it: it may go on there."""
+        """Whether a worker has or had the request, so that it may continue there."""
         return self._placement is not None
 
     def routers_of_its_worker(self, addresses: Iterable[str]) -> list[str]:
-        """Those of the routers that its worker has joined, as far as that depends on their names,
-        the first by rendezvous hash at the front; none: it has no worker, or one that joins all."""
+        """The routers that the request's worker joins by rendezvous hash, the first choice first;
+        empty if the request has no worker, or one that joins all routers."""
         if self._placement is None or self._placed_anew or not self._join_routers:
             return []
         return rendezvous_order(self._placement.decode_boot, addresses)[: self._join_routers]
@@ -65,7 +65,7 @@ class ResumableRequest:
     def issue(self, now: float, given_back: bool = False) -> Start | None:
         """The message that starts or continues the request; a higher epoch each time.
 
-        None if every choice has ended or its deadline has passed: nothing is left to ask for.
+        None if every choice has ended or the deadline has passed.
         """
         if self.expired(now) or self._progress.complete:
             return None
@@ -84,21 +84,22 @@ class ResumableRequest:
         return start
 
     def refused(self, failed: Failed) -> None:
-        """A router has not begun what was issued last."""
+        """A router has not begun the last issue of the request."""
         self._crash_count = max(self._crash_count, failed.crash_count)
 
     def place_anew(self) -> None:
-        """No router knows its worker: any other one may go on with the ids that it has."""
+        """Drop the placement, since no router knows its worker: any other worker may continue with
+        the request's ids."""
         self._placed_anew = True
 
     def abort(self, choices: Sequence[int]) -> None:
-        """Mark choices (none named: all) as ended by the gateway."""
+        """Mark choices as ended by the gateway; all if none are given."""
         self._progress.abort(choices or range(len(self._progress.choices)))
 
     def take(self, event: RequestEvent) -> RequestEvent | None:
-        """The part of an event that continues what the request has, or None.
+        """The part of an event that continues the request, or None.
 
-        Changes the event. A gap in what arrives ends the request with an error.
+        Changes the event. A gap in the output ends the request with an error.
         """
         kind = event.WhichOneof("event")
         if self.ended or kind is None:
@@ -125,13 +126,13 @@ class ResumableRequest:
         return event
 
     def take_next(self, of: NumberedChoice, position: int, id_: int) -> bool:
-        """Take a token that is the next of its choice; whether it was."""
+        """Take a token if it is the next of its choice; return whether it was."""
         if self.ended or of.epoch != self._epoch:
             return False
         return self._progress.take_next(of.choice, position, id_)
 
     def take_as_event(self, of: NumberedChoice, position: int, id_: int) -> RequestEvent | None:
-        """A token of a choice that goes on, as `take` does it."""
+        """Take a token of an unfinished choice as an event, like `take`."""
         if of.epoch != self._epoch:
             return None
         tokens = Tokens(choice=of.choice, position=position, ids=(id_,), epoch=of.epoch)
@@ -139,14 +140,15 @@ class ResumableRequest:
         return event if self.take_next(of, position, id_) else self.take(event)
 
     def finish(self) -> RequestEvent | None:
-        """End it here: its choices all ended, but the router that knew the rest is gone."""
+        """End the request here: its choices have all ended, but the router with its Finished is
+        lost."""
         if self.ended:
             return None
         self.ended = True
         return RequestEvent(finished=Finished(request=self.id, epoch=self._epoch))
 
     def fail(self, code: ErrorCode, message: str, retry_after_ms: int = 0) -> RequestEvent | None:
-        """End it here with an error, unless it has ended."""
+        """End the request here with an error, unless it has ended."""
         if self.ended:
             return None
         self.ended = True

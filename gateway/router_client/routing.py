@@ -1,7 +1,7 @@
-"""Which router takes a request. Pure; time is an argument.
+"""Chooses the router for a request. Pure; time is an argument.
 
-Requests that begin alike go to the same router, which then computes their prefix once, as long as
-it has no more than its share of the load.
+Requests with the same beginning go to the same router, which then computes their prefix once, as
+long as it has no more than its share of the load.
 """
 
 import hashlib
@@ -12,9 +12,9 @@ from typing import Protocol, TypeVar
 from pdserve.protos.common_pb2 import Start
 from pdserve.services.host.discovery.rendezvous import weight
 
-KEY_IDS = 64  # of a prompt's beginning
-SHARE = 1.1  # of the mean that a router's load may be
-HALF_LIFE_S = 10.0  # after it, a request that was sent counts half
+KEY_IDS = 64  # length of the prompt's beginning
+SHARE = 1.1  # largest load of a router, relative to the mean
+HALF_LIFE_S = 10.0  # after which a sent request counts half
 
 
 class Candidate(Protocol):
@@ -23,7 +23,7 @@ class Candidate(Protocol):
     address: str
 
     def load(self, now: float) -> float:
-        """Requests that are open there; a router's has those sent lately, too."""
+        """Open requests there; for a router, recently sent ones count too."""
         ...
 
 
@@ -31,7 +31,7 @@ C = TypeVar("C", bound=Candidate)
 
 
 class Recent:
-    """How many were sent lately; each counts half after HALF_LIFE_S."""
+    """A decaying count of sent requests; each counts half after HALF_LIFE_S."""
 
     def __init__(self) -> None:
         self._count = 0.0
@@ -45,7 +45,7 @@ class Recent:
 
 
 def conversation(start: Start) -> bytes:
-    """Equal for requests of one client to one model whose prompts begin alike."""
+    """A key that is equal for requests of one client to one model whose prompts begin alike."""
     key = hashlib.blake2b(digest_size=16)
     for part in (start.model.encode(), start.cache_salt):
         key.update(len(part).to_bytes(4) + part)
@@ -55,8 +55,8 @@ def conversation(start: Start) -> bytes:
 
 def choose(candidates: Sequence[C], key: bytes, now: float) -> C | None:
     """Rendezvous hashing with bounded loads: the conversation's own router, or the least loaded one
-    while that has its share already. The next in the conversation's order instead would leave all
-    that is below the share to one router."""
+    if that already has its share. Choosing the next router in the conversation's order instead
+    would leave all load below the share to one router."""
     if not candidates:
         return None
     own = max(candidates, key=lambda c: weight(key, c.address))

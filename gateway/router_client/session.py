@@ -1,4 +1,4 @@
-"""The gateway's session with one router, opened anew when it breaks, until it is closed."""
+"""The gateway's session with one router, reopened when it breaks, until it is closed."""
 
 import asyncio
 import logging
@@ -19,41 +19,41 @@ from pdserve.services.host.rpc.token_rows import RowReader, TokenRow
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 2.0  # to open a connection
-STABLE_S = 1.0  # a session that lasted longer worked
+CONNECT_S = 2.0  # timeout of opening a connection
+STABLE_S = 1.0  # a session that lasts longer counts as working
 FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 0.5  # so that a router is found again well before decode gives its requests up
-MAX_REFUSED_S = 10.0  # to a router of another version: it is upgraded, or this gateway
+MAX_BACKOFF_S = 0.5  # reconnect well before decode aborts the router's requests
+MAX_REFUSED_S = 10.0  # between attempts at an incompatible router, until one side is upgraded
 
 
 class RouterListener(Protocol):
-    """Whoever has requests on the session; every call is on the loop and returns at once."""
+    """The owner of requests on the session; every call is on the loop and returns at once."""
 
     def up(self, session: "RouterConnection") -> None:
         """Messages can be sent."""
 
     def event(self, session: "RouterConnection", event: RequestEvent) -> None:
-        """Something about a request."""
+        """An event of a request has arrived."""
 
     def rows(self, session: "RouterConnection", rows: Iterable[TokenRow]) -> None:
-        """Tokens of choices that go on."""
+        """Tokens of unfinished choices have arrived."""
 
     def down(self, session: "RouterConnection") -> None:
-        """It ended: what it carried may be lost."""
+        """The session ended, and the messages on it may be lost."""
 
 
 class RouterConnection:
-    """One router at host:port."""
+    """The connection to one router at host:port."""
 
     def __init__(self, address: str, access: Access, boot: bytes, listener: RouterListener) -> None:
-        """`boot` is the gateway's own."""
+        """`boot` is the gateway's boot id."""
         self.address = address
-        self.channel: grpc.aio.Channel | None = None  # while messages can be sent
+        self.channel: grpc.aio.Channel | None = None  # set while messages can be sent
         self.up_since = 0.0
-        self.has_worked = False  # in the session that ended last, or this one
-        self.protocol: int | None = None  # the router's version, once it has said something
-        self.num_open = 0  # requests; the listener's to keep
-        self._refusal = ""  # why the two versions do not go together, as said last
+        self.has_worked = False  # whether the last or current session worked
+        self.protocol: int | None = None  # the router's version, once it has sent a message
+        self.num_open = 0  # open requests; the listener updates it
+        self._refusal = ""  # the last logged reason why the versions are incompatible
         self._recent = Recent()
         self._access = access
         self._boot = boot
@@ -64,20 +64,20 @@ class RouterConnection:
 
     @property
     def failure(self) -> "asyncio.Task[None]":
-        """Ends only by a failure, or by `close`."""
+        """A task that ends only by a failure, or by `close`."""
         return self._task
 
     async def close(self) -> None:
-        """End it; the listener is told nothing more."""
+        """End the session without further calls to the listener."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     def load(self, now: float) -> float:
-        """Requests that are open there, and those sent lately."""
+        """Open requests there, and recently sent ones."""
         return self.num_open + self._recent.count(now)
 
     def count_sent(self, now: float) -> None:
-        """A request was sent."""
+        """Count a sent request."""
         self._recent.add(now)
 
     def send(self, message: GatewayMessage) -> None:
@@ -101,7 +101,7 @@ class RouterConnection:
             await asyncio.sleep(backoff)
 
     def _note(self, error: Exception) -> None:
-        """Logs why a session ended; that of two versions once."""
+        """Log why a session ended; an incompatible version only once."""
         reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
         text = str(reason or type(error).__name__)
         if not is_refusal(error):
@@ -121,7 +121,7 @@ class RouterConnection:
         writer = asyncio.create_task(self._write(call))
         silent: asyncio.TimerHandle | None = None
         try:
-            # A router of 0.1.0 says nothing until it is asked something, and refuses nobody.
+            # A router of 0.1.0 sends nothing before the first request, and refuses no version.
             if not self._refusal:
                 self._begin(channel)
             else:
@@ -130,7 +130,7 @@ class RouterConnection:
             async for message in call:
                 if self.protocol is None:
                     self._greeted(message.protocol, channel)
-                self.has_worked |= bool(message.events)  # it is not only a port that is open
+                self.has_worked |= bool(message.events)  # more than an open port
                 for event in message.events:
                     if event.HasField("rows"):
                         self._listener.rows(self, rows.read(event.rows))
@@ -144,26 +144,26 @@ class RouterConnection:
             self._outgoing.clear()
             self.has_worked |= loop.time() - self.up_since > STABLE_S
             if not self._task.cancelling():
-                # Before anything is awaited: whoever sees no channel may close this session.
+                # Before any await: other code may close a session without a channel.
                 self._listener.down(self)
             writer.cancel()
             call.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
     def _begin(self, channel: grpc.aio.Channel) -> None:
-        """Messages can be sent."""
+        """Start the session: messages can be sent."""
         log.info("connected to router %s", self.address)
         self.channel = channel
         self._listener.up(self)
 
     def _not_refused(self, channel: grpc.aio.Channel) -> None:
-        """The router that refused has made room for one that does not, and that says nothing."""
+        """A router that neither refuses nor sends a version has replaced the one that refused."""
         if self.protocol is None and self.channel is None:
             self._refusal = ""
             self._begin(channel)
 
     def _greeted(self, protocol: int, channel: grpc.aio.Channel) -> None:
-        """The router has said its version. Raises ServiceError if it is too old or too new."""
+        """Handle the router's version. Raises ServiceError if it is too old or too new."""
         check_version(protocol, "gateway", f"router {self.address}")
         log.debug("router %s has protocol version %d", self.address, protocol)
         self.protocol, self._refusal = protocol, ""
@@ -179,7 +179,8 @@ class RouterConnection:
 
 
 async def _connect(channel: grpc.aio.Channel) -> None:
-    """Wait for a connection. Raises ConnectionError when it is refused, TimeoutError."""
+    """Wait for a connection. Raises ConnectionError if it is refused, TimeoutError after
+    CONNECT_S."""
     async with asyncio.timeout(CONNECT_S):
         state = channel.get_state(try_to_connect=True)
         while state is not grpc.ChannelConnectivity.READY:

@@ -1,4 +1,4 @@
-"""The calls that the gateway makes to a router; tests answer the same calls from a script."""
+"""The calls that the gateway makes to a router; tests script the replies."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeVar
@@ -14,22 +14,21 @@ returns is given to whoever iterates over the events, in the token's place."""
 
 
 class Upstream(Protocol):
-    """A router. Calls raise ServiceError where they cannot answer."""
+    """A router. Calls raise ServiceError if they fail."""
 
     def open(
         self, start: Start, take_token: TakeToken[T] | None = None
     ) -> AsyncGenerator[RequestEvent | T, None]:
         """Run a request. The last event is its one Finished or Failed.
 
-        `take_token` may be given a token, which then comes in no event, while whoever iterates
-        waits and there is no event: no task needs a turn for such a token. What it raises is
-        raised here.
+        While the consumer waits and there is no event, `take_token` may receive a token, which then
+        appears in no event: this saves a task switch per token. Its exceptions are raised here.
         Closing the iterator before the last event cancels the request at once.
         """
         ...
 
     def cancel(self, request: str, choices: Sequence[int] = ()) -> None:
-        """End a request (no choices named) or some of its choices; never blocks."""
+        """End a request (no choices given) or some of its choices; never blocks."""
         ...
 
     async def models(self) -> Sequence[ModelCard]:
@@ -41,5 +40,5 @@ class Upstream(Protocol):
         ...
 
     async def fleet(self) -> FleetView:
-        """The routers' view of their workers, now; each worker once."""
+        """The routers' current view of their workers; each worker once."""
         ...

@@ -1,9 +1,9 @@
 """The database of a gateway: SQLite in a file, or PostgreSQL.
 
-It owns the connections. Each module that keeps something has its own table, a class on `Base`.
-Several gateways may use one database. SQLite's file has a write-ahead log: readers wait for nobody,
-and writers take turns, those of this process in the order in which they came. A connection whose
-statement is cut off may keep SQLite's lock, so each transaction runs `in_own_task`.
+It owns the connections. Each module that stores data has its own table, a class on `Base`. Several
+gateways may use one database. SQLite's file has a write-ahead log: readers never wait, and writers
+take turns, those of this process in order of arrival. A cancelled statement may leave its
+connection with SQLite's lock, so each transaction runs `in_own_task`.
 """
 
 import asyncio
@@ -35,36 +35,36 @@ from pdserve.services.host.errors import MAX_QUOTED, ServiceError
 
 log = logging.getLogger("pdserve.gateway.database")
 
-BUSY_S = 10  # that a transaction waits for those of other processes
+BUSY_S = 10  # how long a transaction waits for those of other processes
 _DIALECTS = {
     scheme: f"{'sqlite' if scheme == 'sqlite' else 'postgresql'}+{package}"
     for scheme, package in DRIVERS.items()
 }
-CLOSE_S = 5.0  # for the transactions that still run
-MAKING_TABLES = 7_291_445  # of Postgres's advisory locks: gateways that start together
+CLOSE_S = 5.0  # wait for running transactions
+MAKING_TABLES = 7_291_445  # key of Postgres's advisory lock, for gateways that start together
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_own_tasks: set[asyncio.Task[Any]] = set()  # that run; nothing else holds those nobody waits for
+_own_tasks: set[asyncio.Task[Any]] = set()  # running tasks; keeps those alive that no caller awaits
 
 
 class Base(DeclarativeBase):
-    """Every table of the gateway."""
+    """Base class of every table of the gateway."""
 
 
 def _ended(task: asyncio.Task[Any]) -> None:
     _own_tasks.discard(task)
     if not task.cancelled():
-        task.exception()  # perhaps nobody waits for it any more
+        task.exception()  # mark as retrieved: perhaps no caller awaits it any more
 
 
 def in_own_task(
     work: Callable[P, Coroutine[Any, Any, T]],
 ) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Decorates coroutine functions that have transactions: they run to their end, whatever
-    becomes of the caller. They must be short, and wait for nothing but the database."""
+    """Decorate a coroutine function with transactions so that it runs to its end even if its caller
+    is cancelled. The function must be short, and wait only for the database."""
 
     @functools.wraps(work)
     async def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -77,11 +77,12 @@ def in_own_task(
 
 
 class Database:
-    """Opened by `start`; `changing` and `reading` are transactions, of what is `in_own_task`."""
+    """Opened by `start`. `changing` and `reading` are transactions; use them in functions that are
+    `in_own_task`."""
 
     def __init__(self, url: str) -> None:
         """`url` as SQLAlchemy reads it: "sqlite:///file.db", "postgresql://host/name". Raises
-        ValueError for one that cannot be used."""
+        ValueError if it cannot be used."""
         self._url = _read(url)
         try:
             self._engine = create_async_engine(self._url, pool_pre_ping=not self.is_file)
@@ -96,27 +97,27 @@ class Database:
         self._reading: async_sessionmaker[AsyncSession] = async_sessionmaker(
             self._engine.execution_options(reads_only=True), expire_on_commit=False
         )
-        self._open: set[asyncio.Task[Any]] = set()  # that have one, or wait for a turn
+        self._open: set[asyncio.Task[Any]] = set()  # tasks with a transaction, or waiting for one
         self._turns: AbstractAsyncContextManager[Any] = nullcontext()
-        # SQLite would let writers sleep and try again, the latest as likely as the first.
+        # SQLite alone would let writers sleep and retry, in no order.
         self._write_turns: AbstractAsyncContextManager[Any] = (
             asyncio.Lock() if self.is_file else nullcontext()
         )
 
     def share(self, most: int) -> "Database":
         """The same database for work that can wait: at most `most` of its transactions run at once,
-        so that it leaves connections to others. Opened and closed with this one."""
+        which leaves connections to others. Opened and closed with this one."""
         part = copy.copy(self)
         part._turns = asyncio.Semaphore(most)
         return part
 
     @property
     def is_file(self) -> bool:
-        """SQLite, which no network is in the way of."""
+        """Whether the database is SQLite, which needs no network."""
         return self._url.get_backend_name() == "sqlite"
 
     async def start(self) -> None:
-        """Makes the tables that are not there yet. Raises OSError if it cannot be opened."""
+        """Create missing tables. Raises OSError if the database cannot be opened."""
         self._make_file()
         try:
             async with self._engine.begin() as connection:
@@ -125,12 +126,13 @@ class Database:
                 await connection.run_sync(Base.metadata.create_all)
         except (SQLAlchemyError, OSError) as error:
             await self._engine.dispose()
-            # What is behind the "?" may be a password, too.
+            # The URL's query may contain a password, too.
             shown = self._url.set(query={}).render_as_string(hide_password=True)
             raise OSError(f"--database-url {shown}: {_reason(error)}") from error
 
     def _make_file(self) -> None:
-        """SQLite would make one that everybody may read; those beside it have its rights."""
+        """Create the file privately; SQLite would make it readable for all. SQLite's files beside
+        it inherit its permissions."""
         path = self._url.database or ""
         if not self.is_file or path in ("", ":memory:"):
             return
@@ -145,12 +147,12 @@ class Database:
             raise OSError(f"--database-url: {error.filename}: {error.strerror}") from error
 
     async def now_s(self, session: AsyncSession) -> int:
-        """Seconds since the epoch by the database's own clock: gateways of all hosts have it."""
+        """Seconds since the epoch by the database's clock, which gateways on all hosts share."""
         clock = "strftime('%s', 'now')" if self.is_file else "extract(epoch FROM now())"
         return int(await session.scalar(text(f"SELECT {clock}")))
 
     async def close(self) -> None:
-        """Transactions that run may end before."""
+        """Close the connections, after running transactions or at most CLOSE_S."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 while self._open:
@@ -160,7 +162,7 @@ class Database:
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[AsyncSession]:
         """A transaction that writes. Raises ServiceError UNAVAILABLE if the database cannot be
-        used, IntegrityError for a row that is there already."""
+        used, IntegrityError if a row already exists."""
         async with (
             self._own_turn(),
             self._write_turn(),
@@ -171,13 +173,13 @@ class Database:
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncSession]:
         """A transaction that only reads: it sees one state, and waits for no writer. Raises
-        ServiceError UNAVAILABLE."""
+        ServiceError UNAVAILABLE if the database cannot be used."""
         async with self._own_turn(), self._transaction(self._reading) as session:
             yield session
 
     @asynccontextmanager
     async def _own_turn(self) -> AsyncIterator[None]:
-        """Of a share: until one of its transactions may begin. `close` waits for it, too."""
+        """Wait until this share may begin a transaction. `close` waits for the turn, too."""
         task = asyncio.current_task()
         if task is None or task not in _own_tasks:
             raise RuntimeError("a transaction must be in_own_task")
@@ -190,7 +192,8 @@ class Database:
 
     @asynccontextmanager
     async def _write_turn(self) -> AsyncIterator[None]:
-        """Until this process has no other writer. Raises ServiceError UNAVAILABLE."""
+        """Wait until this process has no other writer. Raises ServiceError UNAVAILABLE after
+        BUSY_S."""
         async with AsyncExitStack() as turn:
             with _service_errors():
                 try:
@@ -223,12 +226,13 @@ def _service_errors() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Without the statement and its values, which are a client's."""
+    """The error without its statement and values, which are a client's data."""
     return str(getattr(error, "orig", None) or error)[:MAX_QUOTED]
 
 
 def _read(text: str) -> URL:
-    """The URL with its driver. No error has a part of it: it may be one of a password."""
+    """The URL with its driver. Raises ValueError whose text omits the URL, since any part of it may
+    be a password."""
     wrong = "--database-url: it must be sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME"
     try:
         url = make_url(text)
@@ -243,15 +247,15 @@ def _read(text: str) -> URL:
 
 
 def _make_private(path: str) -> None:
-    """Nobody else may read the file, if it is ours. It is not opened: to close it would drop the
-    locks that SQLite has on it in this process."""
+    """Remove other users' permissions from a file that this user owns. The file must not be opened:
+    closing it would drop SQLite's locks on it in this process."""
     found = os.stat(path)
     if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
         os.chmod(path, 0o600)
 
 
 def _prepare_sqlite(connection: Any, record: object) -> None:
-    connection.isolation_level = None  # transactions begin below, not where the driver guesses
+    connection.isolation_level = None  # _begin_sqlite begins transactions
     cursor = connection.cursor()
     for pragma in (f"busy_timeout={BUSY_S * 1000}", "journal_mode=WAL", "synchronous=NORMAL"):
         cursor.execute(f"PRAGMA {pragma}")
@@ -259,6 +263,7 @@ def _prepare_sqlite(connection: Any, record: object) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    """A transaction that reads first and writes later would fail if another had written between."""
+    """Begin a transaction, with the write lock unless it only reads: a transaction that reads first
+    and writes later would fail if another wrote in between."""
     reads = connection.get_execution_options().get("reads_only")
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")

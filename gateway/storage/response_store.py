@@ -1,4 +1,4 @@
-"""The interface by which /v1/responses keeps its responses, and finds them again."""
+"""The interface with which /v1/responses stores and finds responses."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,7 +6,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response object, and the list of all items that it answers; both are JSON texts."""
+    """A response object, and the list of all items that it responds to; both are JSON texts."""
 
     id: str
     response: str
@@ -18,15 +18,15 @@ class KeptResponse:
 
 
 class ResponseStore(Protocol):
-    """Keeps responses for a while, each for its tenant alone. Raises ServiceError UNAVAILABLE where
-    it cannot be reached."""
+    """Keeps responses for a while, separately for each tenant. Raises ServiceError UNAVAILABLE if
+    the store cannot be reached."""
 
     async def save(self, tenant: bytes, kept: KeptResponse) -> bool:
-        """Keep one more; False: it is too large."""
+        """Store a response; False if it is too large."""
         ...
 
     async def find(self, tenant: bytes, name: str) -> KeptResponse | None: ...
 
     async def remove(self, tenant: bytes, name: str) -> bool:
-        """Whether there was one to forget."""
+        """Remove a response; return whether it existed."""
         ...

@@ -1,7 +1,7 @@
-"""Responses of /v1/responses that clients may ask for again, in a table of their own.
+"""Stores the responses of /v1/responses in a table.
 
-Invariants: a tenant sees its own alone, has at most so many and so many bytes of them (the oldest
-go first), and none that has expired is ever found.
+Invariants: a tenant sees only its own responses, the number and bytes of a tenant's responses are
+bounded (the oldest are removed first), and an expired response is never found.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ PRUNED_AT_ONCE = 32  # rows
 
 
 class ResponseRow(Base):
-    """One response, and the items that it answers."""
+    """One response, and the items that it responds to."""
 
     __tablename__ = "responses"
     __table_args__ = (Index("responses_of_tenant", "tenant", "created"),)
@@ -35,7 +35,7 @@ class ResponseRow(Base):
 
 @dataclass(frozen=True, slots=True)
 class ResponseBounds:
-    """How much is kept for one tenant."""
+    """Limits of what is kept for one tenant."""
 
     max_bytes: int = 1 << 20  # of one response and its items
     max_rows: int = 1000
@@ -44,9 +44,9 @@ class ResponseBounds:
 
 
 class DatabaseResponses:
-    """A ResponseStore; every gateway on the same database finds the same.
+    """A ResponseStore that all gateways on the same database share.
 
-    All methods raise ServiceError UNAVAILABLE if the database does not do its work.
+    All methods raise ServiceError UNAVAILABLE if the database cannot be used.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class DatabaseResponses:
         clock: Callable[[], float],
         bounds: ResponseBounds = ResponseBounds(),
     ) -> None:
-        """`clock` gives seconds since 1970."""
+        """`clock` returns seconds since 1970."""
         self._database = database
         self._clock = clock
         self._bounds = bounds
 
     @in_own_task
     async def save(self, tenant: bytes, kept: KeptResponse) -> bool:
-        """Keep one more; False: it is too large."""
+        """Store a response; False if it is too large."""
         now, owner, num_bytes = self._clock(), tenant.hex(), kept.num_bytes
         if num_bytes > min(self._bounds.max_bytes, self._bounds.max_total_bytes):
             return False
@@ -97,7 +97,7 @@ class DatabaseResponses:
 
     @in_own_task
     async def remove(self, tenant: bytes, name: str) -> bool:
-        """Whether there was one to forget."""
+        """Remove a response; return whether it existed."""
         if not may_be_id(name, MAX_ID):
             return False
         one = (
@@ -109,7 +109,7 @@ class DatabaseResponses:
             return await session.scalar(one) is not None
 
     async def _prune(self, session: AsyncSession, owner: str) -> None:
-        """Forget the oldest responses of a tenant that has too many."""
+        """Remove the oldest responses of a tenant that exceeds its bounds."""
         own = ResponseRow.tenant == owner
         sums = select(func.count(), func.coalesce(func.sum(ResponseRow.num_bytes), 0)).where(own)
         oldest = (

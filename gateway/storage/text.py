@@ -1,6 +1,6 @@
 """Checks texts of clients before they are sent to a database.
 
-PostgreSQL keeps no text with a NUL character, SQLite does: here it is refused for both.
+PostgreSQL rejects texts with a NUL character, SQLite does not; these checks refuse it for both.
 """
 
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
@@ -15,7 +15,7 @@ def may_be_id(text: str, max_len: int) -> bool:
 
 
 def check_text(text: str, param: str) -> None:
-    """Raises ServiceError naming the parameter for a text with a NUL character."""
+    """Raises ServiceError, naming the parameter, if a text has a NUL character."""
     if _NUL in text:
         raise ServiceError(INVALID_ARGUMENT, f"{param}: a NUL character is not allowed", param)
 

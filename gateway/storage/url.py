@@ -1,4 +1,4 @@
-"""Checks the URL of a database before SQLAlchemy is imported, which takes long."""
+"""Checks the URL of a database before SQLAlchemy, which is slow to import."""
 
 import os
 from importlib.util import find_spec
@@ -8,8 +8,8 @@ DRIVERS = {"sqlite": "aiosqlite", "postgresql": "asyncpg", "postgres": "asyncpg"
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError for a URL of no database that can be used, OSError for a file that could
-    not be written."""
+    """Raises ValueError if the URL's database cannot be used, OSError if its file could not be
+    written."""
     scheme, found, rest = url.partition("://")
     backend = scheme.partition("+")[0]
     if not found or backend not in DRIVERS:
@@ -21,7 +21,7 @@ def check_url(url: str) -> None:
 
 
 def check_folder(path: str) -> None:
-    """Raises OSError if a file could not be made there."""
+    """Raises OSError if the file's folder is not writable."""
     if path in ("", ":memory:"):
         return
     folder = Path(path).absolute().parent

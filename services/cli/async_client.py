@@ -1,6 +1,8 @@
-"""Many requests at once to one server: HTTP/1.1 over kept connections, read by httptools.
+"""An HTTP/1.1 client for many concurrent requests to one server, with kept connections and
+httptools.
 
-It costs a request little, so that a benchmark on the server's own machine leaves it its cores.
+A request costs little CPU time, so that a benchmark on the server's own machine leaves it its
+cores.
 """
 
 import asyncio
@@ -28,7 +30,7 @@ OnBody = Callable[[bytes, float], None]
 
 
 class Response(NamedTuple):
-    """An answer of whatever status; `body` is empty if an OnBody took it."""
+    """A response of any status; `body` is empty if an OnBody took it."""
 
     status: int
     body: bytes
@@ -36,14 +38,14 @@ class Response(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """Raises ApiError."""
+        """The parsed body. Raises ApiError if it is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError:
             raise ApiError("the answer is no JSON: is this an OpenAI server?", 502) from None
 
     def check(self) -> "Response":
-        """Itself if it is a 2xx. Raises ApiError."""
+        """Return the response itself if its status is 2xx. Raises ApiError otherwise."""
         if self.status >= 300:
             raise error_of(self.body, self.status, f"status {self.status}")
         return self
@@ -53,8 +55,8 @@ class _Connection(asyncio.Protocol):
     """One connection, with one request at a time."""
 
     def __init__(self) -> None:
-        self.usable = True  # for another request
-        self.heard = False  # something of the current answer
+        self.usable = True  # whether it can take another request
+        self.heard = False  # whether part of the current response has arrived
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[Response] | None = None
 
@@ -63,7 +65,7 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     async def ask(self, request: bytes, on_body: OnBody | None) -> Response:
-        """Raises ApiError if the connection breaks first."""
+        """Send a request; return its response. Raises ApiError if the connection breaks first."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._on_body = on_body
@@ -78,7 +80,7 @@ class _Connection(asyncio.Protocol):
             return await self._done
         finally:
             if not self._done.done() or self._done.cancelled():
-                self.close()  # what still comes is of no use, and tells the server to stop
+                self.close()  # the rest is not needed, and closing stops the server
             self._done = None
 
     def data_received(self, data: bytes) -> None:
@@ -134,10 +136,10 @@ class _Connection(asyncio.Protocol):
 
 
 class AsyncApi:
-    """Calls one server; connections that are idle are used again."""
+    """Calls one server; idle connections are reused."""
 
     def __init__(self, settings: ClientSettings, timeout_s: float = 600.0) -> None:
-        """Raises ApiError for a URL that is neither http(s)://host[:port] nor unix:PATH."""
+        """Raises ApiError unless the URL is http(s)://host[:port] or unix:PATH."""
         self.url = settings.url.rstrip("/")
         self._address = at = address_of(settings.url)
         self._tls = ssl.create_default_context() if at.is_secure else None
@@ -149,11 +151,11 @@ class AsyncApi:
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Response:
-        """Raises ApiError if no answer comes."""
+        """Raises ApiError if no response arrives."""
         return await self._ask("GET", path, b"", None)
 
     async def first_model(self) -> str:
-        """The name of the model that the server lists first. Raises ApiError."""
+        """The name of the first model that the server lists. Raises ApiError if it lists none."""
         answer = (await self.get("/v1/models")).check().json
         try:
             models = entries_of(answer)
@@ -166,7 +168,7 @@ class AsyncApi:
     async def post(
         self, path: str, body: dict[str, Any] | bytes, on_body: OnBody | None = None
     ) -> Response:
-        """Raises ApiError if no answer comes; an error of the server is an answer."""
+        """Raises ApiError if no response arrives; an error of the server is a response."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self._ask("POST", path, data, on_body)
 
@@ -182,7 +184,7 @@ class AsyncApi:
                         answer = await connection.ask(request, on_body)
                         break
                     except ApiError:
-                        # The server had closed an idle connection, and has not seen the request.
+                        # The server had closed an idle connection and has not seen the request.
                         if not reused or connection.heard:
                             raise
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""`pdserve certs FOLDER`: the certificates of a cluster, as files."""
+"""`pdserve certs FOLDER` writes the certificates of a cluster as files."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from pdserve.services.options.sources import Settings
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Makes an authority, unless the folder has one, and a new certificate for every role."""
+    """Create an authority, unless the folder has one, and a new certificate for every role."""
     from pdserve.services.host.auth.certificates import Identity, issue, make_authority
     from pdserve.services.host.auth.roles import Role
 
@@ -42,8 +42,8 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def _write(folder: Path, name: str, certificate: bytes, key: bytes) -> None:
-    """Each file is replaced whole, so that a process never reads half of one; the key goes first,
-    and only its owner can read it."""
+    """Replace each file as a whole, so that a process never reads a partial one. The key is written
+    first, readable only by its owner."""
     for file, content, mode in (
         (f"{name}-key.pem", key, 0o600),
         (f"{name}.pem", certificate, 0o644),

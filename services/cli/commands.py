@@ -1,4 +1,4 @@
-"""The table of commands. What a command needs is imported when it is used, and nothing else."""
+"""The table of commands. Each command imports its dependencies only when it runs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from pdserve.services.options.options import options_of
 from pdserve.services.options.parser import Positional, Section
 from pdserve.services.options.sources import Settings
 
-# (title, "module:Class", fields that are no options of this command)
+# (title, "module:Class", fields that are not options of this command)
 SectionSpec = tuple[str, str, tuple[str, ...]]
 
-STOPPED = 130  # the exit code of a command that Ctrl-C has ended
+STOPPED = 130  # the exit code of a command that Ctrl-C ended
 
 GATEWAY = "pdserve.gateway.settings:GatewaySettings"
 ROUTER = "pdserve.services.router.settings:RouterSettings"
@@ -22,7 +22,7 @@ DECODE = "pdserve.services.decode.settings:DecodeSettings"
 ENGINE = "pdserve.engine.api.config:EngineConfig"
 CLI = "pdserve.services.options.settings:"
 
-# `up` decides these itself: addresses, and what its own processes show each other.
+# `up` sets these itself: addresses, and the credentials of its own processes.
 UP_OWNS = (
     "bind",
     "advertise",

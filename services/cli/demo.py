@@ -1,7 +1,8 @@
-"""`pdserve demo`: a short and a long question over each transport, with proof of who did what.
+"""`pdserve demo` sends a short and a long question over each transport, and verifies where each is
+computed.
 
-It asks a system of its own through the HTTP API as any client would, and believes nothing: the
-answer's usage, the gateway's log and its metrics must agree on where each prompt was computed.
+It starts its own system and uses the HTTP API like any client. For each prompt, the response's
+usage, the gateway's log and its metrics must agree on where it was computed.
 """
 
 import re
@@ -19,7 +20,7 @@ from pdserve.services.options.sources import Settings
 
 TRANSPORTS = ("tcp", "shm")
 START_S = 120.0
-SETTLE_S = 10.0  # for a worker's last load report to reach the metrics
+SETTLE_S = 10.0  # time for a worker's last load report to reach the metrics
 SHORT = "Name the capital of France."
 LONG_TOKENS = 600
 SENTENCE = "The quick brown fox jumps over the lazy dog near the old river bank. "
@@ -29,11 +30,11 @@ Metrics = Mapping[str, float]
 
 
 class DemoError(Exception):
-    """An answer, the log or the metrics are not as they should be."""
+    """A response, the log or the metrics are not as expected."""
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Returns 0 if every answer came and log and metrics agree."""
+    """Return 0 if every response arrived and log and metrics agree."""
     try:
         for transport in TRANSPORTS:
             with system(transport) as (client, log):
@@ -47,7 +48,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 @contextmanager
 def system(transport: str) -> Iterator[tuple[ApiClient, Path]]:
-    """Runs `pdserve up` on a free port; its log is the file."""
+    """Run `pdserve up` on a free port; yields a client and the log file."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -72,7 +73,7 @@ def system(transport: str) -> Iterator[tuple[ApiClient, Path]]:
 
 
 def wait_ready(up: "subprocess.Popen[bytes]", log: Path, started: float) -> None:
-    """Raises DemoError if it ends, or takes too long."""
+    """Wait until the system is ready. Raises DemoError if it ends, or takes longer than START_S."""
     while "pdserve is ready" not in log.read_text(errors="replace"):
         if up.poll() is not None:
             raise DemoError(f"pdserve up ended early:\n{tail(log)}")
@@ -82,7 +83,7 @@ def wait_ready(up: "subprocess.Popen[bytes]", log: Path, started: float) -> None
 
 
 def show(transport: str, client: ApiClient, log: Path) -> None:
-    """Asks both questions over one transport. Raises DemoError, ApiError."""
+    """Ask both questions over one transport. Raises DemoError or ApiError if one fails."""
     model = str(client.get_json("/v1/models")["data"][0]["id"])
     print(f"\n{model}, KV over {transport}")
     ask(client, log, model, "short", SHORT, "local")
@@ -96,7 +97,7 @@ def long_question(client: ApiClient, model: str) -> str:
 
 
 def ask(client: ApiClient, log: Path, model: str, name: str, question: str, wanted: str) -> None:
-    """Asks one question; `wanted` is "local" or the transport that the prompt's KV must take."""
+    """Ask one question; `wanted` is "local" or the transport that the prompt's KV must take."""
     before = metrics(client)
     started = time.monotonic()
     message = {"role": "user", "content": question}
@@ -124,7 +125,8 @@ def place(where: str) -> str:
 
 
 def logged(log: Path, request: str) -> str:
-    """What the gateway's line of this request says of its prefill. Raises DemoError."""
+    """Where the prompt was computed, from the gateway's log line of this request. Raises DemoError
+    if there is no such line."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         for line in log.read_text(errors="replace").splitlines():
@@ -137,7 +139,8 @@ def logged(log: Path, request: str) -> str:
 
 
 def check_metrics(client: ApiClient, before: Metrics, name: str, wanted: str) -> None:
-    """One more prompt where it was wanted and none elsewhere; bytes moved only if remote."""
+    """Verify one more prompt at the expected place and none elsewhere, and KV bytes only if
+    remote."""
     label = "local" if wanted == "local" else "remote"
     deadline = time.monotonic() + SETTLE_S
     while True:

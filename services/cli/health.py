@@ -1,4 +1,4 @@
-"""`pdserve health ADDRESS`: a probe for containers, which need no curl or grpcurl then."""
+"""`pdserve health ADDRESS`: a probe for containers, which then need no curl or grpcurl."""
 
 import sys
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from pdserve.services.options.sources import Settings
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """0 if the address serves; otherwise 1, and the reason on standard error."""
+    """Return 0 if the address serves; otherwise 1, with the reason on standard error."""
     address = positionals["address"]
     mine = settings.build(HealthSettings)
     try:
@@ -25,7 +25,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def probe_http(url: str, timeout_s: float) -> str:
-    """Why a GET of the URL is not answered with 2xx; empty if it is."""
+    """Why a GET of the URL does not return 2xx; empty if it does."""
     base, slash, path = url.partition("://")
     host, _, rest = path.partition("/")
     try:
@@ -36,10 +36,10 @@ def probe_http(url: str, timeout_s: float) -> str:
 
 
 def probe_grpc(address: str, settings: HealthSettings) -> str:
-    """Why the gRPC health service does not say SERVING; empty if it does.
+    """Why the gRPC health service does not return SERVING; empty if it does.
 
-    With certificates it asks for a process of the same role as its own, since a container probes
-    itself. Raises ValueError, OSError for certificates that cannot be used.
+    With certificates, the peer must have this process's role, since a container probes itself.
+    Raises ValueError or OSError if the certificates cannot be used.
     """
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc

@@ -1,5 +1,5 @@
-"""A small client of the REST API on the standard library, so that `chat` and `models` need nothing
-else. One connection per call; answers are bounded."""
+"""A small client of the REST API on the standard library, so that `chat` and `models` need no other
+package. It opens one connection per call and bounds responses."""
 
 import http.client
 import json
@@ -13,12 +13,12 @@ from pdserve.services.options.settings import ClientSettings
 
 MAX_ANSWER_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 20
-BROKEN = "broken"  # the code of an answer that did not end
+BROKEN = "broken"  # the code of a response that did not end
 
 
 class ApiError(Exception):
-    """The server cannot be reached, or answered with an error; `status` 0 if it did not answer,
-    `code` as the APIs name the error."""
+    """The server cannot be reached, or returned an error. `status` is 0 without a response; `code`
+    is the API's name of the error."""
 
     def __init__(self, message: str, status: int = 0, code: str = "") -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class ApiError(Exception):
 
 
 def advice(error: ApiError) -> str:
-    """What the person can do about it, as a line of its own; empty if nothing is known."""
+    """Advice for the user, on a separate line; empty if there is none."""
     if error.status == 0 and error.code != BROKEN:
         told = "Start a server with `pdserve up` in another terminal, or name one with --url."
     elif error.status == 401:
@@ -51,14 +51,14 @@ class ServerAddress:
 
 
 def address_of(url: str) -> ServerAddress:
-    """Raises ApiError for a URL that is neither http(s)://host[:port] nor unix:PATH."""
+    """Raises ApiError unless the URL is http(s)://host[:port] or unix:PATH."""
     kind, _, path = url.partition(":")
     unix_path = path.removeprefix("//") if kind == "unix" else ""
     text = "http://localhost" if unix_path else url
     try:
         parts = urlsplit(text if "//" in text else "http://" + text)
-        host, port = parts.hostname or "", parts.port  # ValueError: the port is no number
-        host.encode("idna")  # UnicodeError: no name of a host
+        host, port = parts.hostname or "", parts.port  # ValueError: the port is not a number
+        host.encode("idna")  # UnicodeError: not a host name
     except ValueError:
         host = ""
     if not host or parts.scheme not in ("http", "https"):
@@ -69,7 +69,7 @@ def address_of(url: str) -> ServerAddress:
 
 
 def bearer(key: str) -> str:
-    """The Authorization header of a key. Raises ApiError for what no header can carry."""
+    """The Authorization header of a key. Raises ApiError if no header can carry it."""
     if not (key.isascii() and key.isprintable()):
         raise ApiError("the key has characters that no key has: --api-key", 400)
     return f"Bearer {key}"
@@ -89,10 +89,10 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class ApiClient:
-    """Calls one server; `timeout_s` is for each wait on the network."""
+    """Calls one server; `timeout_s` applies to each wait on the network."""
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
-        """Raises ApiError for a URL that is neither http(s)://host[:port] nor unix:PATH."""
+        """Raises ApiError unless the URL is http(s)://host[:port] or unix:PATH."""
         self.url = url.rstrip("/")
         self._address = address_of(url)
         self._timeout_s = timeout_s
@@ -101,7 +101,7 @@ class ApiClient:
             self._headers["Authorization"] = bearer(api_key)
 
     def get(self, path: str) -> bytes:
-        """The body of a 2xx answer. Raises ApiError."""
+        """The body of a 2xx response. Raises ApiError on any other."""
         connection, answer = self._ask("GET", path, None)
         try:
             return self._body(answer)
@@ -109,7 +109,7 @@ class ApiClient:
             connection.close()
 
     def get_json(self, path: str) -> Any:
-        """Raises ApiError."""
+        """The parsed body of a 2xx response. Raises ApiError."""
         return self._json(self.get(path))
 
     def models(self) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ class ApiClient:
             raise self._foreign() from None
 
     def post_json(self, path: str, body: dict[str, Any]) -> Any:
-        """Raises ApiError."""
+        """The parsed body of a 2xx response to a JSON body. Raises ApiError."""
         connection, answer = self._ask("POST", path, body)
         try:
             return self._json(self._body(answer))
@@ -198,13 +198,13 @@ class ApiClient:
 
 
 def client_of(settings: ClientSettings, timeout_s: float = 600.0) -> ApiClient:
-    """A client of the server that the options name. Raises ApiError for a malformed URL."""
+    """A client of the server in the options. Raises ApiError if the URL is malformed."""
     key = settings.api_key[0] if settings.api_key else ""
     return ApiClient(settings.url, key, timeout_s)
 
 
 def error_of(body: bytes, status: int, otherwise: str) -> ApiError:
-    """Of an answer that is no 2xx: its OpenAI error object, or what is said `otherwise`."""
+    """The error of a response that is not 2xx: its OpenAI error object, or else `otherwise`."""
     try:
         return _error(json.loads(body)["error"], status)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -212,7 +212,7 @@ def error_of(body: bytes, status: int, otherwise: str) -> ApiError:
 
 
 def entries_of(models: Any) -> list[dict[str, Any]]:
-    """Of what /v1/models answers. Raises ValueError for what is no list of models."""
+    """The entries of a /v1/models response. Raises ValueError if it is not a list of models."""
     found = models.get("data") if isinstance(models, dict) else None
     if not isinstance(found, list) or not all(
         isinstance(one, dict) and isinstance(one.get("id"), str) for one in found

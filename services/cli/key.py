@@ -1,4 +1,4 @@
-"""`pdserve key NAME`: a new API key, and the line that stands for it in a key file."""
+"""`pdserve key NAME` creates an API key and its line for a key file."""
 
 import secrets
 import sys
@@ -9,7 +9,7 @@ from pdserve.services.options.sources import Settings
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Prints the line on standard output and the key, which is kept nowhere, on standard error."""
+    """Print the line on standard output, and the key, which is not stored, on standard error."""
     from pdserve.services.host.tenants.keys import hashed
 
     key = f"sk-{secrets.token_urlsafe(32)}"

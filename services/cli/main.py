@@ -20,10 +20,10 @@ from pdserve.services.options.sources import Settings, resolve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line (sys.argv's, if none is given) and gives its exit code."""
+    """Run one command line (default: sys.argv's); return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # characters that a terminal lacks
+        sys.stdout.reconfigure(errors="replace")  # for characters that a terminal lacks
     try:
         if not words or words[0] in ("-h", "--help", "help"):
             print(overview(), end="")
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return STOPPED
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`): no more can be said, nor flushed at exit.
+        # The reader of the output has closed it (`| head`), so nothing can be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -70,7 +70,7 @@ def settle(command: Command, prog: str, words: Sequence[str]) -> tuple[Settings,
 
 
 def config(words: Sequence[str]) -> int:
-    """`pdserve config show [COMMAND] [its options]`."""
+    """Run `pdserve config show [COMMAND] [its options]`."""
     from pdserve.services.options.show import render
 
     if not words or words[0] in ("-h", "--help"):
@@ -89,7 +89,7 @@ def config(words: Sequence[str]) -> int:
 
 
 def find(name: str) -> Command:
-    """The command of that name. Raises OptionError."""
+    """The command of that name. Raises OptionError if there is none."""
     if name.startswith("-"):
         raise OptionError(f"a command comes first, as in `pdserve up {name} ...`")
     if name not in COMMANDS:
@@ -100,7 +100,7 @@ def find(name: str) -> Command:
 
 
 def overview() -> str:
-    """What `pdserve --help` prints."""
+    """The text of `pdserve --help`."""
     rows = [(c.name, c.summary) for c in COMMANDS.values()]
     rows.append(("config show", "print the options in force and where each came from"))
     lines = [f"  {name:13}{summary}" for name, summary in rows]

@@ -1,4 +1,4 @@
-"""`pdserve models` prints what a running server serves."""
+"""`pdserve models` prints the models of a running server."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ SHORT = 12  # hex digits of an identity
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Prints a table; returns 1 if no server answers."""
+    """Print a table; return 1 if the server does not respond."""
     try:
         api = client_of(settings.build(ClientSettings), timeout_s=10.0)
         models = api.models()
@@ -32,7 +32,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def table(models: Sequence[Mapping[str, Any]]) -> str:
-    """Returns aligned columns; what a server does not tell is a dash."""
+    """Aligned columns; a dash marks a value that the server does not report."""
     rows = [list(COLUMNS)]
     for model in models:
         cells = {key: str(model.get(key) or "-") for key in COLUMNS.values()}

@@ -13,7 +13,7 @@ MEGABYTE = 1_000_000
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Returns 1 with a message if the model cannot be read, or the file not written."""
+    """Quantize the model; return 1 with a message if it cannot be read or the file not written."""
     from pdserve.engine.checkpoints.gguf.writer import quantize_gguf
     from pdserve.engine.checkpoints.hub import HubModel
     from pdserve.engine.checkpoints.resolve import find, resolve
@@ -28,7 +28,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
     target = Path(positionals["out"])
     view = progress_on(sys.stderr)
     try:
-        # What can be refused is refused before anything is downloaded.
+        # Refuse what can be refused before downloading.
         if target.exists():
             raise FileExistsError(errno.EEXIST, "it exists already", str(target))
         found = find(positionals["model"])

@@ -1,7 +1,7 @@
-"""`pdserve replay RING...` prints what each process has recorded of its hand-offs.
+"""`pdserve replay RING...` prints the hand-off records of each process.
 
-Each record is one line, in the order in which they were made; times count from the attempt's first
-record. A ring can be read while its process runs.
+Each record is one line, in order of time; times count from the attempt's first record. A ring can
+be read while its process runs.
 """
 
 import json
@@ -19,7 +19,7 @@ from pdserve.services.options.sources import Settings
 
 
 def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
-    """Returns 0, or 1 if a file cannot be read, no record fits, or (--check) a rule is broken."""
+    """Return 0, or 1 if a file cannot be read, no record matches, or (--check) a rule is broken."""
     chosen = settings.build(ReplaySettings)
     prefix = chosen.attempt.lower()
     try:
@@ -48,9 +48,9 @@ def run(settings: Settings, positionals: Mapping[str, list[str]]) -> int:
 
 
 def paths(words: Sequence[str]) -> list[Path]:
-    """Returns the files that are named and those in the folders that are named.
+    """The named files, and those in the named folders.
 
-    Raises RingError for a folder without any.
+    Raises RingError if a folder has none.
     """
     found: list[Path] = []
     for word in words:
@@ -63,14 +63,14 @@ def paths(words: Sequence[str]) -> list[Path]:
 
 
 def gaps(recording: Recording) -> str:
-    """Says what the ring has lost."""
+    """The records that the ring has lost, as text."""
     parts = [f"{recording.lost} older records overwritten"] if recording.lost else []
     parts += [f"{recording.damaged} records damaged"] if recording.damaged else []
     return ", ".join(parts)
 
 
 def attempt_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) -> Iterator[str]:
-    """Yields a head and then a line for each record."""
+    """Yield a heading, then a line for each record."""
     routed = [
         e.record for e in entries if e.record.side == ROUTE and e.record.kind is RecordKind.OPENED
     ]
@@ -85,7 +85,7 @@ def attempt_lines(timeline: Timeline, attempt: bytes, entries: Sequence[Entry]) 
 
 
 def verdict(recordings: Sequence[Recording], attempts: Mapping[bytes, Sequence[Entry]]) -> int:
-    """Prints the violations of these attempts and a summary; returns the exit code."""
+    """Print the violations of these attempts and a summary; return the exit code."""
     violations = [v for v in check(recordings) if v.attempt in attempts]
     for violation in violations:
         print(violation, end="\n\n")

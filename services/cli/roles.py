@@ -1,5 +1,5 @@
-"""The commands of single processes: gateway, router, picker, prefill, decode. Each imports its own
-part."""
+"""The commands of single processes: gateway, router, picker, prefill, decode. Each imports only its
+own parts."""
 
 import logging
 import os
@@ -50,7 +50,7 @@ def picker(settings: Settings, positionals: Mapping[str, str]) -> int:
 
     require(settings, "routers")
     mine = settings.build(PickerSettings)
-    check_trust(mine, Role.GATEWAY)  # it asks routers as a gateway does
+    check_trust(mine, Role.GATEWAY)  # it calls routers like a gateway
     return guarded(lambda: run(mine))
 
 
@@ -85,14 +85,14 @@ def decode(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def require(settings: Settings, *names: str) -> None:
-    """Raises OptionError for an option that has no sensible default and was not given."""
+    """Raises OptionError if an option without a sensible default is missing."""
     for option in settings.options():
         if option.name in names and not settings.values[option.name].value:
             raise OptionError(f"{option.flag} is needed (or {option.env})")
 
 
 def check_trust(mine: HostSettings, role: Role) -> None:
-    """Raises OptionError if other processes could not trust this one, or it them."""
+    """Raises OptionError if this process and others could not trust each other."""
     from pdserve.services.host.auth.access import make_access
     from pdserve.services.host.auth.tls import TlsAccess
 
@@ -105,13 +105,14 @@ def check_trust(mine: HostSettings, role: Role) -> None:
 
 
 def check_sealing(encrypt_kv: bool, has_certificates: bool) -> None:
-    """Raises OptionError if the keys that seal would cross the wire in plain text."""
+    """Raises OptionError if the encryption keys of KV would cross the network in plain text."""
     if encrypt_kv and not has_certificates:
         raise OptionError("--encrypt-kv needs certificates: its keys travel between the processes")
 
 
 def limit_threads(threads: int) -> None:
-    """Fix the thread counts of this process before torch is imported. Raises OptionError."""
+    """Set this process's thread counts before torch is imported. Raises OptionError if `threads`
+    exceeds the usable cores or contradicts OMP_NUM_THREADS."""
     _, worth = machine_cores()
     if threads > worth:
         raise OptionError(f"--threads {threads}: {worth} cores may be used")
@@ -122,7 +123,7 @@ def limit_threads(threads: int) -> None:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Runs a service; a failure that the person can mend is a line, without a traceback."""
+    """Run a service; report an error that the user can fix as one line, without a traceback."""
     try:
         raise_open_files()
         return run()
@@ -137,5 +138,5 @@ def guarded(run: Callable[[], int]) -> int:
 
 
 def is_typed(error: BaseException) -> bool:
-    """Says whether the exception is of a class of ours, whose message is written for people."""
+    """Whether the exception's class is pdserve's, whose messages are written for users."""
     return type(error).__module__.startswith("pdserve.")

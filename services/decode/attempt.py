@@ -1,4 +1,4 @@
-"""One attempt as decode serves it, and the seconds it spent in each phase."""
+"""One attempt as decode serves it, and the seconds it spends in each phase."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -34,28 +34,28 @@ class ServedAttempt:
     transcript: Transcript
     span: TraceSpan = NO_SPAN
     prefill_boot: bytes = b""  # the worker that sends its KV
-    ticket: Ticket | None = None  # of that worker
-    admitted: bool = False  # the router has its Admitted
-    resume: tuple[DecodeSession, Resume] | None = None  # asked for before it was admitted
-    follows: bool = False  # it waits for the KV of another attempt
+    ticket: Ticket | None = None  # for that worker
+    admitted: bool = False  # Admitted was sent to the router
+    resume: tuple[DecodeSession, Resume] | None = None  # a Resume that came before the admission
+    follows: bool = False  # waits for the KV of another attempt
     last: DecodeEvent | None = None  # Finished or Failed
     scheduled: float = 0.0
     computed: float = 0.0
     first_token: float = 0.0
     received: Received | None = None
     num_generated: int = 0
-    # What the router knows its choices as, by their index.
+    # The choices as token rows name them, by index.
     numbered: dict[int, NumberedChoice] = field(default_factory=dict)
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def stop_timers(self) -> None:
-        """Its deadlines no longer apply."""
+        """Cancel its deadlines."""
         for timer in self.timers:
             timer.cancel()
         self.timers.clear()
 
     def send(self, event: NewTokens) -> None:
-        """Tell the router of new tokens: a single one goes in a row, if it can."""
+        """Send new tokens to the router; a single token goes in a row if possible."""
         outbox = self.session.outbox
         if len(event.ids) == 1 and not event.logprobs and event.finish is None:
             choice = self.numbered.get(event.choice)
@@ -92,7 +92,7 @@ class ServedAttempt:
         )
 
     def end_span(self, error: str, now: float) -> None:
-        """It is over here; `error`: why it did not finish."""
+        """End the span; `error`: why the attempt did not finish."""
         if not self.span.recorded:
             return
         if self.received is not None:
@@ -122,10 +122,11 @@ class ServedAttempt:
             pdserve__remote_prefill=self.received is not None,
         )
         self.span.end(error)
-        self.span = NO_SPAN  # it ends once
+        self.span = NO_SPAN  # a span ends once
 
     def finished(self, cached_tokens: int) -> pb.Finished:
-        """The event that ends it; `cached_tokens` counts only if no KV was received for it."""
+        """The Finished event; `cached_tokens` is used only if no KV was received for the
+        attempt."""
         if self.received is not None:
             cached_tokens = self.received.cached_tokens
         return pb.Finished(
@@ -140,7 +141,7 @@ class ServedAttempt:
         )
 
     def log_line(self, finished: pb.Finished) -> str:
-        """Sizes and phases in words."""
+        """Sizes and phases as text."""
         phases = finished.phases
         where = f"remote prefill by {finished.transport}" if finished.remote else "local prefill"
         if finished.inexact:

@@ -1,4 +1,4 @@
-"""Requests and events between protos and the engine's types."""
+"""Converts requests and events between protos and the engine's types."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,11 +24,12 @@ _FINISH = {
     FinishReason.ABORTED: pb.ABORTED,
 }
 _FINISH_BACK = {wire: reason for reason, wire in _FINISH.items()}
-SCORES_A_PART = 512  # of a prompt; each has at most 20 candidates of about 8 bytes
+SCORES_A_PART = 512  # per message; each has at most 20 candidates of about 8 bytes
 
 
 def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
-    """Raises ServiceError(INVALID_ARGUMENT); ranges are the engine's to check."""
+    """Convert a Start. Raises ServiceError(INVALID_ARGUMENT) if `n` exceeds MAX_CHOICES, or if
+    `choices` has neither no state nor one per choice; the engine checks ranges."""
     params = to_params(start.params)
     if len(start.choices) not in (0, params.n) or params.n > MAX_CHOICES:
         raise ServiceError(pb.INVALID_ARGUMENT, "one choice state per choice is needed", "n")
@@ -47,7 +48,7 @@ def to_request(key: str, start: pb.Start, prompt_ids: Sequence[int]) -> Request:
 
 
 def to_params(params: pb.SamplingParams) -> SamplingParams:
-    """Fields have the same names on both sides; absent ones take SamplingParams' defaults."""
+    """Convert params by field name; absent fields take SamplingParams' defaults."""
     given: dict[str, Any] = {field.name: value for field, value in params.ListFields()}
     if params.logit_bias:
         given["logit_bias"] = dict(params.logit_bias)
@@ -83,7 +84,7 @@ def to_tokens(request: str, attempt: bytes, epoch: int, event: NewTokens) -> pb.
 def to_prompt_logprobs(
     request: str, attempt: bytes, logprobs: Sequence[TokenLogprob]
 ) -> Iterator[pb.PromptLogprobs]:
-    """Those of prompt tokens 1.., in parts."""
+    """The log-probabilities of prompt tokens 1.., in parts."""
     for start in range(0, len(logprobs), SCORES_A_PART):
         yield pb.PromptLogprobs(
             request=request,

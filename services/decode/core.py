@@ -1,8 +1,8 @@
-"""What decode does for its routers: attempts from Admit to their one terminal event.
+"""The decode service's attempts, from Admit to their one terminal event.
 
-Everything runs on the loop; the engine thread is reached through DecodeRuntime and answers through
-call_soon_threadsafe. An attempt is forgotten here before its terminal event is put, or without
-one if a router cancelled it; later events of the engine about it are ignored. Its lease decides
+Everything runs on the loop; DecodeRuntime posts to the engine thread, which responds through
+call_soon_threadsafe. An attempt is removed here before its terminal event is put, or without an
+event if a router cancelled it; later engine events of the attempt are ignored. Its lease decides
 which session owns it and what happens when that session is lost (services/decode/leases.py).
 """
 
@@ -51,7 +51,7 @@ from pdserve.services.worker.core import WorkerCore, service_error, when_done
 log = logging.getLogger(__name__)
 
 ID_BYTES = 16
-DECLINED = ("busy", "place_again")  # answers after which the router places the request elsewhere
+DECLINED = ("busy", "place_again")  # events after which the router places the request elsewhere
 
 
 class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
@@ -71,17 +71,17 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
 
     @property
     def num_served(self) -> int:
-        """Attempts that have not ended."""
+        """The number of attempts that have not ended."""
         return len(self._served)
 
-    # commands of routers
+    # Commands of routers
 
     def _session_lost(self, session: DecodeSession) -> None:
-        """Its attempts wait for another session."""
+        """Let the session's attempts wait for another session."""
         self.leases.session_lost(session, self._served.values())
 
     def admit(self, session: DecodeSession, admit: wire.Admit, prompt_ids: Sequence[int]) -> None:
-        """Answered, now or later, with Admitted, Busy or Failed."""
+        """Start an attempt; sends Admitted, Busy or Failed, now or later."""
         runtime, start = self._runtime, admit.start
         try:
             if runtime is None or self._draining:
@@ -127,12 +127,12 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         when_done(future, partial(self._admitted, served))
 
     def refuse(self, session: DecodeSession, admit: wire.Admit, error: ServiceError) -> None:
-        """Answer an Admit that begins nothing."""
+        """Send Failed for an Admit that does not start an attempt."""
         failed = _failed(admit.start.request, admit.attempt, admit.start.epoch, error)
         session.outbox.put(wire.DecodeEvent(failed=failed))
 
     def cancel(self, session: DecodeSession, attempt: bytes, choices: Sequence[int]) -> None:
-        """End the attempt without an event, or only some choices: these finish as ABORTED.
+        """End the attempt without an event, or only some choices, which finish as ABORTED.
 
         The cancel is stale if another session owns the attempt; a parked attempt has no owner.
         """
@@ -150,9 +150,9 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         self._runtime.cancel(attempt, choices)
 
     def resume(self, session: DecodeSession, resume: wire.Resume) -> None:
-        """Answered with Resumed and the events that the router lacks, or with Gone."""
+        """Resume an attempt; sends Resumed and the events that the router lacks, or Gone."""
         if self._runtime is not None:
-            self._runtime.stay(resume.attempt)  # the session that asked for a move has lost it
+            self._runtime.stay(resume.attempt)  # a move's session no longer owns it
         self.leases.resume(session, resume, self._served.get(resume.attempt))
 
     # AttemptControl, for the leases
@@ -166,7 +166,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         if self._runtime is not None:
             self._runtime.cancel(served.attempt)
 
-    # DecodeCallbacks of the engine thread, brought to the loop
+    # DecodeCallbacks of the engine thread, run on the loop
 
     def on_step(self, step: Step, now: float) -> None:
         for event in step.events:
@@ -186,7 +186,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             served.session.outbox.put(wire.DecodeEvent(verified=verified))
 
     def on_attached(self, attempt: bytes) -> None:
-        """The KV that it waited for is here, and the engine has the request."""
+        """The KV that the attempt waited for has arrived, and the engine has the request."""
         served = self._served.get(attempt)
         if served is not None:
             served.follows = False
@@ -194,8 +194,8 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             served.session.outbox.put(wire.DecodeEvent(attached=attached))
 
     def on_place_again(self, attempt: bytes, tokens: int, reason: str) -> None:
-        """It cannot share the KV that it waited for, or what is left is worth a hand-off. It has
-        held no blocks."""
+        """The attempt cannot share the KV that it waited for, or the rest of its prompt is worth a
+        hand-off. It has held no blocks."""
         served = self._served.get(attempt)
         if served is not None:
             again = wire.PlaceAgain(attempt=attempt, tokens=tokens, reason=reason)
@@ -221,7 +221,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             case Scheduled():
                 served.scheduled = served.scheduled or now
             case PrefillComputed(_, _, done):
-                # After a preemption what has been computed already is computed again.
+                # After a preemption the engine computes the same prompt again.
                 if done and not served.first_token:
                     served.computed = now
             case PromptScored(_, logprobs):
@@ -247,9 +247,9 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
                 self._fail(served, ServiceError(pb.INTERNAL, "the model failed on this request"))
 
     def _admitted(self, served: ServedAttempt, future: "Future[Any]") -> None:
-        """The engine has answered an Admit."""
+        """Handle the engine's response to an Admit."""
         if self._served.get(served.attempt) is not served:
-            return  # cancelled meanwhile; the engine carries that out after the admission
+            return  # cancelled meanwhile; the engine cancels it after the admission
         try:
             admission: AdmissionReply | None = future.result()
         except QueueFull:
@@ -334,7 +334,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
         served.session.outbox.put(event)
 
     def _forget(self, served: ServedAttempt, error: str) -> None:
-        """`error`: why it did not finish here."""
+        """Remove an attempt; `error`: why it did not finish here."""
         served.stop_timers()
         served.end_span(error, time.monotonic())
         self._served.pop(served.attempt, None)
@@ -343,7 +343,7 @@ class DecodeCore(WorkerCore[DecodeRuntime, DecodeOutbox]):
             self._empty.set()
 
     def _moved(self, served: ServedAttempt) -> None:
-        """The request goes on at another worker."""
+        """Remove an attempt whose request continues at another worker."""
         self._forget(served, "")
         self.leases.cancelled(served)
 

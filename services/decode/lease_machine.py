@@ -1,4 +1,4 @@
-"""Which router session a served request belongs to, and how long it outlives a lost session; pure.
+"""The router session that owns a served request, and how long it outlives a lost session; pure.
 
     state                event                                     next state
     OWNED(epoch)         SessionLost of its epoch                  PARKED(epoch, until)
@@ -12,14 +12,14 @@
     KEPT                 SessionLost of its epoch                  KEPT, until is extended
     KEPT                 LeaseTick at until, BlocksEvicted         ENDED
 
-A lost session is not a cancel: a parked request keeps its blocks and gets no steps, and a hand-off
-to it goes on. KEPT is a request that has ended but whose last events may not have arrived; it has
-no blocks. If several routers ask, the highest epoch gets the request: a Resume with a lower or an
-equal epoch is counted and otherwise ignored. A Resume that comes at `until` or later is answered
-Gone, whether or not a LeaseTick came first.
+A lost session does not cancel a request: a parked request keeps its blocks but gets no steps, and a
+hand-off to it continues. A KEPT request has ended and has no blocks, but its last events may not
+have arrived. If several routers send Resume, the highest epoch gets the request: a Resume with a
+lower or equal epoch is counted and otherwise ignored. The response to a Resume at `until` or later
+is Gone, whether or not a LeaseTick came first.
 
-Invariant: a lease leaves OWNED and PARKED once, by exactly one of AttemptEnded and BlocksEvicted,
-whose sender has freed the blocks, and the action GIVE_UP, which frees them.
+Invariant: a lease leaves OWNED and PARKED once, by exactly one of AttemptEnded, BlocksEvicted (the
+sender of either has freed the blocks) and the action GIVE_UP, which frees them.
 """
 
 from dataclasses import dataclass, replace
@@ -37,14 +37,14 @@ class LeasePhase(Enum):
 
 
 class LeaseAction(Enum):
-    """What the decode service does after a step, in the order given."""
+    """An action of the decode service after a step; actions run in the order given."""
 
-    PARK = "park"  # the engine gives it no steps
+    PARK = "park"  # the engine stops its steps
     UNPARK = "unpark"
-    HAND_OVER = "hand_over"  # answer Resumed and repeat the events that the asker has not seen
-    GIVE_UP = "give_up"  # the engine ends it; its blocks are back
+    HAND_OVER = "hand_over"  # send Resumed and repeat the events that the new session lacks
+    GIVE_UP = "give_up"  # the engine ends it and frees its blocks
     FORGET = "forget"  # drop its ids and last events
-    SEND_GONE = "send_gone"  # to the session that asked; without one, to the owner
+    SEND_GONE = "send_gone"  # to the session that sent Resume; without one, to the owner
     COUNT_STALE = "count_stale"
     COUNT_ADOPTED = "count_adopted"
     COUNT_EXPIRED = "count_expired"
@@ -53,14 +53,14 @@ class LeaseAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """The session that had it under `epoch` is over; an older epoch changes nothing."""
+    """The session that owned the attempt under `epoch` is lost; an older epoch changes nothing."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A session asks for the request."""
+    """A session requests the attempt."""
 
     epoch: int
 
@@ -72,12 +72,13 @@ class LeaseTick:
 
 @dataclass(frozen=True, slots=True)
 class BlocksEvicted:
-    """Others needed the blocks, so the request is over; of a kept one, its memory."""
+    """Other requests needed the blocks, so the request is over; for a kept one, its memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnded:
-    """It is over and its blocks are free. `keep`: somebody still waits for its last events."""
+    """The attempt is over and its blocks are free. `keep`: a router still waits for its last
+    events."""
 
     keep: bool = False
 
@@ -102,12 +103,12 @@ class Lease:
 
     @property
     def live(self) -> bool:
-        """Whether the engine or a hand-off has it."""
+        """Whether the engine or a hand-off has the attempt."""
         return self.phase in (LeasePhase.OWNED, LeasePhase.PARKED)
 
 
 def step(lease: Lease, event: Event, now: float) -> tuple[Lease, Actions]:
-    """The next state and what to do; total: any event is allowed in any state."""
+    """Return the next state and the actions; total: any event is allowed in any state."""
     expired: Actions = ()
     if now >= lease.until and not lease.final:
         lease, expired = _expire(lease)

@@ -1,8 +1,9 @@
-"""Runs the lease of every attempt (services/decode/lease_machine.py): parks, hands over, gives up.
+"""Carries out the leases of all attempts (services/decode/lease_machine.py): parks attempts, hands
+them over and aborts them.
 
-Everything runs on the loop. The core keeps the live attempts. An attempt that has ended with an
-event that a router must not miss is kept here until its lease ends, so that another router can
-still fetch that event.
+Everything runs on the loop. The core keeps the live attempts. An attempt that ended with an event
+that a router must not miss is kept here until its lease ends, so that another router can still
+fetch that event.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ TICK_SLACK_S = 0.005  # a loop's timer may be early by its clock's resolution
 
 @dataclass(slots=True)
 class LeaseFigures:
-    """Written on the loop; any thread may read them."""
+    """Counters of leases. The loop writes them; any thread may read them."""
 
     parked: int = 0
     adopted: int = 0
@@ -46,13 +47,13 @@ class LeaseFigures:
 
 
 class AttemptControl(Protocol):
-    """What a lease does to a live attempt in the engine."""
+    """Acts on a live attempt in the engine, for its lease."""
 
     def park(self, served: ServedAttempt, parked: bool) -> None:
-        """Stop its steps, or let them go on."""
+        """Stop the attempt's steps, or let them continue."""
 
     def give_up(self, served: ServedAttempt) -> None:
-        """End it in the engine; no router gets an event."""
+        """End the attempt in the engine; sends no event to a router."""
 
 
 class Leases:
@@ -65,7 +66,7 @@ class Leases:
         self._kept_weight = 0
 
     def session_lost(self, session: DecodeSession, live: Iterable[ServedAttempt]) -> None:
-        """The session's attempts wait for another session from now on."""
+        """Let the session's attempts wait for another session."""
         for served in [*live, *self._kept.values()]:
             if served.resume is not None and served.resume[0] is session:
                 served.resume = None
@@ -75,8 +76,8 @@ class Leases:
     def resume(
         self, session: DecodeSession, resume: wire.Resume, live: ServedAttempt | None
     ) -> None:
-        """Answered with Resumed and all events after the counts, or with Gone. If the engine has
-        not admitted the attempt yet, the answer comes once it has."""
+        """Send Resumed and all events after the counts, or Gone. If the engine has not admitted the
+        attempt yet, the response follows the admission."""
         served = live or self._kept.get(resume.attempt)
         if served is not None and not served.admitted:
             if served.resume is not None:
@@ -89,14 +90,15 @@ class Leases:
             self._advance(served, Resumed(resume.epoch), session, resume.counts)
 
     def admitted(self, served: ServedAttempt) -> None:
-        """The engine has admitted it; a Resume that came before is answered now."""
+        """The engine has admitted the attempt: respond to a Resume that came before."""
         served.admitted = True
         if served.resume is not None:
             (session, resume), served.resume = served.resume, None
             self.resume(session, resume, served)
 
     def ended(self, served: ServedAttempt, last: wire.DecodeEvent | None) -> None:
-        """It has ended, and its blocks are free; `last` is an event that a router must not miss."""
+        """The attempt has ended and its blocks are free; `last` is an event that a router must not
+        miss."""
         served.last = last
         self._advance(served, AttemptEnded(keep=last is not None))
         if served.lease.phase is LeasePhase.KEPT:
@@ -106,16 +108,16 @@ class Leases:
                 self._advance(next(iter(self._kept.values())), BlocksEvicted())
 
     def cancelled(self, served: ServedAttempt) -> None:
-        """It has ended, and no router waits for its last event."""
+        """The attempt has ended, and no router waits for its last event."""
         self._advance(served, AttemptEnded())
 
     def forget_kept(self, attempt: bytes) -> None:
-        """No router waits for the last event of this attempt any more."""
+        """Drop a kept attempt, since no router waits for its last event any more."""
         if attempt in self._kept:
             self.cancelled(self._kept[attempt])
 
     def evicted(self, served: ServedAttempt) -> None:
-        """The engine has given its blocks to other requests."""
+        """The engine has evicted the attempt's blocks for other requests."""
         self._advance(served, BlocksEvicted())
 
     # ---

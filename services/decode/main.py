@@ -44,8 +44,8 @@ class DecodeRole(WorkerRole[DecodeSettings, DecodeCore, DecodeRuntime]):
 
 
 def run(settings: DecodeSettings, engine: EngineConfig, report: Report = silent) -> int:
-    """Serve until a signal; returns the exit code. Raises OSError if an address is taken, and
-    what loading the model raises."""
+    """Serve until a signal; return the exit code. Raises OSError if an address is taken, and the
+    errors of loading the model."""
     return run_worker(
         settings, lambda tracer: DecodeRole(settings, engine, tracer), "decode", report
     )

@@ -1,4 +1,4 @@
-"""Decode's engine thread, its Receiver, and its Sender for requests that move away.
+"""Decode's engine thread, its Receiver, and its Sender for migrating requests.
 
 The engine thread owns them; other threads post to it.
 """
@@ -27,10 +27,10 @@ from pdserve.services.decode.single_flight.followers import SharingPolicy, Singl
 from pdserve.services.host.rpc.channel import advertised
 from pdserve.services.worker.runtime import WorkerRuntime, load_of
 
-REFUSED = {  # counter of the receiver: reason, as the metric has it
-    "corrupt_frames": "payload",  # its tag does not fit; asked for again
+REFUSED = {  # receiver's counter: the metric's reason
+    "corrupt_frames": "payload",  # its tag does not match; requested again
     "refused": "tag",  # of a header or a message
-    "unfit_frames": "unfit",  # not where or what the prompt wants
+    "unfit_frames": "unfit",  # wrong place or content for the prompt
     "late_frames": "late",  # of an attempt that has ended
     "unproven_refused": "stranger",  # connections
 }
@@ -39,11 +39,11 @@ DEADLINE_SLACK_S = 1.0  # the service ends a request at its deadline; the hand-o
 
 @dataclass(frozen=True, slots=True)
 class DecodeCallbacks:
-    """What the engine thread calls when something has happened; none of these may block."""
+    """Callbacks of the engine thread; none may block."""
 
     on_step: Callable[[Step, float], None]  # with the time
     on_received: Callable[[Received], None]  # all KV of an attempt is here
-    on_lost: Callable[[bytes, str], None]  # attempt, why its hand-off ended
+    on_lost: Callable[[bytes, str], None]  # attempt, reason for the end of its hand-off
     on_verified: Callable[[bytes, int, int], None]  # attempt, tokens verified, tokens cached
     on_attached: Callable[[bytes], None]  # see SingleFlight
     on_place_again: Callable[[bytes, int, str], None]
@@ -52,14 +52,14 @@ class DecodeCallbacks:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionReply:
-    """What an admitted attempt waits for; of a prompt that decode computes itself neither."""
+    """What an admitted attempt waits for; neither if decode computes the prompt itself."""
 
-    ticket: Ticket | None = None  # for the prefill worker that is to send its KV
-    follows: bool = False  # the KV of another attempt that has a prefix in common
+    ticket: Ticket | None = None  # for the prefill worker that sends its KV
+    follows: bool = False  # waits for the KV of another attempt with a common prefix
 
 
 class DecodeRuntime(WorkerRuntime):
-    """Receives KV, generates tokens, and sends the KV of requests that move away."""
+    """Receives KV, generates tokens, and sends the KV of migrating requests."""
 
     role = fleet_pb2.DECODE
 
@@ -73,7 +73,7 @@ class DecodeRuntime(WorkerRuntime):
         leases: LeaseFigures,
     ) -> None:
         super().__init__(settings, engine, boot)
-        if not engine.limits.pooling:  # an embedding has no grammar
+        if not engine.limits.pooling:  # embeddings have no grammar
             engine.load_grammars()
         self._callbacks = callbacks
         self._leases = leases
@@ -112,15 +112,16 @@ class DecodeRuntime(WorkerRuntime):
 
     @property
     def promised_tokens(self) -> int:
-        """Any thread may read it; it can be a moment old."""
+        """Tokens of KV that the receiver has promised room for. Any thread may read it; slightly
+        stale."""
         return self.receiver.promised_tokens
 
-    # posted by the loop
+    # Posted by the loop
 
     def admit_local(
         self, attempt: bytes, request: Request, sharing: SharingPolicy
     ) -> "Future[AdmissionReply | None]":
-        """Queue the prompt in the engine: at once, or when the KV that it waits for is there. The
+        """Queue the prompt in the engine, at once or when the KV that it waits for has arrived. The
         future raises the engine's errors."""
         chain = self.engine.chain(request)
 
@@ -143,7 +144,8 @@ class DecodeRuntime(WorkerRuntime):
         sharing: SharingPolicy,
     ) -> "Future[AdmissionReply | None]":
         """Promise room for KV from `prefill_boot`, with a ticket, unless the attempt waits for
-        another's KV; None: there is no room. The future raises the engine's errors."""
+        another's KV. The future returns None if there is no room, and raises the engine's
+        errors."""
         chain = self.engine.chain(request)
 
         def admit(engine: Engine) -> AdmissionReply | None:
@@ -163,7 +165,7 @@ class DecodeRuntime(WorkerRuntime):
         return self.thread.post(admit)
 
     def cancel(self, attempt: bytes, choices: Sequence[int] = ()) -> None:
-        """End an attempt, or some of its choices, in whatever state; then its blocks are free."""
+        """End an attempt, or some of its choices, in any state; then its blocks are free."""
 
         def cancel(engine: Engine) -> None:
             self.migrations.stay(attempt)
@@ -179,7 +181,7 @@ class DecodeRuntime(WorkerRuntime):
         self.thread.post(cancel)
 
     def park(self, attempt: bytes, parked: bool) -> None:
-        """Stop the attempt's steps, or let them go on; a hand-off goes on either way."""
+        """Stop the attempt's steps, or let them continue; a hand-off continues either way."""
 
         def park(engine: Engine) -> None:
             self.migrations.stay(attempt)
@@ -191,8 +193,8 @@ class DecodeRuntime(WorkerRuntime):
         self.thread.post(park)
 
     def is_waiting(self, attempt: bytes) -> "Future[Any]":
-        """Whether its KV is not begun: its hand-off has no blocks yet, or the attempt that it
-        follows is still queued."""
+        """Whether the attempt's KV has not begun: its hand-off has no blocks yet, or the attempt
+        that it follows is still queued."""
 
         def look(_: Engine) -> bool:
             first = self.single_flight.first(attempt)
@@ -201,18 +203,19 @@ class DecodeRuntime(WorkerRuntime):
         return self.thread.post(look)
 
     def hold(self, attempt: bytes) -> "Future[Any]":
-        """Stop a request that is to move. The future gives Held, or None if it cannot move."""
+        """Stop the steps of a request before a migration. The future returns Held, or None if the
+        request cannot move."""
         return self.thread.post(lambda _: self.migrations.hold(attempt))
 
     def move(self, attempt: bytes, ticket: Ticket, address: str, receiver: bytes) -> "Future[Any]":
-        """Send a held request's KV. The future gives False if it is not held."""
+        """Send a held request's KV. The future returns False if the request is not held."""
         return self.thread.post(lambda _: self.migrations.send(attempt, ticket, address, receiver))
 
     def stay(self, attempt: bytes) -> None:
-        """Let a held or moving request go on here."""
+        """Let a held or moving request continue here."""
         self.thread.post(lambda _: self.migrations.stay(attempt))
 
-    # on the engine thread
+    # On the engine thread
 
     @property
     def _endpoints(self) -> Sequence[Sender | Receiver]:

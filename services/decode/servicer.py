@@ -1,4 +1,4 @@
-"""The Decode service: it converts commands and calls DecodeCore."""
+"""The Decode service: converts commands and calls DecodeCore."""
 
 import logging
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Options of a decode worker: those of every worker, and where hand-offs reach it."""
+"""Options of a decode worker: those of every worker, and the address for KV transfer."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""All output of one attempt, so that it can be sent again from any point; pure."""
+"""Keeps all output of one attempt, so that it can be sent again from any point; pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,13 +11,13 @@ from pdserve.engine.api.request import (
     TokenLogprob,
 )
 
-MAX_IDS = 1024  # ids repeated in one event; with log-probabilities fewer:
+MAX_IDS = 1024  # ids repeated in one event; fewer with log-probabilities:
 MAX_LOGPROBS = 256
 
 
 class Transcript:
-    """The ids, log-probabilities and ends of a request's choices, since its first start, or its
-    embedding."""
+    """The ids, log-probabilities and finish reasons of a request's choices since its first start,
+    or its embedding."""
 
     def __init__(self, request: Request) -> None:
         self._key = request.key
@@ -28,12 +28,12 @@ class Transcript:
         self._base = [len(ids) for ids in self._ids]  # ids that other attempts generated
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(num)]
         self._ends: list[FinishReason | None] = [None] * num
-        self._prompt: PromptScored | Pooled | None = None  # what is said of the prompt
+        self._prompt: PromptScored | Pooled | None = None  # output for the prompt
         self._prompt_len = len(request.prompt_ids)
 
     @property
     def weight(self) -> int:
-        """About how much memory it takes, in token ids, including the prompt."""
+        """Approximate memory use, in token ids, including the prompt."""
         scores = [row for choice in self._logprobs for row in choice]
         scores += self._prompt.logprobs if isinstance(self._prompt, PromptScored) else ()
         candidates = sum(1 + len(score.top) for score in scores)
@@ -52,16 +52,18 @@ class Transcript:
             self._ends[event.choice] = event.finish
 
     def covers(self, counts: Sequence[int]) -> bool:
-        """Whether all after the first `counts` ids of each choice can be sent again.
+        """Whether everything after the first `counts` ids of each choice can be sent again.
 
-        The log-probabilities of ids that another attempt generated are not known here.
+        It cannot if that includes log-probabilities of ids that another attempt generated, which
+        are unknown here.
         """
         return not self._scored or all(
             self._count(counts, choice) >= base for choice, base in enumerate(self._base)
         )
 
     def since(self, counts: Sequence[int]) -> Iterator[NewTokens | PromptScored | Pooled]:
-        """All after the first `counts` ids of each choice, in parts; 0 where none is given."""
+        """Everything after the first `counts` ids of each choice, in parts; a missing count is
+        0."""
         if self._prompt is not None:
             yield self._prompt
         for choice in range(len(self._ids)):

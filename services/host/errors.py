@@ -56,8 +56,8 @@ _BARE_STATUS: dict[grpc.StatusCode, pb.ErrorCode] = {
 
 
 def cut(text: str, most: int) -> str:
-    """The text, or its beginning and how long it was: at most `most` bytes as gRPC sends them, so
-    the next hop does not cut it again."""
+    """Shorten the text to at most `most` bytes as gRPC sends them, so that the next hop does not
+    cut it again; a cut text ends with its original length."""
     if len(text) <= most and sum(map(_sent_bytes, text)) <= most:
         return text
     rest = _rest(text)
@@ -67,7 +67,8 @@ def cut(text: str, most: int) -> str:
 
 
 def _sent_bytes(character: str) -> int:
-    """gRPC percent-encodes what is not printable ASCII: three for each byte."""
+    """Bytes of a character on the wire: gRPC percent-encodes what is not printable ASCII, three for
+    each byte."""
     plain = " " <= character <= "~" and character != "%"
     return 1 if plain else 3 * len(character.encode(errors="replace"))
 
@@ -76,15 +77,16 @@ def _rest(text: str) -> str:
     return f"... ({len(text)} characters)"
 
 
-# What `context_exceeded` says, and workers: the context, the prompt and the answer, in tokens.
+# The text of `context_exceeded`, which workers send too. Groups: context, prompt and completion, in
+# tokens.
 CONTEXT_EXCEEDED = re.compile(
     r"maximum context length is (\d+) tokens\..* \((\d+) in the \w+, (\d+) in the completion"
 )
 
 
 def context_exceeded(context_len: int, prompt_len: int, max_tokens: int, what: str) -> str:
-    """What is said of a prompt and an answer that do not fit, in OpenAI's words: clients look for
-    them. `what`: what the client calls the prompt."""
+    """The error text for a prompt and completion that exceed the context, in OpenAI's words, which
+    clients parse. `what`: the client's name for the prompt."""
     return (
         f"This model's maximum context length is {context_len} tokens. However, you requested "
         f"{prompt_len + max_tokens} tokens ({prompt_len} in the {what}, {max_tokens} in the "
@@ -93,7 +95,8 @@ def context_exceeded(context_len: int, prompt_len: int, max_tokens: int, what: s
 
 
 def quoted(text: str) -> str:
-    """What a client wrote, as an error or a log line may repeat it."""
+    """A client's text as an error or a log line may repeat it: its repr, of at most MAX_QUOTED
+    characters."""
     return repr(text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + _rest(text))
 
 
@@ -111,7 +114,7 @@ class ServiceError(Exception):
         self.retry_after_s = retry_after_s
 
     def to_failure(self) -> pb.Failure:
-        """As it travels; `retry_after_s` is rounded up to whole milliseconds."""
+        """Convert to the wire message; `retry_after_s` is rounded up to whole milliseconds."""
         return pb.Failure(
             code=self.code,
             message=self.message,
@@ -139,8 +142,8 @@ class ServiceError(Exception):
 
 
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: ServiceError) -> NoReturn:
-    """End a call with the error's status; the Failure itself travels as trailing metadata, after
-    what is there already."""
+    """End a call with the error's status. The Failure travels as trailing metadata, after any that
+    is already set."""
     failure = (FAILURE_KEY, error.to_failure().SerializeToString())
     trailing = (*(context.trailing_metadata() or ()), failure)
     await context.abort(CATALOGUE[error.code].grpc, error.message, trailing)

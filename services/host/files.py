@@ -1,12 +1,12 @@
-"""Files that may change while a process runs: keys, certificates."""
+"""Detects changes of files while a process runs: keys, certificates."""
 
 import os
 
-LOOK_AGAIN_S = 2.0  # between two looks at a file
+LOOK_AGAIN_S = 2.0  # between two checks of a file
 
 
 def stamp(path: str) -> tuple[int, int, int]:
-    """Differs after a change of the file; of a missing one it is zeros."""
+    """A value that changes with the file; zeros if the file is missing."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,9 +1,9 @@
-"""How a service ends: a signal -> NOT_SERVING -> drain -> stop; the same signal again exits,
-unless it comes at once (ECHO_S): that is the same stop.
+"""Ends a service: signal -> NOT_SERVING -> drain -> stop. The same signal again exits the process,
+unless it comes within ECHO_S and so belongs to the same stop.
 
-Both are bounded: what still runs after `drain_s` is cut off by the stop, and each part of a stop
-has its own bound. Those that a parent must know, to wait long enough before it kills, are in
-host/options.py and worker/settings.py.
+Drain and stop are bounded: work that still runs after `drain_s` is cut off, and each part of a stop
+has its own bound. host/options.py and worker/settings.py hold the bounds that a parent must know to
+wait long enough before it kills.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import uvloop
 
 from pdserve.services.host.options import ECHO_S, GRACE_S
 
-# How a service tells its parent what it does: "listening", "loading" or "ready", with figures.
+# Reports a service's state to its parent: "listening", "loading" or "ready", with figures.
 Report = Callable[[str, dict[str, Any]], None]
 
 log = logging.getLogger(__name__)
@@ -25,14 +25,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(main: Coroutine[Any, Any, int]) -> int:
-    """Runs a service on an event loop of its own."""
-    # uvloop resolves names in these threads, of which it has 4; asyncio has up to 32.
+    """Run a service on a new event loop."""
+    # uvloop resolves names in these threads; its default is 4, asyncio's up to 32.
     os.environ.setdefault("UV_THREADPOOL_SIZE", "32")
     return uvloop.run(main)
 
 
 def silent(event: str, figures: dict[str, Any]) -> None:
-    """The Report of a service that was started from a command line."""
+    """The Report of a service that was started from a command line: does nothing."""
 
 
 async def run_until_signal(
@@ -44,13 +44,13 @@ async def run_until_signal(
     grace_s: float = GRACE_S,
     failed: "Iterable[asyncio.Future[Any]]" = (),
 ) -> int:
-    """Wait for SIGTERM or SIGINT, then end in order; returns the exit code.
+    """Wait for SIGTERM or SIGINT, then end in order; return the exit code.
 
-    `drain` returns when nothing runs any more and may take `drain_s`; `stop` closes the servers
-    within the seconds that it is given, at most `grace_s` and `drain_s`. If one of `failed`
-    (futures or tasks of the service that end only by a failure) ends first, there is nothing to
-    drain and the code is 1; if one raises while it drains, so is it. Its exception is logged here;
-    without one its owner has logged the reason. Call it on the main thread.
+    `drain` returns when nothing runs any more and may take `drain_s`. `stop` closes the servers
+    within the seconds passed to it, at most `grace_s` and `drain_s`. `failed` are futures or tasks
+    of the service that end only by a failure. If one ends before a signal, the drain is skipped and
+    the code is 1; if one raises during the drain, the code is 1. Its exception is logged here; a
+    future without an exception must have logged the reason itself. Call on the main thread.
     """
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[signal.Signals] = loop.create_future()
@@ -62,7 +62,7 @@ async def run_until_signal(
             signalled.set_result(received)
             signalled_at = loop.time()
         elif signalled.result() == received and loop.time() - signalled_at >= ECHO_S:
-            # Only the same one: a terminal's SIGINT is often followed by a parent's SIGTERM.
+            # Only the same signal: a parent's SIGTERM often follows a terminal's SIGINT.
             os._exit(128 + received)
 
     for number in SIGNALS:
@@ -85,7 +85,7 @@ async def run_until_signal(
 async def _drain(
     drain: Callable[[], Awaitable[None]], drain_s: float, watched: "tuple[asyncio.Future[Any], ...]"
 ) -> None:
-    """Until it is over, its time is, or a service has failed that could not end its work."""
+    """Wait until the drain ends, `drain_s` passes, or a watched future raises."""
     draining = asyncio.ensure_future(drain())
     try:
         async with asyncio.timeout(drain_s):
@@ -107,7 +107,7 @@ def _any_raised(watched: "tuple[asyncio.Future[Any], ...]") -> bool:
 
 def _log_failures(watched: "Iterable[asyncio.Future[Any]]") -> int:
     for failed in watched:
-        if failed.cancelled():  # nobody here cancels one before the stop
+        if failed.cancelled():  # nothing here cancels one before the stop
             log.error("the service failed: %r", failed)
         elif failed.done() and (error := failed.exception()) is not None:
             log.error("the service failed", exc_info=error)

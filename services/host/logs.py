@@ -1,7 +1,7 @@
-"""One line per record: time, level, component, message, and the request it belongs to.
+"""Formats log records: one line each with time, level, component, message and request id.
 
-The root logger is configured once, by the process's main. A line is text for people, or a JSON
-object for what collects logs.
+The process's main configures the root logger once. A line is text for people, or a JSON object for
+log collectors.
 """
 
 import json
@@ -16,11 +16,11 @@ from typing import TextIO
 
 log = logging.getLogger(__name__)
 
-KEPT_BYTES = 1 << 20  # of a file that keeps the last lines
+KEPT_BYTES = 1 << 20  # size at which a kept log file rotates
 
 
 class LineFormatter(logging.Formatter):
-    """`12:00:01.123 INFO  router  message  request=...`; give the id as extra={"request": id}."""
+    """`12:00:01.123 INFO  router  message  request=...`; pass the id as extra={"request": id}."""
 
     def __init__(self, component: str) -> None:
         super().__init__("%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s", "%H:%M:%S")
@@ -36,8 +36,8 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object with `time` (UTC), `level`, `component`, `logger` and `message`; `request_id` and
-    `exception` where there is one."""
+    """A JSON object with `time` (UTC), `level`, `component`, `logger` and `message`, and
+    `request_id` and `exception` if the record has them."""
 
     def __init__(self, component: str) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class JsonFormatter(logging.Formatter):
 def configure_logging(
     component: str, level: str = "info", stream: TextIO | None = None, log_format: str = "text"
 ) -> None:
-    """Send all records of `level` and above to the stream (standard error). As JSON, so go Python's
-    warnings and exceptions that nobody catches."""
+    """Send all records of `level` and above to the stream (default: standard error). With
+    `log_format` json, Python's warnings and uncaught exceptions are logged as JSON too."""
     root = logging.getLogger()
     kept = [one for one in root.handlers if isinstance(one, RotatingFileHandler)]
     root.handlers[:] = [logging.StreamHandler(stream or sys.stderr), *kept]
@@ -79,14 +79,14 @@ def configure_logging(
 
 
 def keep_log(path: Path) -> None:
-    """Send all records to a file, too, which has the last MiB or two (`path` and `path`.1)."""
+    """Send all records also to a file that keeps the last one to two MiB (`path` and `path`.1)."""
     handler = RotatingFileHandler(path, maxBytes=KEPT_BYTES, backupCount=1, delay=True)
     logging.getLogger().addHandler(handler)
 
 
 def quiet_grpc_core(log_format: str) -> None:
-    """To be called before gRPC is imported. Its core writes lines of its own, which are no JSON;
-    what concerns a call is in the call's error, too."""
+    """Silence gRPC's core if the log is JSON, since its lines are not; a call's error carries the
+    same information. Call before gRPC is imported."""
     if log_format == "json":
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 

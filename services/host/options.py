@@ -1,7 +1,5 @@
-"""An option is a dataclass field; flags, environment and YAML derive from it.
-
-The options that all processes share are here.
-"""
+"""Options of all processes. A dataclass field is an option; flags, environment and YAML derive from
+it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,9 +7,9 @@ from typing import Any
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-GRACE_S = 1.0  # for calls to end by themselves, after the drain
-STOP_S = 5.0  # then for gRPC to stop
-ECHO_S = 0.3  # one stop may come as several signals: from the terminal, a parent, the system
+GRACE_S = 1.0  # time for calls to end by themselves, after the drain
+STOP_S = 5.0  # time for gRPC to stop, after that
+ECHO_S = 0.3  # a terminal, a parent and the system may each signal the same stop
 
 
 def option(
@@ -26,8 +24,8 @@ def option(
 ) -> Any:
     """A dataclass field that is also a command-line option.
 
-    `secret` values are masked wherever settings are shown; `flag` overrides the flag's name.
-    Absent properties are left out of the field's metadata.
+    `secret` values are masked wherever settings are shown; `flag` overrides the flag's name. The
+    field's metadata omits absent properties.
     """
     metadata: dict[str, Any] = {"help": help}
     given = {"choices": choices, "min": min, "max": max, "flag": flag, "secret": secret or None}
@@ -37,7 +35,7 @@ def option(
 
 @dataclass(frozen=True)
 class CertificateSettings:
-    """What the processes of a cluster show each other."""
+    """Certificates that the processes of a cluster show each other."""
 
     cluster_ca: str = option("", "PEM file of the authority that signs the cluster's certificates")
     cluster_cert: str = option("", "PEM file of this process's certificate, which says its role")

@@ -1,4 +1,4 @@
-"""What a process tells the kernel about itself. Linux only."""
+"""Process attributes set through the kernel: name, signals, limits, heap. Linux only."""
 
 import atexit
 import ctypes
@@ -13,48 +13,49 @@ from setproctitle import setproctitle
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 GRPC_POLLER = "-event_engine_listener,-event_engine_client"
-NEW_OBJECTS = 10_000  # until the garbage collector looks at them; Python's default is 700
+NEW_OBJECTS = 10_000  # allocations between two garbage collections; Python's default is 700
 
 
 def die_with(parent: int) -> None:
-    """The kernel kills this process when its parent dies, so that no orphan is left."""
+    """Have the kernel kill this process when its parent dies, so that no orphan remains."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
 
 
 def show_as(name: str) -> None:
-    """Names this process for ps and top, e.g. "decode 0"; top cuts it to 15 bytes."""
+    """Name this process for ps and top, e.g. "decode 0"; top cuts the name to 15 bytes."""
     setproctitle(f"pdserve {name}")
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def freeze_heap() -> None:
-    """Objects made so far are never collected, not even as cycles, and later ones are looked at
-    less often. A full collection takes 0.1 s in a loaded worker, and nobody is served then."""
+    """Exempt all existing objects from garbage collection, even cycles, and collect later ones less
+    often. A full collection takes 0.1 s in a loaded worker, in which no request is served."""
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # the process ends in order, and the kernels find nothing left
+    atexit.register(gc.unfreeze)  # else nanobind would report the frozen objects as leaks
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 def use_grpc_poller() -> None:
-    """To be called before gRPC is imported, by a router of its own: it reads thousands of small
-    messages a second. gRPC's event engine wakes four threads for one, its older poller a single
-    thread (docs/decisions/routing.md). A gRPC that does not know the name only logs that."""
+    """Select gRPC's older poller; call before gRPC is imported, in a router that runs alone in its
+    process. The router reads thousands of small messages a second: gRPC's event engine wakes four
+    threads for each, the poller one (docs/decisions/routing.md). A gRPC that does not know the name
+    only logs a message."""
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_POLLER)
 
 
 def raise_open_files() -> None:
-    """Lets this process open as many files and sockets as the system grants (`ulimit -Hn`)."""
+    """Raise the limit of open files and sockets to the system's maximum (`ulimit -Hn`)."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def hide_arguments(words: Iterable[str], secret_flags: Collection[str]) -> None:
-    """Writes the command line anew, as ps shows it to everybody, without the values of the flags.
+    """Rewrite the command line that ps shows, with the values of the secret flags masked.
 
-    `words` are those after the program's name, `secret_flags` like "--api-key".
+    `words` are the arguments after the program's name; `secret_flags` are like "--api-key".
     """
     shown, hide = [], False
     for word in words:

@@ -1,4 +1,4 @@
-"""What every process serves: gRPC, with trust, limits, keepalive, health and reflection.
+"""The gRPC server of every process, with trust, limits, keepalive, health and reflection.
 
 Each server binds to the given addresses only.
 """
@@ -21,7 +21,7 @@ from pdserve.services.host.rpc.malformed import MalformedInterceptor
 
 log = logging.getLogger(__name__)
 
-HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # probes show nothing
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"  # probes have no credentials
 
 MAX_CONNECTIONS = 1000  # to one port; more are closed at once
 _SERVER_OPTIONS = [
@@ -29,7 +29,7 @@ _SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.max_metadata_size", 16 << 10),
-    ("grpc.server_handshake_timeout_ms", 15_000),  # for a peer that connects and says nothing
+    ("grpc.server_handshake_timeout_ms", 15_000),  # for a peer that connects and sends nothing
     ("grpc.max_concurrent_streams", 100),  # of one connection; more wait at the caller
 ]
 _PROBE_OPTIONS = {
@@ -40,14 +40,14 @@ _PROBE_OPTIONS = {
 
 
 class GrpcHost:
-    """A grpc.aio server; construct it inside the running loop, add servicers, then start.
+    """A grpc.aio server. Construct it inside the running loop, add servicers, then start.
 
     `open_methods` ("/pdserve.v1.Text/Chat") are for callers from outside the cluster: their
-    servicer checks the caller itself. `services` are the full names that reflection lists. Health
-    is NOT_SERVING until `set_serving(True)`. `interceptors` see a call before its message is read.
-    With `shared_port` other processes of this user may listen at its ports, too; the kernel gives
-    each new connection to one of them. Health checks of `checked_names` are answered like those of
-    the whole server; `live_name` is always SERVING.
+    servicer authenticates the caller. `services` are the full names that reflection lists.
+    `interceptors` see a call before its message is read. With `shared_port`, other processes of
+    this user may listen on its ports too; the kernel assigns each new connection to one of them.
+    Health is NOT_SERVING until `set_serving(True)`; health checks of `checked_names` have the
+    status of the whole server, and `live_name` is always SERVING.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GrpcHost:
         self._checked_names = ("", *checked_names)
         self._live_name = live_name
         self._health = health.aio.HealthServicer()
-        self._probes: grpc.aio.Server | None = None  # answers health checks, and nothing else
+        self._probes: grpc.aio.Server | None = None  # answers health checks only
         self._updates: set[asyncio.Task[None]] = set()  # the loop keeps weak references only
         guard = access.interceptor((HEALTH_CHECK, *open_methods))
         options = dict(_SERVER_OPTIONS) | {
@@ -81,15 +81,15 @@ class GrpcHost:
         reflection.enable_server_reflection(names, self.server)
 
     def listen(self, bind: str) -> int:
-        """A port for the cluster's own calls, before `start`; returns its number. Raises OSError,
-        naming the address, if it is taken."""
+        """Add a port for the cluster's own calls, before `start`; return its number. Raises
+        OSError, naming the address, if it is taken."""
         try:
             return self._access.listen(self.server, bind)
         except RuntimeError as error:
             raise _cannot_listen(bind) from error
 
     def listen_for_clients(self, bind: str, tls: TlsFiles | None) -> int:
-        """A port for callers from outside, who show no certificate; otherwise like `listen`."""
+        """Add a port for callers from outside, who show no certificate; otherwise like `listen`."""
         try:
             if tls is None:
                 return self.server.add_insecure_port(bind)
@@ -98,9 +98,8 @@ class GrpcHost:
             raise _cannot_listen(bind) from error
 
     def listen_for_probes(self, bind: str, port: int) -> None:
-        """A port on the host of `bind` (host:port) where health checks need no certificate, and
-        nothing else is served; none if it is 0. Raises OSError, naming the address, if it is
-        taken."""
+        """Add a port on the host of `bind` (host:port) that serves only health checks, without a
+        certificate; port 0 adds none. Raises OSError, naming the address, if it is taken."""
         if not port:
             return
         self._probes = grpc.aio.server(options=[*(dict(_SERVER_OPTIONS) | _PROBE_OPTIONS).items()])
@@ -112,7 +111,7 @@ class GrpcHost:
             raise _cannot_listen(address) from error
 
     async def start(self) -> None:
-        """Take calls."""
+        """Start accepting calls."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._live_name:
             await self._health.set(self._live_name, health_pb2.HealthCheckResponse.SERVING)
@@ -121,7 +120,7 @@ class GrpcHost:
             await self._probes.start()
 
     def set_serving(self, serving: bool) -> None:
-        """What health checks answer from the next turn of the loop on; call after `start`."""
+        """Set the health status, from the next turn of the loop on; call after `start`."""
         status = health_pb2.HealthCheckResponse
         task = asyncio.get_running_loop().create_task(
             self._set_health(status.SERVING if serving else status.NOT_SERVING)
@@ -146,5 +145,5 @@ class GrpcHost:
 
 
 def _cannot_listen(bind: str) -> OSError:
-    """gRPC does not tell which of the two it is."""
+    """The error of a failed bind; gRPC does not say which of the two causes it has."""
     return OSError(f"cannot listen on {bind}: the port is taken, or no address of this machine")

@@ -1,26 +1,26 @@
-"""Finds a frozen engine by looking at its step counter. Pure.
+"""Detects a frozen engine by its step counter. Pure.
 
-The wait begins again when a look finds that the counter has moved, or that there is no work. Both a
-time and a number of looks must pass: if the watching process itself was paused (SIGSTOP, a
-suspended machine), much time has passed in which it saw nothing.
+The wait restarts when a look finds that the counter has moved or that there is no work. Both a time
+and a number of looks must pass: if the watching process itself was paused (SIGSTOP, a suspended
+machine), much time passes without a look.
 """
 
 from dataclasses import dataclass
 
-FROZEN_S = 8.0  # a frozen engine is found within 10 s, with the time that a step may take
+FROZEN_S = 8.0  # detects a freeze within 10 s, including the time of a step
 MIN_LOOKS = 16  # 1.6 to 7 s of heartbeats; the counter of a living engine moves once a second
 
 
 @dataclass(slots=True)
 class StallDetector:
-    """What was seen of one engine's counter."""
+    """Observations of one engine's counter."""
 
     counter: int = -1
     since: float = 0.0  # when the counter last moved, or there was no work
     looks: int = 0  # looks since then
 
     def look(self, counter: int, busy: bool, now: float) -> bool:
-        """Note the counter, whether there is work, and the time; returns whether the engine is
+        """Record the counter, whether there is work, and the time; return whether the engine is
         frozen."""
         if counter != self.counter or not busy:
             self.counter, self.since, self.looks = counter, now, 0

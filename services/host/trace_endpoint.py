@@ -1,5 +1,5 @@
-"""Which collector takes the traces: as the flag says, or else OpenTelemetry's own settings. One of
-these that asks for something else is refused."""
+"""Selects the collector of traces: the flag, or else OpenTelemetry's own environment variables.
+Variables that request something unsupported are refused."""
 
 import os
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ PATH = "/v1/traces"
 
 
 class TraceSettings(Protocol):
-    """The options of tracing, which every process has."""
+    """The tracing options, which every process has."""
 
     @property
     def otlp_traces_endpoint(self) -> str: ...
@@ -21,14 +21,14 @@ class TraceSettings(Protocol):
 
 
 def endpoint(settings: TraceSettings) -> str:
-    """The URL that takes spans; empty: none. Raises ValueError for one that is no URL, for what
-    OpenTelemetry's settings ask beyond OTLP over HTTP, and if the flag is given where OpenTelemetry
-    is not installed."""
+    """The URL that takes spans; empty: no tracing. Raises ValueError if the URL is not one, if
+    OpenTelemetry's variables request more than OTLP over HTTP, or if the flag is set and
+    OpenTelemetry is not installed."""
     name, url = FLAG, settings.otlp_traces_endpoint
     if not url:
         name, url = _of_environment()
         if not is_installed():
-            return ""  # the environment is not pdserve's alone
+            return ""  # other programs share the environment
     if not url or switched_off():
         return ""
     if not _is_http(url):
@@ -46,7 +46,7 @@ def endpoint(settings: TraceSettings) -> str:
 
 
 def _of_environment() -> tuple[str, str]:
-    """The URL that OpenTelemetry's own settings name, if any, and the variable."""
+    """The URL in OpenTelemetry's variables, and the variable's name; empty if none is set."""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
         if url := os.environ.get(name, ""):
             return name, url
@@ -54,7 +54,7 @@ def _of_environment() -> tuple[str, str]:
 
 
 def switched_off() -> str:
-    """The variable that says that there are to be no traces, with its value, if one does."""
+    """The variable that disables tracing, as NAME=value; empty if none does."""
     for name, off in (("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")):
         if os.environ.get(name, "").strip().lower() == off:
             return f"{name}={off}"
@@ -62,7 +62,8 @@ def switched_off() -> str:
 
 
 def _check_environment() -> None:
-    """Raises ValueError for another exporter or protocol than there is."""
+    """Raises ValueError if the environment selects an exporter or protocol other than OTLP by
+    HTTP."""
     exporters = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
     if "otlp" not in (one.strip().removesuffix("_proto_http") for one in exporters.split(",")):
         raise ValueError(f"OTEL_TRACES_EXPORTER={exporters}: pdserve has otlp and none")
@@ -78,12 +79,12 @@ def _is_http(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port, or of brackets
+    except ValueError:  # a bad port or unbalanced brackets
         return False
 
 
 def shown(url: str) -> str:
-    """A URL without what may be secret in it: user, password and query."""
+    """A URL without its possibly secret parts: user, password and query."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
@@ -91,5 +92,5 @@ def shown(url: str) -> str:
 def is_installed() -> bool:
     try:
         return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:  # a parent of it
+    except ModuleNotFoundError:  # a parent package is missing
         return False

@@ -1,9 +1,9 @@
-"""What a process did for a request, as spans that an OpenTelemetry collector takes.
+"""Records a request's work in a process as spans for an OpenTelemetry collector.
 
-The only module that knows OpenTelemetry, which is imported once there is an endpoint; without one
-no span is recorded, and what a client names is passed on. Times are readings of time.monotonic. A
-span is exported, on a thread of its own, after it has ended; what a collector does not take in time
-is dropped.
+The only module that uses OpenTelemetry, which it imports only if there is an endpoint. Without one
+it records no span and passes a client's context on. Times are readings of time.monotonic. A
+background thread exports a span after it has ended; spans that the collector does not take in time
+are dropped.
 """
 
 import logging
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_EVENTS = 32  # of one span
-MAX_QUEUED = 2048  # spans that wait for the collector
+MAX_EVENTS = 32  # recorded in one span
+MAX_QUEUED = 2048  # spans queued for the collector
 EXPORT_S = 2.0  # for a collector to take a batch
-KEY_BYTES = 16  # of what chooses the share of traces
+KEY_BYTES = 16  # length of the sampling key
 CLOSE_S = 1.0  # for the last batches at the end of the process
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.DOTALL)
 _STATE = re.compile(r"[\x20-\x7e]{1,512}")
@@ -45,19 +45,20 @@ Value = str | bool | int | float | Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span as others name it: W3C's traceparent and tracestate. Empty: there is none."""
+    """A span's reference as passed between processes: W3C traceparent and tracestate. Empty: no
+    span."""
 
     parent: str = ""
     state: str = ""
 
     @property
     def trace_id(self) -> str:
-        """The trace's id in hex; empty if there is none."""
+        """The trace's id in hex; empty if there is no span."""
         return self.parent[3:35]
 
     @property
     def span_id(self) -> str:
-        """The span's id in hex; empty if there is none."""
+        """The span's id in hex; empty if there is no span."""
         return self.parent[36:52]
 
 
@@ -65,8 +66,8 @@ NOWHERE = TraceContext()
 
 
 class TraceSpan:
-    """What a process does for one request. This one is not recorded; `context` is for those whom it
-    asks, and `recorded` says whether anything is kept."""
+    """A process's work for one request. This base class records nothing; `context` is the parent
+    for downstream calls, and `recorded` says whether the span is kept."""
 
     recorded = False
 
@@ -74,25 +75,25 @@ class TraceSpan:
         self.context = context
 
     def set(self, **attributes: Value) -> None:
-        """Add attributes; in a name "__" stands for a dot."""
+        """Add attributes; "__" in a name becomes a dot."""
 
     def event(self, name: str, at: float | None = None, **attributes: Value) -> None:
-        """Note what happened, now or at a time; beyond MAX_EVENTS nothing is noted."""
+        """Record an event, now or at a time; events beyond MAX_EVENTS are dropped."""
 
     def phase(self, name: str, began: float, ended: float) -> None:
-        """Add a child span that has ended; of no length it is left out."""
+        """Add a child span that has ended; dropped if its length is 0."""
 
     def end(self, error: str = "") -> None:
-        """It is over, once. `error`: why it failed."""
+        """End the span; call once. `error`: why it failed."""
 
 
 NO_SPAN = TraceSpan()
 
 
 class Tracer:
-    """Begins spans. This one records none: what a client names is passed on, for processes that
-    record. `sample` is the most of clients' traces that are; processes with the same `key` choose
-    the same ones."""
+    """Begins spans. This base class records none: it passes a client's context on, for processes
+    that record. `sample` is the largest share of clients' traces to record; processes with the same
+    `key` choose the same traces."""
 
     def __init__(self, sample: float = 1.0, key: bytes = b"") -> None:
         self._below = round(sample * 2**64)
@@ -101,14 +102,14 @@ class Tracer:
     def begin(
         self, name: str, parent: TraceContext, began: float, *, entry: bool = False
     ) -> TraceSpan:
-        """A span of a request. Where clients ask (`entry`) a trace may begin; elsewhere there is
-        no span without a parent."""
+        """Begin a span of a request. At the entry from clients (`entry`) a new trace may begin;
+        elsewhere a span needs a parent."""
         asked = self._asked(parent, entry) if entry else None
         return NO_SPAN if asked is None else TraceSpan(_context(*asked, parent.state))
 
     def _asked(self, parent: TraceContext, entry: bool) -> tuple[int, int, bool] | None:
-        """The ids of the trace and of the parent's span, and whether it is sampled: of a client
-        that says so only the share is."""
+        """The ids of the trace and the parent's span, and whether to sample it. At an entry, only
+        the tracer's share of the traces that clients mark as sampled is sampled."""
         found = _parsed(parent.parent)
         if found is None:
             return None
@@ -116,7 +117,8 @@ class Tracer:
         return trace, span, sampled and (not entry or self._in_share(trace))
 
     def _in_share(self, trace: int) -> bool:
-        """Of one trace always the same. With a key, since clients choose their ids."""
+        """Whether a trace is in the sampled share; the same for every call. Keyed, since clients
+        choose trace ids."""
         drawn = blake2b(trace.to_bytes(16), key=self._key, digest_size=8).digest()
         return int.from_bytes(drawn) < self._below
 
@@ -125,15 +127,15 @@ NO_TRACER = Tracer()
 
 
 def context_of(metadata: Any) -> TraceContext:
-    """What a gRPC call's metadata name as the parent."""
+    """The parent span in a gRPC call's metadata."""
     given = dict(metadata or ())
     return TraceContext(str(given.get("traceparent", "")), str(given.get("tracestate", "")))
 
 
 @contextmanager
 def tracing(service: str, settings: TraceSettings, key: bytes = b"") -> Iterator[Tracer]:
-    """The tracer of this process, until it ends; `key` is the Tracer's. Raises ValueError if the
-    options cannot work."""
+    """The tracer of this process, for the duration of the block; `key` is the Tracer's. Raises
+    ValueError if the options cannot work."""
     url = endpoint(settings)
     if not url:
         if settings.otlp_traces_endpoint:
@@ -148,18 +150,19 @@ def tracing(service: str, settings: TraceSettings, key: bytes = b"") -> Iterator
 
 
 def exporter(url: str) -> "SpanExporter":
-    """Sends spans to a collector. Its log is one line when the collector stops taking them."""
+    """An exporter that sends spans to a collector. It logs one line when the collector stops taking
+    them."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    # They would log every batch that is lost, and every span beside a full queue.
+    # They would log every lost batch, and every span that a full queue drops.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL + 1)
-    logging.getLogger("urllib3").setLevel(logging.INFO)  # below it shows the URL's query
+    logging.getLogger("urllib3").setLevel(logging.INFO)  # its debug lines show the URL's query
     sender = OTLPSpanExporter(url, timeout=EXPORT_S)
     where = shown(url)
 
     class Exporter(SpanExporter):
-        taken = True  # by the last answer
+        taken = True  # whether the last export succeeded
 
         def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":
             result = sender.export(spans)
@@ -179,8 +182,8 @@ def exporter(url: str) -> "SpanExporter":
 
 
 class ExportingTracer(Tracer):
-    """Records the spans of traces that are sampled: `sample` of those that begin here or that a
-    client asks for; inside the system as the parent says."""
+    """Records the spans of sampled traces: a share `sample` of those that begin here or that a
+    client samples; between processes, those whose parent is sampled."""
 
     def __init__(
         self, service: str, exporter: "SpanExporter", sample: float = 1.0, key: bytes = b""
@@ -221,16 +224,16 @@ class ExportingTracer(Tracer):
         return _RecordedSpan(self, context, name, (trace, own, parent_id), began, entry)
 
     def export(self, span: "ReadableSpan") -> None:
-        """Queues it."""
+        """Queue a span for export."""
         self._processor.on_end(span)
 
     @property
     def resource(self) -> Any:
-        """What describes this process."""
+        """The OpenTelemetry resource that describes this process."""
         return self._resource
 
     def close(self) -> None:
-        """Sends what is queued, for at most CLOSE_S; not to a collector that is gone."""
+        """Send the queued spans, for at most CLOSE_S; drop them if the last export failed."""
         gone = not getattr(self._exporter, "taken", True)
         ending = threading.Thread(target=self._processor.shutdown, name="traces", daemon=True)
         ending.start()
@@ -328,7 +331,7 @@ def _dotted(attributes: dict[str, Value]) -> dict[str, Value]:
 
 
 def _parsed(parent: str) -> tuple[int, int, bool] | None:
-    """The ids of the trace and the span that a traceparent names, and whether it is sampled."""
+    """The ids of the trace and span in a traceparent, and whether it is sampled."""
     found = _PARENT.fullmatch(parent)
     if found is None:
         return None

@@ -1,10 +1,10 @@
-"""What prefill does for its routers: attempts from PrefillStart to Done or Failed.
+"""The prefill service's attempts, from PrefillStart to Done or Failed.
 
-Everything runs on the loop; the engine thread is reached through PrefillRuntime. A lost session
-does not end its attempts: decode answers the Claim of an attempt that nobody wants any more with
-Gone. A router that has adopted an attempt sends its PrefillStart again, and its events go to that
-router from then on. If the attempt has ended, its last event is sent again, since the router that
-received it first may be gone.
+Everything runs on the loop; PrefillRuntime posts to the engine thread. A lost session does not end
+its attempts: if no router wants an attempt any more, decode responds to its Claim with Gone. A
+router that has adopted an attempt sends its PrefillStart again, and receives its events from then
+on. If the attempt has ended, its last event is sent again, since the router that received it first
+may be gone.
 """
 
 import logging
@@ -32,7 +32,7 @@ from pdserve.services.worker.core import RouterSession, WorkerCore, service_erro
 
 log = logging.getLogger(__name__)
 
-MAX_ENDED = 1024  # attempts whose last event is kept, for a router that asks late
+MAX_ENDED = 1024  # attempts whose last event is kept for a late PrefillStart
 PrefillSession = RouterSession[Outbox[wire.PrefillEvent]]
 
 
@@ -40,7 +40,7 @@ PrefillSession = RouterSession[Outbox[wire.PrefillEvent]]
 class SendingAttempt:
     """One attempt that has not ended."""
 
-    owner: PrefillSession  # it hears of it
+    owner: PrefillSession  # receives the attempt's events
     request: str
     ticket: bytes  # its id
     span: TraceSpan
@@ -48,7 +48,7 @@ class SendingAttempt:
 
 @dataclass(frozen=True, slots=True)
 class EndedAttempt:
-    """Its last event; and its request, for the log."""
+    """An ended attempt's last event, and its request for the log."""
 
     event: wire.PrefillEvent
     request: str
@@ -60,23 +60,24 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
     def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         super().__init__(Outbox[wire.PrefillEvent])
         self._tracer = tracer
-        self._sending: dict[bytes, SendingAttempt] = {}  # by attempt, as below
+        self._sending: dict[bytes, SendingAttempt] = {}  # by attempt id, like `_ended`
         self._ended: OrderedDict[bytes, EndedAttempt] = OrderedDict()  # the oldest first
 
     @property
     def num_attempts(self) -> int:
-        """Attempts that have not ended."""
+        """The number of attempts that have not ended."""
         return len(self._sending)
 
     async def drain(self) -> None:
-        """Finish what has begun; the rest is handed back, so that other workers do it."""
+        """Finish the attempts that have begun; hand back the rest for other workers."""
         self._draining = True
         if self._runtime is not None:
             self._runtime.hand_back()
         await super().drain()
 
     def start(self, session: PrefillSession, start: wire.PrefillStart, ids: Sequence[int]) -> None:
-        """Answered with PrefillAccepted, Busy or PrefillFailed; if it has ended, with its end."""
+        """Start an attempt; sends PrefillAccepted, Busy or PrefillFailed, or the last event of an
+        attempt that has ended."""
         if self._again(session, start):
             return
         try:
@@ -99,12 +100,12 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         when_done(future, partial(self._started, start.attempt))
 
     def refuse(self, session: PrefillSession, attempt: bytes, error: ServiceError) -> None:
-        """Answer a PrefillStart that begins nothing."""
+        """Send PrefillFailed for a PrefillStart that does not start an attempt."""
         session.outbox.put(_failed(attempt, error, handed_back=self._draining))
 
     def cancel(self, session: PrefillSession, attempt: bytes) -> None:
-        """No event follows, unless the attempt is started again. The cancel counts as stale if
-        another session has taken the attempt over."""
+        """End an attempt. No event follows, unless the attempt is started again. The cancel counts
+        as stale if another session has taken the attempt over."""
         sending = self._sending.get(attempt)
         owner = None if sending is None else sending.owner
         if self._runtime is None or owner is None or (owner is not session and not owner.lost):
@@ -115,7 +116,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         self._runtime.cancel(attempt)
 
     def on_ended(self, sent: Sent) -> None:
-        """The hand-off has completed or failed."""
+        """Handle the end of a hand-off, completed or failed."""
         sending = self._sending.get(sent.attempt)
         if sending is None:
             ended = self._ended.get(sent.attempt)  # it was cancelled
@@ -130,8 +131,8 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         sending.owner.outbox.put(event)
 
     def _again(self, session: PrefillSession, start: wire.PrefillStart) -> bool:
-        """Whether the attempt has ended, or runs under this ticket; if it runs, its events go to
-        this session from now on."""
+        """Whether the attempt has ended, or runs under this ticket; a running one sends its events
+        to this session from now on."""
         ended = self._ended.get(start.attempt)
         if ended is not None:
             session.outbox.put(ended.event)
@@ -145,7 +146,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         return True
 
     def _remember(self, attempt: bytes, event: wire.PrefillEvent, error: str) -> None:
-        """It has ended so. `error`: why it has failed; empty: nothing has."""
+        """Record an attempt's last event. `error`: why it failed; empty if it did not."""
         sending = self._forget(attempt, error)
         self._ended[attempt] = EndedAttempt(event, sending.request)
         if len(self._ended) > MAX_ENDED:
@@ -204,7 +205,7 @@ class PrefillCore(WorkerCore[PrefillRuntime, Outbox[wire.PrefillEvent]]):
         return span
 
     def _forget(self, attempt: bytes, error: str) -> SendingAttempt:
-        """`error`: why it has failed; empty: nothing has."""
+        """Remove a running attempt. `error`: why it failed; empty if it did not."""
         sending = self._sending.pop(attempt)
         sending.span.end(error)
         if not self._sending:

@@ -35,8 +35,8 @@ class PrefillRole(WorkerRole[PrefillSettings, PrefillCore, PrefillRuntime]):
 
 
 def run(settings: PrefillSettings, engine: EngineConfig, report: Report = silent) -> int:
-    """Serve until a signal; returns the exit code. Raises OSError if an address is taken, and
-    what loading the model raises."""
+    """Serve until a signal; return the exit code. Raises OSError if an address is taken, and the
+    errors of loading the model."""
     return run_worker(
         settings, lambda tracer: PrefillRole(settings, engine, tracer), "prefill", report
     )

@@ -39,7 +39,7 @@ class PrefillRuntime(WorkerRuntime):
         self._begin(self.sender.poll)
         self._describe(card, [transport.name for transport in transports])
 
-    # posted by the loop
+    # Posted by the loop
 
     def start_sending(
         self,
@@ -58,7 +58,7 @@ class PrefillRuntime(WorkerRuntime):
         return self.thread.post(start)
 
     def cancel(self, attempt: bytes) -> None:
-        """End an attempt; a chunk that is being computed is the last."""
+        """End an attempt; a chunk that is being computed is the last one."""
 
         def cancel(_: Engine) -> None:
             self.sender.cancel(attempt, "cancelled")
@@ -70,7 +70,7 @@ class PrefillRuntime(WorkerRuntime):
         """End every attempt that has not begun."""
         self.thread.post(lambda _: self.sender.hand_back())
 
-    # on the engine thread
+    # On the engine thread
 
     @property
     def _endpoints(self) -> Sequence[Sender]:

@@ -1,4 +1,4 @@
-"""The Prefill service: it converts commands and calls PrefillCore."""
+"""The Prefill service: converts commands and calls PrefillCore."""
 
 import logging
 from collections.abc import AsyncIterator

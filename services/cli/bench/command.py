@@ -1,4 +1,4 @@
-"""`pdserve bench`: a load on a running server, and what it made of it."""
+"""`pdserve bench` sends a load to a running server and reports its performance."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """0 if every request was answered; 1 if one was not, or nothing could be measured."""
+    """Return 0 if every request succeeded; 1 if one did not, or nothing could be measured."""
     chosen = settings.build(BenchSettings)
     if chosen.rate and settings.values["concurrency"].given:
         raise OptionError("--rate and --concurrency: a load is an open loop or a closed one")
@@ -36,7 +36,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
         raise OptionError(f"--slo: {error}") from None
     if chosen.json:
         try:
-            Path(chosen.json).open("a").close()  # before the load, not after it
+            Path(chosen.json).open("a").close()  # fail before the load, not after it
         except OSError as error:
             raise OptionError(f"--json: {error}") from None
     view = progress_on(sys.stderr)
@@ -62,10 +62,10 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 class Bench:
-    """One run; `samples` grow as requests end."""
+    """One run; `samples` grows as requests end."""
 
     def __init__(self, chosen: BenchSettings, view: ProgressView) -> None:
-        # A prompt that the server has seen before would be in its prefix cache.
+        # A repeated prompt would be in the server's prefix cache.
         self._seed = chosen.random_seed or random.randrange(1, 1 << 31)
         self._chosen = chosen
         self._view = view
@@ -74,7 +74,8 @@ class Bench:
         self.title = ""
 
     async def run(self) -> bool:
-        """Whether Ctrl-C has stopped it. Raises ApiError if it cannot begin."""
+        """Run the benchmark; return whether Ctrl-C stopped it. Raises ApiError if it cannot
+        begin."""
         work = asyncio.ensure_future(self._work())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -99,7 +100,7 @@ class Bench:
             api.close()
 
     async def _send(self, api: AsyncApi, path: str, bodies: Iterator[bytes]) -> None:
-        """Those that warm up are not counted."""
+        """Send the requests; warm-up requests are not counted."""
         chosen = self._chosen
         for _, body in zip(range(chosen.warmup), bodies, strict=False):
             await send_request(api, path, body, _ignore)
@@ -157,6 +158,6 @@ class Bench:
 
 
 def _ignore(sample: Sample) -> None:
-    """Of a request that warms up. Raises ApiError if it failed: then all would."""
+    """Discard a warm-up request's sample. Raises ApiError if it failed, since all would."""
     if sample.error:
         raise ApiError(sample.error, 500)

@@ -1,5 +1,5 @@
-"""Sends a benchmark's requests: at drawn times whatever the server does (open loop), or so that a
-given number is always on its way (closed loop)."""
+"""Sends a benchmark's requests: at random times regardless of the server (open loop), or with a
+constant number in flight (closed loop)."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ Bodies = Iterator[bytes]
 async def open_loop(
     api: AsyncApi, path: str, bodies: Bodies, rate: float, seed: int, on_sample: OnSample
 ) -> None:
-    """Requests arrive as a Poisson process of that rate, requests/s."""
+    """Send requests as a Poisson process of `rate` requests/s."""
     rng = random.Random(seed)
     due = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -32,7 +32,7 @@ async def open_loop(
 async def closed_loop(
     api: AsyncApi, path: str, bodies: Bodies, concurrency: int, on_sample: OnSample
 ) -> None:
-    """Each of so many clients asks again when it has its answer."""
+    """Run `concurrency` clients, each of which sends its next request after a response."""
 
     async def client() -> None:
         for body in bodies:
@@ -44,7 +44,7 @@ async def closed_loop(
 
 
 async def send_request(api: AsyncApi, path: str, body: bytes, on_sample: OnSample) -> None:
-    """One streamed request; what goes wrong is in its sample."""
+    """Send one streamed request; errors are recorded in its sample."""
     events = _Events()
     started = time.perf_counter()
     error = ""
@@ -67,7 +67,7 @@ async def send_request(api: AsyncApi, path: str, body: bytes, on_sample: OnSampl
 
 
 class _Events:
-    """Notes when each text of a stream came."""
+    """Records the arrival time of each text of a stream."""
 
     def __init__(self) -> None:
         self.arrivals: list[float] = []

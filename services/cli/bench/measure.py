@@ -1,4 +1,4 @@
-"""What a benchmark has measured: one request's times, and the figures of all. Pure.
+"""Measurements of a benchmark: one request's times, and the statistics of all. Pure.
 
 The definitions are vLLM's (benchmarks/serving): TTFT is from the request's start to its first text,
 ITL the gap between two texts, TPOT the mean time of a token after the first, E2E the whole request.
@@ -17,7 +17,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request, in seconds of one clock. `arrivals` are those of its texts."""
+    """One request, in seconds of one clock. `arrivals` are the arrival times of its texts."""
 
     started: float
     arrivals: tuple[float, ...]
@@ -40,14 +40,14 @@ class Sample:
 
     @property
     def tpot_s(self) -> float:
-        """0 of a request with one token."""
+        """Mean seconds per token after the first; 0 if there is only one token."""
         if self.output_tokens < 2:
             return 0.0
         return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of sorted values, interpolated as numpy does; 0 if there are none."""
+    """A percentile of sorted values, interpolated like numpy's; 0 if there are none."""
     if not ordered:
         return 0.0
     at = (len(ordered) - 1) * percent / 100
@@ -65,7 +65,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """Seconds by name, of "ttft=500ms,itl=50"; milliseconds unless it says s. Raises ValueError."""
+    """Parse "ttft=500ms,itl=50" to seconds by name; the default unit is ms. Raises ValueError if a
+    bound is malformed."""
     bounds = {}
     for part in filter(None, (word.strip() for word in text.split(","))):
         name, _, value = part.partition("=")
@@ -79,7 +80,7 @@ def parse_slo(text: str) -> dict[str, float]:
 
 
 def meets_slo(sample: Sample, slo: Mapping[str, float]) -> bool:
-    """Whether the request kept every bound; `itl` is that of 99 % of its gaps."""
+    """Whether the request met every bound; `itl` bounds the 99th percentile of its gaps."""
     if sample.error:
         return False
     times = {
@@ -92,7 +93,8 @@ def meets_slo(sample: Sample, slo: Mapping[str, float]) -> bool:
 
 
 def summarize(samples: Sequence[Sample], slo: Mapping[str, float]) -> dict[str, Any]:
-    """The figures of a run: counts, rates by its whole duration, and spreads in milliseconds."""
+    """The statistics of a run: counts, rates over its whole duration, and spreads in
+    milliseconds."""
     good = [sample for sample in samples if not sample.error]
     wall_s = max((s.ended for s in samples), default=0.0) - min(
         (s.started for s in samples), default=0.0

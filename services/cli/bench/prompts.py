@@ -26,8 +26,8 @@ CountTokens = Callable[[str], Awaitable[int]]
 async def make_prompts(
     api: AsyncApi, model: str, count: int, num_tokens: int, seed: int
 ) -> tuple[list[str], bool]:
-    """Prompts, and whether their length is that of the server's tokenizer; a server without
-    /tokenize gets as many words. Raises ApiError."""
+    """The prompts, and whether the server's tokenizer confirms their length; if the server has no
+    /tokenize, they have `num_tokens` words. Raises ApiError."""
     rng = random.Random(seed)
 
     async def tokens(text: str) -> int:
@@ -47,7 +47,7 @@ def drawn(rng: random.Random, num_words: int) -> str:
 
 
 async def exact(rng: random.Random, num_tokens: int, tokens: CountTokens) -> str:
-    """A text of that many tokens. Raises ApiError if none is found."""
+    """A text of exactly `num_tokens` tokens. Raises ApiError if none is found in TRIES."""
     words = rng.choices(WORDS, k=max(1, num_tokens))
     for _ in range(TRIES):
         text = " ".join(words)
@@ -55,11 +55,11 @@ async def exact(rng: random.Random, num_tokens: int, tokens: CountTokens) -> str
         missing = num_tokens - found
         if not missing:
             return text
-        part = round(abs(missing) * len(words) / max(1, found))  # in words, of some tokens each
-        cut = text[:missing] if missing < 0 and part <= 1 else ""  # where letters are tokens
+        part = round(abs(missing) * len(words) / max(1, found))  # in words, each of several tokens
+        cut = text[:missing] if missing < 0 and part <= 1 else ""  # for tokenizers of characters
         if missing > 0:
             words += rng.choices(WORDS, k=max(1, part))
-        elif cut.endswith(" "):  # which a chat template may strip
+        elif cut.endswith(" "):  # a chat template may strip the space
             words = rng.choices(WORDS, k=len(words))
         elif cut and await tokens(cut) == num_tokens:
             return cut

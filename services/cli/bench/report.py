@@ -1,4 +1,5 @@
-"""The figures of a benchmark as a table, histograms and a line of throughput over time. Pure."""
+"""Formats a benchmark's statistics as a table, histograms and a line of throughput over time.
+Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,12 +14,12 @@ TIMES = {
 }
 COLUMNS = ("mean", *(f"p{p}" for p in PERCENTILES), "max")
 BINS, BAR = 10, 40  # of a histogram: rows, columns
-SLOTS = 60  # of the line over time
+SLOTS = 60  # columns of the line over time
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """Lines of text, each with its end."""
+    """The table, with a newline after each line."""
     lines = [
         f"{figures['completed']} of {figures['requests']} requests in "
         f"{figures['duration_s']:.1f} s, {figures['mean_concurrency']:.1f} at once on average",
@@ -54,7 +55,8 @@ def plot(samples: Sequence[Sample]) -> str:
 
 
 def histogram(title: str, values: Sequence[float]) -> str:
-    """A row for each tenth of the range up to the 99th percentile; the last has what is beyond."""
+    """One row per tenth of the range up to the 99th percentile; the last row includes larger
+    values."""
     if not values:
         return ""
     ordered = sorted(values)
@@ -72,7 +74,7 @@ def histogram(title: str, values: Sequence[float]) -> str:
 
 
 def bar(share: float) -> str:
-    """Up to BAR columns, in eighths."""
+    """A bar of up to BAR columns, in eighths."""
     eighths = round(share * BAR * 8)
     partial = " ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else ""
     return "█" * (eighths // 8) + (partial or ("▏" if share and not eighths else ""))

@@ -1,4 +1,4 @@
-"""`pdserve chat`: a conversation in the terminal, or the answers to the lines of a pipe."""
+"""`pdserve chat`: a conversation in the terminal, or responses to the lines of a pipe."""
 
 import sys
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from pdserve.services.options.sources import Settings
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Talks until /exit or the end of input; 1 if no server answers."""
+    """Chat until /exit or the end of input; return 1 if the server does not respond."""
     chat = settings.build(ChatSettings)
     try:
         client = client_of(chat)

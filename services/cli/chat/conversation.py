@@ -1,4 +1,4 @@
-"""A conversation with a server's model. The history lives here; the server keeps none."""
+"""A conversation with a server's model. The history is kept here; the server keeps none."""
 
 from collections.abc import Generator, Mapping
 from contextlib import closing
@@ -11,7 +11,7 @@ CHAT = "/v1/chat/completions"
 
 
 class AnswerView(Protocol):
-    """A view is told of one answer at a time, as it comes."""
+    """Displays one response at a time, as it arrives."""
 
     def think(self, text: str) -> None: ...
     def write(self, text: str) -> None: ...
@@ -19,7 +19,7 @@ class AnswerView(Protocol):
 
 
 class Conversation:
-    """Messages so far, and how the next one is asked for."""
+    """The messages so far, and the params of the next request."""
 
     def __init__(self, client: ApiClient, model: Mapping[str, Any], settings: ChatSettings) -> None:
         """`model` is an entry of /v1/models."""
@@ -31,13 +31,13 @@ class Conversation:
         self.max_tokens = settings.max_tokens
         self.system = settings.system
         self.messages: list[dict[str, str]] = []
-        self.question = ""  # the last one, answered or not
-        self.reasoning = ""  # of the last answer
-        self._before = self.messages  # those before the last question
+        self.question = ""  # the last question, with or without a response
+        self.reasoning = ""  # of the last response
+        self._before = self.messages  # messages before the last question
 
     @property
     def sampling(self) -> str:
-        """What is in force, in words."""
+        """The sampling params in force, as text."""
         recommended = dict(self.recommended or {})
         if self.temperature is not None:
             recommended.pop("temperature", None)
@@ -50,13 +50,15 @@ class Conversation:
         return ", ".join(own) or "temperature 1 (nothing else is recommended for this model)"
 
     def reset(self) -> None:
-        """Forgets the messages; the last question can still be asked again."""
+        """Forget the messages; the last question can still be retried."""
         self.messages = self._before = []
 
     def ask(self, text: str, view: AnswerView) -> bool:
-        """Shows the answer as it comes; a question without an answer is no message.
+        """Send a question and show the response as it arrives; a question without a response is not
+        kept as a message.
 
-        False if Ctrl-C has stopped the answer; what has come is kept. Raises ApiError.
+        Returns False if Ctrl-C stopped the response, of which the text so far is kept. Raises
+        ApiError.
         """
         self.question = text
         self._before = self.messages
@@ -80,7 +82,7 @@ class Conversation:
         return ended
 
     def retry(self, view: AnswerView) -> bool:
-        """Asks the last question again; without a new answer its old one stays. As `ask`."""
+        """Send the last question again, like `ask`; without a new response the old one stays."""
         kept, self.messages = self.messages, self._before
         try:
             return self.ask(self.question, view)
@@ -91,7 +93,7 @@ class Conversation:
     def _take(
         self, event: dict[str, Any], parts: list[str], thoughts: list[str], view: AnswerView
     ) -> str:
-        """Shows what an event brings; a note if the answer was cut."""
+        """Show an event; return a note if the response was cut off."""
         note = ""
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
@@ -125,8 +127,8 @@ class Conversation:
 
 
 def first_model(client: ApiClient, name: str) -> dict[str, Any]:
-    """The model of that name as /v1/models has it, or the first if the name is empty. Raises
-    ApiError."""
+    """The /v1/models entry of that name, or the first entry if the name is empty. Raises ApiError
+    if there is none."""
     models = client.models()
     if not models:
         raise ApiError(f"{client.url} serves no model yet", 503)

@@ -1,4 +1,5 @@
-"""What a person types: with prompt_toolkit lines can be edited and go on, without it readline's."""
+"""Reads the user's lines: with prompt_toolkit they are editable and may span several lines; without
+it, readline's."""
 
 import io
 import sys
@@ -15,17 +16,17 @@ HINT = "(Ctrl-C once more, Ctrl-D or /exit ends)"
 
 
 def history_file() -> Path | None:
-    """In the user's data folder; None where it cannot be kept."""
+    """The history file in the user's data folder; None if it cannot be kept."""
     try:
         path = data_dir() / HISTORY
         path.touch(mode=0o600)
         return path if path.is_file() else None
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: no home folder
         return None
 
 
 def typed_lines(history: Path | None, commands: Collection[str]) -> Iterator[str]:
-    """Yields what the person enters; Ctrl-D ends it, and so does Ctrl-C twice."""
+    """Yield the lines that the user enters, until Ctrl-D or two Ctrl-C."""
     read = _reader(history, commands)
     interrupted = False
     while True:
@@ -44,7 +45,7 @@ def typed_lines(history: Path | None, commands: Collection[str]) -> Iterator[str
 
 
 def piped_lines() -> Iterator[str]:
-    """Yields the lines of standard input; U+FFFD stands for bytes that are no UTF-8."""
+    """Yield the lines of standard input; U+FFFD replaces bytes that are not UTF-8."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     with suppress(EOFError):
@@ -54,7 +55,8 @@ def piped_lines() -> Iterator[str]:
 
 @contextmanager
 def hidden_keys() -> Iterator[None]:
-    """What is typed meanwhile does not show in an answer; the next prompt has it."""
+    """Hide typed keys in the block, so that they do not appear in a response; the next prompt
+    receives them."""
     if not sys.stdin.isatty():
         yield
         return
@@ -82,7 +84,7 @@ def _toolkit_reader(history: Path | None, commands: Collection[str]) -> Callable
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     class KeptHistory(FileHistory):
-        """A conversation goes on without a file that cannot be read or written to."""
+        """A history file whose read and write errors do not end the conversation."""
 
         def load_history_strings(self) -> Iterable[str]:
             with suppress(OSError):

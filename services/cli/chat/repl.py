@@ -1,4 +1,4 @@
-"""The loop of a conversation: a line is a question, which is answered, or a /command."""
+"""The loop of a conversation: each line is a question or a /command."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -26,20 +26,20 @@ KEYS = (
 
 
 class Repl:
-    """Reads lines, and answers each or runs it as a command."""
+    """Reads lines; sends each as a question or runs it as a command."""
 
     def __init__(
         self, conversation: Conversation, make_view: Callable[[bool], AnswerView], out: TextIO
     ) -> None:
-        """`make_view(shows_reasoning)` is called for each answer."""
+        """`make_view(shows_reasoning)` is called for each response."""
         self._conversation = conversation
         self._make_view = make_view
         self._out = out
         self._shows_reasoning = False
 
     def run(self, lines: Iterable[str], *, typed: bool = True) -> int:
-        """Takes each line; the exit code is 1 if an answer did not come. Ctrl-C in an answer ends
-        it all unless the lines are typed."""
+        """Handle each line; the exit code is 1 if a response failed. Ctrl-C in a response ends the
+        loop unless the lines are typed."""
         code = 0
         for line in lines:
             word, _, rest = line.strip().partition(" ")
@@ -57,7 +57,8 @@ class Repl:
         return code
 
     def _answer(self, question: str | None) -> int:
-        """Asks it, or the last one again; 0, 1 without an answer, STOPPED after Ctrl-C."""
+        """Send a question, or the last one again if it is None. Returns 0, 1 without a response, or
+        STOPPED after Ctrl-C."""
         try:
             with hidden_keys():
                 view = self._make_view(self._shows_reasoning)
@@ -68,12 +69,12 @@ class Repl:
         except ApiError as error:
             print(f"error: {error}{advice(error)}", file=sys.stderr, flush=True)
             return 1
-        except KeyboardInterrupt:  # before it was asked
+        except KeyboardInterrupt:  # before the question was sent
             return STOPPED
         return 0 if ended else STOPPED
 
     def _run_command(self, word: str, rest: str) -> str:
-        """Runs it and returns what to tell the person."""
+        """Run a command; return its output for the user."""
         conversation = self._conversation
         if word == "/help":
             rows = [f"  {name:14}{text}" for name, text in COMMANDS.items()]

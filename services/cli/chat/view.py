@@ -1,4 +1,4 @@
-"""An answer on the screen: Markdown on a terminal that has rich, the bare text elsewhere."""
+"""Displays a response: Markdown on a terminal if rich is installed, otherwise plain text."""
 
 import sys
 import time
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.segment import Segment
 
-FRAME_S = 0.08  # between two pictures of an answer that comes
-PAUSE = 4  # times as long as the last picture took: a long block must not hold up its answer
-# An answer has no say over a terminal's cursor, title or colours.
+FRAME_S = 0.08  # between two frames of a response in progress
+PAUSE = 4  # times the last frame's duration: a long block must not slow its response down
+# A response must not control the terminal's cursor, title or colours.
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class PlainView:
-    """Writes the answer as it comes, and nothing of what the model thinks unless asked to."""
+    """Writes the response as it arrives, and the model's reasoning only if `shows_reasoning`."""
 
     def __init__(self, out: TextIO, shows_reasoning: bool) -> None:
         self._out = out
@@ -39,13 +39,13 @@ class PlainView:
             self.write(note if self._at_start else f" {note}")
         if not self._at_start:
             print(file=self._out, flush=True)
-        if note and not self._out.isatty():  # it is no part of the answer
+        if note and not self._out.isatty():  # not part of the response
             print(note, file=sys.stderr, flush=True)
 
 
 class MarkdownView:
-    """Draws the block of Markdown that is being written again and again; one that is finished is
-    printed for good, so that an answer longer than the screen scrolls as any text does."""
+    """Redraws the Markdown block in progress; prints a finished block permanently, so that a
+    response longer than the screen scrolls like any text."""
 
     def __init__(self, out: TextIO, shows_reasoning: bool) -> None:
         """Raises ImportError without rich."""
@@ -53,14 +53,14 @@ class MarkdownView:
         from rich.console import Console
 
         self._console = Console(file=out, highlight=False)
-        self._live: Live | None = None  # while something is drawn that is not printed for good
+        self._live: Live | None = None  # while a temporary frame is drawn
         self._parse = MarkdownIt().enable("strikethrough").enable("table").parse
         self._shows_reasoning = shows_reasoning
-        self._thought_at: float | None = None  # since when it thinks
-        self._text = ""  # of the blocks that are not printed yet
+        self._thought_at: float | None = None  # when the reasoning began
+        self._text = ""  # of blocks not yet printed
         self._printed = False
         self._drawn_at = 0.0
-        self._pause_s = FRAME_S  # until the next picture
+        self._pause_s = FRAME_S  # until the next frame
 
     def think(self, text: str) -> None:
         if self._thought_at is None:
@@ -102,13 +102,13 @@ class MarkdownView:
         self._drawn_at = time.monotonic()
 
     def _erase(self) -> None:
-        """Takes away what is drawn. A Live that is started again would erase what came between."""
+        """Erase the frame. Restarting the same Live would erase text printed in between."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def _fold(self) -> None:
-        """One line stands for what it thought."""
+        """Replace the reasoning with one line."""
         assert self._thought_at is not None
         seconds, self._thought_at = time.monotonic() - self._thought_at, None
         self._erase()
@@ -118,7 +118,7 @@ class MarkdownView:
             self._console.print(self._dim(f"thought for {seconds:.1f} s (/reasoning shows it)"))
 
     def _print_finished(self) -> None:
-        """All top-level blocks but the last are finished."""
+        """Print all top-level blocks but the last, since they are finished."""
         starts = [
             token.map[0]
             for token in self._parse(self._text)
@@ -138,14 +138,14 @@ class MarkdownView:
         self._printed = True
 
     def _tail(self) -> "RenderableType":
-        """The last lines of the block, as many as the screen has room for."""
+        """The last lines of the block, as many as fit on the screen."""
         from rich.console import Group
 
         picture = self._picture(self._rows(self._text)[-max(1, self._console.height - 3) :])
         return Group("", picture) if self._printed else picture
 
     def _rows(self, text: str) -> list[list["Segment"]]:
-        """Its lines, without the empty ones that some blocks begin with."""
+        """The rendered lines, without leading empty ones, with which some blocks begin."""
         from rich.markdown import Markdown
 
         rows = self._console.render_lines(Markdown(text.rstrip()), pad=False)
@@ -165,7 +165,7 @@ class MarkdownView:
 
 
 def view_on(out: TextIO, shows_reasoning: bool) -> AnswerView:
-    """Markdown if `out` is a terminal and rich is installed."""
+    """A MarkdownView if `out` is a terminal and rich is installed, otherwise a PlainView."""
     if out.isatty():
         try:
             return MarkdownView(out, shows_reasoning)

@@ -1,7 +1,9 @@
-"""`pdserve complete IN OUT`: a file of requests, asked some at once; a result each in the output.
+"""`pdserve complete IN OUT` runs a file of requests, several at once, and writes one result per
+line.
 
-What was cut off goes on where it was: lines with a result are not asked again. Only what the server
-has decided is a result; a server that is busy or away is waited for, and then the run ends.
+An interrupted run continues where it stopped: lines with a result are not sent again. Only a
+decision of the server is a result; if the server is busy or unreachable, requests are retried, and
+then the run ends.
 """
 
 import asyncio
@@ -30,16 +32,16 @@ from pdserve.services.local.progress import ProgressView, progress_on
 from pdserve.services.options.settings import CompleteSettings
 from pdserve.services.options.sources import Settings
 
-AGAIN = (408, 429, 502, 503, 504)  # the server is busy or away: no line's result
-PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before a line is asked again
+AGAIN = (408, 429, 502, 503, 504)  # the server is busy or unreachable: not a result
+PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # before a line is retried
 
 
 class Stopped(Exception):
-    """Ctrl-C, or SIGTERM."""
+    """Ctrl-C or SIGTERM stopped the run."""
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """0 if every line has an answer, 1 if one has an error or the run could not go on."""
+    """Return 0 if every line succeeded, 1 if one has an error or the run could not continue."""
     chosen = settings.build(CompleteSettings)
     source, target = Path(positionals["in"]), Path(positionals["out"])
     view = progress_on(sys.stderr)
@@ -67,7 +69,8 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def check_source(source: Path, target: Path) -> None:
-    """Raises BadLine, OSError before anything is written. Both are read more than once."""
+    """Check the files before anything is written: both must be regular files, since they are read
+    more than once. Raises BadLine or OSError."""
     for path in (source, target):
         if path.exists() and not path.is_file():
             raise BadLine(f"{path} is not a regular file")
@@ -77,7 +80,7 @@ def check_source(source: Path, target: Path) -> None:
 
 
 def count(source: Path, done: set[str], target: Path) -> int:
-    """How many lines there are. Raises BadLine if two have one id, or a result has no line."""
+    """The number of lines. Raises BadLine if two have the same id, or a result has no line."""
     seen: dict[str, int] = {}
     for number, custom_id, _ in lines_of(source):
         if custom_id in seen:
@@ -89,7 +92,7 @@ def count(source: Path, done: set[str], target: Path) -> int:
 
 
 def lines_of(source: Path) -> Iterator[tuple[int, str, Mapping[str, Any] | BadLine]]:
-    """(number, id, the line or what is wrong with it)."""
+    """Yield (number, id, the line or its error)."""
     with source.open("rb") as file:
         for number, data in numbered(file):
             try:
@@ -100,7 +103,7 @@ def lines_of(source: Path) -> Iterator[tuple[int, str, Mapping[str, Any] | BadLi
 
 
 class FileRun:
-    """Asks what has no result yet, `concurrency` lines at once."""
+    """Sends the lines without a result, `concurrency` at once."""
 
     def __init__(
         self,
@@ -110,7 +113,7 @@ class FileRun:
         name: str,
         total: int,
     ) -> None:
-        """Raises ApiError for a malformed URL."""
+        """Raises ApiError if the URL is malformed."""
         self._api = AsyncApi(chosen, chosen.timeout_s)
         self._chosen = chosen
         self._results = results
@@ -119,7 +122,8 @@ class FileRun:
         self._total = total
 
     async def run(self, source: Path) -> None:
-        """Raises ApiError, OSError, Stopped; no line is asked after that."""
+        """Run until all lines have a result. Raises ApiError, OSError or Stopped, after which no
+        line is sent."""
         loop = asyncio.get_running_loop()
         work = asyncio.ensure_future(self._work(source))
         stopped = False
@@ -165,7 +169,7 @@ class FileRun:
                 group.create_task(worker())
 
     async def _defaults(self) -> dict[str, Any]:
-        """Fields of bodies that do not have them. Raises ApiError."""
+        """Fields for bodies that lack them. Raises ApiError if the server lists no model."""
         chosen = self._chosen
         defaults: dict[str, Any] = {"model": chosen.model or await self._api.first_model()}
         if chosen.max_tokens:

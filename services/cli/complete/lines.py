@@ -1,7 +1,8 @@
-"""The lines of `pdserve complete`: a request each in the input, a result each in the output. Pure.
+"""The lines of `pdserve complete`: one request per line in the input, one result per line in the
+output. Pure.
 
-A line is what OpenAI's batches have (custom_id, url, body), or a body with "prompt" or "messages"
-and perhaps an "id".
+A line is like those of OpenAI's batches (custom_id, url, body), or a body with "prompt" or
+"messages" and optionally an "id".
 """
 
 import json
@@ -15,12 +16,12 @@ IDS = ("custom_id", "id")
 
 
 class BadLine(Exception):
-    """A line asks for nothing that can be asked; says why."""
+    """A line is not a valid request; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """What a line asks for, and the id under which its result is found."""
+    """A line's request, and the id of its result."""
 
     custom_id: str
     url: str
@@ -28,7 +29,7 @@ class InputLine:
 
 
 def line_id(line: Mapping[str, Any], number: int) -> str:
-    """Its own, or its number (from 1)."""
+    """The line's own id, or its number (from 1)."""
     for name in IDS:
         if isinstance(line.get(name), str | int) and line[name] != "":
             return str(line[name])
@@ -36,7 +37,7 @@ def line_id(line: Mapping[str, Any], number: int) -> str:
 
 
 def parse_line(data: bytes) -> Mapping[str, Any]:
-    """Raises BadLine."""
+    """Raises BadLine if the line is not a JSON object."""
     try:
         line = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -47,7 +48,8 @@ def parse_line(data: bytes) -> Mapping[str, Any]:
 
 
 def request_of(line: Mapping[str, Any], custom_id: str, defaults: Mapping[str, Any]) -> InputLine:
-    """`defaults` are fields of bodies that do not have them. Raises BadLine."""
+    """The line's request; `defaults` are fields for bodies that lack them. Raises BadLine if the
+    line has no valid request."""
     if "body" in line:
         body, url = line["body"], line.get("url", CHAT)
         if not isinstance(body, dict):
@@ -63,14 +65,14 @@ def request_of(line: Mapping[str, Any], custom_id: str, defaults: Mapping[str, A
 
 
 def numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of those that are not blank."""
+    """Yield (number from 1, line) for lines that are not blank."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield number, line
 
 
 def answer_line(custom_id: str, status: int, body: Any) -> dict[str, Any]:
-    """The result of a line that the server has answered, with whatever status."""
+    """The result of a line with a response of any status."""
     return {
         "custom_id": custom_id,
         "response": {"status_code": status, "body": body},
@@ -79,7 +81,7 @@ def answer_line(custom_id: str, status: int, body: Any) -> dict[str, Any]:
 
 
 def error_line(custom_id: str, code: str, message: str) -> dict[str, Any]:
-    """The result of a line that could not be asked."""
+    """The result of a line that could not be sent."""
     return {"custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
 
 

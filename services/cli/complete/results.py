@@ -1,7 +1,7 @@
-"""The output of `pdserve complete`, which is also its state: what has a line there is done.
+"""The output of `pdserve complete`, which is also its state: a line with a result is done.
 
-A line is appended with one write, so that a run may end at any time; one that a full disk or a lost
-machine has torn is cut off at the next start. A lock keeps a second run away.
+Each line is appended with one write, so that a run may end at any time; the next start removes a
+line torn by a full disk or a crash. A lock excludes a second run.
 """
 
 import fcntl
@@ -16,14 +16,14 @@ from pdserve.services.cli.complete.lines import failed
 
 
 class ResultError(Exception):
-    """The output cannot be gone on with; says why."""
+    """The run cannot continue with this output; the message says why."""
 
 
 class ResultFile:
     """Owns the file while it is open."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, ResultError if it has lines that are no results."""
+        """Raises OSError; ResultError if the file has lines that are not results."""
         self._path = path
         self.done: set[str] = set()
         self.num_failed = 0
@@ -47,7 +47,7 @@ class ResultFile:
         os.close(self._descriptor)
 
     def add(self, result: Mapping[str, Any]) -> None:
-        """Raises OSError; the file then ends with a whole line all the same."""
+        """Append a result. Raises OSError, after which the file still ends with a whole line."""
         data = (json.dumps(result, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         end = os.fstat(self._descriptor).st_size
         try:
@@ -67,7 +67,7 @@ class ResultFile:
             raise ResultError(f"{self._path}: another run writes to it") from None
 
     def _read(self) -> None:
-        """Notes what is done and cuts a torn last line off."""
+        """Record the finished lines, and remove a torn last line."""
         end = 0
         with open(self._path, "rb") as file:
             for number, line in enumerate(file, 1):

@@ -1,9 +1,8 @@
-"""`pdserve report`: one file with what explains a broken system.
+"""`pdserve report` writes one file that helps to diagnose a broken system.
 
-Every part is made on a thread of its own. One that fails, or is not there in time, is named in the
-bundle with its reason, and the others are written all the same. Invariant: no value of a secret
-option and no password in a URL is in the bundle (`Secrets`), nor is any prompt, since none of its
-sources has one.
+Each part is collected on its own thread. The bundle names each part that fails or is late, with the
+reason; the others are written anyway. Invariant: the bundle has no value of a secret option, no
+password in a URL (`Secrets`), and no prompt, since none of its sources has one.
 """
 
 import io
@@ -24,15 +23,15 @@ from pdserve.services.options.sources import Settings
 FOLDER = "pdserve-report"
 SUMMARY = "summary.txt"
 STDOUT = "-"
-MAX_FILE_BYTES = 4 << 20  # of a longer one the end is kept
-MAX_BYTES = 64 << 20  # of all files, before they are compressed
+MAX_FILE_BYTES = 4 << 20  # the end of a longer file is kept
+MAX_BYTES = 64 << 20  # of all files, before compression
 
 
 Made = dict[str, bytes] | str  # files by name, or why there are none
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """0 if the file is written, whatever is missing in it; 1 if it cannot be."""
+    """Return 0 if the file is written, even with missing parts; otherwise 1."""
     chosen = settings.build(ReportSettings)
     out = chosen.out or time.strftime("pdserve-report-%Y%m%d-%H%M%S.tar.gz")
     secrets = Secrets(os.environ, settings)
@@ -56,13 +55,13 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def gathered(makers: Mapping[str, Part], timeout_s: float) -> dict[str, Made]:
-    """By part: its files by name, or why there are none."""
+    """Collect all parts within `timeout_s`: by part, its files by name, or why it has none."""
     done: queue.SimpleQueue[tuple[str, Made]] = queue.SimpleQueue()
 
     def make(name: str, part: Part) -> None:
         try:
             done.put((name, part()))
-        except Exception as error:  # of whatever is broken: that is what a report is for
+        except Exception as error:  # any failure: the report must still be written
             told = "" if isinstance(error, NothingThere) else f"{type(error).__name__}: "
             done.put((name, f"{told}{error}"))
 
@@ -89,16 +88,16 @@ class Bundle:
         self._left = MAX_BYTES
 
     def add(self, name: str, part: Made) -> None:
-        """Take the files of a part, or the reason why it has none."""
+        """Add the files of a part, or the reason why it has none."""
         if isinstance(part, str):
             self._said.append(f"{name}: MISSING: {self._secrets.hide(part.encode()).decode()}")
             return
         for path, data in part.items():
             cut = "" if len(data) <= MAX_FILE_BYTES else f", the last of {len(data)}"
-            if path.endswith(RING):  # numbers and ids; a part of it could not be read
+            if path.endswith(RING):  # only numbers and ids; a truncated ring is unreadable
                 kept, cut = data, ""
             else:
-                kept = self._secrets.hide(data)[-MAX_FILE_BYTES:]  # else half a secret is left
+                kept = self._secrets.hide(data)[-MAX_FILE_BYTES:]  # a cut may split a secret
             if len(kept) > self._left:
                 self._said.append(f"{name}: {path} is left out: the report is full")
                 continue
@@ -107,11 +106,11 @@ class Bundle:
             self._said.append(f"{name}: {path}, {len(kept)} bytes{cut}")
 
     def summary(self) -> str:
-        """A line for each file, and for each part that is missing."""
+        """A line for each file, and for each missing part."""
         return "\n".join(self._said) + "\n"
 
     def packed(self) -> bytes:
-        """As a tar.gz."""
+        """The bundle as a tar.gz."""
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:
             for path, data in {SUMMARY: self.summary().encode(), **self._files}.items():

@@ -1,4 +1,4 @@
-"""The parts of a report: each gives files by name, or raises whatever is wrong there."""
+"""The parts of a report: each returns files by name, or raises the error that it meets."""
 
 import json
 import os
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from pdserve.services.host.auth.access import Access
 
 Part = Callable[[], dict[str, bytes]]
-ASK_S = 5.0  # for one answer
-MAX_ASKED = 16  # routers at a time
-MAX_RINGS = 32  # the newest ones
+ASK_S = 5.0  # timeout of one response
+MAX_ASKED = 16  # routers called at a time
+MAX_RINGS = 32  # the newest rings
 SERVICES = ("up", "gateway", "router", "prefill", "decode")
 SYSTEM_FILES = (
     "/proc/cpuinfo",
@@ -44,11 +44,11 @@ SYSTEM_FILES = (
 
 
 class NothingThere(Exception):
-    """Says what there is none of, and where it was looked for."""
+    """A part has no data; the message says what is missing and where it was looked for."""
 
 
 def parts(chosen: ReportSettings) -> dict[str, Part]:
-    """By name."""
+    """The parts of a report, by name."""
     found: dict[str, Part] = {"versions": versions, "system": system, "gpus": gpus}
     for name in SERVICES:
         found[f"options of {name} here"] = partial(options_here, name)
@@ -75,7 +75,7 @@ def missing(why: str) -> dict[str, bytes]:
 
 
 def versions() -> dict[str, bytes]:
-    """Of the package, Python, and all that is installed."""
+    """Versions of pdserve, Python and all installed packages."""
     installed = {d.metadata["Name"]: d.version for d in metadata.distributions()}
     facts = {
         "pdserve": metadata.version("pdserve"),
@@ -86,7 +86,7 @@ def versions() -> dict[str, bytes]:
 
 
 def system() -> dict[str, bytes]:
-    """The machine, as far as this process may use it."""
+    """The machine's resources available to this process."""
     disk = shutil.disk_usage("/tmp")
     facts = {
         "uname": list(os.uname())[::2],  # without the host's name and the build's time
@@ -104,7 +104,7 @@ def system() -> dict[str, bytes]:
 
 
 def gpus() -> dict[str, bytes]:
-    """What the driver says."""
+    """The output of nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise NothingThere("there is no nvidia-smi")
@@ -113,7 +113,7 @@ def gpus() -> dict[str, bytes]:
 
 
 def options_here(name: str) -> dict[str, bytes]:
-    """What a service that was started here, without flags, would have in force."""
+    """The options of a service started here without flags."""
     command = COMMANDS[name]
     groups = {section.cls: section.options for section in command.sections()}
     settings = resolve(groups, known_names(), {}, os.environ, None)
@@ -121,14 +121,14 @@ def options_here(name: str) -> dict[str, bytes]:
 
 
 def options_of_up() -> dict[str, bytes]:
-    """As a running `pdserve up` has noted them."""
+    """The options that running `pdserve up` processes have written."""
     found = {f"options/up-{f.name}.yaml": f / CONFIG_FILE for f in run_dirs()}
     return _contents(found, "no `pdserve up` of this user runs here")
 
 
 def ask_gateway(chosen: ReportSettings, path: str) -> dict[str, bytes]:
-    """Its answer. An error of the server's is one, since it says how it is; being refused is not.
-    Raises NothingThere, ApiError."""
+    """The gateway's response. A server error is included, since it describes the state; a refusal
+    is not. Raises NothingThere if the gateway refuses, ApiError if it does not respond."""
     key = chosen.api_key[0] if chosen.api_key else ""
     name = "gateway/" + path.strip("/").partition("?")[0].replace("/", "_")
     try:
@@ -150,8 +150,8 @@ def scrape(address: str) -> dict[str, bytes]:
 
 
 def fleet(chosen: ReportSettings, target: str) -> dict[str, bytes]:
-    """What each router that the target stands for knows of its workers, by GetFleet; or why it
-    does not say it."""
+    """Each router's view of its workers, by GetFleet, for all routers behind the target; or why it
+    does not respond."""
     from pdserve.services.host.auth.access import make_access
     from pdserve.services.host.discovery.discovery import Discovery
 
@@ -180,7 +180,7 @@ def fleet(chosen: ReportSettings, target: str) -> dict[str, bytes]:
 
 
 def _fleet_of(access: "Access", address: str) -> tuple[str, bytes]:
-    """What the router there says, as json, or why it does not, as txt."""
+    """The router's view as json, or why it does not respond, as txt."""
     import grpc
     from google.protobuf.json_format import MessageToJson
 
@@ -199,7 +199,7 @@ def _fleet_of(access: "Access", address: str) -> tuple[str, bytes]:
 
 
 def rings(trace_dir: str) -> dict[str, bytes]:
-    """What was noted of hand-offs: read them by `pdserve replay`."""
+    """The rings of hand-off records; read them with `pdserve replay`."""
     folders = [Path(trace_dir)] if trace_dir else run_dirs()
     paths = [path for folder in folders for path in folder.glob(f"*{SUFFIX}")]
     newest = sorted(paths, key=lambda path: path.stat().st_mtime)[-MAX_RINGS:]
@@ -208,7 +208,7 @@ def rings(trace_dir: str) -> dict[str, bytes]:
 
 
 def logs() -> dict[str, bytes]:
-    """The last lines of the processes of a running `pdserve up`."""
+    """The last log lines of the processes of a running `pdserve up`."""
     paths = [path for f in run_dirs() for path in f.glob(f"*{LOG_SUFFIX}*")]
     why = (
         "no `pdserve up` of this user runs here; logs of other processes are where they write "
@@ -218,7 +218,7 @@ def logs() -> dict[str, bytes]:
 
 
 def _contents(files: dict[str, Path], otherwise: str) -> dict[str, bytes]:
-    """Raises NothingThere with that reason if there is no file."""
+    """The contents of the existing files. Raises NothingThere(otherwise) if there is none."""
     found = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
     if not found:
         raise NothingThere(otherwise)

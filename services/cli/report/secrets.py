@@ -1,5 +1,5 @@
-"""What must not be in a report: values of secret options, wherever they came from, and what URLs
-have of users, passwords and queries."""
+"""Removes secrets from a report: values of secret options from any source, and users, passwords and
+queries in URLs."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -11,8 +11,8 @@ from pdserve.services.options.options import ENV_PREFIX, OptionError
 from pdserve.services.options.show import MASK
 from pdserve.services.options.sources import Settings, resolve
 
-LEAST = 4  # characters: shorter ones stand everywhere
-LEAST_OF_OTHERS = 12  # of variables that only look as if they held a secret
+LEAST = 4  # characters: shorter values occur by chance
+LEAST_OF_OTHERS = 12  # for variables that only look like secrets
 _NAMES = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|HEADERS", re.IGNORECASE)
 _USER = re.compile(rb"(\b[a-z][a-z0-9+.-]*://)[^/\s@'\"]+@")
 _QUERY = re.compile(rb"(\b[a-z][a-z0-9+.-]*://[^\s?'\"]+\?)[^\s'\"]+")
@@ -20,20 +20,20 @@ _KEYS = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVA
 
 
 class Secrets:
-    """Knows the secret values of this command, of its environment, and of the file of options."""
+    """The secret values of this command, its environment, and the file of options."""
 
     def __init__(self, environ: Mapping[str, str], settings: Settings) -> None:
         values = {*_of_variables(environ), *_of_settings(settings)}
         for command in COMMANDS.values():
             groups = {section.cls: section.options for section in command.sections()}
-            with suppress(OptionError):  # the report says which; variables are known all the same
+            with suppress(OptionError):  # the report names the error; variables are still known
                 values |= {*_of_settings(resolve(groups, known_names(), {}, environ, None))}
         values |= {word for value in values if (word := _password_of(value))}
         longest_first = sorted(values, key=len, reverse=True)
         self._values = [value.encode() for value in longest_first if len(value) >= LEAST]
 
     def hide(self, data: bytes) -> bytes:
-        """The data without them."""
+        """The data with secrets masked."""
         mask = MASK.encode()
         for value in self._values:
             data = data.replace(value, mask)
@@ -43,22 +43,23 @@ class Secrets:
 
 
 def _of_variables(environ: Mapping[str, str]) -> Iterator[str]:
-    """Also of variables that are not pdserve's, by their names."""
+    """Secret values of variables, including those of other programs whose names suggest a
+    secret."""
     sections = (section for command in COMMANDS.values() for section in command.sections())
     secret = {option.env for section in sections for option in section.options if option.secret}
     for name, value in environ.items():
         if name in secret:
             yield from (value, *(one.strip() for one in value.split(",")))
         elif _NAMES.search(name) and not name.startswith(ENV_PREFIX):
-            words = (value, *re.split("[,=]", value))  # of headers: name=value,name=value
+            words = (value, *re.split("[,=]", value))  # for headers: name=value,name=value
             yield from (word for word in words if len(word) >= LEAST_OF_OTHERS)
 
 
 def _password_of(value: str) -> str:
-    """Of a URL; logs may name it alone."""
+    """The password of a URL, since logs may contain it alone."""
     try:
         return urlsplit(value).password or ""
-    except ValueError:  # it is none
+    except ValueError:  # not a URL
         return ""
 
 

@@ -1,4 +1,4 @@
-"""`pdserve top`: the workers of a running server, looked at again and again; q ends it."""
+"""`pdserve top` shows the workers of a running server, refreshed until q."""
 
 import os
 import select
@@ -16,14 +16,14 @@ from pdserve.services.cli.top.screen import screen
 from pdserve.services.options.settings import TopSettings
 from pdserve.services.options.sources import Settings
 
-ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another screen, without a cursor
+ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # alternate screen, no cursor
 HOME, CLEAR_LINE, CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
-WAIT_S = 5.0  # for an answer
-ENDS = (b"q", b"Q", b"\x03", b"\x04")  # and Ctrl-C and Ctrl-D
+WAIT_S = 5.0  # timeout of a response
+ENDS = (b"q", b"Q", b"\x03", b"\x04")  # q, Ctrl-C, Ctrl-D
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """0, or 1 if there is no server to look at."""
+    """Return 0, or 1 if the server does not respond."""
     chosen = settings.build(TopSettings)
     try:
         client = client_of(chosen, timeout_s=WAIT_S)
@@ -40,7 +40,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 def fetch_snapshot(client: ApiClient) -> Snapshot:
-    """Raises ApiError."""
+    """Raises ApiError if the server does not respond with pdserve's metrics."""
     try:
         return parse_snapshot(client.get("/metrics?fleet=true").decode())
     except (ValueError, KeyError) as error:
@@ -48,7 +48,7 @@ def fetch_snapshot(client: ApiClient) -> Snapshot:
 
 
 def watch(client: ApiClient, before: Snapshot, interval_s: float) -> None:
-    """Draws until a key ends it. A server that is away for a while is waited for."""
+    """Redraw until a key ends it; keeps retrying while the server is unreachable."""
     taken_at = time.monotonic()
     draw([*screen(client.url, before, None, columns()), "", "q ends"])
     while not key_within(interval_s):
@@ -64,7 +64,7 @@ def watch(client: ApiClient, before: Snapshot, interval_s: float) -> None:
 
 
 def key_within(seconds: float) -> bool:
-    """Whether a key that ends it was pressed in that time."""
+    """Whether a key that ends the view was pressed in that time."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         if select.select([sys.stdin], [], [], left)[0]:
@@ -79,7 +79,7 @@ def columns() -> int:
 
 
 def draw(lines: list[str]) -> None:
-    """As much as the terminal has room for."""
+    """Draw as many lines and columns as fit in the terminal."""
     width, rows = shutil.get_terminal_size()
     shown = [line[:width] + CLEAR_LINE for line in lines[: rows - 1]]
     sys.stdout.write(HOME + "\r\n".join(shown) + CLEAR_REST)
@@ -88,7 +88,7 @@ def draw(lines: list[str]) -> None:
 
 @contextmanager
 def raw_terminal() -> Iterator[None]:
-    """Keys come one by one and are not shown; the screen before is there again afterwards."""
+    """Read keys one by one without echo in the block; restores the previous screen afterwards."""
     old = termios.tcgetattr(sys.stdin)
     sys.stdout.write(ENTER)
     try:

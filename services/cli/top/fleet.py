@@ -1,4 +1,4 @@
-"""The fleet as the gateway's /metrics has it, and what has changed between two snapshots. Pure."""
+"""The fleet as in the gateway's /metrics, and the changes between two snapshots. Pure."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What /metrics said at one time; counters run from the gateway's start."""
+    """The contents of /metrics at one time; counters run from the gateway's start."""
 
     workers: Mapping[str, WorkerStats]
     requests: Mapping[str, int]  # in the gateway, by state
@@ -40,7 +40,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Per second between two snapshots."""
+    """Rates per second between two snapshots."""
 
     output_tokens: float = 0.0
     prompt_tokens: float = 0.0
@@ -58,7 +58,7 @@ _WORKER_GAUGES = {
 
 
 def parse_snapshot(text: str) -> Snapshot:
-    """Raises ValueError for what is no text of metrics."""
+    """Parse metrics. Raises ValueError if the text is not in Prometheus' format."""
     workers: defaultdict[str, WorkerStats] = defaultdict(WorkerStats)
     requests: dict[str, int] = {}
     sums: defaultdict[str, float] = defaultdict(float)
@@ -74,7 +74,7 @@ def parse_snapshot(text: str) -> Snapshot:
     return Snapshot(
         dict(workers),
         requests,
-        # A token of an answer is its first one, or comes after another.
+        # Each output token counts in one of the two histograms.
         output_tokens=sums["vllm:time_to_first_token_seconds_count"]
         + sums["vllm:inter_token_latency_seconds_count"],
         prompt_tokens=sums["vllm:prompt_tokens_total"],
@@ -98,7 +98,7 @@ def _note(worker: WorkerStats, name: str, labels: Mapping[str, str], value: floa
 
 
 def rates(before: Snapshot, now: Snapshot, seconds: float) -> Rates:
-    """What a restarted process has counted anew is no rate below 0."""
+    """Rates between two snapshots; 0 for counters that a restart has reset."""
 
     def per_s(old: float, new: float) -> float:
         return max(0.0, new - old) / seconds

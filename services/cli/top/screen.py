@@ -4,18 +4,18 @@ from collections.abc import Collection, Sequence
 
 from pdserve.services.cli.top.fleet import Rates, Snapshot, WorkerStats
 
-# Columns of the bar, and between two columns of the table: the first that fit are taken.
+# (width of the bar, gap between columns); the first layout that fits is used.
 LAYOUTS = ((12, 2), (12, 1), (6, 1), (0, 1))
 HEAD = (
     *("role", "address", "state", "run", "wait", "KV in use"),
     *("used", "cached", "free", "hits", "KV MB/s", "model"),
 )
-LEFT = ("role", "address", "state", "KV in use", "model")  # aligned so
+LEFT = ("role", "address", "state", "KV in use", "model")  # left-aligned columns
 
 
 def screen(url: str, now: Snapshot, rates: Rates | None, columns: int = 120) -> list[str]:
-    """What is shown, in so many columns if it can be; without rates (there was no snapshot before)
-    they are dashes."""
+    """The lines to show, within `columns` if possible; without `rates` (no earlier snapshot) they
+    are dashes."""
     models = {worker.model for worker in now.workers.values()}
     running = sum(worker.running for worker in now.workers.values())
     waiting = sum(worker.waiting for worker in now.workers.values())
@@ -43,7 +43,7 @@ def _workers(count: int) -> str:
 
 
 def _of(models: Collection[str]) -> str:
-    """One model for all is no column."""
+    """The model's name if all workers have the same, which then needs no column."""
     return f" of {next(iter(models))}" if len(models) == 1 else ""
 
 
@@ -69,7 +69,7 @@ def _row(worker: WorkerStats, rates: Rates | None, bar: int) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Sequence[str]], gap: int) -> list[str]:
-    """Aligned columns, so far apart."""
+    """Aligned columns, `gap` spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         (" " * gap)

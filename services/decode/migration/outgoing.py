@@ -1,13 +1,13 @@
-"""Requests that go on at another decode worker; runs on the engine thread.
+"""Migrates requests to other decode workers; runs on the engine thread.
 
     running --hold--> held --send--> sent --Complete of the other side--> gone: its blocks are free
        ^               |               |
-       +-----stay------+---------------+   also whatever else ends the hand-off
+       +-----stay------+---------------+   or any other end of the hand-off
 
 Only this engine computes a request's next token until the other worker has verified every block;
-from then on only that worker does. A held request has no steps, and it goes on here only if the
-hand-off did not end with Complete. If just that message is lost, both workers may compute the same
-tokens, and the router takes those of one attempt.
+from then on only that worker does. A held request has no steps, and it continues here only if the
+hand-off ends without Complete. If only the Complete message is lost, both workers may compute the
+same tokens, and the router takes those of one attempt.
 """
 
 import time
@@ -18,11 +18,12 @@ from pdserve.engine.handoff.outgoing import Sent
 from pdserve.engine.handoff.protocol.keys import Ticket
 from pdserve.engine.handoff.sender import Sender
 
-MOVE_S = 2.0  # how long a hand-off may keep a stream waiting; then the request goes on here
+MOVE_S = 2.0  # longest pause of a stream by a hand-off; then the request continues here
 
 
 class OutgoingMigrations:
-    """Calls `on_ended(attempt, sent)` for every hand-off that `stay` did not end."""
+    """Migrations to other decode workers. Calls `on_ended(attempt, sent)` for every hand-off that
+    `stay` did not end."""
 
     def __init__(
         self, engine: Engine, sender: Sender, on_ended: Callable[[bytes, Sent], None]
@@ -37,14 +38,15 @@ class OutgoingMigrations:
         self._sources: dict[bytes, bytes] = {}  # attempt at the other worker -> attempt here
 
     def hold(self, attempt: bytes) -> Held | None:
-        """Stop the request's steps; None: it cannot move now."""
+        """Stop the request's steps; None if it cannot move now."""
         held = self._engine.hold(attempt.hex())
         if held is not None:
             self._held[attempt] = held
         return held
 
     def send(self, attempt: bytes, ticket: Ticket, address: str, receiver: bytes) -> bool:
-        """Hand a held request over under a ticket of the worker at `address`; False: not held.
+        """Hand a held request over under a ticket of the worker at `address`; False if it is not
+        held.
 
         `receiver`: digest of that worker's KV identity.
         """
@@ -57,7 +59,7 @@ class OutgoingMigrations:
         return True
 
     def stay(self, attempt: bytes) -> bool:
-        """Let a held request go on here; False: it was not held."""
+        """Let a held request continue here; False if it was not held."""
         if self._held.pop(attempt, None) is None:
             return False
         to = self._sent.pop(attempt, None)
@@ -69,7 +71,7 @@ class OutgoingMigrations:
         return True
 
     def ended(self, sent: Sent) -> None:
-        """A hand-off of the sender has ended."""
+        """Handle the end of one of the sender's hand-offs."""
         attempt = self._sources.pop(sent.attempt, None)
         if attempt is None:
             return

@@ -1,6 +1,7 @@
-"""Moves of requests to other decode workers, as routers ask for them; runs on the loop.
+"""Handles routers' requests to migrate attempts to other decode workers; runs on the loop.
 
-The engine thread's OutgoingMigrations decides what may be sent and whether a request goes on here.
+The engine thread's OutgoingMigrations decides what may be sent and whether a request continues
+here.
 """
 
 import logging
@@ -20,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class MigrationSource:
-    """The sending side of moves. `served` holds the live attempts by id; `moved` is called for each
-    that goes on at another worker."""
+    """The sending side of migrations. `served` holds the live attempts by id; `moved` is called for
+    each attempt that continues at another worker."""
 
     def __init__(
         self, served: Mapping[bytes, ServedAttempt], moved: Callable[[ServedAttempt], None]
@@ -34,7 +35,8 @@ class MigrationSource:
         self._runtime = runtime
 
     def hold(self, session: DecodeSession, attempt: bytes) -> None:
-        """Answered with Held after the events of all that it has generated, or with Stayed."""
+        """Stop an attempt; sends Held after the events of all tokens that it has generated, or
+        Stayed."""
         served = self._of(session, attempt)
         if served is None or self._runtime is None:
             session.outbox.put(_stayed(attempt, "it does not run here"))
@@ -54,7 +56,7 @@ class MigrationSource:
         when_done(self._runtime.hold(attempt), answered)
 
     def move(self, session: DecodeSession, move: wire.Move) -> None:
-        """Answered when the hand-off is over, with Moved or Stayed."""
+        """Send an attempt's KV; sends Moved or Stayed when the hand-off is over."""
         runtime, given = self._runtime, move.ticket
         sizes = (len(move.to), len(given.id), len(given.decode_boot), len(given.secret))
         if sizes != (ID_BYTES, ID_BYTES, ID_BYTES, SECRET_BYTES):
@@ -73,12 +75,12 @@ class MigrationSource:
         when_done(runtime.move(move.attempt, ticket, address, receiver), answered)
 
     def stay(self, session: DecodeSession, attempt: bytes) -> None:
-        """The request goes on here; no event follows."""
+        """Let the request continue here; sends no event."""
         if self._of(session, attempt) is not None and self._runtime is not None:
             self._runtime.stay(attempt)
 
     def on_ended(self, attempt: bytes, sent: Sent) -> None:
-        """The hand-off of a move has ended: the request goes on here, or there."""
+        """Handle the end of a migration's hand-off: the request continues here or there."""
         served = self._served.get(attempt)
         if served is None:
             return

@@ -1,9 +1,9 @@
 """Lets requests wait for KV that is on its way for others (promised_prefixes.py); runs on the
 engine thread.
 
-The engine does not know a follower while it waits. When the KV is there, the follower is submitted
-like any other request and finds the blocks by prefix matching. When the KV is lost, or when the
-rest of its prompt is worth a hand-off of its own, the router is asked to place it again.
+The engine does not know a follower while it waits. When the KV has arrived, the follower is
+submitted like any other request and finds the blocks by prefix matching. When the KV is lost, or
+when the rest of the follower's prompt is worth a separate hand-off, the router must place it again.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,11 +39,11 @@ class SingleFlightStats:
 
 @dataclass(frozen=True, slots=True)
 class SharingPolicy:
-    """Whether an attempt may share KV that is on its way, as its Admit says."""
+    """Whether an attempt may share KV that is on its way, according to its Admit."""
 
-    min_tokens: int = 0  # missing tokens worth waiting for, or worth a hand-off; 0: do not wait
-    local: bool = True  # decode computes the prompt itself if it does not wait
-    leads: bool = True  # others may wait for its KV: it will be of decode's own identity
+    min_tokens: int = 0  # missing tokens worth a wait or a hand-off; 0: do not wait
+    local: bool = True  # if it does not wait, decode computes the prompt itself
+    leads: bool = True  # others may wait for its KV, whose identity will be decode's
 
 
 @dataclass(slots=True)
@@ -52,14 +52,14 @@ class _Waiting:
     chain: Sequence[bytes]
     sharing: SharingPolicy
     parked: bool = False
-    cancelled: set[int] = field(default_factory=set)  # choices that are to be aborted
+    cancelled: set[int] = field(default_factory=set)  # choices to abort once attached
 
 
 class SingleFlight:
     """The waiting requests of one decode worker.
 
-    `poll` calls `attached(attempt)` when the engine has a follower, and
-    `place_again(attempt, cached tokens, reason)` when it cannot go on here.
+    `poll` calls `attached(attempt)` when the engine has a follower, and `place_again(attempt,
+    cached tokens, reason)` when the follower cannot continue here.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class SingleFlight:
         return self._prefixes.num_leaders
 
     def follows(self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy) -> bool:
-        """Whether the request waits for another's KV from now on. Raises what Engine.submit
-        raises."""
+        """Let the request wait for another's KV if that is worth it; return whether it waits.
+        Raises what Engine.submit raises."""
         shared = self._worth(request, chain, sharing)
         if shared is None:
             return False
@@ -102,20 +102,22 @@ class SingleFlight:
         return True
 
     def leads(self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy) -> None:
-        """The request's KV is on its way: others may wait for it."""
+        """Record that the request's KV is on its way, so that others may wait for it."""
         if chain and sharing.leads:
             self._prefixes.lead(request.key, chain, sharing.local, request.priority)
 
     def arrived(self, attempt: bytes, num_tokens: int, in_engine: bool = False) -> None:
-        """KV of its first tokens is in the prefix cache; `in_engine`: its hand-off is complete."""
+        """Record that KV of the attempt's first tokens is in the prefix cache; `in_engine`: its
+        hand-off is complete."""
         self._prefixes.arrived(attempt.hex(), num_tokens // self._size, in_engine)
 
     def over(self, attempt: bytes) -> None:
-        """The attempt's hand-off is lost."""
+        """Record that the attempt's hand-off is lost."""
         self._prefixes.over(attempt.hex())
 
     def cancel(self, attempt: bytes, choices: Sequence[int]) -> bool:
-        """End a follower, or some of its choices once it is attached; False: no follower."""
+        """End a follower, or some of its choices once it is attached; False if it is not a
+        follower."""
         waiting = self._waiting.get(attempt.hex())
         if waiting is None:
             return False
@@ -126,7 +128,7 @@ class SingleFlight:
         return True
 
     def park(self, attempt: bytes, parked: bool) -> bool:
-        """The attempt's steps stop, or go on again; False: no follower."""
+        """Stop the attempt's steps, or let them continue; False if it is not a follower."""
         waiting = self._waiting.get(attempt.hex())
         if waiting is not None:
             waiting.parked = parked
@@ -134,18 +136,19 @@ class SingleFlight:
         return waiting is not None
 
     def first(self, attempt: bytes) -> bytes:
-        """The attempt at the head of a chain of followers; of any other attempt: itself."""
+        """The attempt at the head of a chain of followers; the attempt itself if it does not
+        follow."""
         key = attempt.hex()
         while (leader := self._prefixes.leader_of(key)) is not None:
             key = leader
         return bytes.fromhex(key)
 
     def is_queued(self, attempt: bytes) -> bool:
-        """Whether this is a leader in the engine's queue."""
+        """Whether the attempt is a leader in the engine's queue."""
         return self._prefixes.is_queued(attempt.hex())
 
     def on_step(self, step: Step) -> bool:
-        """Note what the engine has done for leaders; True: `poll` has something to do."""
+        """Record what the engine did for leaders; return whether `poll` has work."""
         prefixes = self._prefixes
         for event in step.events:
             match event:
@@ -164,7 +167,7 @@ class SingleFlight:
         return prefixes.changed
 
     def poll(self) -> None:
-        """Between steps: submit the followers whose KV is there, and give lost ones back."""
+        """Between steps: submit followers whose KV has arrived, and have lost ones placed again."""
         while self._prefixes.changed:
             ended = self._prefixes.take()
             for key in ended.ready:
@@ -175,8 +178,8 @@ class SingleFlight:
     def _worth(
         self, request: Request, chain: Sequence[bytes], sharing: SharingPolicy
     ) -> SharedBlocks | None:
-        """The blocks to wait for: waiting must save as many tokens as a hand-off must, and at
-        least half of those that are missing."""
+        """The blocks to wait for; None if waiting is not worth it. Waiting must save as many tokens
+        as a hand-off must, and at least half of the missing ones."""
         if not sharing.min_tokens or request.needs_whole_prompt:
             return None
         found = self._engine.num_found(chain)
@@ -190,11 +193,11 @@ class SingleFlight:
         return shared if enough else None
 
     def _least(self, sharing: SharingPolicy) -> int:
-        """Tokens that are worth a wait or a hand-off: at least a block."""
+        """The minimum of tokens worth a wait or a hand-off: at least a block."""
         return max(sharing.min_tokens, self._size)
 
     def _attach(self, key: str) -> None:
-        """Submit a follower, like any request whose prefix is cached."""
+        """Submit a follower like any request whose prefix is cached, or have it placed again."""
         waiting = self._waiting[key]
         left = len(prefix_ids(waiting.request)) - 1 - self._num_found(waiting)
         if left >= self._least(waiting.sharing) and not waiting.sharing.local:

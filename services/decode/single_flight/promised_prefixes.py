@@ -1,11 +1,11 @@
-"""Which prefixes are on their way to a decode worker, and which requests wait for them; pure.
+"""Tracks prefixes on their way to a decode worker, and the requests that wait for them; pure.
 
 This is single flight: of prompts with a common prefix, one is computed and the others share it.
 
-A *leader* is an attempt whose prompt's KV is not complete yet: a hand-off, or a prefill of decode's
-own. It promises the chain hashes of its full blocks. A *follower* waits until the blocks that it
-shares with one leader have arrived. It holds no blocks meanwhile, and it is a leader itself for the
-blocks that it has beyond the shared ones:
+A *leader* is an attempt whose prompt's KV is not complete yet: a hand-off, or a local prefill at
+decode. It promises the chain hashes of its full blocks. A *follower* waits until the blocks that it
+shares with one leader have arrived. It holds no blocks meanwhile, and it is itself a leader for its
+blocks beyond the shared ones:
 
     follow() --the blocks arrive----------------------------> take(): ready, still a leader
         |    --its leader ends with one block or less missing-> take(): ready
@@ -14,7 +14,7 @@ blocks that it has beyond the shared ones:
 
 A leader may have no steps because its router is lost. Followers that have no steps either keep
 waiting for it; for the other followers it has ended. Invariant: a follower's leader began before
-it, so there is no circle, and what ends one ends all behind it in one `take`.
+it, so there is no cycle, and the end of a leader ends all behind it in one `take`.
 """
 
 from collections.abc import Sequence
@@ -26,28 +26,28 @@ class _Leader:
     key: str
     chain: Sequence[bytes]
     priority: int = 0
-    arrived: int = 0  # leading blocks that are in the prefix cache
-    in_engine: bool = False  # the engine has it, so its KV grows only while it has steps
+    arrived: int = 0  # leading blocks in the prefix cache
+    in_engine: bool = False  # the engine has it, so its KV grows only with its steps
     parked: bool = False  # it has no steps
     begun: bool = False  # the engine has picked it from its queue
     over: bool = False  # no more blocks will arrive
 
     @property
     def stuck(self) -> bool:
-        """No more blocks arrive for now."""
+        """Whether no more blocks arrive for now."""
         return self.over or (self.parked and self.in_engine)
 
 
 @dataclass(eq=False, slots=True)
 class _Follower:
-    own: _Leader  # what it promises itself
+    own: _Leader  # the follower's own promise
     leader: _Leader
-    until: int  # the leader's blocks that it waits for
+    until: int  # number of the leader's blocks to wait for
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBlocks:
-    """The prefix that a chain shares with a leader's."""
+    """The prefix that a chain shares with a leader's chain."""
 
     leader: str  # the leader's key
     blocks: int  # length of the prefix, including blocks that have arrived
@@ -55,7 +55,7 @@ class SharedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class EndedWaits:
-    """Followers that wait no longer, in order of arrival."""
+    """Followers whose wait has ended, in order of arrival."""
 
     ready: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -65,7 +65,7 @@ class PromisedPrefixes:
     """The leaders and followers of one decode worker, by their keys."""
 
     def __init__(self) -> None:
-        self._leaders: dict[str, _Leader] = {}  # followers are among them
+        self._leaders: dict[str, _Leader] = {}  # including followers
         self._followers: dict[str, _Follower] = {}  # in order of arrival
         self._promised: dict[bytes, dict[_Leader, None]] = {}  # by hash, the oldest leader first
         self._changed = False
@@ -76,7 +76,7 @@ class PromisedPrefixes:
 
     @property
     def num_leaders(self) -> int:
-        """Attempts whose prefixes are on their way; followers are among them."""
+        """Attempts whose prefixes are on their way, including followers."""
         return len(self._leaders)
 
     @property
@@ -86,8 +86,8 @@ class PromisedPrefixes:
 
     def find(self, chain: Sequence[bytes], found: int, priority: int = 0) -> SharedBlocks | None:
         """The longest prefix of a chain that is on its way; None if it is no longer than the first
-        `found` blocks, which are cached. Nobody waits for a leader of a higher priority value than
-        its own, which others may pass for long."""
+        `found` blocks, which are cached. Leaders with a higher priority value than `priority` are
+        excluded, since other requests may overtake them for long."""
         best: SharedBlocks | None = None
         for at in range(found, len(chain)):
             promisers = self._promised.get(chain[at], ())
@@ -100,7 +100,8 @@ class PromisedPrefixes:
         return best
 
     def lead(self, key: str, chain: Sequence[bytes], in_engine: bool, priority: int = 0) -> None:
-        """KV of this chain is on its way; `in_engine`: decode's own engine computes it."""
+        """Promise the KV of a chain that is on its way; `in_engine`: decode's own engine computes
+        it."""
         leader = self._leaders[key] = _Leader(key, chain, priority, in_engine=in_engine)
         for link in chain:
             self._promised.setdefault(link, {})[leader] = None
@@ -108,41 +109,43 @@ class PromisedPrefixes:
     def follow(
         self, key: str, chain: Sequence[bytes], shared: SharedBlocks, priority: int = 0
     ) -> None:
-        """Wait for the shared blocks; the rest of the request's own chain is promised, too."""
+        """Wait for the shared blocks; also promises the rest of the request's chain."""
         leader = self._leaders[shared.leader]
         self.lead(key, chain, in_engine=False, priority=priority)
         self._followers[key] = _Follower(self._leaders[key], leader, shared.blocks)
 
     def leader_of(self, key: str) -> str | None:
-        """The leader that a follower waits for; None: this is no follower."""
+        """The leader that a follower waits for; None if `key` is not a follower."""
         follower = self._followers.get(key)
         return None if follower is None else follower.leader.key
 
     def is_queued(self, key: str) -> bool:
-        """Whether this is a leader in the engine's queue."""
+        """Whether `key` is a leader in the engine's queue."""
         leader = self._leaders.get(key)
         return leader is not None and leader.in_engine and not leader.begun
 
     def begun(self, key: str) -> None:
-        """The engine has picked a leader from its queue."""
+        """Record that the engine has picked a leader from its queue."""
         if (leader := self._leaders.get(key)) is not None:
             leader.begun = True
 
     def arrived(self, key: str, blocks: int, in_engine: bool = False) -> None:
-        """A leader's first blocks are in the prefix cache; `in_engine`: the engine has it now."""
+        """Record that a leader's first blocks are in the prefix cache; `in_engine`: the engine has
+        the leader now."""
         if (leader := self._leaders.get(key)) is not None:
             leader.arrived = max(leader.arrived, blocks)
             leader.in_engine |= in_engine
             self._changed = True
 
     def park(self, key: str, parked: bool) -> None:
-        """Its steps have stopped, or go on again."""
+        """Record that the attempt's steps have stopped, or continue."""
         if (leader := self._leaders.get(key)) is not None:
             leader.parked = parked
             self._changed = True
 
     def over(self, key: str) -> None:
-        """No more blocks of it will arrive: it is complete, lost or cancelled."""
+        """Remove an attempt of which no more blocks will arrive: it is complete, lost or
+        cancelled."""
         leader = self._leaders.pop(key, None)
         if leader is None:
             return
@@ -155,8 +158,8 @@ class PromisedPrefixes:
                 del self._promised[link]
 
     def take(self) -> EndedWaits:
-        """The followers that wait no longer. Ready ones stay leaders, since the engine computes
-        the rest of their KV next; lost ones are forgotten."""
+        """Return the followers whose wait has ended. Ready ones stay leaders, since the engine
+        computes the rest of their KV next; lost ones are removed."""
         ended = EndedWaits()
         self._changed = False
         for key, follower in list(self._followers.items()):

@@ -1,4 +1,4 @@
-"""What the processes of a cluster show each other before they are trusted."""
+"""Selects the credentials that the processes of a cluster show each other."""
 
 from pdserve.services.host.auth.secret import SecretAccess
 from pdserve.services.host.auth.tls import TlsAccess, TlsFiles
@@ -8,10 +8,10 @@ Access = SecretAccess | TlsAccess
 
 
 def make_access(settings: HostSettings) -> Access:
-    """Certificates if there are any, the shared secret otherwise.
+    """Certificates if any are set, otherwise the shared secret.
 
-    Raises ValueError if there is neither, for a secret that could be guessed and for certificates
-    that lack a part or have another's key; OSError for a file that cannot be read.
+    Raises ValueError if neither is set, if a secret could be guessed, if a certificate option is
+    missing or if the key does not match the certificate; OSError if a file cannot be read.
     """
     files = settings.cluster_ca, settings.cluster_cert, settings.cluster_key
     if any(files):
@@ -25,8 +25,8 @@ def make_access(settings: HostSettings) -> Access:
 
 
 def make_tls(certificate: str, key: str) -> TlsFiles | None:
-    """What clients see; None without a certificate. Raises ValueError if one of the two is missing
-    or they do not match, OSError if one cannot be read."""
+    """The certificate that clients see; None if none is set. Raises ValueError if only one of the
+    two is set or they do not match, OSError if one cannot be read."""
     if bool(certificate) != bool(key):
         raise ValueError("--tls-cert and --tls-key belong together")
     return TlsFiles(certificate, key) if certificate else None

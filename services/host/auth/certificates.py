@@ -1,7 +1,7 @@
 """Makes the certificates of a cluster: one authority, and one certificate for each role.
 
-The role stands in the certificate as a DNS name (auth/roles.py), so that whoever connects can ask
-for a role, and TLS itself refuses any other.
+A certificate holds its role as a DNS name (auth/roles.py), so a client can require a role and TLS
+itself refuses any other.
 """
 
 import datetime
@@ -15,7 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from pdserve.services.host.auth.roles import Role
 
 AUTHORITY_DAYS = 3650.0
-EARLIER = datetime.timedelta(minutes=5)  # for clocks that are behind
+EARLIER = datetime.timedelta(minutes=5)  # start of validity before now, for clocks that are behind
 
 
 class Identity(NamedTuple):
@@ -26,7 +26,7 @@ class Identity(NamedTuple):
 
 
 def make_authority(days: float = AUTHORITY_DAYS) -> Identity:
-    """A new authority, whose key signs the certificates of a cluster."""
+    """Create an authority, whose key signs the certificates of a cluster."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("pdserve cluster authority")
     builder = _builder(name, name, key.public_key(), days)
@@ -36,7 +36,7 @@ def make_authority(days: float = AUTHORITY_DAYS) -> Identity:
 
 
 def issue(authority: Identity, role: Role, days: float = 365) -> Identity:
-    """A certificate of a role. Raises ValueError for an authority that cannot be read."""
+    """Create a certificate of a role. Raises ValueError if the authority cannot be read."""
     signer = serialization.load_pem_private_key(authority.key, None)
     if not isinstance(signer, ec.EllipticCurvePrivateKey):
         raise ValueError("the authority's key is not of an elliptic curve")
@@ -57,7 +57,7 @@ def issue(authority: Identity, role: Role, days: float = 365) -> Identity:
 
 
 def role_in(certificate: bytes) -> Role:
-    """The role that a certificate, as PEM, gives. Raises ValueError if it gives none."""
+    """The role in a PEM certificate. Raises ValueError if it has none."""
     try:
         extensions = x509.load_pem_x509_certificate(certificate).extensions
         names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -71,27 +71,28 @@ def role_in(certificate: bytes) -> Role:
 
 
 def ends_of(pem: bytes) -> list[float]:
-    """When each certificate of a PEM text ends, in Unix time. Raises ValueError without any."""
+    """The expiry of each certificate in a PEM text, in Unix time. Raises ValueError if it has
+    none."""
     return [c.not_valid_after_utc.timestamp() for c in x509.load_pem_x509_certificates(pem)]
 
 
 def check_pair(own: Identity) -> None:
-    """Raises ValueError if the key is not the certificate's, or one of them cannot be read."""
+    """Raises ValueError if the key does not match the certificate or one of them cannot be read."""
     try:
         certified = x509.load_pem_x509_certificate(own.certificate).public_key()
     except ValueError as error:
         raise ValueError(f"the certificate cannot be read: {error}") from None
     try:
         key = serialization.load_pem_private_key(own.key, None).public_key()
-    except (TypeError, ValueError) as error:  # TypeError: it is encrypted
+    except (TypeError, ValueError) as error:  # TypeError: the key is encrypted
         raise ValueError(f"the certificate's key cannot be read: {error}") from None
     if key != certified:
         raise ValueError("the key is not the certificate's")
 
 
 def in_settings(authority: Identity, role: Role) -> dict[str, str]:
-    """A new certificate of a role as the fields of HostSettings (services/host/options.py). Nobody
-    renews it, so it lasts as long as its authority."""
+    """Create a certificate of a role, as the fields of HostSettings (services/host/options.py). It
+    is never renewed, so it lasts as long as its authority."""
     own = issue(authority, role, AUTHORITY_DAYS)
     pem = {"cluster_ca": authority.certificate, "cluster_cert": own.certificate}
     return {name: text.decode() for name, text in {**pem, "cluster_key": own.key}.items()}

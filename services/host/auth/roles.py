@@ -6,7 +6,7 @@ ROLE_DOMAIN = "pdserve.internal"
 
 
 class Role(StrEnum):
-    """What a process is in its cluster."""
+    """The role of a process in its cluster."""
 
     GATEWAY = "gateway"
     ROUTER = "router"
@@ -15,13 +15,14 @@ class Role(StrEnum):
 
     @property
     def dns_name(self) -> str:
-        """Stands for the role in a certificate, so that TLS itself checks whom one has reached."""
+        """The role's name in a certificate, with which TLS itself verifies the peer's role."""
         return f"{self}.{ROLE_DOMAIN}"
 
 
 EVERY_ROLE = frozenset(Role)
-# The roles that may call a method of the cluster; what is not here is for none of them. Methods for
-# people (text, ids) and health checks are open: their servicers check an API key, or nothing.
+# The roles that may call each internal method; a method that is not listed is closed to all of
+# them. Methods for people (text, ids) and health checks are open: their servicers check an API key,
+# or nothing.
 RIGHTS: dict[str, frozenset[Role]] = {
     "/pdserve.v1.Fleet/Join": frozenset({Role.PREFILL, Role.DECODE}),
     "/pdserve.v1.Router/Session": frozenset({Role.GATEWAY}),

@@ -1,7 +1,7 @@
-"""Trust by a shared secret: every internal call carries it as a bearer, in plain text.
+"""Trust by a shared secret: every internal call carries it as a bearer token, in plain text.
 
-It stays on one machine, where nobody reads the wire, unless an option lets it out; auth/tls.py is
-for several machines.
+It stays on one machine, where others cannot read the traffic, unless an option allows otherwise;
+auth/tls.py is for several machines.
 """
 
 import hmac
@@ -26,11 +26,11 @@ class SecretAccess:
     """Shows the first of several secrets and accepts all, so that one can be replaced without an
     outage."""
 
-    separates_clients = False  # callers from outside the cluster come in by the same port
+    separates_clients = False  # callers from outside the cluster use the same port
 
     def __init__(self, secrets: Sequence[str], trust_network: bool = False) -> None:
-        """With `trust_network` they may leave this machine. Raises ValueError for none, and for one
-        that could be guessed."""
+        """With `trust_network`, secrets may leave this machine. Raises ValueError if there is no
+        secret or one could be guessed."""
         if not secrets:
             raise ValueError("no cluster secret is given")
         if any(len(secret.encode()) < MIN_SECRET_BYTES for secret in secrets):
@@ -41,24 +41,24 @@ class SecretAccess:
 
     def open_channel(self, address: str, to: Role) -> grpc.aio.Channel:
         """A channel to host:port; connects at the first call. Close it to free its socket. Raises
-        PermissionError for an address that is not of this machine."""
+        PermissionError if the address is not on this machine."""
         self._check(address)
         inner = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         return SecretChannel(inner, self.metadata)
 
     def open_blocking_channel(self, address: str, to: Role) -> grpc.Channel:
-        """The same for threads; the caller adds `metadata` to each call."""
+        """Like `open_channel`, for threads; the caller adds `metadata` to each call."""
         self._check(address)
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     def listen(self, server: grpc.aio.Server, bind: str) -> int:
-        """Adds the cluster's port; returns its number. Raises RuntimeError if it is taken,
-        PermissionError if others than this machine reach it."""
+        """Add the cluster's port; return its number. Raises RuntimeError if it is taken,
+        PermissionError if other machines can reach it."""
         self._check(bind)
         return server.add_insecure_port(bind)
 
     def interceptor(self, open_methods: Collection[str]) -> grpc.aio.ServerInterceptor:
-        """Refuses calls without the secret, except of `open_methods`."""
+        """An interceptor that refuses calls without the secret, except to `open_methods`."""
         return SecretInterceptor(self, open_methods)
 
     def is_shown_in(self, metadata: Metadata) -> bool:
@@ -71,7 +71,7 @@ class SecretAccess:
         return any(matches)
 
     def may_be(self, context: Context, role: Role) -> bool:
-        """Whether the caller may have this role: the secret is one for all."""
+        """Whether the caller may have this role; one secret serves all roles."""
         return self.is_shown_in(context.invocation_metadata() or ())
 
     def _check(self, address: str) -> None:
@@ -83,8 +83,8 @@ class SecretAccess:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can be at an address. No name but `localhost` counts: what it
-    resolves to may be another machine at the next look."""
+    """Whether an address can only be on this machine. `localhost` is the only name that counts: any
+    other may resolve to another machine next time."""
     host = address.rpartition(":")[0]
     if address.startswith("unix:") or host == "localhost":
         return True
@@ -100,7 +100,7 @@ async def _deny(_: Any, context: Context) -> None:
 
 
 class SecretInterceptor(grpc.aio.ServerInterceptor):
-    """Answers UNAUTHENTICATED before a byte of the request is read."""
+    """Refuses a call with UNAUTHENTICATED before a byte of the request is read."""
 
     def __init__(self, access: SecretAccess, open_methods: Collection[str]) -> None:
         self._access = access

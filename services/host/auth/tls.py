@@ -1,7 +1,7 @@
-"""Trust by certificates: every internal connection is TLS both ways, and a certificate says which
-role its process has.
+"""Trust by certificates: every internal connection is mutual TLS, and a certificate holds the role
+of its process.
 
-Files are read again for every connection, so that new ones are taken without a restart.
+Files are read again for every connection, so that new ones take effect without a restart.
 """
 
 import logging
@@ -24,7 +24,7 @@ from pdserve.services.host.rpc.handlers import Context, Guard, guarded
 log = logging.getLogger(__name__)
 
 PEM = "-----BEGIN"
-REPLACING_S = 0.05  # before gRPC frees what a connection may be about to take
+REPLACING_S = 0.05  # wait before gRPC frees files that a connection may be about to use
 
 
 class TlsFiles:
@@ -32,7 +32,7 @@ class TlsFiles:
 
     def __init__(self, certificate: str, key: str, authority: str = "") -> None:
         """`authority` signs the peers' certificates. Raises OSError if a file cannot be read,
-        ValueError if the key is not the certificate's."""
+        ValueError if the key does not match the certificate."""
         self._certificate, self._key, self._authority = certificate, key, authority
         key_pem, certificate_pem = self.pair()
         try:
@@ -42,27 +42,28 @@ class TlsFiles:
         self.authority()
 
     def _named(self, error: ValueError) -> str:
-        """With the certificate's file, if it is one."""
+        """The error's text, prefixed with the certificate's file if it is one."""
         return f"{error}" if self._certificate.startswith(PEM) else f"{self._certificate}: {error}"
 
     def pair(self) -> tuple[bytes, bytes]:
-        """(key, certificate), as gRPC takes them. Raises OSError."""
+        """(key, certificate), as gRPC takes them. Raises OSError if one cannot be read."""
         return read_pem(self._key), read_pem(self._certificate)
 
     def authority(self) -> bytes | None:
-        """Raises OSError."""
+        """The authority's PEM; None if it is not set. Raises OSError if it cannot be read."""
         return read_pem(self._authority) if self._authority else None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of one port of a server that, with an authority, wants a certificate from its clients
-        too. Raises OSError.
+        """Credentials of one port of a server. With an authority, clients must show a certificate
+        too. Raises OSError if a file cannot be read.
 
-        gRPC asks for new files at each connection, one at a time, and frees what it had if there
-        are some. A connection that asked just before, on another thread, may be about to take the
-        old, and the process crashes (https://github.com/grpc/grpc/issues/36693). So gRPC gets new
-        files only if they differ, and after a pause in which that connection takes the old; what
-        the same thread serves waits meanwhile. A key of another certificate is not taken: the other
-        file of the two is on its way.
+        gRPC requests new files at each connection, one request at a time, and frees the old files
+        if it gets new ones. Another thread's connection that made its request just before may still
+        be about to use the old ones, and then the process crashes
+        (https://github.com/grpc/grpc/issues/36693). So gRPC gets new files only if they differ, and
+        after a pause in which that connection takes the old ones; other work of the calling thread
+        waits meanwhile. A key that does not match the certificate is not used: the other of the two
+        files is about to be replaced.
         """
         known = refused = self.pair(), self.authority()
 
@@ -93,35 +94,35 @@ class TlsFiles:
 def configuration(
     pair: tuple[bytes, bytes], authority: bytes | None
 ) -> grpc.ServerCertificateConfiguration:
-    """What a server shows, and who signs its clients' certificates."""
+    """The certificate that a server shows, and the authority of its clients' certificates."""
     return grpc.ssl_server_certificate_configuration([pair], authority)
 
 
 def read_pem(source: str) -> bytes:
-    """Of a path, or of PEM text itself. Raises OSError."""
+    """The PEM of a path, or of PEM text itself. Raises OSError if the file cannot be read."""
     return source.encode() if source.startswith(PEM) else Path(source).read_bytes()
 
 
 class TlsAccess:
-    """Shows a certificate, and asks each peer for one of the same authority."""
+    """Shows a certificate, and requires one of the same authority from each peer."""
 
     metadata: tuple[tuple[str, str], ...] = ()
-    separates_clients = True  # callers from outside the cluster have a port of their own
+    separates_clients = True  # callers from outside the cluster use a separate port
 
     def __init__(self, authority: str, certificate: str, key: str) -> None:
-        """Each is the path of a PEM file, or PEM text. Raises ValueError if one is missing or the
-        key is another certificate's, OSError if it cannot be read."""
+        """Each argument is the path of a PEM file, or PEM text. Raises ValueError if one is missing
+        or the key does not match the certificate, OSError if one cannot be read."""
         if not (authority and certificate and key):
             raise ValueError("--cluster-ca, --cluster-cert and --cluster-key belong together")
         self._files = TlsFiles(certificate, key, authority)
 
     def open_channel(self, address: str, to: Role) -> grpc.aio.Channel:
-        """A channel to a process of that role at host:port; connects at the first call. Close it
-        to free its socket. Raises OSError if a file cannot be read."""
+        """A channel to a process of role `to` at host:port; connects at the first call. Close it to
+        free its socket. Raises OSError if a file cannot be read."""
         return grpc.aio.secure_channel(address, self._credentials(), options=_options(to))
 
     def open_blocking_channel(self, address: str, to: Role) -> grpc.Channel:
-        """The same for threads."""
+        """Like `open_channel`, for threads."""
         return grpc.secure_channel(address, self._credentials(), options=_options(to))
 
     def _credentials(self) -> grpc.ChannelCredentials:
@@ -129,35 +130,37 @@ class TlsAccess:
         return grpc.ssl_channel_credentials(self._files.authority(), key, certificate)
 
     def role(self) -> Role:
-        """What this process's certificate says that it is. Raises OSError, ValueError."""
+        """The role in this process's certificate. Raises OSError if it cannot be read, ValueError
+        if it names no role."""
         return role_in(self._files.pair()[1])
 
     def listen(self, server: grpc.aio.Server, bind: str) -> int:
-        """Adds the cluster's port; returns its number. Raises RuntimeError if it is taken."""
+        """Add the cluster's port; return its number. Raises RuntimeError if it is taken."""
         return server.add_secure_port(bind, self._files.server_credentials())
 
     def interceptor(self, open_methods: Collection[str]) -> grpc.aio.ServerInterceptor:
-        """Refuses calls of roles without the right (auth/roles.py), except of `open_methods`."""
+        """An interceptor that refuses calls of roles without the right (auth/roles.py), except to
+        `open_methods`."""
         return RoleInterceptor(open_methods)
 
     def may_be(self, context: Context, role: Role) -> bool:
-        """Whether the caller's certificate says that it has this role."""
+        """Whether the caller's certificate has this role."""
         return role in roles_of(context)
 
 
 def _options(to: Role) -> list[tuple[str, Any]]:
-    """The name that the peer's certificate must have: its role's, whatever its address is."""
+    """Channel options that require the role's name in the peer's certificate, at any address."""
     return [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", to.dns_name)]
 
 
 def roles_of(context: Context) -> set[Role]:
-    """The roles in a caller's certificate; none without one."""
+    """The roles in a caller's certificate; empty without one."""
     names = context.auth_context().get("x509_subject_alternative_name", ())
     return {role for role in Role if role.dns_name.encode() in names}
 
 
 class RoleInterceptor(grpc.aio.ServerInterceptor):
-    """Answers PERMISSION_DENIED to a role that has no right to a method."""
+    """Refuses calls of roles without the right to a method, with PERMISSION_DENIED."""
 
     def __init__(self, open_methods: Collection[str]) -> None:
         self._open = frozenset(open_methods)
@@ -176,7 +179,7 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _only_for(allowed: frozenset[Role], method: str) -> Guard:
-    """Refuses callers of other roles."""
+    """A guard that refuses callers of other roles."""
 
     @asynccontextmanager
     async def guard(request: Any, context: Context) -> AsyncIterator[Any]:

@@ -1,6 +1,7 @@
 """Requests to the Kubernetes API server from inside a pod, with its service account.
 
-Certificate authority and token are read anew for each request: the kubelet replaces both files.
+The certificate authority and the token are read for each request, since the kubelet replaces both
+files.
 """
 
 import json
@@ -17,8 +18,8 @@ from urllib.parse import urlencode
 
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"  # token, ca.crt, namespace
 CONNECT_S = 5.0
-MAX_BYTES = 64 << 20  # of an answer; etcd has no object of more than 2 MiB
-# A peer whose machine is gone is found in 25 s.
+MAX_BYTES = 64 << 20  # of a response; etcd has no object of more than 2 MiB
+# Detects a peer whose machine is gone in 25 s.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
@@ -32,7 +33,7 @@ class ApiServerError(Exception):
 
 
 class ApiServer:
-    """Where it is, and who asks."""
+    """The API server's address, and the service account for requests to it."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, account: str = "") -> None:
         """`account` is the folder of the service account's files. Raises ValueError outside a
@@ -46,7 +47,7 @@ class ApiServer:
         self._account = Path(account or SERVICE_ACCOUNT)
 
     def namespace(self) -> str:
-        """The pod's own. Raises OSError."""
+        """The pod's namespace. Raises OSError if its file cannot be read."""
         return (self._account / "namespace").read_text().strip()
 
     @contextmanager
@@ -57,10 +58,11 @@ class ApiServer:
         silent_s: float,
         on_connect: Callable[[socket.socket], None],
     ) -> Iterator[BufferedIOBase]:
-        """An answer of status 200, whose reads wait `silent_s` each. Whoever shuts the socket down
-        that `on_connect` is told ends them. Raises ApiServerError, and OSError, also for reads."""
+        """A response of status 200, whose reads time out after `silent_s` each. `on_connect`
+        receives the socket; shutting it down from another thread ends the reads. Raises
+        ApiServerError if the server refuses, OSError if the connection fails, also during reads."""
         context = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
-        # Authorities of many clusters lack what Python 3.13 asks for by default.
+        # Authorities of many clusters lack fields that Python 3.13 requires by default.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         token = (self._account / "token").read_text().strip()
         connection = HTTPSConnection(self._host, self._port, timeout=CONNECT_S, context=context)
@@ -71,7 +73,7 @@ class ApiServer:
             headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
             connection.request("GET", f"{path}?{urlencode(query)}", headers=headers)
             connection.sock.settimeout(silent_s)
-            with connection.getresponse() as response:  # it may own the socket by then
+            with connection.getresponse() as response:  # the response may own the socket by then
                 if response.status != 200:
                     raise _error(response)
                 yield response
@@ -82,13 +84,13 @@ class ApiServer:
 
 
 def read_json(response: BufferedIOBase) -> Any:
-    """The whole answer. Raises ValueError if it is no JSON."""
+    """The whole response. Raises ValueError if it is not JSON."""
     return json.loads(response.read(MAX_BYTES))
 
 
 def read_lines(response: BufferedIOBase) -> Iterator[Any]:
-    """The JSON objects of a watch until its end. Raises ConnectionError if it breaks off within
-    one, ValueError if one is no JSON."""
+    """The JSON objects of a watch until it ends. Raises ConnectionError if it breaks off within
+    one, ValueError if one is not JSON."""
     while line := response.readline(MAX_BYTES):
         if not line.endswith(b"\n"):
             raise ConnectionError("the watch broke off within an event")
@@ -103,9 +105,9 @@ def _keep_alive(sock: socket.socket) -> None:
 
 
 def _error(response: HTTPResponse) -> ApiServerError:
-    """The message of the Status that came with it."""
+    """The error in the response's Status message."""
     message = response.reason
-    with suppress(OSError, HTTPException, ValueError, KeyError, TypeError):  # a proxy's page
+    with suppress(OSError, HTTPException, ValueError, KeyError, TypeError):  # a proxy's error page
         message = str(json.loads(response.read(1 << 16))["message"])
     after = response.headers.get("Retry-After", "")
     return ApiServerError(response.status, message, float(after) if after.isdecimal() else 0.0)

@@ -1,6 +1,6 @@
-"""The addresses behind a list of targets, each asked of its own resolver: DNS or Kubernetes.
+"""Resolves a list of targets to addresses, each by its own resolver: DNS or Kubernetes.
 
-docs/discovery.md says what each failure does.
+docs/discovery.md describes the effect of each failure.
 """
 
 import logging
@@ -14,17 +14,17 @@ log = logging.getLogger(__name__)
 
 
 class Resolver(Protocol):
-    """Knows the addresses of one target."""
+    """Resolves the addresses of one target."""
 
     def addresses(self) -> list[str]:
-        """host:port of each now, sorted. May wait for the network."""
+        """The current host:port of each process, sorted. May wait for the network."""
 
     def close(self) -> None:
-        """Ask nobody any more; returns at once."""
+        """Stop making requests; returns at once."""
 
 
 class DnsResolver:
-    """A host:port, whose host is an address or is looked up by each call."""
+    """Resolves a host:port; each call looks up a host that is a name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,7 +37,7 @@ class DnsResolver:
 
 
 class Discovery:
-    """Finds the processes that targets stand for. One thread at a time may call `look`."""
+    """Finds the processes behind targets. One thread at a time may call `look`."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Discovery:
         *,
         ready_only: bool,
     ) -> None:
-        """`option` is where the targets are from, for errors. `on_change` is called, from any
-        thread, when a look would find something else; not for DNS, which tells nobody.
-        `ready_only`: without those that Kubernetes calls not ready. Raises ValueError for a target
-        that cannot be."""
+        """`option` is the option that holds the targets, for errors. `on_change` is called, from
+        any thread, when `look` would return a different result; not for DNS, which sends no
+        notifications. `ready_only` excludes processes that Kubernetes calls not ready. Raises
+        ValueError if a target is malformed."""
         self._resolvers = {
             target: _make_resolver(option, target, on_change, ready_only) for target in targets
         }
@@ -60,7 +60,7 @@ class Discovery:
         return {target: resolver.addresses() for target, resolver in self._resolvers.items()}
 
     def close(self) -> None:
-        """Ask nobody any more; returns at once."""
+        """Stop making requests; returns at once."""
         for resolver in self._resolvers.values():
             resolver.close()
 
@@ -71,7 +71,7 @@ def _make_resolver(
     found = parse_kubernetes(target)
     if found is None:
         return DnsResolver(target)
-    # ssl and http.client take 30 ms, and few processes need them.
+    # Importing ssl and http.client takes 30 ms, and few processes need them.
     from pdserve.services.host.discovery.kubernetes import EndpointSliceWatch
 
     try:
@@ -81,7 +81,7 @@ def _make_resolver(
 
 
 def resolve(name: str) -> list[str]:
-    """The addresses that host:port stands for now; empty if it cannot be resolved."""
+    """The current addresses of host:port; empty if it cannot be resolved."""
     host, _, port = name.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)

@@ -1,14 +1,14 @@
 """The endpoints of one Service, from its EndpointSlices as the API server lists and watches them.
 Pure.
 
-Invariant: the newest version of each slice counts, so an event that is repeated or comes late
-changes nothing. (EndpointSlice of discovery.k8s.io/v1; resource versions are numbers that grow.)
+Invariant: the newest version of each slice wins, so a repeated or late event changes nothing.
+(EndpointSlice of discovery.k8s.io/v1; resource versions are increasing numbers.)
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-MAX_DELETED = 1000  # names of deleted slices that are remembered before all are listed anew
+MAX_DELETED = 1000  # remembered names of deleted slices; beyond it, all slices are listed again
 GONE = 410
 
 
@@ -24,11 +24,11 @@ class WatchError(Exception):
 
 
 class WatchExpired(WatchError):
-    """What happened since the version that is watched from is no longer known: list again."""
+    """The API server no longer has the events since the watched version; list again."""
 
 
 class _PodEndpoint(NamedTuple):
-    pod: str  # its uid, or the address of an endpoint that is no pod
+    pod: str  # its uid, or the address of an endpoint that is not a pod
     is_ipv6: bool
     endpoint: SliceEndpoint
 
@@ -36,27 +36,28 @@ class _PodEndpoint(NamedTuple):
 class EndpointSlices:
     """The slices of a Service, and the endpoints of one of its ports.
 
-    `port` is a port's name, or a number that is taken as it is; empty: the slices' only port.
+    `port` is the name of a port, or a number that is used as it is; empty: the slices' only port.
     """
 
     def __init__(self, port: str) -> None:
         self._port = port
-        self._listed = 0  # the version of the list
-        self._newest = 0  # of all that was heard
-        self._versions: dict[str, int] = {}  # by name; of deleted slices, too
+        self._listed = 0  # the version of the last list
+        self._newest = 0  # the newest version in a list or an event
+        self._versions: dict[str, int] = {}  # by name, including deleted slices
         self._slices: dict[str, list[_PodEndpoint]] = {}
 
     @property
     def version(self) -> str:
-        """The resource version to watch from; empty: list first."""
+        """The resource version to watch from; empty if a list is needed first."""
         return str(self._newest) if self._newest else ""
 
     def expire(self) -> None:
-        """Events may have been missed. The slices stay until the next list."""
+        """Require a new list, since events may have been missed. The slices stay until then."""
         self._newest = 0
 
     def take_list(self, answer: Any) -> None:
-        """Replace all. Raises ValueError, and changes nothing, if this is no list of slices."""
+        """Replace all slices. Raises ValueError, and changes nothing, if `answer` is not a list of
+        slices."""
         try:
             if answer["kind"] != "EndpointSliceList":
                 raise ValueError(f"kind {answer['kind']!r}")
@@ -70,8 +71,8 @@ class EndpointSlices:
         self._versions, self._slices = versions, slices
 
     def take_event(self, event: Any) -> None:
-        """One line of a watch. Raises WatchError if the API server says that the watch failed, and
-        ValueError, having changed nothing, if the line is no event."""
+        """Apply one line of a watch. Raises WatchError if the API server reports that the watch
+        failed; ValueError, without changes, if the line is not an event."""
         try:
             kind, found = event["type"], event["object"]
             if kind == "ERROR":
@@ -98,8 +99,8 @@ class EndpointSlices:
         self._versions[name] = version
 
     def endpoints(self) -> list[SliceEndpoint]:
-        """Sorted. A pod is there once: by the slice that was written last, if it is moving from
-        one to another, and by IPv4 if it has both families."""
+        """The endpoints, sorted. Each pod appears once: by the most recently written slice if it is
+        moving between slices, and by IPv4 if it has both families."""
         pods: dict[str, dict[bool, SliceEndpoint]] = {}
         for name in sorted(self._slices, key=self._versions.__getitem__):
             for one in self._slices[name]:
@@ -107,7 +108,7 @@ class EndpointSlices:
         ready: dict[str, bool] = {}
         for families in pods.values():
             address, is_ready = families[min(families)]
-            ready[address] = ready.get(address, False) or is_ready  # a new pod with an old one's IP
+            ready[address] = ready.get(address, False) or is_ready  # a new pod may reuse an IP
         return [SliceEndpoint(address, ready[address]) for address in sorted(ready)]
 
 
@@ -120,14 +121,14 @@ def _version(found: Any) -> int:
 
 
 def _read(found: Any, port: str) -> list[_PodEndpoint]:
-    """The endpoints of a slice; none of one without the port, or with domain names."""
+    """The endpoints of a slice; empty if it lacks the port or holds domain names."""
     family = found["addressType"]
     number = _port_number(found.get("ports") or (), port)
     if number is None or family not in ("IPv4", "IPv6"):
         return []
     endpoints = []
     for one in found.get("endpoints") or ():
-        host = one["addresses"][0]  # more than one may be there, and all mean the same
+        host = one["addresses"][0]  # several addresses are equivalent
         is_ipv6 = family == "IPv6"
         ready = (one.get("conditions") or {}).get("ready")
         endpoint = SliceEndpoint(

@@ -1,8 +1,8 @@
-"""Watches the EndpointSlices of a Service at the Kubernetes API server, on a thread of its own.
+"""Watches the EndpointSlices of a Service at the Kubernetes API server, on a thread per Service.
 
-While the API server cannot be asked, the last view stays; a view is empty only if it said so.
-Whatever ends a watch but the server's own time limit has it listed anew, so nothing that was missed
-stays missed. docs/discovery.md says why this is no client library.
+While the API server is unreachable, the last view stays; a view is empty only if the server said
+so. Any end of a watch other than the server's time limit causes a new list, which recovers missed
+events. docs/discovery.md explains why this is not a client library.
 """
 
 import logging
@@ -32,16 +32,16 @@ from pdserve.services.host.discovery.target import KubernetesTarget
 
 log = logging.getLogger(__name__)
 
-WATCH_S = 45  # after about this time the server ends a watch, and another one begins
-SILENT_S = 5.0  # a server that says nothing for longer than a watch by this is given up
+WATCH_S = 45  # the server ends a watch after about this time, and another one begins
+SILENT_S = 5.0  # silence beyond the length of a watch after which the server counts as lost
 LIST_S = 10.0  # between two bytes of a list
-FIRST_S = 2.0  # that the first look waits for the first list
+FIRST_S = 2.0  # how long the first look waits for the first list
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
-MAX_BROKEN = 3  # failures in a row that count of a server which begins each watch: 0.8 s
+MAX_BROKEN = 3  # failures in a row that count if the server begins each watch: 0.8 s
 FORESEEN = (ApiServerError, WatchError, OSError, ValueError)
-MAX_FAILURES = 16  # that lengthen a pause; it is at its longest long before
-SOON_S = 1.0  # a watch that ends sooner has met no time limit
+MAX_FAILURES = 16  # that lengthen a pause, which reaches its maximum long before
+SOON_S = 1.0  # a watch that ends sooner did not reach its time limit
 FORBIDDEN = 403
 RULE = (
     "the pod's service account needs a Role with the verbs get, list and watch for the resource "
@@ -50,7 +50,7 @@ RULE = (
 
 
 class EndpointSliceWatch:
-    """A Resolver. The thread begins with the first look, and writes all that is here."""
+    """A Resolver. Its thread starts with the first look and is the only writer of its state."""
 
     def __init__(
         self, target: KubernetesTarget, on_change: Callable[[], None], ready_only: bool
@@ -62,12 +62,12 @@ class EndpointSliceWatch:
         self._api = ApiServer()
         self._slices = EndpointSlices(target.port)
         self._endpoints: list[SliceEndpoint] = []
-        self._listed = threading.Event()  # once, or closed
+        self._listed = threading.Event()  # set after the first list, or by close
         self._closed = threading.Event()
         self._socket: socket.socket | None = None
         self._trouble = ""
-        self._heard = False  # an event, in the last watch
-        self._opened = math.inf  # when that began
+        self._heard = False  # whether the last watch had an event
+        self._opened = math.inf  # when the last watch began
         self._thread = threading.Thread(
             target=self._run, name=f"endpoints {target.service}", daemon=True
         )
@@ -82,8 +82,8 @@ class EndpointSliceWatch:
         self._closed.set()
         self._listed.set()
         if (connected := self._socket) is not None:
-            with suppress(OSError):  # it is closed already
-                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # TLS stays as it is
+            with suppress(OSError):  # already closed
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # keeps TLS state
 
     def _run(self) -> None:
         failures = 0
@@ -94,7 +94,7 @@ class EndpointSliceWatch:
                 if not self._slices.version:
                     self._list()
                 self._watch()
-            except Exception as failure:  # without this thread the view would stay as it is
+            except Exception as failure:  # this thread must survive, or the view goes stale
                 error = failure
                 self._slices.expire()
                 self._note(error)
@@ -124,7 +124,7 @@ class EndpointSliceWatch:
         self._listed.set()
 
     def _watch(self) -> None:
-        """Returns when the server ends it in order."""
+        """Watch until the server ends it in order; then return."""
         limit_s = max(1, round(WATCH_S * random.uniform(0.75, 1.0)))
         with self._get(
             watch="true",

@@ -1,7 +1,7 @@
-"""Rendezvous hashing: everybody who knows the same names has the same order of them. Pure.
+"""Rendezvous hashing: all processes that know the same names order them identically. Pure.
 
-Whoever comes or goes leaves the order of the others as it is, so with the first K of N taken it
-moves K of N keys (Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates", 1998).
+Adding or removing a name keeps the order of the others, so if the first K of N are taken, K of N
+keys move (Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates", 1998).
 """
 
 import hashlib
@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterable
 
 
 def weight(key: bytes, address: str) -> bytes:
-    """The address with the highest one comes first for the key, which has at most 64 bytes."""
+    """The weight of an address for a key of at most 64 bytes; the highest weight comes first."""
     return hashlib.blake2b(address.encode(), digest_size=8, key=key).digest()
 
 
 def rendezvous_order(key: bytes, addresses: Iterable[str]) -> list[str]:
-    """The addresses, each once, the first for the key at the front."""
+    """The distinct addresses, sorted by descending weight for the key."""
     return sorted(set(addresses), key=lambda a: (weight(key, a), a), reverse=True)
 
 
 def first_that_count(order: Iterable[str], num: int, counts: Callable[[str], bool]) -> list[str]:
-    """The shortest beginning of the order in which `num` count; all of it if there are fewer."""
+    """The shortest prefix of the order in which `num` addresses count; the whole order if fewer
+    do."""
     found = []
     for address in order:
         if num <= 0:

@@ -1,4 +1,4 @@
-"""What an entry of --routers or --endpoints says: host:port, or a Service by its EndpointSlices."""
+"""Parses an entry of --routers or --endpoints: host:port, or a Service by its EndpointSlices."""
 
 import re
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ _SERVICE = re.compile(
 class KubernetesTarget(NamedTuple):
     """One port of a Service."""
 
-    namespace: str  # empty: the pod's own
+    namespace: str  # empty: the pod's namespace
     service: str
-    port: str  # name or number; empty: its only one
+    port: str  # name or number; empty: the Service's only port
 
 
 def parse_kubernetes(target: str) -> KubernetesTarget | None:
-    """None for host:port. Raises ValueError for what is neither."""
+    """The Service that a target names; None for host:port. Raises ValueError if it is neither."""
     if found := _SERVICE.fullmatch(target):
         return KubernetesTarget(found["namespace"] or "", found["service"], found["port"] or "")
     if "://" in target or not re.fullmatch(r".+:\d+", target):
@@ -31,7 +31,7 @@ def parse_kubernetes(target: str) -> KubernetesTarget | None:
 
 
 def check_targets(option: str, targets: Sequence[str]) -> None:
-    """Raises ValueError that names the option."""
+    """Raises ValueError, naming the option, if a target is malformed."""
     for target in targets:
         try:
             parse_kubernetes(target)

@@ -1,7 +1,7 @@
-"""vLLM's figures of an engine, from the worker's hello and load.
+"""vLLM's engine metrics, from a worker's hello and load.
 
-A worker's own metrics port and a gateway's view of the fleet make them here, so that both mean the
-same by a name.
+Used by a worker's metrics port and by a gateway's view of the fleet, so that a name means the same
+in both.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +15,8 @@ Worker = tuple[Sequence[str], WorkerHello, Load]
 
 
 def kv_usage(load: Load) -> float:
-    """The share of the KV blocks that requests hold; cached ones can be evicted and are free."""
+    """The share of the KV blocks that requests hold; cached blocks can be evicted and count as
+    free."""
     held = load.blocks_used + load.blocks_reserved
     return held / load.blocks_total if load.blocks_total else 0.0
 
@@ -41,7 +42,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
 
 
 def engine_metrics(labels: Sequence[str], workers: Iterable[Worker]) -> Iterator[Metric]:
-    """One family per figure, with the labels given and a sample per worker."""
+    """One family per metric, with the given labels and a sample per worker."""
     rows = list(workers)
     for name, text, value in _GAUGES:
         gauge = GaugeMetricFamily(name, text, labels=labels)

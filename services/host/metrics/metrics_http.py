@@ -1,6 +1,6 @@
 """The metrics port of processes without a web server: GET /metrics, and nothing else.
 
-It is open to everybody, so whoever holds its connections costs a bounded number of threads.
+It needs no authentication, so connections, each with its thread, are bounded in number.
 """
 
 import logging
@@ -17,14 +17,14 @@ from prometheus_client.exposition import MetricsHandler
 
 log = logging.getLogger(__name__)
 
-ACCEPT_AGAIN_S = 0.1  # after a failure: no descriptor may be left
-SILENT_S = 15.0  # of a peer that neither asks nor reads
-MAX_CONNECTIONS = 16  # the oldest is closed for another; a scrape takes milliseconds
+ACCEPT_AGAIN_S = 0.1  # pause after a failure: the process may be out of descriptors
+SILENT_S = 15.0  # timeout of a peer that neither sends nor reads
+MAX_CONNECTIONS = 16  # a further one closes the oldest; a scrape takes milliseconds
 
 
 class MetricsHttp:
-    """Serves the metrics of a registry from a daemon thread until closed. It listens on the host
-    of `bind` (host:port); port 0 picks a free one. Raises OSError if the port is taken."""
+    """Serves the metrics of a registry from a daemon thread until closed. It listens on the host of
+    `bind` (host:port); port 0 picks a free one. Raises OSError if the port is taken."""
 
     def __init__(self, registry: CollectorRegistry, port: int, bind: str = "127.0.0.1:0") -> None:
         host = bind.rpartition(":")[0].strip("[]")
@@ -51,8 +51,8 @@ class _Handler(MetricsHandler):
 
     def do_GET(self) -> None:
         if urlsplit(self.path).path == "/metrics":
-            # Always the text format, as gateways have it: in OpenMetrics' the library writes the
-            # colon of vLLM's names as an underscore for a scraper that does not ask for UTF-8.
+            # Always the text format, as on gateways: in OpenMetrics the library writes the colon of
+            # vLLM's names as an underscore for a scraper that does not request UTF-8.
             del self.headers["Accept"]
             super().do_GET()
         else:
@@ -61,20 +61,20 @@ class _Handler(MetricsHandler):
 
 class _Server(ThreadingTCPServer):
     daemon_threads = True
-    request_queue_size = 2 * MAX_CONNECTIONS  # beyond it the kernel has a peer try again after 1 s
+    request_queue_size = 2 * MAX_CONNECTIONS  # further peers retry after 1 s, by their kernel
     allow_reuse_address = True
 
     def __init__(self, host: str, port: int, handler: Any) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         self.address_family, _, _, _, address = found[0]
         self._open: dict[Any, None] = {}  # connections, the oldest first
-        self._changing = threading.Lock()  # of `_open`: each connection has a thread
+        self._changing = threading.Lock()  # guards `_open`: each connection has a thread
         self._failing = ""  # why no connection can be accepted
         super().__init__(address, handler)  # type: ignore[arg-type]  # of either family
 
     def get_request(self) -> Any:
-        """Raises OSError, for which its caller tries again. It waits before and logs once, since a
-        process without descriptors fails at once each time."""
+        """Raises OSError, after which the caller tries again. Pauses first and logs each failure
+        once, since a process without descriptors fails at once each time."""
         try:
             accepted = super().get_request()
         except OSError as error:
@@ -93,7 +93,7 @@ class _Server(ThreadingTCPServer):
             self._open.pop(oldest, None)
             self._open[request] = None
         if oldest is not None:
-            with suppress(OSError):  # it has just gone by itself
+            with suppress(OSError):  # it has just closed by itself
                 oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
@@ -103,4 +103,4 @@ class _Server(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing: strangers would fill the log."""
+        """Log nothing: strangers would fill the log."""

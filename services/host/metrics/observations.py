@@ -1,12 +1,12 @@
-"""Counts of what is observed, by upper bounds: what a Prometheus histogram is made of. Pure, and
-without Prometheus' library, whose import few processes need."""
+"""Counts observations by upper bound, as a Prometheus histogram needs them. Pure, and independent
+of Prometheus' library, since few processes need to import it."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
 
 class Observations:
-    """One thread changes them; any may read."""
+    """A histogram. One thread changes it; any may read."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(map(float, bounds))
@@ -14,7 +14,7 @@ class Observations:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """A value within a bucket's bound, or equal to it, is in that bucket."""
+        """Count a value in the first bucket whose bound is at least the value."""
         self._counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
 

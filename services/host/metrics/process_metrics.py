@@ -1,5 +1,5 @@
-"""What every process exports of itself: its build, what it takes of the machine (as
-prometheus_client names it), how late its event loop is, and when its certificates end."""
+"""Metrics that every process exports about itself: build, resource use (as prometheus_client names
+it), event loop lag, and expiry of certificates."""
 
 import asyncio
 import time
@@ -17,13 +17,13 @@ from pdserve.services.host.auth.tls import read_pem
 from pdserve.services.host.metrics.metrics_http import MetricsHttp
 from pdserve.services.host.options import CertificateSettings, ProbedSettings
 
-LOOK_S = 0.25  # between two looks at the event loop
-COMMIT_FILE = "commit.txt"  # of the package; images have it (Dockerfile)
+LOOK_S = 0.25  # between two measurements of the event loop
+COMMIT_FILE = "commit.txt"  # in the package; images have it (Dockerfile)
 _LAG_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 def commit() -> str:
-    """Whose sources this is, or their digest, where a build noted it; empty elsewhere."""
+    """The commit of this build's sources, or their digest; empty if the build did not record it."""
     try:
         return resources.files("pdserve").joinpath(COMMIT_FILE).read_text().strip()
     except OSError:
@@ -31,10 +31,10 @@ def commit() -> str:
 
 
 class ProcessFacts(Collector):
-    """Its build and its certificates. Files are read anew for each page, as for connections."""
+    """Metrics of the build and the certificates. Certificate files are read for each scrape."""
 
     def __init__(self, certificates: Mapping[str, str], now: Callable[[], float] = time.time):
-        """`certificates`: paths of PEM files, or PEM text, by what they are for."""
+        """`certificates`: paths of PEM files, or PEM text, by purpose."""
         self._certificates = certificates
         self._now = now
         self._build = metadata.version("pdserve"), commit()
@@ -53,7 +53,7 @@ class ProcessFacts(Collector):
             labels=("certificate",),
         )
         for name, source in self._certificates.items():
-            with suppress(OSError, ValueError):  # whoever needs it says so in the log
+            with suppress(OSError, ValueError):  # its user logs the failure
                 ends = ends_of(read_pem(source))
                 end = max(ends) if name == "cluster_ca" else ends[0]
                 left.add_metric((name,), end - self._now())
@@ -61,7 +61,7 @@ class ProcessFacts(Collector):
 
 
 def lag_histogram(registry: CollectorRegistry) -> Histogram:
-    """What `watch_loop` tells."""
+    """The histogram for `watch_loop`."""
     return Histogram(
         "pdserve_event_loop_lag_seconds",
         "How much later than it asked a timer of the event loop runs, tried 4 times a second; a "
@@ -72,8 +72,8 @@ def lag_histogram(registry: CollectorRegistry) -> Histogram:
 
 
 async def watch_loop(observe: Callable[[float], object]) -> None:
-    """Tells how late the running loop is, until it is cancelled. A look that was late stands for
-    those that it kept from happening, so a share of looks is a share of time."""
+    """Observe the running loop's lag until cancelled. A late measurement is observed once for each
+    measurement that it displaced, so a share of observations is a share of time."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + LOOK_S
@@ -84,14 +84,14 @@ async def watch_loop(observe: Callable[[float], object]) -> None:
 
 
 def certificates_of(settings: CertificateSettings, client: str = "") -> dict[str, str]:
-    """Those of a process, by what they are for; `client`: what clients see."""
+    """The certificates of a process, by purpose; `client`: the one that clients see."""
     own = {"cluster": settings.cluster_cert, "cluster_ca": settings.cluster_ca, "client": client}
     return {name: source for name, source in own.items() if source}
 
 
 class MetricsPort:
-    """The metrics of a process at a port of their own. Make it in the process's loop. Raises
-    OSError if the port is taken."""
+    """Serves the metrics of a process on a port. Construct it in the process's loop. Raises OSError
+    if the port is taken."""
 
     def __init__(self, settings: ProbedSettings, bind: str, client: str, *collectors: Collector):
         """It listens on the host of `bind`; `client` as in `certificates_of`."""

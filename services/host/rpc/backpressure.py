@@ -1,7 +1,7 @@
-"""Answers to clients that read slowly or not at all: bounded in bytes, and in time.
+"""Delivers responses to clients that read slowly or not at all, bounded in bytes and in time.
 
-What a client has not read waits here. Past either bound its source is closed, which cancels the
-request: whoever computes the answer never waits for a client and keeps nothing for it.
+Unread items wait here. Past either bound the source is closed, which cancels the request, so the
+producer never waits for a client and buffers nothing for it.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Backpressure:
-    """How much may be unread, and for how long, before a client is given up."""
+    """How much may be unread, and for how long, before a client is dropped."""
 
     max_buffer_bytes: int = 1 << 20
     stall_s: float = 30.0
 
 
 class SlowReaderError(ServiceError):
-    """The client reads too slowly; the rest of its answer is dropped."""
+    """The client reads too slowly; the rest of its response is dropped."""
 
     def __init__(self, why: str) -> None:
         super().__init__(CANCELLED, why)
@@ -46,15 +46,15 @@ async def deliver(
     parts: Callable[[T], Iterable[Any]] | None = None,
     interruptible: bool = False,
 ) -> None:
-    """Write all that the source yields, and close the source in any case.
+    """Write all that the source yields; close the source in any case.
 
-    `size` gives the bytes of an item, by default of a protobuf message. With `join` all that is
-    unread goes out in one write. An `interruptible` write is cancelled at a bound, and may be
-    several, one for each of an item's `parts`. gRPC's is not: gRPC can end a call only when the
-    message in its hands is taken, so that message, and the call, stay until the client reads,
-    leaves or is found dead.
+    `size` is the bytes of an item, by default of a protobuf message. With `join`, all unread items
+    go out in one write. An `interruptible` write is cancelled at a bound, and may be several
+    writes, one for each of an item's `parts`. gRPC's writes are not interruptible: gRPC can end a
+    call only after it has sent the current message, so that message and the call stay until the
+    client reads, leaves or is found dead.
 
-    Raises SlowReaderError, and what the source raises once all that came before is written.
+    Raises SlowReaderError, and what the source raises after everything before it is written.
     """
     unread = _Unread(size, limits.max_buffer_bytes)
     filling = asyncio.create_task(unread.fill(source))
@@ -91,16 +91,16 @@ async def deliver(
 
 
 def stalled(limits: Backpressure) -> str:
-    """Why a client that has taken nothing for `stall_s` is given up."""
+    """The error text for a client that has read nothing for `stall_s`."""
     return f"nothing of the answer was read for {limits.stall_s:g} s"
 
 
 class _Unread(Generic[T]):
-    """What the source has produced and the client has not taken yet."""
+    """Items that the source has produced and the client has not taken yet."""
 
     def __init__(self, size: Callable[[T], int], max_bytes: int) -> None:
-        self.error: Exception | None = None  # how the answer ends; None: in order
-        self.write_limit: asyncio.Timeout | None = None  # of a write that may be cut
+        self.error: Exception | None = None  # how the response ends; None: in order
+        self.write_limit: asyncio.Timeout | None = None  # of an interruptible write
         self._size = size
         self._max_bytes = max_bytes
         self._items: deque[T] = deque()
@@ -117,7 +117,7 @@ class _Unread(Generic[T]):
                     self._num_bytes += self._size(item)
                     self._more.set()
                     if self._num_bytes > self._max_bytes:
-                        await asyncio.sleep(0)  # a burst: the writer may not have had its turn
+                        await asyncio.sleep(0)  # the writer may not have run during a burst
                     if self._num_bytes > self._max_bytes:
                         self.give_up(f"{self._num_bytes} bytes of the answer were not read")
                         if self.write_limit is not None:
@@ -130,19 +130,19 @@ class _Unread(Generic[T]):
             self._more.set()
 
     def give_up(self, why: str) -> None:
-        """Drop all that is unread."""
+        """Drop all unread items."""
         self.error = SlowReaderError(why)
         self._items.clear()
 
     async def wait(self) -> bool:
-        """Whether there is something to write; False at the end."""
+        """Wait for an item to write; return False at the end."""
         while not self._items and not self._ended:
             self._more.clear()
             await self._more.wait()
         return bool(self._items)
 
     def take(self, join: Callable[[list[T]], T] | None) -> T:
-        """What is to be written next."""
+        """The next item to write."""
         if join is None:
             item = self._items.popleft()
             self._num_bytes -= self._size(item)

@@ -1,6 +1,6 @@
 """Blobs (tokenizer, chat template, generation config) by their SHA-256: cache, service, client.
 
-Invariant: nothing is kept, served or returned whose SHA-256 is not its name.
+Invariant: a blob whose SHA-256 is not its name is never kept, served or returned.
 """
 
 import asyncio
@@ -19,28 +19,29 @@ from pdserve.services.host.rpc.channel import may_be_closed
 
 CHUNK_BYTES = 192 << 10
 MAX_BLOB_BYTES = 256 << 20  # of one blob
-BLOB_CACHE_BYTES = 512 << 20  # of all that a process keeps
+BLOB_CACHE_BYTES = 512 << 20  # of all blobs in a process's cache
 READ_S = 60.0  # for one blob
 Fetch = Callable[[str], Awaitable[bytes | None]]
 
 
 def blob_digest(data: bytes) -> str:
-    """A blob's name; empty data has none."""
+    """A blob's name; empty for empty data."""
     return hashlib.sha256(data).hexdigest() if data else ""
 
 
 class BlobCache:
-    """Keeps the blobs used last, at most `max_bytes` of them; a single one may exceed that."""
+    """Keeps the most recently used blobs, at most `max_bytes` of them; a single one may exceed
+    that."""
 
     def __init__(self, max_bytes: float = float("inf")) -> None:
         self._max_bytes = max_bytes
         self._blobs: OrderedDict[str, bytes] = OrderedDict()  # the least recently used first
         self._num_bytes = 0
-        # A lock goes with the last call that uses it.
+        # A lock is dropped with the last call that uses it.
         self._fetching: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def add(self, data: bytes) -> None:
-        """Keep a blob under its digest; empty data is none."""
+        """Keep a blob under its digest; empty data is ignored."""
         digest = blob_digest(data)
         if not data or digest in self._blobs:
             return
@@ -50,9 +51,9 @@ class BlobCache:
             self._num_bytes -= len(self._blobs.popitem(last=False)[1])
 
     async def get(self, digest: str, fetch: Fetch | None = None) -> bytes | None:
-        """The blob; one that is not here is fetched, by one call at a time for each digest.
+        """The blob; a missing one is fetched, by one call at a time for each digest.
 
-        None if there is no such blob here and `fetch` finds none. Raises what `fetch` raises.
+        Returns None if it is missing and `fetch` finds none. Raises what `fetch` raises.
         """
         if digest not in self._blobs and fetch is not None:
             lock = self._fetching.setdefault(digest, asyncio.Lock())
@@ -66,7 +67,7 @@ class BlobCache:
 
 
 class BlobService(BlobsServicer):
-    """Blobs.GetBlob: `find` gives the blob of a digest, or None."""
+    """Serves Blobs.GetBlob; `find` returns the blob of a digest, or None."""
 
     def __init__(self, find: Fetch) -> None:
         self._find = find
@@ -74,7 +75,7 @@ class BlobService(BlobsServicer):
     async def GetBlob(self, request: pb.BlobRequest, context: Any) -> AsyncIterator[pb.BlobChunk]:
         data = await self._find(request.digest)
         if data is None:
-            # The only code of the catalogue that gRPC knows as NOT_FOUND.
+            # The only code of the catalogue that maps to gRPC's NOT_FOUND.
             await abort(context, ServiceError(pb.MODEL_NOT_FOUND, "no blob of that digest here"))
         for at in range(0, len(data), CHUNK_BYTES):
             yield pb.BlobChunk(data=data[at : at + CHUNK_BYTES])
@@ -82,7 +83,7 @@ class BlobService(BlobsServicer):
 
 async def read_blob(channel: grpc.aio.Channel, digest: str) -> bytes:
     """The blob of that digest from a peer's BlobService. Raises ServiceError UNAVAILABLE if the
-    peer does not give it, or gives other bytes."""
+    peer does not return it, or returns other bytes."""
     data = bytearray()
     try:
         with may_be_closed():

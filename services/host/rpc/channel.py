@@ -1,4 +1,4 @@
-"""How processes reach each other: options of connections, their ends, and addresses."""
+"""Connections between processes: options, closing, and addresses."""
 
 import asyncio
 import ipaddress
@@ -10,11 +10,11 @@ import grpc.aio
 
 AUTHORIZATION = "authorization"
 MAX_MESSAGE_BYTES = 4 << 20
-CONNECT_MS = 2_000  # a busy peer, or one far away, takes its time to say its HTTP/2 settings
+CONNECT_MS = 2_000  # a busy or distant peer takes its time to send its HTTP/2 settings
 
-# Options that both ends set: message limits, and pings that find a dead peer in 15 s; none that
-# measure the bandwidth, of which there would be one for each small message of an idle connection.
-# So a stream has 64 KiB on its way at most: what is large, KV, has connections of its own.
+# Options that both ends set: message limits, and pings that detect a dead peer in 15 s. Bandwidth
+# probes are off, since each small message on an idle connection would cause one; so a stream has at
+# most 64 KiB in flight, and KV, which is large, uses separate connections.
 LIMITS = [
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -27,20 +27,20 @@ LIMITS = [
 CHANNEL_OPTIONS = [
     *LIMITS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", CONNECT_MS),  # what one attempt may take, not a pause
+    ("grpc.min_reconnect_backoff_ms", CONNECT_MS),  # time limit of one attempt, not a pause
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, closed with the channel
+    ("grpc.use_local_subchannel_pool", 1),  # one connection per channel, closed with it
 ]
 
 
 @contextmanager
 def may_be_closed() -> Iterator[None]:
-    """For calls on a channel that another task closes when its peer is lost. Raises ConnectionError
-    then: gRPC would cancel whoever waits for an answer, as if that had given up."""
+    """A context for calls on a channel that another task closes when its peer is lost. Raises
+    ConnectionError then; gRPC itself would raise CancelledError in the waiting task."""
     try:
         yield
-    except grpc.aio.UsageError as error:  # it was closed before the call
+    except grpc.aio.UsageError as error:  # closed before the call
         raise ConnectionError("the channel is closed") from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
@@ -50,8 +50,8 @@ def may_be_closed() -> Iterator[None]:
 
 
 def advertised(bound: str, advertise: str = "") -> str:
-    """host:port for others. `advertise` may leave the port out, or give 0, for the bound one;
-    empty with a wildcard bind means this machine's own address."""
+    """host:port for other processes. `advertise` may omit the port, or give 0, for the bound one;
+    if it is empty and the bind is a wildcard, the host is this machine's address."""
     host, _, port = bound.rpartition(":")
     if advertise:
         wanted, colon, wanted_port = advertise.rpartition(":")

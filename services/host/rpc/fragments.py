@@ -1,4 +1,4 @@
-"""Splitting and joining of long id lists, so that no message exceeds 256 KiB.
+"""Splits and joins long id lists, so that no message exceeds 256 KiB.
 
 A collector is bounded: a peer cannot make it hold more than its limits.
 """
@@ -15,7 +15,7 @@ IDS_PER_MESSAGE = 32_768  # a varint of a uint32 has at most 5 bytes: 160 KiB
 
 
 def send_ids(key: str, ids: Sequence[int]) -> tuple[list[pb.IdsPart], Sequence[int]]:
-    """Parts to send ahead, in order, and the ids that go into the message itself."""
+    """The parts to send ahead, in order, and the ids that go into the message itself."""
     cut = max(0, len(ids) - 1) // IDS_PER_MESSAGE * IDS_PER_MESSAGE
     parts = [
         pb.IdsPart(key=key, ids=ids[at : at + IDS_PER_MESSAGE])
@@ -27,8 +27,8 @@ def send_ids(key: str, ids: Sequence[int]) -> tuple[list[pb.IdsPart], Sequence[i
 class IdsCollector:
     """Parts received on one stream and not yet taken; one collector per stream.
 
-    A list that broke the bounds is never handed out in part: `take` refuses it. Too many lists
-    at once cannot even be remembered as refused, so then every later `take` is refused.
+    A list that exceeds the bounds is never returned in part: `take` refuses it. With too many lists
+    at once, refused keys cannot be remembered either, so every later `take` is refused.
     """
 
     def __init__(self, max_ids: int = 4 << 20, max_keys: int = 1024) -> None:
@@ -39,8 +39,8 @@ class IdsCollector:
         self._parts: dict[str, list[int] | None] = {}  # None: refused
 
     def add(self, part: pb.IdsPart) -> None:
-        """Keep a part. Raises ServiceError(OVERLOADED) beyond the bounds, and from then on for
-        its key until that is taken or dropped."""
+        """Keep a part. Raises ServiceError(OVERLOADED) if the bounds are exceeded, and from then on
+        for its key until that is taken or dropped."""
         if part.key not in self._parts and len(self._parts) >= self._max_keys:
             self._flooded = True
             raise ServiceError(pb.OVERLOADED, "token ids of too many requests in parts")
@@ -53,14 +53,15 @@ class IdsCollector:
         self._num_ids += len(part.ids)
 
     def collect(self, part: pb.IdsPart) -> None:
-        """Keep a part of a message that is still to come; if it breaks the bounds, `take` tells."""
+        """Keep a part of a message that is still to come; if it exceeds the bounds, `take`
+        raises."""
         try:
             self.add(part)
         except ServiceError as error:
             log.warning("%s", error)
 
     def take(self, key: str, tail: Sequence[int]) -> list[int]:
-        """All ids of `key`: its parts, then those of the message; the parts are forgotten.
+        """All ids of `key`, the parts' first and then the message's; forgets the parts.
 
         Raises ServiceError(OVERLOADED) if a part was refused.
         """

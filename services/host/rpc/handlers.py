@@ -1,4 +1,4 @@
-"""How interceptors put a check around gRPC's method handlers, of either kind."""
+"""Wraps a check around gRPC's method handlers, for interceptors."""
 
 import inspect
 from collections.abc import AsyncIterator, Callable
@@ -10,13 +10,13 @@ import grpc.aio
 _BEHAVIOURS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# Entered around each call with its request (or stream of them); gives what the behaviour gets.
+# Entered around each call with its request (or stream of them); yields the behaviour's input.
 Guard = Callable[[Any, Context], AbstractAsyncContextManager[Any]]
 
 
 def guarded(handler: Any, guard: Guard, **changed: Any) -> Any:
-    """The same RpcMethodHandler, whose behaviour, an async generator or a coroutine, runs within
-    the guard; `changed` are other fields of it."""
+    """A copy of the RpcMethodHandler whose behaviour, an async generator or a coroutine, runs
+    within the guard; `changed` are other fields to replace."""
     (kind,) = (name for name in _BEHAVIOURS if getattr(handler, name) is not None)
     behaviour = getattr(handler, kind)
 

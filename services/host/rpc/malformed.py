@@ -1,6 +1,6 @@
-"""Bytes that are no message of their method: the caller is told INVALID_ARGUMENT.
+"""Refuses bytes that are not a message of their method with INVALID_ARGUMENT.
 
-gRPC itself would log a traceback and answer with the name of a Python class.
+gRPC itself would log a traceback and return the name of a Python class.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,7 +19,7 @@ _MALFORMED: Any = object()
 
 
 class MalformedInterceptor(grpc.aio.ServerInterceptor):
-    """The innermost interceptor: it wraps the handlers themselves."""
+    """The innermost interceptor; it wraps the handlers themselves."""
 
     def __init__(self) -> None:
         self._wrapped: dict[str, Any] = {}
@@ -40,7 +40,7 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _wrapped(handler: Any) -> Any:
-    """The same RpcMethodHandler, whose behaviour never sees a malformed request."""
+    """A copy of the RpcMethodHandler whose behaviour never sees a malformed request."""
     deserialize = handler.request_deserializer
 
     def parse(data: bytes) -> Any:
@@ -65,7 +65,7 @@ async def _whole(request: Any, context: Context) -> AsyncIterator[Any]:
 
 
 class _MalformedRequest(Exception):
-    """Raised out of a stream of requests; its handler ends, and only then the call."""
+    """Raised from a stream of requests; ends the handler first, and then the call."""
 
 
 async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -77,8 +77,8 @@ async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def _whole_stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-    """A handler may read in a task of its own: gRPC does not let that one end the call while an
-    answer is on its way."""
+    """A guard for streams of requests. A handler may read in a separate task, where gRPC does not
+    let it end the call while a response is being sent."""
     try:
         yield _checked(requests)
     except _MalformedRequest:

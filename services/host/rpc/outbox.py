@@ -1,7 +1,7 @@
-"""Events that wait for a slow peer. Writers never block.
+"""Queues events for a slow peer. Writers never block.
 
-Used on the loop's thread only. Order is kept, but that Tokens may merge into unsent ones of their
-choice which they continue, and so overtake what is about other choices.
+Used on the loop's thread only. Order is kept, except that Tokens may merge into unsent Tokens of
+the same choice that they continue, and so overtake events of other choices.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.protos.worker_pb2 import DecodeEvent
 from pdserve.services.host.rpc.token_rows import MAX_NAMED, MAX_ROWS, NumberedChoice, RowWriter
 
-MAX_BATCH_BYTES = 192 << 10  # of the events in one message; a single larger event travels alone
+MAX_BATCH_BYTES = 192 << 10  # of the events in one message; a larger event travels alone
 MAX_MERGED_IDS = 1024
 MAX_MERGED_LOGPROBS = 256  # a candidate has about 10 bytes, a token up to 20 candidates
 
@@ -24,7 +24,7 @@ TokensEventT = TypeVar("TokensEventT", bound=RequestEvent | DecodeEvent)
 
 
 class Outbox(Generic[EventT]):
-    """The events that one stream has yet to send. `async for batch in outbox` gives lists."""
+    """The unsent events of one stream. `async for batch in outbox` yields lists of events."""
 
     def __init__(self) -> None:
         self._events: list[EventT] = []
@@ -35,7 +35,7 @@ class Outbox(Generic[EventT]):
         return len(self._events)
 
     def put(self, event: EventT) -> None:
-        """Append; dropped once closed. The outbox owns the event from here on."""
+        """Append an event, which the outbox then owns; dropped once closed."""
         if not self._closed:
             self._events.append(event)
             self._wake.set()
@@ -68,7 +68,7 @@ class Outbox(Generic[EventT]):
 
 
 class TokensOutbox(Outbox[TokensEventT]):
-    """One whose events of Tokens merge. `reads_rows`: the receiver reads TokenRows."""
+    """An Outbox that merges Tokens events. `reads_rows`: whether the receiver reads TokenRows."""
 
     def __init__(self, kind: type[TokensEventT]) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class TokensOutbox(Outbox[TokensEventT]):
         self._kind = kind
         # The last unsent Tokens by attempt and choice.
         self._last_tokens: dict[tuple[bytes, int], TokensEventT] = {}
-        self._rows = RowWriter()  # behind the events
+        self._rows = RowWriter()  # unsent rows, which follow the events
 
     def __len__(self) -> int:
         return len(self._events) + bool(self._rows.pending)
@@ -96,8 +96,8 @@ class TokensOutbox(Outbox[TokensEventT]):
         super().put(event)
 
     def put_token(self, choice: NumberedChoice, position: int, id_: int) -> bool:
-        """Add a token without log-probabilities to a choice that goes on. False: it must be put as
-        an event, since the receiver reads no rows."""
+        """Add a token without log-probabilities to a choice that continues. Returns False if the
+        receiver reads no rows, so that the token must be put as an event."""
         if not self.reads_rows:
             return False
         if not self._closed:
@@ -119,7 +119,7 @@ class TokensOutbox(Outbox[TokensEventT]):
         return batch
 
     def _end_rows(self) -> None:
-        """What comes next stands behind the rows so far: they are an event."""
+        """Turn the pending rows into an event, so that the next event follows them."""
         if self._rows.pending:
             self._events.append(self._kind(rows=self._rows.take()))
 
@@ -144,7 +144,7 @@ class TokensOutbox(Outbox[TokensEventT]):
         return True
 
     def _forget(self, batch: list[TokensEventT]) -> None:
-        """No Tokens may merge into events that are sent."""
+        """Prevent merges into events that are sent."""
         for event in batch:
             key = (event.tokens.attempt, event.tokens.choice)
             if self._last_tokens.get(key) is event:

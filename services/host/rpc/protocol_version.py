@@ -1,4 +1,4 @@
-"""The version of the messages between gateway, router and workers, and who talks to whom.
+"""The version of the messages between gateway, router and workers, and which versions interoperate.
 
 A release talks to the one before it, and so to the one after it (docs/upgrades.md). Messages
 without a version (0) are those of pdserve 0.1.0.
@@ -19,7 +19,7 @@ MAX_TOLD = 1024  # peers whose refusal has been logged
 
 
 def incompatibility(theirs: int, here: str, there: str) -> str:
-    """Why process `here` does not talk to process `there`; empty: it does."""
+    """The reason why process `here` does not talk to process `there`; empty if it does."""
     ours = PROTOCOL_VERSION
     if abs(theirs - ours) <= 1:
         return ""
@@ -44,15 +44,15 @@ def is_refusal(error: Exception) -> bool:
 
 
 class VersionGate:
-    """The rule at a server. A peer that is refused asks again for as long as it lives; it is
-    logged once, unless MAX_TOLD others were refused meanwhile."""
+    """Checks peers' versions at a server. A refused peer retries for as long as it lives; its
+    refusal is logged once, unless MAX_TOLD others were refused meanwhile."""
 
     def __init__(self, here: str) -> None:
         self._here = here
-        self._told: dict[str, None] = {}  # the one that was refused last comes last
+        self._told: dict[str, None] = {}  # the most recently refused last
 
     def check(self, theirs: int, there: str) -> None:
-        """Raises ServiceError(INCOMPATIBLE_VERSION) for a peer that is too old or too new."""
+        """Raises ServiceError(INCOMPATIBLE_VERSION) if the peer is too old or too new."""
         try:
             check_version(theirs, self._here, there)
         except ServiceError as error:
@@ -67,6 +67,6 @@ class VersionGate:
 
 
 def host_of(peer: str) -> str:
-    """The host of a gRPC call's peer, which has another port with every connection."""
+    """The host of a gRPC call's peer; its port differs with every connection."""
     kind, _, rest = peer.partition(":")
     return unquote(rest.rpartition(":")[0]) if kind in ("ipv4", "ipv6") else peer

@@ -1,7 +1,7 @@
-"""What one request asks for and has received, for whoever may have to issue it again; pure.
+"""Tracks what one request wants and has received, so that it can be issued again; pure.
 
-Only ids that continue a choice are taken, so a repeated or overlapping message changes nothing.
-The router keeps one of each request that it runs.
+Only ids that continue a choice are taken, so a repeated or overlapping message changes nothing. The
+router keeps one for each request that it runs.
 """
 
 from array import array
@@ -13,14 +13,14 @@ from pdserve.services.host.errors import ServiceError
 
 
 class LostTokens(Exception):
-    """A message of ids or log-probabilities leaves a gap: what belongs before it never arrived."""
+    """A message of ids or log-probabilities leaves a gap: those before it never arrived."""
 
 
 class RequestProgress:
     """The Start of a request and the ids of each of its choices.
 
-    A Start for any worker can be made of it at any time. The constructor keeps and changes the
-    Start that it is given, and raises ServiceError(INVALID_ARGUMENT) if no worker could take it.
+    Can make a Start for any worker at any time. The constructor keeps and changes the Start that it
+    receives, and raises ServiceError(INVALID_ARGUMENT) if no worker could take it.
     """
 
     def __init__(self, start: pb.Start, prompt_ids: Sequence[int]) -> None:
@@ -39,14 +39,14 @@ class RequestProgress:
             mine.CopyFrom(given)
         # The position of each choice's next id, or -1 once it has ended.
         self._next = [-1 if one.finish else len(one.generated_ids) for one in self._choices]
-        self._added = [array("I") for _ in self._choices]  # ids that are not in `_choices` yet
-        self._num_scored = 0  # prompt tokens whose log-probabilities have gone out
+        self._added = [array("I") for _ in self._choices]  # ids not yet in `_choices`
+        self._num_scored = 0  # prompt tokens whose log-probabilities were taken
         del self.start.choices[:]
         del self.start.prompt_ids[:]
 
     @property
     def choices(self) -> list[pb.ChoiceState]:
-        """What each choice has; not to be changed."""
+        """The state of each choice; read only."""
         for choice, added in zip(self._choices, self._added, strict=True):
             if added:
                 choice.generated_ids.extend(added)
@@ -54,7 +54,7 @@ class RequestProgress:
         return self._choices
 
     def take(self, tokens: pb.Tokens) -> pb.Tokens | None:
-        """Add ids to their choice: the message, cut down to what is new, or None.
+        """Add ids to their choice; return the message, cut down to its new ids, or None.
 
         Changes the message. Raises LostTokens if ids before it are missing.
         """
@@ -79,7 +79,7 @@ class RequestProgress:
         return tokens
 
     def take_next(self, choice: int, position: int, id_: int) -> bool:
-        """Add an id if its position is that of the choice's next one; whether it is."""
+        """Add an id if its position is the next one of the choice; return whether it is."""
         if choice >= len(self._next) or self._next[choice] != position:
             return False
         self._added[choice].append(id_)
@@ -87,7 +87,7 @@ class RequestProgress:
         return True
 
     def take_scores(self, scores: pb.PromptLogprobs) -> pb.PromptLogprobs | None:
-        """Likewise for log-probabilities of the prompt, which are wanted once in a request."""
+        """Like `take`, for log-probabilities of the prompt, which a request wants once."""
         if not self.start.params.HasField("prompt_logprobs"):
             return None
         if scores.position > self._num_scored + 1:
@@ -103,7 +103,7 @@ class RequestProgress:
         return scores
 
     def take_embedding(self, embedding: pb.Embedding) -> pb.Embedding | None:
-        """The embedding that was asked for; None for a second one. Nothing is left to ask for."""
+        """Return the wanted embedding and complete the request; None if it is a second one."""
         if not self.start.pool or self.complete:
             return None
         self._finish(0, pb.STOP)
@@ -136,14 +136,14 @@ class RequestProgress:
 
     @property
     def may_go_remote(self) -> bool:
-        """Whether a prefill worker may compute the prompt. Its log-probabilities and an embedding
-        are made where the prompt is computed, so a request that wants them stays at decode."""
+        """Whether a prefill worker may compute the prompt. Prompt log-probabilities and embeddings
+        are computed with the prompt, so a request that wants them stays at decode."""
         return not (self.start.pool or self.start.params.HasField("prompt_logprobs"))
 
     def prefix_ids(self) -> list[int]:
         """The ids whose KV must exist before the first decode row, plus that row's token.
 
-        The prompt; with exactly one unfinished choice, what it has generated too.
+        The prompt and, if exactly one choice is unfinished, the ids that it has generated.
         """
         unfinished = [choice for choice in self.choices if not choice.finish]
         if len(unfinished) == 1:
@@ -151,9 +151,9 @@ class RequestProgress:
         return self.prompt_ids
 
     def to_start(self, epoch: int, crash_count: int, remaining_ms: int, queue_ms: int) -> pb.Start:
-        """The Start of the next try, without prompt ids: they may travel in parts.
+        """The Start of the next attempt, without prompt ids, which may travel in parts.
 
-        Generated ids do not: above some 60,000 of them the message exceeds the usual 256 KiB, and
+        Generated ids travel in the message: above some 60,000 it exceeds the usual 256 KiB, but
         gRPC's 4 MiB hold a million.
         """
         start = pb.Start()
@@ -169,5 +169,5 @@ class RequestProgress:
 
 
 def remaining_ms(deadline: float | None, now: float) -> int:
-    """Milliseconds until a deadline, at least 1; 0 if there is none, as `Start` has it."""
+    """Milliseconds until a deadline, at least 1; 0 if there is none, as in `Start`."""
     return 0 if deadline is None else max(1, int((deadline - now) * 1000))

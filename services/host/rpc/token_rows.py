@@ -1,6 +1,6 @@
-"""Tokens in rows: the tokens of a step are three columns of one event, however many streams run.
+"""Encodes the tokens of a step as rows: three columns of one event, for any number of streams.
 
-With its first row in a session a choice gets a number, so a row is a number, a position and an id.
+A choice gets a number with its first row in a session, so a row is a number, a position and an id.
 """
 
 import logging
@@ -11,13 +11,13 @@ from pdserve.protos.common_pb2 import TokenRows
 
 log = logging.getLogger(__name__)
 
-MAX_NUMBERED = 4096  # choices that have a number in a session: those that got one last
+MAX_NUMBERED = 4096  # choices with a number in a session: the most recently numbered
 MAX_ROWS = 4096  # in one event: at most 80 KB
 MAX_NAMED = 256  # choices that get a number in one event: at most 90 KB
 
 
 class NumberedChoice(NamedTuple):
-    """What a number stands for: a choice of an attempt at a request, under one epoch."""
+    """A choice of an attempt at a request, under one epoch, which rows refer to by number."""
 
     request: str
     attempt: bytes
@@ -31,7 +31,7 @@ TokenRow = tuple[NumberedChoice, int, int]  # with the position and the id of it
 class RowWriter:
     """The sender's side of one session: its numbers, and the rows of the next event.
 
-    With MAX_ROWS pending, or MAX_NAMED named, the event is full.
+    The event is full with MAX_ROWS in `pending` or MAX_NAMED in `named`.
     """
 
     def __init__(self) -> None:
@@ -47,14 +47,15 @@ class RowWriter:
         self.pending.append((number, position, id_))
 
     def take(self) -> TokenRows:
-        """The event, which has rows; the next one is empty."""
+        """The event, which must have rows; starts an empty one."""
         numbers, positions, ids = zip(*self.pending, strict=True)
         rows = TokenRows(named=self.named, numbers=numbers, positions=positions, ids=ids)
         self.pending, self.named = [], []
         return rows
 
     def _number(self, choice: NumberedChoice) -> int:
-        """No number is given twice. A choice that loses its own gets another with its next row."""
+        """Assign a number, never one used before. A choice whose number is dropped gets another
+        with its next row."""
         if len(self._numbers) == MAX_NUMBERED:
             del self._numbers[next(iter(self._numbers))]
         self._last_number += 1
@@ -70,12 +71,12 @@ class RowReader:
         self._choices: dict[int, NumberedChoice] = {}
 
     def __len__(self) -> int:
-        """How many numbers it knows."""
+        """The count of known numbers."""
         return len(self._choices)
 
     def read(self, rows: TokenRows) -> Iterator[TokenRow]:
-        """The rows. One whose number nobody has given is left out: whoever receives what follows
-        it finds the gap."""
+        """The rows. A row with an unknown number is skipped; the receiver of later tokens detects
+        the gap."""
         for named in rows.named:
             choice = NumberedChoice(named.request, named.attempt, named.epoch, named.choice)
             self._choices[named.number] = choice
@@ -88,6 +89,6 @@ class RowReader:
                 log.warning("a token of an unknown choice: number %d", number)
             else:
                 yield choice, position, id_
-        # The sender has forgotten these, and its rows of this event may still have meant them.
+        # Only now: the sender has dropped these, but rows of this event may still use them.
         while len(self._choices) > MAX_NUMBERED:
             del self._choices[next(iter(self._choices))]

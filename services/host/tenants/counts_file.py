@@ -1,7 +1,7 @@
-"""Counts of rate limits in an SQLite file, which the processes of one host share.
+"""Counts of rate limits in an SQLite file, shared by the processes of one host.
 
-A count takes some tens of microseconds in the page cache, so it is asked from the event loop. No
-power failure is survived: a minute later they would be void anyway.
+A query takes some tens of microseconds in the page cache, so it runs on the event loop. Counts do
+not survive a power failure; they would expire within a minute anyway.
 """
 
 import os
@@ -10,14 +10,14 @@ import time
 
 from limits.aio.storage import Storage
 
-OPEN_S = 10.0  # for others that open it at the same time
-LOCKED_S = 0.05  # for the write of another process; the event loop waits
+OPEN_S = 10.0  # wait for other processes that open it at the same time
+LOCKED_S = 0.05  # wait for another process's write; blocks the event loop
 
 
 class CountsFile(Storage):
-    """What `limits` keeps counts in. Raises ValueError if the file cannot be one."""
+    """A storage of the `limits` library. Raises ValueError if the file cannot be used."""
 
-    STORAGE_SCHEME = None  # it is made by its path
+    STORAGE_SCHEME = None  # constructed by path, not by scheme
     base_exceptions = sqlite3.Error
 
     def __init__(self, path: str) -> None:
@@ -73,7 +73,8 @@ class CountsFile(Storage):
 
 
 def _switch_to_wal(db: sqlite3.Connection) -> None:
-    """Here SQLite itself does not wait for another process that is about to do the same."""
+    """Switch to WAL; retries, since SQLite itself does not wait for another process that does the
+    same."""
     deadline = time.monotonic() + OPEN_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Turns at something of which only so much runs at once; owners are served one after the other."""
+"""A semaphore that serves its owners in turn."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,7 @@ from pdserve.services.host.tenants.fairness import FairQueue
 
 
 class FairSemaphore:
-    """At most `most` at once; of those who wait each owner has one turn after the other."""
+    """At most `most` holders at once; waiting owners get one turn after the other."""
 
     def __init__(self, most: int) -> None:
         self._free = most
@@ -16,7 +16,7 @@ class FairSemaphore:
 
     @asynccontextmanager
     async def turn(self, owner: bytes) -> AsyncIterator[None]:
-        """The block runs when it is the owner's turn."""
+        """Run the block when it is the owner's turn."""
         if self._free:
             self._free -= 1
         else:

@@ -1,6 +1,7 @@
-"""What several owners share: a queue in which they take turns, a bound of which each has a share.
+"""Shares resources between owners: a queue in which they take turns, and a bound with a share for
+each.
 
-So nobody waits for all that another has queued, or is refused for all that another holds. Pure.
+So no owner waits for all that another has queued, or is refused for all that another holds. Pure.
 """
 
 from collections import deque
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items in the order of arrival within an owner; owners one item each in turn."""
+    """Items in the order of arrival within an owner; owners get one item each in turn."""
 
     def __init__(self) -> None:
         self._queues: dict[bytes, deque[T]] = {}  # the next owner first; none is empty
@@ -27,7 +28,7 @@ class FairQueue(Generic[T]):
         self._queues.setdefault(owner, deque()).append(item)
 
     def pop(self) -> T:
-        """Raises KeyError if there is none."""
+        """Remove and return the next item. Raises KeyError if the queue is empty."""
         if not self._queues:
             raise KeyError("the queue is empty")
         owner = next(iter(self._queues))
@@ -39,12 +40,12 @@ class FairQueue(Generic[T]):
 
 
 class FairShare:
-    """Counts what each owner holds of something that has a bound.
+    """Counts what each owner holds of a bounded resource.
 
-    Once all is taken, an owner gets more only while it holds less than its share: the bound divided
-    by the number of owners. So one that takes all it can get refuses itself, not the others. A
-    64th of the bound is there for every owner, whatever the others hold. In all at most twice the
-    bound is held, and what those have of their 64ths who came later.
+    Once the bound is reached, an owner gets more only while it holds less than its share: the bound
+    divided by the number of owners. So an owner that takes all it can get is refused itself, not
+    the others. A 64th of the bound is available to every owner, whatever the others hold. The total
+    is at most twice the bound, plus the 64ths of owners that came later.
     """
 
     def __init__(self, most: int) -> None:
@@ -53,7 +54,7 @@ class FairShare:
         self.total = 0
 
     def has_room(self, owner: bytes, amount: int = 1) -> bool:
-        """Whether the owner may take so much."""
+        """Whether the owner may take `amount`."""
         if self.total + amount <= self._most:
             return True
         own = self._held.get(owner, 0)
@@ -64,7 +65,7 @@ class FairShare:
 
     @contextmanager
     def holding(self, owner: bytes, amount: int, what: str) -> Iterator[None]:
-        """The owner has so much in the block. Raises ServiceError OVERLOADED, which names `what`,
+        """Hold `amount` for the owner in the block. Raises ServiceError OVERLOADED, naming `what`,
         if there is no room."""
         if not self.has_room(owner, amount):
             raise ServiceError(OVERLOADED, f"too many {what} at once", retry_after_s=1.0)

@@ -1,8 +1,9 @@
-"""API keys of clients: whose a request is, and what keeps it apart from others' requests.
+"""API keys of clients: identify the tenant of a request, and separate it from other tenants'
+requests.
 
-Invariant: with keys set, no other key is accepted. Keys are kept as hashes. A file has one a line,
-NAME:sha256:HEX as `pdserve key NAME` prints it, or the key itself, which is then named by the
-beginning of its hash.
+Invariant: with keys set, no other key is accepted. Keys are kept as hashes. A key file has one key
+per line: NAME:sha256:HEX as `pdserve key NAME` prints it, or the key itself, which is then named by
+the beginning of its hash.
 """
 
 import asyncio
@@ -24,16 +25,16 @@ log = logging.getLogger(__name__)
 _BEARER = "bearer "
 _HASHED = re.compile(r"([A-Za-z0-9._-]{1,64}):sha256:([0-9a-f]{64})")
 ID_BYTES = 8
-NAME_CHARS = 12  # of a key without a name
+NAME_CHARS = 12  # of the hash that names an unnamed key
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose a request is.
+    """The owner of a request.
 
-    name: for the log. id: whose turn it is in a queue. salt: of the prefix cache, so that nobody
-    learns what another has cached; empty: the cache is shared. It is made of the key itself, which
-    no process keeps, so neither a list of hashes nor another key tells it.
+    name: for the log. id: identifies the owner in fair queues. salt: of the prefix cache, so that
+    no tenant learns what another has cached; empty: the cache is shared. It derives from the key
+    itself, which no process keeps, so neither a list of hashes nor another key reveals it.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Tenant:
     salt: bytes
 
     def cache_salt(self, own: bytes) -> bytes:
-        """The salt of a request; `own` is what its client asks for, which narrows it further."""
+        """The salt of a request; `own` is the client's cache salt, which narrows it further."""
         if not self.salt or not own:
             return self.salt or own
         return hmac.digest(self.salt, own, "sha256")
@@ -51,7 +52,8 @@ EVERYBODY = Tenant("", b"", b"")
 
 
 class ApiKeys:
-    """A set of keys, of which those in a file can change; without any, everybody is accepted."""
+    """A set of keys, of which those in a file can change; if it is empty, all clients are
+    accepted."""
 
     def __init__(
         self,
@@ -60,9 +62,9 @@ class ApiKeys:
         *,
         shared_prefix: bool = False,
     ) -> None:
-        """`shared_prefix` leaves the salts empty. Raises OSError, ValueError for an empty key, for
-        a line that is nearly a hash, and for a file without a key, since everybody would be
-        accepted then."""
+        """`shared_prefix` leaves the salts empty. Raises OSError if the file cannot be read;
+        ValueError if a key is empty, if a line is almost a hash, or if the file has no key, since
+        all clients would be accepted then."""
         self._shared_prefix = shared_prefix
         self._file = file
         given = tuple(keys)
@@ -76,7 +78,7 @@ class ApiKeys:
         return bool(self._given or self._file)
 
     def tenant(self, authorization: str) -> Tenant | None:
-        """Whose key an Authorization header ("Bearer KEY") carries; None if it is nobody's."""
+        """The tenant of an Authorization header ("Bearer KEY"); None if the key is not accepted."""
         if not self.required:
             return EVERYBODY
         given = authorization.strip()
@@ -92,13 +94,14 @@ class ApiKeys:
         return Tenant(found, _derived(key, b"tenant")[:ID_BYTES], salt)
 
     def has_name(self, name: str) -> bool:
-        """Whether a key of that name is accepted; with no keys, whether it is everybody's."""
+        """Whether a key of that name is accepted; without keys, whether it is the name of
+        EVERYBODY."""
         if not self.required:
             return name == EVERYBODY.name
         return any(name == known for _, known in (*self._given, *self._from_file))
 
     def reload(self) -> None:
-        """Reads the file again. One that cannot be used changes nothing."""
+        """Read the file again. A file that cannot be used changes nothing."""
         try:
             self._from_file = self._read()
         except (OSError, ValueError) as error:
@@ -107,8 +110,8 @@ class ApiKeys:
             log.info("%s has %d API keys", self._file, len(self._from_file))
 
     async def watch(self) -> None:
-        """Reads the file again whenever it changes or SIGHUP comes; runs until it is cancelled.
-        Without a file SIGHUP changes nothing, and does not end the process."""
+        """Read the file again whenever it changes or SIGHUP arrives; runs until cancelled. Without
+        a file, SIGHUP changes nothing and does not end the process."""
         changed = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, changed.set)
         if not self._file:
@@ -134,12 +137,12 @@ class ApiKeys:
 
 
 def make_keys(settings: KeySettings) -> ApiKeys:
-    """Raises OSError, ValueError."""
+    """Raises OSError and ValueError like ApiKeys."""
     return ApiKeys(settings.api_keys, settings.api_key_file, shared_prefix=settings.shared_prefix)
 
 
 def hashed(name: str, key: str) -> str:
-    """A line of a key file. Raises ValueError for a name that does not fit."""
+    """A line of a key file. Raises ValueError if the name does not fit."""
     line = f"{name}:sha256:{_digest(key).hex()}"
     if not _HASHED.fullmatch(line):
         raise ValueError(f"a key's name has letters, digits, '.', '_' or '-', not {name!r:.80}")
@@ -147,7 +150,8 @@ def hashed(name: str, key: str) -> str:
 
 
 def _named(text: str) -> tuple[bytes, str]:
-    """The hash and the name of a key, or of a line that has both. Raises ValueError."""
+    """The hash and the name of a key, or of a line that has both. Raises ValueError if the line is
+    malformed."""
     if match := _HASHED.fullmatch(text):
         return bytes.fromhex(match[2]), match[1]
     if ":sha256:" in text:

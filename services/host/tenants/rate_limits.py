@@ -1,8 +1,9 @@
-"""How much each API key may ask for in a minute: requests, tokens, seconds of preparing its texts.
+"""Limits what each API key may use per minute: requests, tokens, seconds of preparing its texts.
 
-Minutes are fixed windows. What is only known afterwards (tokens of an answer, seconds) is counted
-when it is, so one request may go beyond a limit, and the next one is refused; what is refused is
-not counted. Counts are kept in this process, or in a file or a Redis that several processes share.
+Minutes are fixed windows. Amounts that are known only afterwards (tokens of a response, seconds)
+are counted then, so one request may exceed a limit, and the next one is refused; refused requests
+are not counted. Counts are kept in this process, or in a file or a Redis that several processes
+share.
 """
 
 import asyncio
@@ -21,13 +22,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 MEMORY = "memory://"
 FILE = "sqlite:///"
-MILLI = 1000  # seconds are counted in thousandths
-STORAGE_S = 0.5  # for an answer of the storage
-SKIP_S = 5.0  # it is not asked for so long after a failure
+MILLI = 1000  # seconds are counted in milliseconds
+STORAGE_S = 0.5  # timeout of the storage
+SKIP_S = 5.0  # pause of counting after the storage fails
 
 
 class RateSettings(NamedTuple):
-    """Per key and minute; 0: no limit. `storage`: memory://, sqlite:///file or redis://host:port."""
+    """Limits per key and minute; 0: no limit. `storage`: memory://, sqlite:///file or
+    redis://host:port."""
 
     requests: int = 0
     tokens: int = 0
@@ -39,7 +41,7 @@ class RateLimits:
     """Counts what keys use; `owner` is a Tenant's id (services/host/tenants)."""
 
     def __init__(self, settings: RateSettings) -> None:
-        """Raises ValueError for a storage that is not known."""
+        """Raises ValueError if the storage is unknown."""
         amounts = {
             "requests": settings.requests,
             "tokens": settings.tokens,
@@ -48,8 +50,8 @@ class RateLimits:
         self._items: dict[str, Any] = {}
         self._counting: set[asyncio.Task[bool]] = set()  # the loop keeps weak references only
         self._skip_until = 0.0
-        self._close: Callable[[], None] = lambda: None  # the storage
-        self._pool: Any = None  # its connections, if it is Redis
+        self._close: Callable[[], None] = lambda: None  # closes the storage
+        self._pool: Any = None  # the storage's connections, if it is Redis
         if not any(amounts.values()):
             return
         # Few systems have limits, and these imports take a while.
@@ -69,7 +71,7 @@ class RateLimits:
         except ImportError:
             raise ValueError("--rate-storage redis: needs pip install 'pdserve[redis]'") from None
         except ConfigurationError as error:
-            # Without the rest of the address, which may have a password.
+            # Omit the rest of the address, which may have a password.
             scheme = settings.storage.partition("://")[0]
             why = str(error).replace(settings.storage, scheme)
             raise ValueError(f"--rate-storage {scheme}: {why}") from None
@@ -81,8 +83,8 @@ class RateLimits:
         }
 
     def _connect(self, storage: str) -> dict[str, Any]:
-        """Options of the library for redis-py; coredis, which it would take, needs older packages
-        than the rest of ours."""
+        """Options that make the library use redis-py; its default, coredis, needs older packages
+        than the other dependencies."""
         if not storage.startswith(("redis://", "rediss://")):
             return {}
         from redis.asyncio import ConnectionPool
@@ -91,37 +93,38 @@ class RateLimits:
         return {"implementation": "redispy", "connection_pool": self._pool}
 
     async def close(self) -> None:
-        """Returns when everything is counted."""
+        """Wait until everything is counted, then close the storage."""
         await asyncio.gather(*self._counting, return_exceptions=True)
         self._close()
         if self._pool is not None:
             await self._pool.aclose()
 
     async def count_request(self, owner: bytes) -> None:
-        """One more request. Raises ServiceError OVERLOADED if there were too many."""
+        """Count a request. Raises ServiceError OVERLOADED if the limit is reached."""
         await self._count("requests", owner, 1)
 
     async def count_tokens(self, owner: bytes, num: int) -> None:
-        """The tokens of a prompt. Raises ServiceError OVERLOADED if there were too many."""
+        """Count the tokens of a prompt. Raises ServiceError OVERLOADED if the limit is reached."""
         await self._count("tokens", owner, num)
 
     def tokens_spent(self, owner: bytes, num: int) -> None:
-        """The tokens of an answer that was given."""
+        """Count the tokens of a response."""
         self._add("tokens", owner, num)
 
     async def check_text(self, owner: bytes) -> None:
-        """Raises ServiceError OVERLOADED if preparing texts took too long in this minute."""
+        """Raises ServiceError OVERLOADED if the seconds of preparing texts in this minute are used
+        up."""
         if (item := self._items.get("text")) is not None:
             remaining, reset_s = await self._ask(self._window(item, owner), (item.amount, 0.0))
             if not remaining:
                 raise _refused("seconds of preparing texts", reset_s)
 
     def text_spent(self, owner: bytes, seconds: float) -> None:
-        """What preparing a text took."""
+        """Count the seconds that preparing a text took."""
         self._add("text", owner, math.ceil(seconds * MILLI))
 
     async def headers(self, owner: bytes) -> dict[str, str]:
-        """OpenAI's headers: what is left of this minute, as far as it is limited."""
+        """OpenAI's headers for the remainder of this minute, for each limit that is set."""
         items = {what: self._items[what] for what in ("requests", "tokens") if what in self._items}
         if not items:
             return {}
@@ -144,11 +147,11 @@ class RateLimits:
             raise _refused(what, refused_s)
 
     async def _hit_if_it_fits(self, item: Any, owner: bytes, num: int) -> float | None:
-        """None once it is counted; otherwise in how many seconds all is back."""
+        """Count `num`; return None, or if it does not fit, the seconds until the window resets."""
         if await self._limiter.test(item, owner.hex(), cost=num):
             if await self._limiter.hit(item, owner.hex(), cost=num):
                 return None
-            # Another process came between: what is counted beyond the limit is given back.
+            # Another process counted in between: undo what exceeds the limit.
             storage = self._limiter.storage
             await storage.incr(item.key_for(owner.hex()), item.get_expiry(), amount=-num)
         return (await self._window(item, owner))[1]
@@ -161,19 +164,20 @@ class RateLimits:
             task.add_done_callback(self._counting.discard)
 
     async def _window(self, item: Any, owner: bytes) -> tuple[int, float]:
-        """What is left, and in how many seconds all of it is back."""
+        """The remaining amount, and the seconds until the window resets."""
         reset_at, remaining = await self._limiter.get_window_stats(item, owner.hex())
         return max(0, remaining), max(0.0, reset_at - time.time())
 
     async def _ask(self, asked: Coroutine[Any, Any, T], otherwise: T) -> T:
-        """A storage that cannot be reached, or is late, limits nobody for SKIP_S."""
+        """Await a storage call; if the storage fails or is late, return `otherwise` and apply no
+        limits for SKIP_S."""
         if time.monotonic() < self._skip_until:
             asked.close()
             return otherwise
         try:
             async with asyncio.timeout(STORAGE_S):
                 return await asked
-        except Exception as error:  # each storage has exceptions of its own
+        except Exception as error:  # each storage has its own exceptions
             if time.monotonic() >= self._skip_until:
                 self._skip_until = time.monotonic() + SKIP_S
                 why = str(error) or f"no answer within {STORAGE_S:g} s"
@@ -182,7 +186,7 @@ class RateLimits:
 
 
 def make_rate_limits(settings: PublicSettings, text_s: float = 0.0) -> RateLimits:
-    """Raises ValueError for a storage that is not known."""
+    """Raises ValueError if the storage is unknown."""
     return RateLimits(
         RateSettings(
             settings.requests_per_minute, settings.tokens_per_minute, text_s, settings.rate_storage
