@@ -1,4 +1,5 @@
-"""What the routes of files, batches and usage answer, and take in their URLs: a description."""
+"""The answers and URL parameters of the routes of files, batches and usage, for their
+description."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""The routes of what is kept in the database: files, batches and usage."""
+"""The routes of data in the database: files, batches and usage."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from pdserve.gateway.requests.caller import Caller
 
 @dataclass(frozen=True, slots=True)
 class StoredRoutes:
-    """What they read and write; `wake` is called when a batch is new or no longer wanted."""
+    """The data of the routes; `wake` is called when a batch is created or cancelled."""
 
     files: Files
     batches: Batches
@@ -34,7 +34,8 @@ class StoredRoutes:
         bodies: BodyReader,
         count: Callable[[Caller], Awaitable[None]],
     ) -> None:
-        """`count` is called for each request, and raises ServiceError beyond a key's rate."""
+        """Add the routes. `count` is called for each request, and raises ServiceError beyond a
+        key's rate."""
 
         async def counted(request: Request) -> None:
             await count(caller_of(request))
