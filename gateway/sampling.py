@@ -114,8 +114,8 @@ def check(requested: RequestedSampling, card: ModelCard) -> None:
 
 
 def check_logprobs(requested: RequestedSampling, num_tokens: int, instead: str) -> None:
-    """Raise ServiceError if `num_tokens` tokens of an answer have more log-probabilities than may
-    be held. `instead`: what a client may request, besides fewer of something."""
+    """Check that `num_tokens` tokens of an answer do not have more log-probabilities than may be
+    held. Raises ServiceError. `instead`: other requests that the error text suggests."""
     r = requested
     if r.logprobs is None:
         return

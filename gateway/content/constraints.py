@@ -14,8 +14,8 @@ from pdserve.gateway.requests.structure import Structure, oversize
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.vocabulary import Vocabulary
 
-NEAR_END = 4096  # ids at a prompt's end that are searched for open reasoning
-LAST = 2 * MAX_SEQUENCE_IDS  # ids at its end in which a template may begin or end reasoning
+NEAR_END = 4096  # ids at a prompt's end, searched for open reasoning
+LAST = 2 * MAX_SEQUENCE_IDS  # ids at a prompt's end, for a template's tags
 
 Ids = tuple[int, ...]
 

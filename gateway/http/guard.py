@@ -38,8 +38,8 @@ _GOOD_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class Guard:
-    """Wraps the application; `open_paths` need no key. `local`: only this machine reaches it, so
-    that without keys only `allowed_origins` and this machine's origins may call it."""
+    """Wrapper of the application; `open_paths` need no key. `local`: only this machine reaches it,
+    so that without keys only `allowed_origins` and this machine's origins may call it."""
 
     def __init__(
         self,

@@ -92,7 +92,8 @@ async def connect(server: McpServer) -> AsyncIterator[Connection]:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Convert a server's error to ToolServerError, or ConnectionError for a closed connection."""
+    """Convert a server's error to ToolServerError, or to ConnectionError for a closed
+    connection."""
     try:
         yield
     except MCPError as error:

@@ -23,7 +23,7 @@ MAX_SCHEMA_BYTES = 1 << 16
 MAX_DESCRIPTION_CHARS = 1 << 13
 MAX_RESULT_CHARS = 1 << 16
 MAX_LOGGED_CHARS = 200
-CLOSE_S = 6.0  # for all servers to end: a program is asked, told and killed in less
+CLOSE_S = 6.0  # for all servers to end; ending a program, at last by force, takes less
 AWAY = "error: the tool is not available at the moment"
 
 

@@ -76,7 +76,7 @@ STORED = ("/v1/files", "/v1/batches", "/v1/usage")
 
 
 class MoreRoutes(Protocol):
-    """Adds the routes of what a database keeps."""
+    """Source of the routes that need a database."""
 
     def add_routes(
         self,

@@ -1,7 +1,7 @@
-"""Routes of llama.cpp and vLLM about the server: /props, /slots, /load, /tokenizer_info, and
-/apply-template.
+"""Routes with which clients of llama.cpp and vLLM query a server: /props, /slots, /load,
+/tokenizer_info, and /apply-template.
 
-A client sees the models, the number of open requests, and only its own of these requests.
+A client sees the models, the number of open requests, and details of only its own requests.
 """
 
 from importlib.metadata import version

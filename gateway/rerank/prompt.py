@@ -86,7 +86,7 @@ async def judging_ids(
 
 
 def _room(model: ServedModel, kept: int, frame: int) -> int:
-    """Return the tokens of a text that fit besides the frame's. Raises ServiceError."""
+    """Return how many tokens of a text fit besides the frame's. Raises ServiceError."""
     most = model.card.context_len - ANSWER_TOKENS
     if kept != -1 and not frame < kept <= most:
         limits = f"-1, or from {frame + 1} to {most}"

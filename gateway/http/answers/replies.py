@@ -62,7 +62,8 @@ def _public(error: Exception, scope: Scope) -> HttpError:
 
 
 class Reply(Response):
-    """Sends a JSON object, or its text, once it is there; nothing if the client has left before."""
+    """Response that sends a JSON object, or its text, once it is there; nothing if the client has
+    left before."""
 
     def __init__(self, work: Awaitable[dict[str, Any] | JsonPieces], errors: ErrorShape) -> None:
         self._work = work
@@ -130,8 +131,8 @@ def _owner(scope: Scope) -> bytes:
 
 
 class PieceStream(Response):
-    """Sends bytes of a known length as a generator yields them; if the bytes cannot be had, the
-    client loses its connection."""
+    """Response that sends bytes of a known length as a generator yields them; if the bytes cannot
+    be had, the client loses its connection."""
 
     def __init__(
         self, pieces: AsyncGenerator[bytes, None], num_bytes: int, media_type: str
@@ -168,7 +169,7 @@ class PieceStream(Response):
 
 
 class EventStream(Response):
-    """Sends what a generator yields, as it comes.
+    """Response that sends what a generator yields, as it comes.
 
     Events that the client does not take wait here, up to `max_buffer_bytes` and `stall_s` without
     progress; beyond either the generator is closed, which cancels its requests. Long events are

@@ -29,7 +29,8 @@ FULL_LOG_S = 10.0  # between log lines about missing room
 
 
 class HttpListener:
-    """Accepts connections and hands each to `serve`, which returns when the connection has ended.
+    """Listener that accepts connections and hands each to `serve`, which returns when the
+    connection has ended.
 
     uvloop's own server would close its socket on some errors, and drop the waiting connections
     while the process can open no file.

@@ -10,8 +10,8 @@ from typing import Any
 from pdserve.gateway.http.validation import NOTHING, asks_nothing
 
 # fmt: off
-# Fields that only completions have, that only chats have, and that only requests which run a model
-# have, unlike /tokenize.
+# Fields that only completions have, that only chats have, or that only requests that run a model
+# have (/tokenize runs none).
 ELSEWHERE = (
     "echo", "prompt", "messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice",
     "include_reasoning", "separate_reasoning", "truncate_prompt_tokens",
