@@ -15,7 +15,7 @@ from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.vocabulary import Vocabulary
 
 NEAR_END = 4096  # ids at a prompt's end, searched for open reasoning
-LAST = 2 * MAX_SEQUENCE_IDS  # ids at a prompt's end, for a template's tags
+LAST = 2 * MAX_SEQUENCE_IDS  # ids at the end, in which a template may begin or end reasoning
 
 Ids = tuple[int, ...]
 
