@@ -126,8 +126,7 @@ class Catalog:
         return ServedModel(card, await self._text(card))
 
     def _model(self, name: str, known: Collection[str]) -> str | None:
-        """Return the model with this name, else the alias's model; "" is the only one, None is
-        unknown."""
+        """Return the model of the name or alias; "" is the only model, None is an unknown one."""
         if not name or name in known:
             return name
         model = self._aliases.get(name)
@@ -152,8 +151,7 @@ class Catalog:
         return cards[0]
 
     async def template(self, card: ModelCard) -> str:
-        """Return the source of the model's chat template, empty if it has none. Raises
-        ServiceError."""
+        """Return the model's chat template, empty if it has none. Raises ServiceError."""
         digest = card.template_digest
         return (await self._upstream.blob(digest)).decode(errors="replace") if digest else ""
 

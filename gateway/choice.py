@@ -52,12 +52,10 @@ class ScoredToken:
 
 
 class Delta(NamedTuple):
-    """New output of one choice.
-
-    The last delta sets `finish` to "stop", "length" or "tool_calls" (the client is to answer the
-    calls), `stop` to the stop string that ended the choice, if any, and `stop_id` to the id from
-    the client's stop_token_ids. A stop string within a call cuts it off, so `finish` is then
-    "length".
+    """New output of one choice. The last delta has a `finish`: "stop", "length" or "tool_calls"
+    (the client is to answer them). `stop` is the stop string that ended the choice, if any,
+    `stop_id` the id from the client's stop_token_ids. A stop string within a call cuts it off;
+    `finish` is then "length".
     """
 
     choice: int

@@ -168,8 +168,7 @@ def _cache_salt(options: TextOptions) -> bytes:
 
 
 def _sampling(options: TextOptions) -> RequestedSampling:
-    """Convert the options. Fields have the same names on both sides; absent ones take the model's
-    defaults.
+    """Convert fields, whose names are equal on both sides; absent ones take the model's defaults.
 
     Raises ServiceError for parameters that text requests cannot carry.
     """

@@ -298,16 +298,14 @@ async def _serve(
 def make_stored(
     settings: GatewaySettings, keys: ApiKeys, limits: AdmissionLimits
 ) -> LateParts | None:
-    """Return the stored parts, None without a database. Raises ValueError for an invalid URL, and
-    OSError."""
+    """Return None without a database. Raises ValueError for an invalid URL, and OSError."""
     if settings.database_url in ("", NO_DATABASE):
         return None
     return LateParts(settings, keys, limits, freeze_heap)  # again, once SQLAlchemy is imported
 
 
 def make_mcp(settings: GatewaySettings, metrics: GatewayMetrics) -> McpServers | None:
-    """Return the MCP servers, None without a config. Raises ValueError for a file that cannot be
-    used."""
+    """Return None without a config. Raises ValueError for a file that cannot be used."""
     if not settings.mcp_config:
         return None
     return McpServers(read_config(settings.mcp_config), metrics.mcp_calls)

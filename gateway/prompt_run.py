@@ -151,8 +151,7 @@ class PromptRun:
         return start
 
     def _take_token(self, number: int, id_: int) -> Delta | None:
-        """Take the next token of a choice; return its delta, or None if there is nothing left to
-        send."""
+        """Take the next token of a choice; return its delta, None if nothing is left to send."""
         choice = self._choices[number]
         if choice.closed:
             return None
@@ -178,8 +177,7 @@ class PromptRun:
         return self._counted(tokens.choice, delta, len(tokens.ids), ended=bool(tokens.finish))
 
     def _counted(self, number: int, delta: Delta, num_ids: int, *, ended: bool) -> Delta | None:
-        """Count new tokens of a choice and return its delta to send, if any. `ended`: decode ended
-        it."""
+        """Count new tokens of a choice; return its delta to send. `ended`: decode ended it."""
         self._count(delta.choice, num_ids)
         if delta.finish is not None:
             self._num_open -= 1

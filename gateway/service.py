@@ -55,8 +55,7 @@ class ServerTools(Protocol):
     def offer(
         self, asked: ChatCompletionRequest, next_round: NextRound
     ) -> tuple[ChatCompletionRequest, Rounds | None]:
-        """Return the request with these tools, and the rounds of its answer if it may take
-        several."""
+        """Return the request with these tools, and the rounds of its answer if it may take them."""
 
 
 class Service:
@@ -233,8 +232,7 @@ class Service:
 
     @asynccontextmanager
     async def _counted(self, caller: Caller) -> AsyncIterator[None]:
-        """Count one request against the rates; at the end add the remaining rates to the answer's
-        headers."""
+        """Count one request; at the end, add the remaining rates to the answer's headers."""
         try:
             await self.rates.count_request(caller.tenant.id)
             yield

@@ -78,8 +78,7 @@ class MessageReply:
         }
 
     def _usage_object(self) -> dict[str, Any]:
-        """Return the usage, in which cached tokens are not input. Before the end they are not
-        known."""
+        """Return the usage; cached tokens are not input, and unknown before the end."""
         usage = self._usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,

@@ -117,8 +117,7 @@ class CountBody(StrictModel):
     output_config: OutputConfig | None = None
 
     def conversation(self) -> TemplateInput:
-        """Return the conversation; a last message of the assistant is continued. Raises
-        ServiceError."""
+        """Return the conversation. Continues a last assistant message. Raises ServiceError."""
         messages = [(turn.role, turn.content) for turn in self.messages]
         turns = conversation(self.system, messages)
         last = turns[-1]

@@ -115,8 +115,7 @@ class ParserChoice:
 
 
 def prompt_end(vocabulary: Vocabulary, ids: Sequence[int]) -> str:
-    """Return the end of a prompt's text, including special tokens. Takes a fraction of a
-    millisecond."""
+    """Return the end of a prompt's text, with special tokens. Takes a fraction of a millisecond."""
     text = vocabulary.incremental(skip_special_tokens=False, continues=True)
     return text.push(ids[-PROMPT_END_TOKENS:]) + text.flush()
 
@@ -130,10 +129,9 @@ def answer_format(
     inline: bool,
     structured: bool = False,
 ) -> AnswerFormat:
-    """Return how an answer is read.
-
-    `prompt_end`: the last text before the answer; with `continues`, all of the message that the
-    answer continues. `structured`: text without calls has a structure.
+    """Return how an answer is read. `prompt_end`: the last text before the answer; with
+    `continues`, all of the message that the answer continues. `structured`: text without calls has
+    a structure.
     """
     tools, reasoning = families
     called = use.tools if use is not None and _may_call(use) else ()
@@ -263,8 +261,7 @@ def _may_call(use: ToolUse | None) -> bool:
 
 
 def _thinks_first(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:
-    """Return whether reasoning comes before the answer's text; a continued message has had its
-    own."""
+    """Return whether reasoning precedes the answer's text; a continued message has had it."""
     if continues:
         return _is_open(reasoning, text, continues)
     return not text.rstrip().endswith(reasoning.after + reasoning.lead)

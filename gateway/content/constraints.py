@@ -1,5 +1,4 @@
-"""Constraints on an answer besides its sampling, as token ids of the texts that a client wrote;
-pure.
+"""Constraints on an answer besides its sampling, as token ids of the texts of a client; pure.
 
 The holder of the model's tokenizer encodes `texts_of` a request and compiles its structure.
 """
@@ -35,8 +34,7 @@ class Constraints:
     def of_prompt(
         self, prompt: Sequence[int], vocabulary: Vocabulary, *, continues: bool
     ) -> "Constraints":
-        """Return the constraints on one prompt's answer; `continues`: the answer continues its
-        text.
+        """Return the constraints on one prompt's answer; `continues`: the answer continues it.
 
         If the prompt has already begun or ended the reasoning, the answer does not contain the tag
         that marks it.

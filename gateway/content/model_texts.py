@@ -24,8 +24,7 @@ IDS_AT_ONCE = 256  # ids decoded before other tasks run
 
 
 class ModelTexts:
-    """Converter of texts and token ids; long work runs in text processes, or in turns of its
-    owners. Raises ServiceError."""
+    """Converter of texts and ids, in text processes or in turns. Raises ServiceError."""
 
     def __init__(
         self, rates: RateLimits, template_kwargs: Collection[str], parsers: ParserChoice
@@ -58,8 +57,7 @@ class ModelTexts:
             return await model.text.processes.chat_ids(owner, conversation, max_len=most)
 
     def _with_parser(self, model: ServedModel, conversation: TemplateInput) -> TemplateInput:
-        """Set the tool parser, for a template without a place for tools or calls. Raises
-        ServiceError."""
+        """Set the parser if the template has no place for tools or calls. Raises ServiceError."""
         family, _ = self._parsers.families(model.text.tool_parser, "")
         if family is not None:
             return replace(conversation, tool_parser=family.name)
@@ -102,8 +100,7 @@ class ModelTexts:
         *,
         skip_special: bool,
     ) -> str:
-        """Return the text of token ids, at most as many as the model's context; owners take
-        turns."""
+        """Return the text of token ids, at most a full context; owners take turns."""
         if len(ids) > model.card.context_len:
             raise context_overflow(model.card, len(ids), param)
         check_ids(ids, model, param)
@@ -172,8 +169,7 @@ def check_room(count: int, more: int, model: ServedModel, param: str) -> None:
 
 
 def _most_chars(count: int, model: ServedModel, param: str) -> int:
-    """Return the most characters that a prompt of the model can have. Raises ServiceError if
-    `count` is more."""
+    """Return a prompt's most characters. Raises ServiceError if `count` is more."""
     most = int(model.card.context_len) * CHARS_PER_TOKEN
     if count > most:
         raise context_overflow(model.card, -(-count // CHARS_PER_TOKEN), param)  # at least so many

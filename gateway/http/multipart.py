@@ -58,7 +58,7 @@ class FileForm:
         self._ended = False
 
     async def pieces(self, piece_bytes: int) -> AsyncGenerator[bytes, None]:
-        """Yield the file, `piece_bytes` at a time except for the last piece. Raises ServiceError
+        """Yield the file in pieces of `piece_bytes`; the last may be shorter. Raises ServiceError
         for a malformed form, HTTPException 413 for a file that is too large and 408 for a slow
         one."""
         declared = self._request.headers.get("content-length", "0")

@@ -41,8 +41,7 @@ class ThinkingChoice:
 
 
 def _described_as(what: str) -> WrapValidator:
-    """Return a validator that names only the field in a union's error; pydantic would add the
-    failed alternative."""
+    """Name only the field in a union's error; pydantic would add the failed alternative."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:

@@ -1,5 +1,4 @@
-"""One connection to an MCP server, through the package mcp; imported only if servers are
-configured.
+"""One connection to an MCP server, by the package mcp; imported only if servers are configured.
 
 The task that opens a connection closes it, which ends a server that was started. Calls may come
 from any task; a cancelled call is cancelled at the server.
@@ -44,8 +43,7 @@ class Connection:
         self._client = client
 
     async def tools(self) -> list[ServerTool]:
-        """Return the tools that the server lists now. Raises ToolServerError, or an exception of
-        the transport."""
+        """Return the server's tools. Raises ToolServerError, or an exception of the transport."""
         with _told():
             return await self._listed()
 
@@ -61,8 +59,7 @@ class Connection:
         return found
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Return the tool's answer. Raises as `tools` does, ConnectionError if the server has
-        gone."""
+        """Call a tool. Raises as `tools` does, ConnectionError if the server has gone."""
         with _told():
             result = await self._client.call_tool(name, dict(arguments))
         return ToolResult(_text(result), bool(result.is_error))
@@ -70,8 +67,7 @@ class Connection:
 
 @asynccontextmanager
 async def connect(server: McpServer) -> AsyncIterator[Connection]:
-    """Connect to a server for the block. Raises as `tools` does, also OSError for a program that
-    cannot be started."""
+    """Connect for the block. Raises as `tools`, also OSError for a program that cannot start."""
     async with AsyncExitStack() as stack:
         target: Any
         if server.command:
@@ -92,8 +88,7 @@ async def connect(server: McpServer) -> AsyncIterator[Connection]:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Convert a server's error to ToolServerError, or to ConnectionError for a closed
-    connection."""
+    """Convert a server's error to ToolServerError, or ConnectionError if it has closed."""
     try:
         yield
     except MCPError as error:

@@ -218,8 +218,7 @@ class ToolRounds:
     async def _call_all(
         self, calls: Sequence[_Call], num_before: int, completion: PreparedCompletion
     ) -> list[dict[str, Any]]:
-        """Return the tools' turns, in the order of the calls; `num_before`: calls of earlier
-        rounds."""
+        """Return the tools' turns, in the calls' order; `num_before`: calls of earlier rounds."""
         most = self._asked.max_tool_calls
         left = len(calls) if most is None else most - num_before
         async with asyncio.TaskGroup() as group:

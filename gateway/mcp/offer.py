@@ -57,8 +57,8 @@ def offered_tools(
 def with_offered(
     use: ToolUse | None, offered: Sequence[OfferedTool]
 ) -> tuple[ToolUse | None, Mapping[str, OfferedTool]]:
-    """Return a client's tools followed by the offered ones, and the offered ones by name. A
-    client's tool takes precedence over an offered one of the same name.
+    """Return a client's tools with the offered ones, and the latter by name; a client's wins its
+    name.
 
     A client that requires calls, or allows only some tools, means its own tools.
     """

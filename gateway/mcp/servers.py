@@ -225,8 +225,7 @@ def _imported_connect() -> Connect:
 
 
 def _why(error: BaseException) -> str:
-    """Return the reason for the log: texts of unknown errors may have addresses with secrets in
-    them."""
+    """Return the reason to log: unknown errors may have texts with addresses and their secrets."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):

@@ -19,8 +19,7 @@ _CAPABILITIES = {
 
 
 async def served_name(service: Service, name: str) -> str:
-    """Return the name without the tag `latest`, unless a model or an alias has the tag in its
-    name."""
+    """Return the name without the tag `latest`, unless a model or an alias has that tag."""
     if not name.endswith(LATEST) or await service.catalog.knows(name):
         return name
     return name.removesuffix(LATEST)

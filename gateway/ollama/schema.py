@@ -130,9 +130,8 @@ class OllamaGeneration(NamedModel):
         return None
 
     def request(self) -> ChatCompletionRequest | TextCompletionRequest | None:
-        """Return the request, None without a conversation: the client only loads the model. A last
-        message of the assistant is continued. Raises ServiceError for fields that contradict each
-        other."""
+        """Return the request, None without a conversation: it only loads the model. Continues a
+        last assistant message. Raises ServiceError for fields that contradict each other."""
         turns = self.turns()
         if not turns:
             return None

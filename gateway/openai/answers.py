@@ -1,5 +1,4 @@
-"""The answers of the OpenAI API as models, for its description; tests check real answers against
-them.
+"""The answers of the OpenAI API as models, for its description; tests check real answers.
 
 Clients must accept further fields, as OpenAI's do.
 """

@@ -93,9 +93,8 @@ class ChatReply:
     async def chunks(
         self, direct: DirectWrite
     ) -> AsyncGenerator[dict[str, Any] | JsonPieces, None]:
-        """Yield a chunk with the role when a choice begins, its text, its calls, its finish; then
-        the usage. Each is an object, or its text. Chunks with only text go through `direct` if
-        possible."""
+        """Yield a choice's role, text, calls and finish in chunks; then the usage. Each chunk is an
+        object, or its text. Chunks with only text go through `direct` if possible."""
         async with self._service.prepare(self._request, self._caller) as completion:
             head = self._head("chat.completion.chunk", completion.model.card.name)
             counted = StreamUsage(self._body, completion)

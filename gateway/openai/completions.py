@@ -80,8 +80,7 @@ class CompletionReply:
     async def chunks(
         self, direct: DirectWrite
     ) -> AsyncGenerator[dict[str, Any] | JsonPieces, None]:
-        """Yield chunks, each an object, or its text. Chunks with only text go through `direct` if
-        possible."""
+        """Yield chunks, as objects or texts; those with only text use `direct` if possible."""
         async with self._service.prepare(self._request, self._caller) as completion:
             self._check(completion)
             head = self._head(completion.model.card.name)
@@ -149,8 +148,7 @@ class CompletionReply:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
     def _check(self, completion: PreparedCompletion) -> None:
-        """Check the number of prompt log-probabilities. Raises ServiceError if there are too
-        many."""
+        """Raise ServiceError if the prompts have too many log-probabilities."""
         n = completion.sampling.n
         for param, num_top in (
             ("prompt_logprobs", self._body.prompt_logprobs),

@@ -31,8 +31,7 @@ class CustomFormat(StrictModel):
 
 
 def custom_tool(name: str, description: str, form: CustomFormat | None, param: str = "") -> Tool:
-    """Return the function that the model is offered. `param`: the request's field that has
-    `form`."""
+    """Return the function that the model is offered. `param`: the request's field with `form`."""
     value: dict[str, Any] = {"type": "string"}
     strict = False
     if form is not None and form.type == "grammar":

@@ -120,8 +120,7 @@ class OpenAiDialect:
         responses: ResponseStore | None = None,
         stored: MoreRoutes | None = None,
     ) -> None:
-        """Without `responses`, responses are not kept; without `stored`, there are no files and
-        batches."""
+        """`responses` None: none are kept; `stored` None: there are no files and batches."""
         self._responses = responses
         self._service = service
         self._limits = limits

@@ -101,8 +101,7 @@ class EmbeddingReply:
         return JsonPieces((to_json(item),))
 
     def _check_size(self, dimensions: int) -> None:
-        """Check the size of vectors with `dimensions` numbers. Raises ServiceError if their text is
-        too long."""
+        """Raise ServiceError if the text of vectors with `dimensions` numbers is too long."""
         num_bytes = len(self._body.input) * dimensions * _NUMBER_BYTES[self._in_base64]
         if num_bytes > MAX_ANSWER_BYTES:
             other = "" if self._in_base64 else "encoding_format: base64, "

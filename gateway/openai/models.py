@@ -13,8 +13,7 @@ ANTHROPIC_VERSION = "anthropic-version"  # the header of requests to Anthropic's
 
 
 def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
-    """Return what a client can request of a model; null: not known before its tokenizer is
-    loaded."""
+    """Return what the model can do; null: not known before its tokenizer is loaded."""
     generates = not (card.pooling or card.score_token_ids)
     chat = generates and bool(card.template_digest)
     text = service.catalog.loaded(card)
@@ -38,8 +37,7 @@ def default_sampling(service: Service, card: ModelCard) -> dict[str, float] | No
 
 
 def llama_sampling(service: Service, card: ModelCard) -> dict[str, float]:
-    """Return the recommended sampling in the words of llama.cpp and Ollama; empty before the
-    model's files are read."""
+    """Return the recommended sampling in llama.cpp's words; empty before its files are read."""
     names = {"repetition_penalty": "repeat_penalty"}
     defaults = default_sampling(service, card) or {}
     return {names.get(name, name): value for name, value in defaults.items()}

@@ -164,8 +164,7 @@ def _slot(number: int, state: dict[str, Any], contexts: dict[str, int]) -> dict[
 
 
 def _check_room(service: Service, tenant: bytes) -> None:
-    """Check that a request would be admitted. Raises ServiceError UNAVAILABLE, since llama.cpp's
-    status is 503."""
+    """Raise ServiceError UNAVAILABLE if there is no room: llama.cpp's status is 503."""
     try:
         service.limits.admit(tenant)
     except ServiceError as error:

@@ -47,8 +47,7 @@ class PreparedInputs:
 
 
 class PoolingRuns:
-    """Runner of the inputs of a call, AT_ONCE at a time; answers come in the order of
-    completion."""
+    """Runner of a call's inputs, AT_ONCE at a time; answers come as they complete."""
 
     def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
         self._upstream = upstream
@@ -57,8 +56,7 @@ class PoolingRuns:
     def embeddings(
         self, prepared: PreparedInputs
     ) -> AsyncGenerator[tuple[int, Sequence[float]], None]:
-        """Yield the number of each input and its pooled state, not normalized. Raises
-        ServiceError."""
+        """Yield each input's number and pooled state, not normalized. Raises ServiceError."""
         return self._run(prepared, Start(pool=True), _embedding)
 
     def scores(self, prepared: PreparedInputs) -> AsyncGenerator[tuple[int, float], None]:

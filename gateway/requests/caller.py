@@ -45,10 +45,9 @@ class Caller:
     acceptance: Acceptance = field(default_factory=Acceptance, compare=False)
 
     def of_body(self, request_id: str, session_id: str | None, user: Any) -> "Caller":
-        """Return the caller of a body that has its own id.
-
-        The body's session takes precedence over the header's; its user, if it is a text, is used
-        without either. A batch keeps its session, whatever its lines say.
+        """Return the caller of a body that has its own id. The body's session takes precedence over
+        the header's; its user, if it is a text, is used without either. A batch keeps its session,
+        whatever its lines say.
         """
         session = self.session
         if not self.background:

@@ -70,8 +70,7 @@ def note(fate: Fate, what: str, kinds: Iterable[str]) -> None:
 
 
 def _readable(value: Any, depth: int) -> Any:
-    """Return a value without what only its provider can read; joins the texts of a list of text
-    parts."""
+    """Return a value without what only its provider can read; join the texts of text parts."""
     if isinstance(value, Mapping):
         if not depth:
             return None

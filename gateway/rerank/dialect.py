@@ -74,8 +74,7 @@ class RerankDialect:
 
 
 async def cohere_rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str, Any]:
-    """Rerank with Cohere's answer, which omits documents unless the client wants them. Raises
-    ServiceError."""
+    """Rerank as Cohere: documents only if the client wants them. Raises ServiceError."""
     wanted = body.return_documents is True
     answer = await rerank(service, body, caller, with_documents=wanted)
     spent = {"input_tokens": answer["usage"]["prompt_tokens"], "output_tokens": 0}

@@ -1,8 +1,7 @@
 """The prompt in which Qwen3-Reranker judges a document, as in its model card.
 
 As there, the frame is tokenized separately, so that a client's text never becomes a special token.
-So is the document, after a line break, where Qwen's tokenizer starts a new token whatever comes
-before.
+So is the document, after a line break, where Qwen's tokenizer always starts a new token.
 """
 
 import asyncio

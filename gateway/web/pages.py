@@ -46,8 +46,7 @@ class _Asset(NamedTuple):
 
 
 def add_pages(app: FastAPI, root_path: str) -> list[str]:
-    """Add the routes and return the paths that need no key. `root_path` is where a proxy shows the
-    application."""
+    """Return the paths that need no key. `root_path` is where a proxy shows the application."""
     base = f'<base href="{root_path.rstrip("/")}/">'.encode()
     assets = files("pdserve.gateway.web") / "assets"
     known = {_name(file): file for file in assets.iterdir() if file.is_file()}

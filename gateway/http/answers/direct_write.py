@@ -1,5 +1,4 @@
-"""A shortcut past the tasks of a streamed answer, for an event that can go to its client at
-once."""
+"""A shortcut past the tasks of a streamed answer, for an event that can be sent at once."""
 
 from collections.abc import Callable
 from time import monotonic
@@ -13,8 +12,7 @@ class DirectWrite:
         self.last_write = 0.0  # a reading of time.monotonic
 
     def open(self, write: Callable[[bytes], bool] | None) -> None:
-        """Set `write`, which sends a piece of the body at once, or does nothing and returns
-        False."""
+        """Set `write`, which sends a piece of the body at once, or returns False."""
         self._write = write
 
     def close(self) -> None:

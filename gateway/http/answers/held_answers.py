@@ -33,8 +33,7 @@ class HeldAnswers:
 
     @contextmanager
     def answer(self, owner: bytes) -> Iterator[HeldAnswer]:
-        """Register an answer of a key, which holds nothing yet; release it at the end of the
-        block."""
+        """Register an answer of a key, which holds nothing yet, for the block; then release it."""
         answer = HeldAnswer(owner, asyncio.get_running_loop().create_future())
         self._answers[answer] = None
         try:

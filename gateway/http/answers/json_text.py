@@ -1,5 +1,4 @@
-"""JSON made piece by piece, so that a long answer does not block the loop or occupy memory
-twice."""
+"""JSON made piece by piece, so that a long answer does not block the loop or use memory twice."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

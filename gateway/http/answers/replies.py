@@ -92,8 +92,7 @@ class Reply(Response):
 
 
 async def _send_json(pieces: JsonPieces, send: Send) -> None:
-    """Send the pieces; the server waits before each part until the client has taken earlier
-    ones."""
+    """Send the pieces; the server sends a part once the client has taken those before."""
     left = pieces.num_bytes
     headers = [(b"content-type", b"application/json"), (b"content-length", str(left).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})

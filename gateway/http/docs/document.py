@@ -41,8 +41,7 @@ class AnswerModel(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The request and response types of a route. Schemas are made with the document: they take
-    long."""
+    """The request and response types of a route; making schemas takes long, so `document` does."""
 
     bodies: tuple[Model, ...]
     answer: Model
@@ -103,8 +102,7 @@ def described(
 def document(
     app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bool
 ) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document, which takes a tenth of a second. `keys`: clients need a
-    key."""
+    """Return the OpenAPI 3.1 document, in a tenth of a second. `keys`: clients need a key."""
     for route in app.routes:
         extra = getattr(route, "openapi_extra", None) or {}
         if isinstance(route, APIRoute) and _DESCRIPTION in extra:
@@ -154,8 +152,7 @@ def _add(models: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def _ref(model: Model, models: dict[str, Any]) -> dict[str, Any]:
-    """Return a reference to the model's schema, which is added to `models` with all that it refers
-    to."""
+    """Return a reference to the model's schema; add it and all it refers to to `models`."""
     schema = model.model_json_schema(ref_template=_REF)
     models |= schema.pop("$defs", {})
     models[model.__name__] = schema

@@ -80,8 +80,7 @@ def add_docs(app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bo
 
 
 def _asset(name: str, kind: str) -> Callable[[], Response]:
-    """Return the route of a file that is stored and sent compressed, since every browser accepts
-    that."""
+    """Return the route of a file stored and sent compressed, since every browser takes that."""
     file = files("pdserve.gateway.http.docs") / "assets" / f"{name}.gz"
     headers = {**SAFE, **DAY, "content-encoding": "gzip"}
 

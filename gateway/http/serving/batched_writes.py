@@ -22,8 +22,8 @@ class BatchedWrites:
         self._waiting: dict[asyncio.Transport, list[bytes]] = {}
 
     def write(self, transport: asyncio.Transport, pieces: Iterable[bytes]) -> None:
-        """Write the pieces at the end of the loop's turn, at `flush`, or when MAX_TOGETHER
-        connections have some."""
+        """Write pieces at the turn's end, at `flush`, or when MAX_TOGETHER connections have
+        some."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush_all)
         self._waiting.setdefault(transport, []).extend(pieces)

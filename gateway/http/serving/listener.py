@@ -1,9 +1,9 @@
 """The listener of the HTTP port: it accepts connections until it is closed, despite any error.
 
 One address may have half of all connections, others have shares of the rest (FairShare); excess
-connections are closed at once. An IPv6 network of 64 bits counts as one address, since one owner
-has all of it. Of several processes that accept from the socket, the one with the fewest connections
-goes first.
+connections are closed at once. An IPv6 network of 64 bits counts as one address, since it has one
+owner. Of several processes that accept from the socket, the one with the fewest connections goes
+first.
 """
 
 import asyncio
@@ -29,8 +29,7 @@ FULL_LOG_S = 10.0  # between log lines about missing room
 
 
 class HttpListener:
-    """Listener that accepts connections and hands each to `serve`, which returns when the
-    connection has ended.
+    """Listener that hands each connection to `serve`, which returns when the connection has ended.
 
     uvloop's own server would close its socket on some errors, and drop the waiting connections
     while the process can open no file.
@@ -136,8 +135,7 @@ class HttpListener:
 
 
 def max_connections() -> int:
-    """Return how many connections fit into the process's limit of open files, besides its other
-    files."""
+    """Return how many connections the limit of open files allows besides other files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS

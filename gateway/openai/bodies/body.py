@@ -47,8 +47,7 @@ B = TypeVar("B", bound=Body)
 
 
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
-    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field in OpenAI's
-    notation."""
+    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
     check_num_fields(body)
     asked = body if kind.generates else {k: v for k, v in body.items() if k in OF_PROMPTS}
     if refused := refused_field(asked, kind.model_fields):

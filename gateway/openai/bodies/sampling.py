@@ -35,8 +35,7 @@ def _stop(value: Any) -> Any:
 
 
 def _few(name: str) -> BeforeValidator:
-    """Return a validator that refuses too many entries of a field before it checks them: an error
-    for each takes long."""
+    """Refuse too many entries of a field before checking each: an error for each takes long."""
     most = MAX_ENTRIES[name]
 
     def check(value: Any) -> Any:

@@ -86,8 +86,7 @@ class ToolBody(Body):
 
 
 def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> ToolUse | None:
-    """Return the use of tools that `tools`, `tool_choice` and `parallel_tool_calls` request. Raises
-    ServiceError."""
+    """Combine `tools`, `tool_choice` and `parallel_tool_calls`. Raises ServiceError."""
     found: dict[str, Tool] = {}
     left_out = []
     for index, body in enumerate(bodies):

@@ -164,8 +164,7 @@ KINDS: dict[str, Any] = {
 
 
 def parse_input(given: str | Sequence[Mapping[str, Any]]) -> list[Item]:
-    """Return the items of a request's `input`, with the fields that are used. Raises
-    ServiceError."""
+    """Return the items of a request's `input` with the fields in use. Raises ServiceError."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not 1 <= len(given) <= MAX_ITEMS:
@@ -251,8 +250,7 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with a text for a content of one part: an item has parts in either
-    case."""
+    """Return the message, with a text for a content of one part: items always have parts."""
     match message["content"]:
         case [{"type": "text", "text": text}]:
             return {**message, "content": text}
@@ -338,8 +336,7 @@ class _Turns:
             self.end()
 
     def _turn(self, open_to: tuple[str, ...]) -> dict[str, Any]:
-        """Return the assistant's last turn if it has nothing else yet except notes, or a new
-        one."""
+        """Return the assistant's last turn if it has only notes otherwise, or a new one."""
         last = self.messages[-1] if self.messages else {}
         if last is self._noted:
             open_to = (*open_to, "content")
@@ -358,10 +355,8 @@ def _texts(
     *,
     history: bool = False,
 ) -> list[str]:
-    """Return the texts of the parts.
-
-    Adds the kinds of parts that mean nothing here to `dropped`; with `history`, unknown kinds as
-    well. Raises ServiceError for another part that is not text.
+    """Return the texts of parts. Adds the kinds of parts that mean nothing here to `dropped`; with
+    `history`, unknown kinds too. Raises ServiceError for another part that is not text.
     """
     if isinstance(content, str):
         return [content]

@@ -1,5 +1,4 @@
-"""One response of /v1/responses: its object, whole or in typed events, and the part that is
-kept."""
+"""One response of /v1/responses: its object, whole or in typed events, and what is kept of it."""
 
 import time
 from collections.abc import AsyncGenerator, Mapping

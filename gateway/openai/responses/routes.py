@@ -119,8 +119,7 @@ def _json(text: str | bytes) -> Response:
 
 
 def _page_of(request: Request) -> Callable[[KeptResponse], dict[str, Any]]:
-    """Return the function that makes a page with the client's `limit`, `order` and `after`. Raises
-    ServiceError."""
+    """Return the maker of a page with `limit`, `order` and `after`. Raises ServiceError."""
     asked = request.query_params
     limit, order, after = (
         asked.get("limit", str(PAGE)),

@@ -28,8 +28,7 @@ M = TypeVar("M", bound=StrictModel)
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool. `tool`: as the model sees it. `name`, with or without a `namespace`: as the client
-    knows it."""
+    """A `tool` as the model sees it; its `name` and `namespace` as the client knows them."""
 
     tool: Tool
     name: str
@@ -47,8 +46,7 @@ class Offer:
     left_out: Sequence[str] = ()
 
     def with_more(self, lists: Sequence[Sequence[Mapping[str, Any]]]) -> "Offer":
-        """Return the offer with the tools of items, where their names are new. Raises
-        ServiceError."""
+        """Return the offer with those tools of items whose names are new. Raises ServiceError."""
         tools = dict(self.tools)
         left_out = list(self.left_out)
         for more in lists:
@@ -224,8 +222,7 @@ def _parsed(kind: type[M], value: Mapping[str, Any], at: str) -> M:
 
 
 def tool_use(offer: Offer, choice: Any, parallel: bool) -> ToolUse | None:
-    """Return the use of tools, None without tools. Raises ServiceError for a choice that they do
-    not allow."""
+    """Return the use of tools, None without. Raises ServiceError for a choice they do not allow."""
     mode, only = _choice(choice, offer)
     if not offer.tools and mode == "required":
         raise refuse("tool_choice", "tool_choice needs tools")

@@ -1,5 +1,4 @@
-"""The answers and URL parameters of the routes of files, batches and usage, for their
-description."""
+"""Answers and URL parameters of the routes of files, batches and usage, for their description."""
 
 from typing import Any, Literal
 

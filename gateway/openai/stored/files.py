@@ -91,8 +91,7 @@ def _tenant(request: Request) -> str:
 
 
 async def _store(files: Files, tenant: str, form: FileForm) -> StoredFile:
-    """Store the file of a form. Raises ServiceError and HTTPException, and removes the file
-    then."""
+    """Store a form's file. Raises ServiceError and HTTPException; an error leaves nothing."""
     file_id = await files.begin(tenant)
     try:
         number = 0

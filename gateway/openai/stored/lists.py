@@ -1,5 +1,4 @@
-"""The shared parts of the lists of files and batches: their query, and one page in OpenAI's
-format."""
+"""The shared parts of lists of files and batches: their query, and one page in OpenAI's format."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,8 +35,7 @@ def whole_number(text: str, name: str, low: int, high: int) -> int:
 def list_reply(
     rows: Sequence[Stored] | None, page: Page, as_object: Callable[[Stored], dict[str, Any]]
 ) -> Response:
-    """Return a page of `rows`, as `rows_of` returns them. Raises ServiceError if there is no row to
-    begin after."""
+    """Return a page of `rows` (see `rows_of`). Raises ServiceError without a row to begin after."""
     if rows is None:
         raise refuse("after", f"there is no {quoted(page.after)} to begin after")
     shown = rows[: page.limit]

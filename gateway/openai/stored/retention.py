@@ -14,8 +14,7 @@ DAY_S = 86400
 
 
 class Retention:
-    """Retention task. Every gateway of a database may run one: what one has removed, the others do
-    not find."""
+    """Retention task; every gateway of a database may run one, and each row is removed once."""
 
     def __init__(self, batches: Batches, usage: UsageLog, days: int) -> None:
         """`days` 0: keep everything."""

@@ -34,8 +34,7 @@ class StoredRoutes:
         bodies: BodyReader,
         count: Callable[[Caller], Awaitable[None]],
     ) -> None:
-        """Add the routes. `count` is called for each request, and raises ServiceError beyond a
-        key's rate."""
+        """`count` is called for each request, and raises ServiceError beyond a key's rate."""
 
         async def counted(request: Request) -> None:
             await count(caller_of(request))
