@@ -57,7 +57,7 @@ class ModelTexts:
             return await model.text.processes.chat_ids(owner, conversation, max_len=most)
 
     def _with_parser(self, model: ServedModel, conversation: TemplateInput) -> TemplateInput:
-        """Set the parser if the template has no place for tools or calls. Raises ServiceError."""
+        """Set the parser, for templates with no place for tools or calls. Raises ServiceError."""
         family, _ = self._parsers.families(model.text.tool_parser, "")
         if family is not None:
             return replace(conversation, tool_parser=family.name)

@@ -12,7 +12,7 @@ class DirectWrite:
         self.last_write = 0.0  # a reading of time.monotonic
 
     def open(self, write: Callable[[bytes], bool] | None) -> None:
-        """Set `write`, which sends a piece of the body at once, or returns False."""
+        """Set `write`, which sends a piece of the body at once, or only returns False."""
         self._write = write
 
     def close(self) -> None:

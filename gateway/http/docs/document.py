@@ -152,7 +152,7 @@ def _add(models: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def _ref(model: Model, models: dict[str, Any]) -> dict[str, Any]:
-    """Return a reference to the model's schema; add it and all it refers to to `models`."""
+    """Return a reference to the model's schema; add it to `models` with all that it references."""
     schema = model.model_json_schema(ref_template=_REF)
     models |= schema.pop("$defs", {})
     models[model.__name__] = schema
