@@ -1,7 +1,7 @@
-"""The served models as the gateway uses them: card, tokenizer, template, generation defaults.
+"""Served models as the gateway uses them: card, tokenizer, template, generation defaults.
 
-Invariant: what is built from a model's files is cached by their digests, so a model that other
-workers serve, or that has another name, is loaded once.
+Invariant: objects built from a model's files are cached by the files' digests, so a model that
+other workers serve, or that has another name, is loaded once.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 Key = tuple[str, str, str]  # digests of tokenizer, template and generation defaults
 
 MAX_LOADED = 32
-REFUSED_S = 60.0  # for which files that cannot be loaded are not tried again
+REFUSED_S = 60.0  # pause before files that cannot be loaded are tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ServedModel:
 
 
 class Catalog:
-    """Finds a model by the name a client wrote: its own, or an alias."""
+    """Served models by the names that clients use: a model's own name, or an alias."""
 
     def __init__(
         self,
@@ -47,20 +47,20 @@ class Catalog:
         aliases: Sequence[str] = (),
         any_model: bool = False,
     ) -> None:
-        """`aliases`: NAME=MODEL, or NAME alone, which means the only model that is served.
-        `any_model`: any unknown name means the only model, too."""
+        """`aliases`: NAME=MODEL, or NAME alone for the only served model. `any_model`: any unknown
+        name means the only served model."""
         self._aliases = dict(_alias(text) for text in aliases)
         self._any_model = any_model
         self._upstream = upstream
         self._text_pool = text_pool
         self._seen: dict[str, ModelCard] = {}
         self._loads: dict[Key, asyncio.Task[LoadedText]] = {}
-        self._refused: dict[Key, tuple[str, float]] = {}  # why, and since when
+        self._refused: dict[Key, tuple[str, float]] = {}  # reason and time
         self._closing: set[asyncio.Task[None]] = set()
-        self._failures: dict[str, str] = {}  # by model, as logged
+        self._failures: dict[str, str] = {}  # last logged failure by model
 
     async def cards(self) -> Sequence[ModelCard]:
-        """The models that live workers serve now."""
+        """Return the models that live workers serve now."""
         cards = await self._upstream.models()
         self._remember(cards)
         return cards
@@ -72,7 +72,7 @@ class Catalog:
             del self._seen[next(iter(self._seen))]
 
     async def listed(self) -> dict[str, ModelCard]:
-        """The live models by the names that clients may use: in order their own names, then the
+        """Return the live models by the names that clients may use: model names in order, then
         aliases."""
         served = {card.name: card for card in await self.cards()}
         only = next(iter(served.values())) if len(served) == 1 else None
@@ -85,7 +85,7 @@ class Catalog:
         return found
 
     async def knows(self, name: str) -> bool:
-        """Whether a model or an alias has the name. The model's workers may be away."""
+        """Return whether a model or an alias has the name, even while its workers are away."""
         try:
             served = {card.name for card in await self.cards()}
         except ServiceError:
@@ -93,7 +93,7 @@ class Catalog:
         return self._model(name, self._seen.keys() | served) is not None
 
     async def card(self, name: str) -> ModelCard:
-        """The card of the live model of that name or alias; "" names the only one. Raises
+        """Return the card of the live model with this name or alias; "" names the only one. Raises
         ServiceError MODEL_NOT_FOUND, UNAVAILABLE, INVALID_ARGUMENT."""
         cards = await self.cards()
         card = self._resolved(name, cards)
@@ -102,18 +102,17 @@ class Catalog:
         return card
 
     def loaded(self, card: ModelCard) -> LoadedText | None:
-        """What the model's files say, if they are loaded now."""
+        """Return what was loaded from the model's files, or None if it is not loaded now."""
         load = self._loads.get(_key(card))
         if load is None or not load.done() or load.cancelled() or load.exception() is not None:
             return None
         return load.result()
 
     async def get(self, name: str) -> ServedModel:
-        """The model of that name or alias; "" names the only one.
+        """Return the model with this name or alias; "" names the only one.
 
-        A model whose workers are all away for the moment is still found: the router decides
-        whether a request for it waits. Raises ServiceError MODEL_NOT_FOUND, UNAVAILABLE,
-        INVALID_ARGUMENT.
+        Finds a model even while all its workers are away: the router decides whether a request for
+        it waits. Raises ServiceError MODEL_NOT_FOUND, UNAVAILABLE, INVALID_ARGUMENT.
         """
         try:
             cards = await self.cards()
@@ -127,15 +126,15 @@ class Catalog:
         return ServedModel(card, await self._text(card))
 
     def _model(self, name: str, known: Collection[str]) -> str | None:
-        """The model of that name, else that of the alias; "" is the only one, None is unknown."""
+        """Return the model of the name or alias; "" is the only model, None is an unknown one."""
         if not name or name in known:
             return name
         model = self._aliases.get(name)
         return model if model == "" or model in known else None
 
     def _resolved(self, name: str, cards: Sequence[ModelCard]) -> ModelCard:
-        """The model that a name means, of the live `cards` and those seen earlier; the only one is
-        a live one. Raises ServiceError."""
+        """Return the card of the model that a name means, from the live `cards` and those seen
+        earlier. The only model is always a live one. Raises ServiceError."""
         known = {**self._seen, **{card.name: card for card in cards}}
         model = self._model(name, known)
         if model:
@@ -152,16 +151,16 @@ class Catalog:
         return cards[0]
 
     async def template(self, card: ModelCard) -> str:
-        """The source of the model's chat template; empty if it has none. Raises ServiceError."""
+        """Return the model's chat template, empty if it has none. Raises ServiceError."""
         digest = card.template_digest
         return (await self._upstream.blob(digest)).decode(errors="replace") if digest else ""
 
     async def ready(self, cards: Sequence[ModelCard], wait_s: float) -> list[str]:
-        """Load what requests for these models will need, so that none waits for it. Returns the
-        names of those that are loaded, or have files that cannot be: their requests say so.
+        """Load what requests for these models need, so that no request waits for a load.
 
-        Waits until one is, at most `wait_s`. Models for which there is no room are loaded by their
-        first request, and count as loaded.
+        Returns the names of models that are loaded, or whose files cannot be loaded: requests for
+        those get the error. Waits until the first load ends, at most `wait_s`. Models beyond
+        MAX_LOADED are loaded by their first request, and count as loaded.
         """
         self._remember(cards)
         loads: dict[str, asyncio.Task[LoadedText]] = {}
@@ -183,8 +182,8 @@ class Catalog:
         ]
 
     async def _text(self, card: ModelCard) -> LoadedText:
-        """A load that has failed is tried again, after a while if its files are the reason, and so
-        is one whose processes have died."""
+        """Return what is loaded from the model's files. Retries a failed load, after REFUSED_S if
+        its files are the reason, and a load whose processes have died."""
         if refused := self._refused.get(_key(card)):
             why, since = refused
             left_s = since + REFUSED_S - asyncio.get_running_loop().time()
@@ -196,11 +195,11 @@ class Catalog:
         ):
             self._drop(_key(card))
             load = self._load(card)
-        return await asyncio.shield(load)  # others may wait for it too
+        return await asyncio.shield(load)  # other requests may wait for it too
 
     def _load(self, card: ModelCard) -> "asyncio.Task[LoadedText]":
-        """The one load of these files; the first call starts it. The last in the dict is the one
-        that was used last; one that runs is never dropped."""
+        """Return the one load of these files, which the first call starts. The dict is ordered by
+        last use; a running load is never dropped."""
         key = _key(card)
         load = self._loads.pop(key, None)
         if load is None:
@@ -213,14 +212,14 @@ class Catalog:
         return load
 
     def _drop(self, key: Key) -> None:
-        """Forgets a load and ends the processes that it may have."""
+        """Forget a load and end its processes, if it has any."""
         self._refused.pop(key, None)
         closing = asyncio.create_task(_close(self._loads.pop(key)))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
     def _log_failure(self, name: str, load: "asyncio.Task[LoadedText]") -> None:
-        """A failure is logged once, however often the load is tried again."""
+        """Log a failure once, however often the load is retried."""
         error = None if load.cancelled() else load.exception()
         failure = "" if error is None else str(error)
         if failure and self._failures.get(name) != failure:
@@ -255,13 +254,13 @@ class Catalog:
         return text
 
     async def close(self) -> None:
-        """Ends the text processes."""
+        """End the text processes."""
         closing = [_close(load) for load in self._loads.values()]
         await asyncio.gather(*closing, *self._closing, self._text_pool.close())
 
 
 def _alias(text: str) -> tuple[str, str]:
-    """An alias and the name of its model; "" means the only model that is served."""
+    """Split an alias into its name and its model's name; "" means the only served model."""
     name, _, model = text.partition("=")
     return name, model
 
@@ -278,7 +277,7 @@ def _key(card: ModelCard) -> Key:
 
 
 def _is_final(load: "asyncio.Task[LoadedText]") -> bool:
-    """Whether another try would end like this one: no network was in the way."""
+    """Return whether a retry would end the same way, because no network error was in the way."""
     if load.cancelled():
         return False
     error = load.exception()

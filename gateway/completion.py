@@ -20,7 +20,7 @@ from pdserve.protos.common_pb2 import TokenLogprob
 
 
 class Scores(Protocol):
-    """What holds the scored tokens of a whole choice."""
+    """Holder of the scored tokens of a whole choice."""
 
     async def add(self, tokens: Sequence[ScoredToken]) -> None: ...
 
@@ -37,9 +37,9 @@ class CompletionResult(Generic[S]):
     content: list[ContentPart] = field(default_factory=list)
     num_tokens: int = 0
     finish: str = ""
-    stop: str | int | None = None  # what has ended it, as Delta.stop_reason
+    stop: str | int | None = None  # what ended the choice, as in Delta.stop_reason
     ids: list[int] = field(default_factory=list)  # of the generated tokens
-    prompt_scores: Sequence[TokenLogprob] = ()  # of its prompt's tokens but the first
+    prompt_scores: Sequence[TokenLogprob] = ()  # of the prompt's tokens after the first
 
     async def add(self, delta: Delta) -> None:
         self.content += delta.content
@@ -51,11 +51,11 @@ class CompletionResult(Generic[S]):
 
 
 class HeldLogprobs:
-    """Counts the log-probabilities that an answer holds until it is complete."""
+    """Counter of the log-probabilities that an answer holds until it is complete."""
 
     def __init__(self, completion: PreparedCompletion, instead: str = "a stream, or ") -> None:
-        """`instead`: what else a client may ask for. Raises ServiceError if its max_tokens allows
-        too many; without one it is seen as they come."""
+        """`instead`: what else a client may request, for the error text. Raises ServiceError if
+        max_tokens allows too many; without max_tokens, `add` checks them as they come."""
         self._sampling = completion.sampling
         self._instead = instead
         self._num_tokens = 0
@@ -64,13 +64,13 @@ class HeldLogprobs:
         check_logprobs(self._sampling, most, instead)
 
     def add(self, delta: Delta) -> None:
-        """Raises ServiceError if they are too many."""
+        """Count a delta. Raises ServiceError if there are too many log-probabilities."""
         self._num_tokens += len(delta.ids)
         check_logprobs(self._sampling, self._num_tokens, self._instead)
 
 
 class Completions:
-    """Runs completions, as a stream of deltas or whole."""
+    """Runner of completions, as a stream of deltas or whole."""
 
     def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
         self._upstream = upstream
@@ -79,8 +79,8 @@ class Completions:
     def stream(
         self, completion: PreparedCompletion, write: WriteText | None = None
     ) -> AsyncGenerator[Delta | Usage, None]:
-        """Deltas of all choices as they come, then the Usage. Those that `write` sends are left
-        out; it is called only while whoever iterates has dealt with all before. Raises
+        """Yield the deltas of all choices as they come, then the Usage. Leaves out deltas that
+        `write` sends; `write` is called only when the consumer has handled all earlier ones. Raises
         ServiceError."""
         if completion.rounds is not None:
             return completion.rounds.stream(completion, self._run)
@@ -99,7 +99,7 @@ class Completions:
         self, completion: PreparedCompletion, write: WriteText | None = None
     ) -> list["PromptRun"]:
         now = self._clock()
-        alone = len(completion.prompts) == 1  # deltas of several wait for each other (merge)
+        alone = len(completion.prompts) == 1  # several prompts' deltas wait for each other (merge)
         return [
             PromptRun(self._upstream, completion, index, now, write if alone else None)
             for index in range(len(completion.prompts))
@@ -108,8 +108,8 @@ class Completions:
     async def collect(
         self, completion: PreparedCompletion, scores: Callable[[], S]
     ) -> tuple[list[CompletionResult[S]], Usage]:
-        """Whole answers, each with `scores` of its own; of best_of candidates the n with the best
-        mean log-probability. Raises ServiceError."""
+        """Return whole choices, each with its own `scores`, and the Usage. Keeps the n of best_of
+        candidates with the best mean log-probability. Raises ServiceError."""
         held = HeldLogprobs(completion)
         if completion.rounds is not None:
             return await self._collect_rounds(completion, scores, held)

@@ -1,4 +1,4 @@
-"""The gRPC Text service: what the REST API does, for gRPC clients."""
+"""The gRPC Text service: the REST API's completions for gRPC clients."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ SERVICE = "pdserve.v1.Text"
 TEXT_METHODS = (f"/{SERVICE}/Chat", f"/{SERVICE}/Complete")
 
 MAX_SALT_BYTES = 256
-# Parameters of ids, compiled grammars and scores, for which text has no place.
+# Parameters of ids, compiled grammars and scores, which text requests cannot carry.
 _NOT_TEXT = {
     "logprobs", "prompt_logprobs", "logprob_token_ids", "bad_words", "grammar", "thinking",
 }  # fmt: skip
@@ -43,11 +43,11 @@ Asked = ChatCompletionRequest | TextCompletionRequest
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Answers UNAUTHENTICATED before a byte of a Text message is read."""
+    """Interceptor that answers UNAUTHENTICATED before a byte of a Text message is read."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
-        # A streaming handler, since a unary one would first wait for the caller's message.
+        # A streaming handler: a unary one would first wait for the caller's message.
         self._denial: Any = grpc.stream_stream_rpc_method_handler(_deny)
 
     async def intercept_service(
@@ -68,7 +68,7 @@ class TextServicer(TextBase):
     def __init__(
         self, service: Service, keys: ApiKeys, backpressure: Backpressure, max_bytes: int
     ) -> None:
-        """`max_bytes`: of all messages that are being answered."""
+        """`max_bytes`: bound on all messages that are being answered."""
         self._service = service
         self._keys = keys
         self._backpressure = backpressure
@@ -85,7 +85,7 @@ class TextServicer(TextBase):
                 TemplateInput(messages),
                 sampling,
                 salt,
-                tool_use=ToolUse((), "none"),  # a text has no place for calls
+                tool_use=ToolUse((), "none"),  # a text cannot carry calls
                 separate_reasoning=False,
             )
 
@@ -100,10 +100,10 @@ class TextServicer(TextBase):
         await self._answer(asked, request.ByteSize(), context)
 
     async def _answer(self, asked: Callable[[], Asked], num_bytes: int, context: Context) -> None:
-        """Runs what is asked, in a message of so many bytes."""
+        """Run the request that `asked` builds from a message of `num_bytes` bytes."""
         try:
             tenant = self._keys.tenant(_shown_in(context.invocation_metadata()))
-            if tenant is None:  # the key was taken back meanwhile
+            if tenant is None:  # the key was revoked meanwhile
                 raise _unauthenticated()
             request_id = f"text-{uuid4().hex}"
             trace = context_of(context.invocation_metadata())
@@ -118,7 +118,7 @@ class TextServicer(TextBase):
         owner = caller.tenant.id
         try:
             with self._held.holding(owner, num_bytes, "requests"):
-                # One enters in each pass of the loop, as over HTTP (http/guard.py).
+                # One request enters in each pass of the loop, as over HTTP (http/guard.py).
                 async with self._entering.turn(owner):
                     await asyncio.sleep(0)
                 await deliver(self._run(asked(), caller), context.write, self._backpressure)
@@ -148,7 +148,7 @@ class TextServicer(TextBase):
 
 
 def _shown_in(metadata: Any) -> str:
-    """The value of 'authorization'; empty if there is none."""
+    """Return the value of 'authorization', empty if there is none."""
     return str(dict(metadata or ()).get(AUTHORIZATION, ""))
 
 
@@ -161,16 +161,16 @@ async def _deny(_: Any, context: Context) -> None:
 
 
 def _cache_salt(options: TextOptions) -> bytes:
-    """Raises ServiceError for a long one."""
+    """Return the cache salt. Raises ServiceError if it is longer than MAX_SALT_BYTES."""
     if len(options.cache_salt) > MAX_SALT_BYTES:
         raise refuse("cache_salt", f"cache_salt: at most {MAX_SALT_BYTES} bytes")
     return options.cache_salt
 
 
 def _sampling(options: TextOptions) -> RequestedSampling:
-    """Fields have the same names on both sides; absent ones take the model's defaults.
+    """Convert fields, whose names are equal on both sides; absent ones take the model's defaults.
 
-    Raises ServiceError for parameters that text has no place for.
+    Raises ServiceError for parameters that text requests cannot carry.
     """
     params = options.params
     given = {field.name: value for field, value in params.ListFields()}

@@ -1,6 +1,6 @@
-"""How much work the gateway takes at once: bounds on open requests and on unanswered ones.
+"""Admission limits of the gateway: bounds on open requests and on unanswered ones.
 
-Invariant: an admitted request is counted until its `with` block ends, and given back once.
+Invariant: an admitted request is counted until its `with` block ends, and released once.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class AdmittedRequest:
         return self
 
     def first_token(self) -> None:
-        """It is no longer without a token; may be called again."""
+        """Stop counting the request as unanswered; may be called again."""
         if self._waiting:
             self._waiting = False
             self._limits.answered(self._tenant)
@@ -42,18 +42,18 @@ class AdmittedRequest:
 
 
 class AdmissionLimits:
-    """Counts requests: `max_requests` bounds the open ones, `max_unanswered` those of them
-    without a token. Tenants have a share of both (fairness.py). Those in the background take no
-    places of others: whoever starts them bounds them (gateway/batches/slots.py)."""
+    """Counts of requests: `max_requests` bounds the open ones, `max_unanswered` those of them
+    without a token. Each tenant has a share of both (fairness.py). Background requests take no
+    places; their starter bounds them (gateway/batches/slots.py)."""
 
     def __init__(self, max_requests: int, max_unanswered: int) -> None:
         self.max_requests = max_requests
         self._open = FairShare(max_requests)
         self._waiting = FairShare(max_unanswered)
         self._closed = False
-        self.on_change: Callable[[], None] = lambda: None  # of the counts
-        self.background = 0  # requests that are open
-        self.idle = asyncio.Event()  # no request is open
+        self.on_change: Callable[[], None] = lambda: None  # called when a count changes
+        self.background = 0  # open background requests
+        self.idle = asyncio.Event()  # set when no request is open
         self.idle.set()
 
     @property
@@ -69,7 +69,7 @@ class AdmissionLimits:
         self._closed = True
 
     def admit(self, tenant: bytes = b"", background: bool = False) -> AdmittedRequest:
-        """One more request; enter its block at once.
+        """Admit one more request; enter its block at once.
 
         Raises ServiceError OVERLOADED at a limit, UNAVAILABLE when closed.
         """
@@ -86,7 +86,7 @@ class AdmissionLimits:
     # called by AdmittedRequest only
 
     def entered(self, tenant: bytes, background: bool) -> None:
-        """A request is open, without a token."""
+        """Count a request that is open, without a token."""
         self.idle.clear()
         if background:
             self.background += 1
@@ -96,12 +96,12 @@ class AdmissionLimits:
         self.on_change()
 
     def answered(self, tenant: bytes) -> None:
-        """An open request has its first token, or ends without one."""
+        """Record that an open request has its first token, or ends without one."""
         self._waiting.give_back(tenant)
         self.on_change()
 
     def left(self, tenant: bytes, background: bool) -> None:
-        """A request is no longer open."""
+        """Stop counting a request that is no longer open."""
         if background:
             self.background -= 1
         else:

@@ -1,4 +1,4 @@
-"""The gateway process: builds its parts, hands them down, and ends in order.
+"""The gateway process: builds its parts, hands them down, and shuts them down in order.
 
 Start-up waits for no other process: /health answers at once, /ready once a router has a decode
 worker.
@@ -60,10 +60,10 @@ from pdserve.services.host.tracing import Tracer, tracing
 log = logging.getLogger("pdserve.gateway")
 
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-READY_S = 1.0  # between two checks which models can be asked
-START_S = 0.05  # until there is one
-LOAD_S = 60.0  # for a model's tokenizer and template
-RENDER_S = 1.5  # of processor time for a chat template
+READY_S = 1.0  # between readiness checks
+START_S = 0.05  # between checks before the first model is ready
+LOAD_S = 60.0  # to load a model's tokenizer and template
+RENDER_S = 1.5  # of processor time to render a chat template
 
 
 def run(settings: GatewaySettings, report: Report = silent) -> int:
@@ -81,21 +81,21 @@ def run(settings: GatewaySettings, report: Report = silent) -> int:
 
 
 def run_worker(settings: GatewaySettings, worker: GatewayWorker, report: Report = silent) -> int:
-    """Likewise as one of several processes, each of which has a part of what is bounded."""
+    """Serve like `run`, as one of several processes, each with its share of the bounds."""
     name = worker_name(worker.index)
     configure_logging(name, settings.log_level, log_format=settings.log_format)
     try:
         with tracing("gateway", settings, worker.trace_key) as tracer:
             part = divided(settings, worker.num)
             return lifecycle.run(_serve(part, report, worker.unix, tracer, worker))
-    except ValueError as error:  # of settings, so it is written for people
+    except ValueError as error:  # about settings, so its text is for users
         report("failed", {"message": str(error)})
         return 1
 
 
 def divided(settings: GatewaySettings, num: int) -> GatewaySettings:
-    """The settings of one of `num` processes: bounds of all clients together are divided, but no
-    process has less than one request needs."""
+    """Return the settings of one of `num` processes: bounds over all clients are divided, but each
+    process keeps what one request needs."""
 
     def part(whole: int, least: int = 1) -> int:
         return min(whole, max(whole // num, least))
@@ -212,7 +212,7 @@ async def _serve(
     )
     grpc_host = GrpcHost(
         access,
-        # Callers of Text show an API key instead.
+        # Callers of Text authenticate with an API key instead.
         (*TEXT_METHODS, *(() if keys.required else (REFLECTION,))),
         (SERVICE,),
         interceptors=(KeyInterceptor(keys),),
@@ -264,7 +264,7 @@ async def _serve(
         await asyncio.gather(drain_clients(), *([stored.drain()] if stored else []))
 
     async def drain_clients() -> None:
-        # A load balancer over several gateways learns from /ready that this one ends.
+        # A load balancer over several gateways learns from /ready that this one is ending.
         await asyncio.sleep(min(settings.lame_duck_s, settings.drain_s))
         limits.close()
         await limits.idle.wait()
@@ -298,21 +298,21 @@ async def _serve(
 def make_stored(
     settings: GatewaySettings, keys: ApiKeys, limits: AdmissionLimits
 ) -> LateParts | None:
-    """None without a database. Raises ValueError for a URL of none, and OSError."""
+    """Return None without a database. Raises ValueError for an invalid URL, and OSError."""
     if settings.database_url in ("", NO_DATABASE):
         return None
-    return LateParts(settings, keys, limits, freeze_heap)  # once more, with SQLAlchemy
+    return LateParts(settings, keys, limits, freeze_heap)  # again, once SQLAlchemy is imported
 
 
 def make_mcp(settings: GatewaySettings, metrics: GatewayMetrics) -> McpServers | None:
-    """Raises ValueError for a file that cannot be used."""
+    """Return None without a config. Raises ValueError for a file that cannot be used."""
     if not settings.mcp_config:
         return None
     return McpServers(read_config(settings.mcp_config), metrics.mcp_calls)
 
 
 def make_text_limits(settings: PromptSettings, grammar_s: float) -> TextLimits:
-    """What a text process may take, in seconds and bytes."""
+    """Return what a text process may use, in seconds and bytes."""
     return TextLimits(
         load_s=LOAD_S,
         load_bytes=settings.text_load_memory_mb << 20,
@@ -327,7 +327,7 @@ def make_text_limits(settings: PromptSettings, grammar_s: float) -> TextLimits:
 async def _announce(
     readiness: Readiness, grpc_host: GrpcHost, on_ready: Callable[[list[str]], None]
 ) -> None:
-    """Call `on_ready` once, and keep the gRPC health at what /ready says."""
+    """Call `on_ready` once, and keep the gRPC health in step with /ready."""
     announced = serving = False
     while True:
         models = await readiness.models()

@@ -1,4 +1,4 @@
-"""A completion that is ready to run, and what its answer consists of beside its deltas."""
+"""A completion that is ready to run, and what its answer has besides deltas."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PreparedCompletion:
-    """One API call, ready to run. Choice c of prompt p is answered as p * (n or best_of) + c."""
+    """One API call, ready to run. Choice c of prompt p has the index p * (n or best_of) + c."""
 
     id: str
     model: ServedModel
@@ -32,14 +32,14 @@ class PreparedCompletion:
     meter: Meter
     timeout_s: float
     queue_timeout_s: float
-    continues: bool = False  # the answer goes on from the prompt's text
+    continues: bool = False  # the answer continues the prompt's text
     echo: bool = False
     echo_only: bool = False  # the one generated token is not part of the answer
     cache_salt: bytes = b""
     priority: int = 0
     tenant: bytes = b""
-    format: AnswerFormat = field(default_factory=AnswerFormat)  # of what the model writes
-    rounds: "Rounds | None" = None  # the answer has several of them, of one choice
+    format: AnswerFormat = field(default_factory=AnswerFormat)  # how the model's output is read
+    rounds: "Rounds | None" = None  # set if the answer, of one choice, may take several rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    inexact: bool = False  # KV or tokens of another KV identity took part
-    reasoning_tokens: int = 0  # of those of the completion
+    inexact: bool = False  # uses KV or tokens of another KV identity
+    reasoning_tokens: int = 0  # part of completion_tokens
 
     def __add__(self, other: "Usage") -> "Usage":
         return Usage(
@@ -68,7 +68,7 @@ sent."""
 
 
 class Rounds(Protocol):
-    """What asks the model again, with the results of tools, until its answer is complete."""
+    """Loop that calls the model again, with the results of tools, until its answer is complete."""
 
     def stream(
         self, completion: PreparedCompletion, run: Run

@@ -1,7 +1,7 @@
-"""Runs one prompt of a completion at the router, and turns its tokens into deltas.
+"""Runs one prompt of a completion at the router and turns its tokens into deltas.
 
-Most tokens have a text and nothing else: such a text goes to the client in the call that brings the
-token, if the client has taken all before it.
+Most tokens yield only text. If the client has taken everything before, that text goes to the client
+in the call that brings the token.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class PromptRun:
-    """One prompt of a completion."""
+    """The run of one prompt of a completion."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PromptRun:
         ]
         self._num_open = width  # choices that have not ended
         self._to_echo = set(range(width)) if completion.echo else set()
-        # Its tokens as every choice echoes them, once they are described.
+        # The prompt's tokens as every choice echoes them, once described.
         self._echoed: tuple[ScoredToken, ...] | None = None if completion.echo else ()
         self._withheld: dict[int, tuple[int, ...]] = {}  # ids by choice, whose text is yet to come
         self.prompt_scores: list[TokenLogprob] = []
@@ -81,7 +81,7 @@ class PromptRun:
         )
 
     def best(self, n: int) -> list[Choice]:
-        """The n choices with the highest mean log-probability, or all in order."""
+        """Return the n choices with the highest mean log-probability, or all in order."""
         if n >= len(self._choices):
             return self._choices
         return sorted(
@@ -114,7 +114,7 @@ class PromptRun:
         self._completion.meter.finished(self._finished, counts)
 
     def _note(self, event: RequestEvent) -> None:
-        """An event without tokens. Raises ServiceError if the request failed."""
+        """Record an event without tokens. Raises ServiceError if the request failed."""
         kind = event.WhichOneof("event")
         if kind == "prompt_logprobs":
             self.prompt_scores.extend(event.prompt_logprobs.logprobs)
@@ -151,12 +151,12 @@ class PromptRun:
         return start
 
     def _take_token(self, number: int, id_: int) -> Delta | None:
-        """The next token of a choice; what it adds, unless that is written at once."""
+        """Take the next token of a choice; return its delta, None if nothing is left to send."""
         choice = self._choices[number]
         if choice.closed:
             return None
         text = None if self._write is None or self._withheld else choice.push_text(id_)
-        if text is None:  # the token may bring more
+        if text is None:  # the token may yield more
             delta = self._counted(number, choice.push_id(id_), 1, ended=False)
             if delta is None or self._write is None:
                 return delta
@@ -177,12 +177,12 @@ class PromptRun:
         return self._counted(tokens.choice, delta, len(tokens.ids), ended=bool(tokens.finish))
 
     def _counted(self, number: int, delta: Delta, num_ids: int, *, ended: bool) -> Delta | None:
-        """Counts new tokens of a choice; the delta as it is sent. `ended`: decode ended it."""
+        """Count new tokens of a choice; return its delta to send. `ended`: decode ended it."""
         self._count(delta.choice, num_ids)
         if delta.finish is not None:
             self._num_open -= 1
             self._completion.meter.ended(delta.finish)
-            if not ended:  # a stop string has, and decode does not know yet
+            if not ended:  # a stop string ended it, and decode does not know yet
                 self._upstream.cancel(self._request, [number])
         if number in self._to_echo:
             self._to_echo.remove(number)
@@ -204,7 +204,7 @@ class PromptRun:
         return await score_prompt(vocabulary, self._prompt.ids, self.prompt_scores, num_top)
 
     def _echo(self, delta: Delta) -> Delta:
-        """The first delta of a choice, with the prompt before it."""
+        """Return the first delta of a choice, with the prompt before it."""
         prompt = TextPart(self._prompt.text)
         scores = self._echoed or ()
         if self._completion.echo_only:
@@ -213,8 +213,8 @@ class PromptRun:
 
 
 async def _last(events: AsyncIterator[T]) -> list[T]:
-    """What a router still says of a request whose choices have all ended here, if it comes within
-    END_EVENTS_S; else nothing."""
+    """Return the router's remaining events for a request whose choices have all ended here; empty
+    if they do not come within END_EVENTS_S."""
     try:
         async with asyncio.timeout(END_EVENTS_S):
             return [event async for event in events]

@@ -1,7 +1,7 @@
-"""From what a client asked to the engine's sampling parameters; every number is checked here.
+"""Converts a client's sampling fields to the engine's parameters and checks every number.
 
-REST and gRPC both come through `check` and `resolve`, so they refuse the same things with the same
-words. The bounds are those of engine/api/sampling_bounds.py.
+REST and gRPC both use `check` and `resolve`, so they refuse the same values with the same messages.
+The bounds are those of engine/api/sampling_bounds.py.
 """
 
 import math
@@ -31,8 +31,8 @@ from pdserve.protos.common_pb2 import (
 )
 from pdserve.services.host.errors import MAX_QUOTED, ServiceError, context_exceeded, cut
 
-MAX_SHOWN = 10**18  # of the numbers of a client that errors show
-MAX_LOGPROBS = 1 << 20  # of an answer that is held until it is complete: some 70 MB of it
+MAX_SHOWN = 10**18  # largest of a client's numbers that errors show
+MAX_LOGPROBS = 1 << 20  # in an answer held until it is complete: some 70 MB
 
 
 def refuse(param: str, message: str) -> ServiceError:
@@ -46,9 +46,9 @@ def context_overflow(
     max_tokens: int | None = None,
     param: str = "",
 ) -> ServiceError:
-    """The error of a prompt, or of one and its answer, that do not fit into the context. `param`:
-    the field at fault, if it is not that of the prompt. Without `max_tokens` the answer has one
-    token, or none if the model generates nothing."""
+    """Return the error for a prompt, or a prompt and its answer, that exceeds the context. `param`:
+    the field at fault, if it is not the prompt's. Without `max_tokens` the answer counts as one
+    token, or as none if the model generates nothing."""
     least = 0 if card.pooling else 1
     asked = least if max_tokens is None else min(max_tokens, MAX_SHOWN)
     text = context_exceeded(card.context_len, prompt_len, asked, prompt_field)
@@ -57,7 +57,7 @@ def context_overflow(
 
 @contextmanager
 def client_errors() -> Iterator[None]:
-    """What is wrong with a client's text, as the APIs say it."""
+    """Convert a TextError about a client's text to the APIs' ServiceError."""
     try:
         yield
     except TextError as error:
@@ -72,14 +72,14 @@ only the repetition penalty counts the prompt's."""
 
 
 def within_window(penalties: Mapping[str, float], window: int | None) -> dict[str, Any]:
-    """The penalties of a request and their window, by their names in RequestedSampling."""
+    """Return a request's penalties and window, by their names in RequestedSampling."""
     if window == 0:
         return {**_NO_PENALTIES}
     return {**penalties, "penalty_window": max(0, window or 0)}
 
 
 def check(requested: RequestedSampling, card: ModelCard) -> None:
-    """Bounds that do not depend on the prompt. Raises ServiceError naming the field."""
+    """Check bounds that do not depend on the prompt. Raises ServiceError naming the field."""
     r = requested
     for name, bounds in BOUNDS.items():
         if name != "logit_bias":
@@ -114,8 +114,8 @@ def check(requested: RequestedSampling, card: ModelCard) -> None:
 
 
 def check_logprobs(requested: RequestedSampling, num_tokens: int, instead: str) -> None:
-    """Raises ServiceError if so many tokens of an answer have more log-probabilities than may be
-    held. `instead`: what a client may ask for, beside fewer of something."""
+    """Check that `num_tokens` tokens of an answer do not have more log-probabilities than may be
+    held. Raises ServiceError. `instead`: other requests that the error text suggests."""
     r = requested
     if r.logprobs is None:
         return
@@ -140,11 +140,12 @@ def resolve(
     *,
     strict: bool = False,
 ) -> SamplingParams:
-    """The engine's parameters for a prompt of `prompt_len` tokens. Without a max_tokens, and with
-    one beyond the context, it is 0, which asks for the room that is left: the engine alone knows
-    how much n choices have. `strict`: one beyond the context is refused.
+    """Return the engine's parameters for a prompt of `prompt_len` tokens.
 
-    `param` names the prompt's field. Raises ServiceError CONTEXT_LENGTH_EXCEEDED, INVALID_ARGUMENT.
+    Without a max_tokens, or with one beyond the context, the engine's max_tokens is 0, which
+    requests all room: only the engine knows how much n choices have. `strict`: refuse a max_tokens
+    beyond the context. `param` names the prompt's field. Raises ServiceError
+    CONTEXT_LENGTH_EXCEEDED, INVALID_ARGUMENT.
     """
     r = requested
     left = card.context_len - prompt_len
@@ -187,22 +188,22 @@ def resolve(
 def _recommended(
     requested: RequestedSampling, card: ModelCard, defaults: GenerationDefaults
 ) -> dict[str, Any]:
-    """The parameters that a model may recommend: what the client asks for, else the model's.
+    """Return the parameters that a model may recommend: the client's values, else the model's.
 
-    What neither names is absent, and takes the engine's default.
+    A parameter that neither sets is None, and takes the engine's default.
     """
     found = {}
     for name in (own.name for own in fields(defaults)):
         value = getattr(requested, name)
         found[name] = getattr(defaults, name) if value is None else value
-    if found["top_p"] == 0:  # the best token alone, which the engine knows as top_k
+    if found["top_p"] == 0:  # only the best token, which is top_k 1 for the engine
         found |= {"top_p": 1.0, "top_k": 1}
     if found["top_k"] is not None:
         found["top_k"] = min(max(found["top_k"], 0), card.vocab_size)
     return found
 
 
-# Fields of bodies with the bounds of another name.
+# Body fields that have the bounds of another name.
 _BOUNDED_AS = {
     "top_logprobs": "logprobs",
     "max_completion_tokens": "max_tokens",
@@ -212,8 +213,7 @@ _BOUNDED_AS = {
 
 
 def bounded(schema: dict[str, Any]) -> None:
-    """Writes the bounds of sampling into the JSON schema of a body, where its own types have
-    none."""
+    """Write the sampling bounds into a body's JSON schema, where its own types have none."""
     for name, its in schema["properties"].items():
         bounds = BOUNDS.get(_BOUNDED_AS.get(name, name))
         for kind in its.get("anyOf", (its,)):

@@ -1,4 +1,4 @@
-"""From a client's request to a prepared completion: limits, model, template, tokens, parameters.
+"""Turns a client's request into a prepared completion: limits, model, template, tokens, parameters.
 
 REST and gRPC both enter here. Invariant: however the `prepare` block ends, the request no longer
 counts in the limits and its line is in the log.
@@ -50,16 +50,16 @@ NextRound = Callable[
 
 
 class ServerTools(Protocol):
-    """Tools that the gateway offers to every chat beside the client's."""
+    """Tools that the gateway offers to every chat besides the client's."""
 
     def offer(
         self, asked: ChatCompletionRequest, next_round: NextRound
     ) -> tuple[ChatCompletionRequest, Rounds | None]:
-        """The request with these tools, and the rounds of its answer if it can have several."""
+        """Return the request with these tools, and the rounds of its answer if it may take them."""
 
 
 class Service:
-    """What the APIs call."""
+    """Entry point of all APIs."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class Service:
         aliases: Sequence[str] = (),
         any_model: bool = False,
     ) -> None:
-        """`template_kwargs`: names that clients may give a chat template. `count_usage` is told of
-        each request that has used a model. `siblings` know of the requests of the others.
-        `strict_max_tokens`: one beyond the context is refused. `aliases` and `any_model` are the
-        Catalog's."""
+        """`template_kwargs`: names that clients may set for a chat template. `count_usage` is
+        called for each request that has used a model. `siblings` know the requests of the other
+        gateway processes. `strict_max_tokens`: refuse a max_tokens beyond the context. `aliases`
+        and `any_model` are the Catalog's."""
         self.upstream = upstream
         self.catalog = Catalog(upstream, text_pool, aliases, any_model)
         self.completions = Completions(upstream, clock)
@@ -110,7 +110,7 @@ class Service:
         asked: ChatCompletionRequest | TextCompletionRequest,
         caller: Caller,
     ) -> AsyncIterator[PreparedCompletion]:
-        """The completion to run inside the block. Raises ServiceError."""
+        """Yield the completion to run inside the block. Raises ServiceError."""
         owner = caller.tenant.id
         text = asked if isinstance(asked, TextCompletionRequest) else None
         sampling, form = asked.sampling, AnswerFormat()
@@ -164,8 +164,8 @@ class Service:
         priority: int,
         caller: Caller,
     ) -> AsyncIterator[PreparedInputs]:
-        """Likewise for prompts that `tokenized` makes for the model, each with one answer.
-        `operation`: what traces call it."""
+        """Prepare the prompts that `tokenized` makes for the model, each with one answer, to run
+        inside the block. `operation`: its name in traces. Raises ServiceError."""
         owner = caller.tenant.id
         async with self._open(caller) as (admitted, meter):
             async with self._counted(caller):
@@ -190,7 +190,7 @@ class Service:
 
     @asynccontextmanager
     async def _open(self, caller: Caller) -> AsyncIterator[tuple[AdmittedRequest, Meter]]:
-        """Counts a request in the limits; its line is in the log at the end."""
+        """Count a request in the limits, and log its line at the end."""
         began = self.clock() if caller.received is None else caller.received
         span = self.tracer.begin("request", caller.trace, began, entry=True)
         if span.context.span_id not in ("", caller.trace.span_id):  # not the client's own
@@ -213,7 +213,7 @@ class Service:
     async def _next_round(
         self, completion: PreparedCompletion, asked: ChatCompletionRequest, number: int
     ) -> PreparedCompletion:
-        """The same completion with another conversation. Raises ServiceError."""
+        """Return the completion for another round's conversation. Raises ServiceError."""
         owner = completion.tenant
         prompt = await self._chat_prompt(asked, completion.model, owner)
         sampling, form = self._shape(asked, completion.model, prompt.ids)
@@ -232,7 +232,7 @@ class Service:
 
     @asynccontextmanager
     async def _counted(self, caller: Caller) -> AsyncIterator[None]:
-        """One more request; afterwards its answer says what is left of the rates."""
+        """Count one request; at the end, add the remaining rates to the answer's headers."""
         try:
             await self.rates.count_request(caller.tenant.id)
             yield
@@ -240,12 +240,12 @@ class Service:
             caller.headers.update(await self.rates.headers(caller.tenant.id))
 
     async def count(self, caller: Caller) -> None:
-        """One more request that runs no model. Raises ServiceError."""
+        """Count one request that runs no model. Raises ServiceError."""
         async with self._counted(caller):
             pass
 
     async def count_prompt(self, asked: ChatCompletionRequest, caller: Caller) -> int:
-        """How many tokens the prompt of a chat has, which no model is run for. Raises
+        """Return the number of tokens of a chat's prompt, without running a model. Raises
         ServiceError."""
         owner = caller.tenant.id
         with self.limits.admit(owner):
@@ -256,16 +256,16 @@ class Service:
     async def prompt_ids(
         self, asked: ChatCompletionRequest, model: ServedModel, caller: Caller
     ) -> list[int]:
-        """The prompt of a chat, with the tools that it is offered. Raises ServiceError."""
+        """Return the prompt of a chat, with the tools that it is offered. Raises ServiceError."""
         asked, _ = self._offered(asked, model, caller)
         return await self._chat_ids(asked, model, caller.tenant.id)
 
     def _offered(
         self, asked: ChatCompletionRequest, model: ServedModel, caller: Caller
     ) -> tuple[ChatCompletionRequest, Rounds | None]:
-        """Adds the tools of MCP servers where the model can call tools, and what carries out their
-        calls; None: there are none."""
-        # A line of a batch may be asked again: what its calls have done would be, too.
+        """Add the tools of MCP servers if the model can call tools; also return the rounds that
+        carry out their calls, or None without such tools."""
+        # A line of a batch may run again, which would repeat the effects of its calls.
         if self._server_tools is None or caller.background or not self.may_call_tools(model.text):
             return asked, None
         return self._server_tools.offer(asked, self._next_round)
@@ -278,7 +278,7 @@ class Service:
         owner: bytes,
         continues: bool,
     ) -> None:
-        """Adds to the parameters of prompts what binds their answers."""
+        """Add the constraints on the answers to the parameters of prompts."""
         if not sampling.is_constrained:
             return
         await self.rates.check_text(owner)
@@ -311,12 +311,12 @@ class Service:
         return await self.texts.chat_ids(model, conversation, owner)
 
     def may_call_tools(self, text: LoadedText) -> bool:
-        """Whether the model's template shows tools, and its calls are read."""
+        """Return whether the model's template shows tools, and its calls are parsed."""
         family, _ = self.parsers.families(text.tool_parser, "")
         return bool(text.tool_parser) and family is not None
 
     def may_reason(self, text: LoadedText) -> bool:
-        """Whether thoughts in the model's answers are read."""
+        """Return whether reasoning in the model's answers is parsed."""
         _, family = self.parsers.families("", text.reasoning_parser)
         return family is not None
 
@@ -326,7 +326,7 @@ class Service:
     def _shape(
         self, asked: ChatCompletionRequest, model: ServedModel, ids: Sequence[int]
     ) -> tuple[RequestedSampling, AnswerFormat]:
-        """The sampling with what holds the answer to the tools, and how the answer is read."""
+        """Return the sampling with the constraints of the tools, and how the answer is parsed."""
         families = self._families(model)
         end = prompt_end(model.text.vocabulary, ids)
         if asked.continues:
@@ -382,14 +382,14 @@ class Service:
 def _kept(
     ids: Sequence[int], kept: int | None, sampling: RequestedSampling, model: ServedModel
 ) -> Sequence[int]:
-    """`kept_ids` that leave room for the answer asked for, in at most half of the context."""
+    """Apply `kept_ids`, leaving room for the requested answer, at most half of the context."""
     context_len = model.card.context_len
     room = min(sampling.max_tokens or 1, context_len // 2)
     return kept_ids(ids, kept, model, context_len - room)
 
 
 def not_supported(api: str) -> ServiceError:
-    """What is said of a model that is for something else, in vLLM's words."""
+    """Return the error for a model of another kind, in vLLM's words."""
     return refuse("model", f"The model does not support {api} API")
 
 

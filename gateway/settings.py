@@ -1,4 +1,4 @@
-"""Options of the gateway: each is written once, here."""
+"""Options of the gateway, each defined once, here."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ NO_DATABASE = "none"
 
 @dataclass(frozen=True)
 class PromptSettings(KeySettings):
-    """What it takes to make a prompt of a body."""
+    """Options for making a prompt from a body."""
 
     max_body_bytes: int = option(8 << 20, "bytes of a request's body", min=1024, max=1 << 30)
     max_bodies_bytes: int = option(
@@ -52,7 +52,7 @@ class PromptSettings(KeySettings):
 
 @dataclass(frozen=True)
 class GatewaySettings(PromptSettings, PublicSettings):
-    """Where the gateway listens, whom it asks, and what it lets clients do."""
+    """Where the gateway listens, which routers it uses, and what it lets clients do."""
 
     host: str = option("127.0.0.1", "address of the REST and gRPC servers")
     workers: int = option(1, "processes behind the same ports (docs/gateways.md)", min=1, max=64)

@@ -1,4 +1,4 @@
-"""One of several gateway processes behind the same ports: what its parent gives it."""
+"""One of several gateway processes behind the same ports: what its parent passes to it."""
 
 import socket
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class GatewayWorker:
-    """The process `index` of `num`. The parent keeps its sockets open, so that connections wait
-    there while a process is started again, and owns the folder."""
+    """The process `index` of `num`. The parent owns the folder, and keeps the sockets open so that
+    connections wait there while a process restarts."""
 
     index: int
     num: int
@@ -29,5 +29,5 @@ class GatewayWorker:
 
 
 def worker_name(index: int) -> str:
-    """How the process is called in logs and by ps."""
+    """Return the name of the process in logs and ps."""
     return f"gateway {index}"

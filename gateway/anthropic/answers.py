@@ -1,4 +1,4 @@
-"""What this API answers, for its description; the answers themselves are made in reply.py."""
+"""The answers of this API, for its description; reply.py makes the answers themselves."""
 
 from typing import Any, Literal
 

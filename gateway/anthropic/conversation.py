@@ -1,4 +1,4 @@
-"""Messages of Anthropic's API made into those that chat templates expect; pure."""
+"""Converts messages of Anthropic's API to those that chat templates expect; pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
@@ -19,20 +19,20 @@ from pdserve.services.host.errors import quoted
 
 Block = Mapping[str, Any]
 Part = dict[str, str]
-_BILLING = "x-anthropic-billing-header:"  # a line of Claude Code that is another in each request
+_BILLING = "x-anthropic-billing-header:"  # a line of Claude Code that differs in each request
 
 
 def conversation(
     system: str | Sequence[Block] | None,
     messages: Sequence[tuple[str, str | Sequence[Block] | None]],
 ) -> list[dict[str, Any]]:
-    """The turns of a chat; `messages` are pairs of a role and a content.
+    """Return the turns of a chat; `messages` are pairs of a role and a content.
 
-    Messages of the assistant that follow each other are one turn. Results of tools are turns of
-    their own, and texts of the user that follow each other are one turn, since many templates want
-    turns to alternate. Each system message is a turn in its place. Raises ServiceError for a block
-    that is not served, that has another role's kind, or that answers a call which is not there, and
-    if the messages have no content at all.
+    Consecutive messages of the assistant are one turn. Results of tools are separate turns, and
+    consecutive texts of the user are one turn, since many templates require turns to alternate.
+    Each system message is a turn in its place. Raises ServiceError for a block that is not served,
+    that belongs to another role, or that answers a call which is not there, and if the messages
+    have no content at all.
     """
     made = _Turns()
     made.add_system(system or (), "system")
@@ -58,12 +58,12 @@ def conversation(
 
 
 class _Turns:
-    """Builds the turns, and notes the kinds of blocks that are `dropped`."""
+    """Builder of the turns; collects the kinds of blocks that are `dropped`."""
 
     def __init__(self) -> None:
         self.turns: list[dict[str, Any]] = []
         self.dropped: set[str] = set()
-        self._calls: set[str] = set()  # their ids
+        self._calls: set[str] = set()  # ids of the calls so far
 
     def add_system(self, content: str | Sequence[Block], at: str) -> None:
         parts = self._texts(content, at, SYSTEM_BLOCKS)
@@ -127,7 +127,7 @@ class _Turns:
         self.turns.append({"role": "tool", "tool_call_id": name, "content": content})
 
     def _texts(self, content: str | Sequence[Block], at: str, table: Table) -> list[Part]:
-        """Raises ServiceError for a block that has no text."""
+        """Return the texts as parts. Raises ServiceError for a block without a text."""
         if not isinstance(content, str | list | tuple):
             raise refuse(at, f"{at} must be a string or a list of blocks")
         return [
@@ -137,7 +137,7 @@ class _Turns:
         ]
 
     def _text(self, block: Block, at: str, member: Member, where: str) -> list[str]:
-        """The text of a block; empty for one that is dropped. Raises ServiceError if it is
+        """Return the text of a block; empty if the block is dropped. Raises ServiceError if it is
         refused."""
         kind = block["type"]
         if kind == "text":
@@ -152,21 +152,21 @@ class _Turns:
 
 
 def _given(content: str | Sequence[Block] | None, role: str, at: str) -> str | Sequence[Block]:
-    """The content of a message; that of the assistant may be null. Raises ServiceError."""
+    """Return the content of a message, which may be null for the assistant. Raises ServiceError."""
     if content is None and role != "assistant":
         raise refuse(at, f"{at} is required")
     return content or ()
 
 
 def _arguments(given: Any) -> Any:
-    """An object as it is, anything else as the text that the model has written."""
+    """Return an object as it is, anything else as the text that the model has written."""
     if given is None:
         return {}
     return given if isinstance(given, Mapping | str) else to_json(given).decode()
 
 
 def _blocks(content: str | Sequence[Block], at: str) -> list[tuple[Block, str]]:
-    """Each block, and where it stands."""
+    """Return each block with its place in the request."""
     if isinstance(content, str):
         return [({"type": "text", "text": content}, at)]
     found = []

@@ -36,7 +36,7 @@ PING = framed({"type": "ping"})
 
 
 class AnthropicDialect:
-    """/v1/messages and /v1/messages/count_tokens, whatever their `anthropic-version` is."""
+    """/v1/messages and /v1/messages/count_tokens, for any `anthropic-version`."""
 
     paths: tuple[str, ...] = ("/v1/messages",)
     not_offered: tuple[str, ...] = ("/v1/messages/batches/",)
@@ -89,7 +89,7 @@ class AnthropicDialect:
 
 
 def _overflow(message: str) -> str:
-    """The same in Anthropic's words, for which its clients look."""
+    """Return the error text in Anthropic's words, which its clients look for."""
     found = CONTEXT_EXCEEDED.search(message)
     if found is None:
         return message

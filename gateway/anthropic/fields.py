@@ -1,6 +1,6 @@
 """Fields that /v1/messages knows and does not serve: refused by name, or ignored on purpose.
 
-Those that it serves are fields of MessagesBody in schema.py.
+MessagesBody in schema.py has the fields that are served.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         (
             # Anthropic, with betas
             "compaction", "fallbacks", "thread", "user_profile_id",
-            "context_management",  # edits that clear thoughts alone are taken (schema.py)
+            "context_management",  # edits that only clear reasoning are accepted (schema.py)
             # OpenAI, vLLM
             "seed", "stop", "logit_bias", "logprobs", "top_logprobs", "functions", "input",
             "instructions", "prompt", "max_completion_tokens", "max_output_tokens", "reasoning",
@@ -41,7 +41,7 @@ IGNORED: frozenset[str] = frozenset(
 # They offer tools that cannot be run here.
 LEFT_OUT: frozenset[str] = frozenset(("mcp_servers",))
 
-# OpenAI's names of what this API calls otherwise.
+# OpenAI's names for fields that this API names differently.
 INSTEAD: dict[str, str] = {
     "stop": "stop_sequences",
     "max_completion_tokens": "max_tokens",

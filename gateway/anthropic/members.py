@@ -1,4 +1,4 @@
-"""The members of Anthropic's unions, betas too, and what becomes of each."""
+"""The members of Anthropic's unions, including betas, and how each is handled."""
 
 from pdserve.gateway.requests.members import (
     DROPPED,
@@ -13,7 +13,7 @@ from pdserve.gateway.requests.members import (
 
 ROLES: Table = {"user": SERVED, "assistant": SERVED, "system": SERVED}
 
-# What a provider's own tools have done, and what goes with it.
+# Results of a provider's own tools, and related blocks.
 _HISTORY: dict[str, Member] = {
     "server_tool_use": kept("name", "input"),
     "mcp_tool_use": kept("server_name", "name", "input"),
@@ -30,7 +30,7 @@ _HISTORY: dict[str, Member] = {
     "redacted_thinking": DROPPED,
     "fallback": DROPPED,
     "mcp_tool_listing": DROPPED,
-    "tool_addition": DROPPED,  # every tool of the request is offered from its beginning
+    "tool_addition": DROPPED,  # every tool of the request is offered from the start
     "tool_removal": REFUSED,
     "image": REFUSED,
     "document": REFUSED,
@@ -47,7 +47,7 @@ USER_BLOCKS: Table = {
     "tool_use": REFUSED,
     **_HISTORY,
 }
-# One that is in no row is history, and dropped.
+# A block in no row is history, and dropped.
 ASSISTANT_BLOCKS: Table = {
     **_TEXTS,
     "thinking": SERVED,
@@ -68,7 +68,7 @@ RESULT_BLOCKS: Table = {
     "document": REFUSED,
 }
 
-# One that is in no row is the provider's, and left out.
+# A tool in no row is the provider's, and left out.
 TOOLS: Table = {
     "custom": SERVED,
     "function": REFUSED,  # OpenAI's form

@@ -1,6 +1,6 @@
-"""The content blocks of one message, from the deltas of its choice, and the events that say so.
+"""The content blocks of one message, from the deltas of its choice, and their events.
 
-Pure. Invariant: what the events of a stream add up to is what `blocks` has in the end.
+Pure. Invariant: the events of a stream add up to the final `blocks`.
 """
 
 from collections.abc import Iterator
@@ -21,21 +21,21 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessageContent:
-    """Parts of one kind that follow each other are one block."""
+    """Content of a message; consecutive parts of one kind are one block."""
 
     def __init__(self, *, shows_thinking: bool = True) -> None:
-        """Without `shows_thinking` a block of thinking has its signature alone."""
+        """Without `shows_thinking`, a thinking block has only its signature."""
         self._shows_thinking = shows_thinking
         self.blocks: list[dict[str, Any]] = []
         self.thinking_tokens = 0
         self.stop_reason: str | None = None
         self.stop_sequence: str | None = None
-        self._first: ContentPart | None = None  # of the block that is open
-        self._cut = False  # the call in it
+        self._first: ContentPart | None = None  # first part of the open block
+        self._cut = False  # whether its call is cut off
         self._pieces: list[str] = []
 
     def push(self, delta: Delta) -> Iterator[Event]:
-        """What is new."""
+        """Yield the events of a delta."""
         for part in delta.content:
             if isinstance(part, ReasoningPart):
                 self.thinking_tokens = delta.num_tokens
@@ -84,7 +84,7 @@ _KEYS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta":
 
 
 def _piece(part: ContentPart) -> tuple[str, str]:
-    """The type of a part's delta, and its text."""
+    """Return the type of a part's delta, and its text."""
     if isinstance(part, ToolCallPart):
         return "input_json_delta", part.arguments
     return ("thinking_delta" if isinstance(part, ReasoningPart) else "text_delta"), part.text
@@ -97,7 +97,7 @@ def _same_block(one: ContentPart, other: ContentPart) -> bool:
 
 
 def _block(first: ContentPart, whole: str, *, cut: bool = False) -> dict[str, Any]:
-    """A block whose first part is given, with its whole text; `cut`: a call that was cut off."""
+    """Return the block of a first part and the whole text; `cut`: its call was cut off."""
     if isinstance(first, TextPart):
         return {"type": "text", "text": whole}
     if isinstance(first, ReasoningPart):

@@ -16,7 +16,7 @@ from pdserve.gateway.service import Service
 
 
 class MessageReply:
-    """Make it after the body is checked, then take `whole` or `framed`."""
+    """One message; make it after the body is checked, then take `whole` or `framed`."""
 
     def __init__(self, service: Service, body: MessagesBody, caller: Caller) -> None:
         """Raises ServiceError for fields that contradict each other."""
@@ -31,14 +31,14 @@ class MessageReply:
         self._usage = Usage(0, 0, 0)
 
     async def whole(self) -> dict[str, Any]:
-        """The message object. Raises ServiceError."""
+        """Return the message object. Raises ServiceError."""
         async with aclosing(self._events()) as events:
             async for _ in events:
                 pass
         return self._message()
 
     async def framed(self) -> AsyncGenerator[bytes, None]:
-        """The events as they are sent. Raises ServiceError."""
+        """Yield the framed events. Raises ServiceError."""
         async with aclosing(self._events()) as events:
             async for event in events:
                 yield framed(event)
@@ -78,7 +78,7 @@ class MessageReply:
         }
 
     def _usage_object(self) -> dict[str, Any]:
-        """What is read from the cache is no input here. Before the end nothing is known of it."""
+        """Return the usage; cached tokens are not input, and unknown before the end."""
         usage = self._usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -91,7 +91,7 @@ class MessageReply:
 
 
 async def count_tokens(service: Service, body: CountBody, caller: Caller) -> dict[str, Any]:
-    """How many tokens a message's prompt has. Raises ServiceError."""
+    """Return the number of tokens of a message's prompt. Raises ServiceError."""
     sampling = RequestedSampling(structure=body.structure())
     asked = ChatCompletionRequest(
         body.model, body.conversation(), sampling, tool_use=body.tool_use()
@@ -100,5 +100,5 @@ async def count_tokens(service: Service, body: CountBody, caller: Caller) -> dic
 
 
 def framed(event: Event) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))

@@ -57,7 +57,7 @@ class AnthropicTool(StrictModel):
     strict: bool | None = None
 
     def as_tool(self, index: int) -> Tool:
-        """`index`: its place in `tools`."""
+        """Return the tool; `index` is its place in `tools`."""
         param = f"tools[{index}].input_schema"
         return Tool(self.name, self.description or "", self.input_schema, bool(self.strict), param)
 
@@ -69,12 +69,12 @@ class AnthropicToolChoice(StrictModel):
 
 
 def _as_thinking(value: Any) -> Any:
-    """A truth value, as other APIs write it."""
+    """Accept a boolean, as other APIs write it."""
     return {"type": "adaptive" if value else "disabled"} if isinstance(value, bool) else value
 
 
 def _as_object(choice: Any) -> Any:
-    """OpenAI's modes mean the same."""
+    """Accept OpenAI's modes, which mean the same."""
     return {"type": {"required": "any"}.get(choice, choice)} if isinstance(choice, str) else choice
 
 
@@ -83,7 +83,7 @@ class Thinking(StrictModel):
 
     type: Literal[*THINKING]  # type: ignore[valid-type]
     budget_tokens: int | None = Field(None, ge=0)
-    display: Any = None  # "omitted" leaves the thoughts out; any other value shows them
+    display: Any = None  # "omitted" hides the reasoning; any other value shows it
 
 
 class RequestMetadata(StrictModel):
@@ -117,7 +117,7 @@ class CountBody(StrictModel):
     output_config: OutputConfig | None = None
 
     def conversation(self) -> TemplateInput:
-        """A last message of the assistant is gone on with. Raises ServiceError."""
+        """Return the conversation. Continues a last assistant message. Raises ServiceError."""
         messages = [(turn.role, turn.content) for turn in self.messages]
         turns = conversation(self.system, messages)
         last = turns[-1]
@@ -133,7 +133,7 @@ class CountBody(StrictModel):
         )
 
     def tool_use(self) -> ToolUse | None:
-        """None without tools. Raises ServiceError."""
+        """Return the use of tools, None without tools. Raises ServiceError."""
         tools = _parse_tools(self.tools or ())
         choice = self.tool_choice or AnthropicToolChoice(type="auto")
         known = {tool.name for tool in tools}
@@ -159,8 +159,8 @@ class CountBody(StrictModel):
         return Structure("json_schema", form.schema_, "output_config.format.schema")
 
     def _template_variables(self) -> dict[str, Any]:
-        """Variables of a template, where it allows them. Raises ServiceError for fields that
-        contradict each other."""
+        """Return the template variables, where the template allows them. Raises ServiceError for
+        fields that contradict each other."""
         thinks = self.thinking.type != "disabled" if self.thinking else None
         fields = [
             ThinkingChoice("thinking", thinks),
@@ -168,13 +168,13 @@ class CountBody(StrictModel):
             ollama_thinking(self.think),
         ]
         variables = thinking_variables(fields)
-        if self.output_config and self.output_config.effort:  # also of answers without thoughts
+        if self.output_config and self.output_config.effort:  # also for answers without reasoning
             variables["reasoning_effort"] = self.output_config.effort
         return variables
 
 
 def _or_unbounded(schema: dict[str, Any]) -> None:
-    """-1: what the context has room for."""
+    """Allow -1: what the context has room for."""
     schema["anyOf"] = [{"type": schema.pop("type")}, {"const": -1}]
 
 
@@ -200,7 +200,7 @@ class MessagesBody(CountBody):
         return self.thinking is None or self.thinking.display != "omitted"
 
     def sampling(self) -> RequestedSampling:
-        """Raises ServiceError for fields that contradict each other."""
+        """Return the sampling. Raises ServiceError for fields that contradict each other."""
         return RequestedSampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -227,7 +227,7 @@ class MessagesBody(CountBody):
 
 
 def _parse_tools(given: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
-    """The tools that can be served. Raises ServiceError for a wrong one."""
+    """Return the tools that can be served. Raises ServiceError for a wrong one."""
     tools: dict[str, Tool] = {}
     left_out = []
     for index, tool in enumerate(given):
@@ -254,12 +254,12 @@ def _parse_tools(given: list[dict[str, Any]] | tuple[()]) -> list[Tool]:
 
 
 def parse_messages(body: Mapping[str, Any]) -> MessagesBody:
-    """Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
     return _parse(MessagesBody, body, IGNORED)
 
 
 def parse_count(body: Mapping[str, Any]) -> CountBody:
-    """Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
     return _parse(CountBody, body, IGNORED | MessagesBody.model_fields.keys())
 
 
@@ -275,7 +275,8 @@ def _parse(kind: type[B], body: Mapping[str, Any], ignored: Collection[str]) -> 
 
 
 def _only_clears_thoughts(management: Any) -> bool:
-    """Templates keep earlier thoughts or leave them out, and nothing else is ever cleared here."""
+    """Return whether all edits only clear reasoning. Templates decide about earlier reasoning, and
+    nothing else is ever cleared here."""
     edits = management.get("edits") if isinstance(management, dict) else None
     return isinstance(edits, list) and all(
         isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking_")

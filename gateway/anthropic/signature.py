@@ -1,8 +1,8 @@
-"""The signature of a thinking block. Clients send it back with the block, and some drop a thought
-that has none. Pure.
+"""The signature of a thinking block. Clients return it with the block; some drop a block without
+one. Pure.
 
-It proves nothing: a client may write thoughts as it likes. That of a thought that is not shown has
-its text, so that the next turn's prompt has it again.
+A signature proves nothing: a client may write any reasoning. The signature of hidden reasoning
+contains its text, so that the next turn's prompt includes it.
 """
 
 import binascii
@@ -13,13 +13,13 @@ _HIDDEN = b"thought:"
 
 
 def signature_of(thought: str, *, hidden: bool) -> str:
-    """As text; `hidden`: the block is sent without its thought."""
+    """Return the signature as text; `hidden`: the block is sent without its reasoning."""
     data = thought.encode(errors="replace")
     return b64encode(_HIDDEN + data if hidden else sha256(data).digest()).decode()
 
 
 def hidden_thought(signature: object) -> str:
-    """The thought that a signature of this server has; empty if it has none."""
+    """Return the reasoning in a signature of this server; empty if it has none."""
     if not isinstance(signature, str):
         return ""
     try:

@@ -1,6 +1,6 @@
-"""How one answer is read: the parsers of its thoughts and calls, and what holds it to the tools.
+"""How one answer is read: the parsers of its reasoning and calls, and its tool constraints.
 
-The families are found in the model's chat template, or named by the gateway's settings.
+The parser families come from the model's chat template or the gateway's settings.
 """
 
 import secrets
@@ -28,7 +28,7 @@ from pdserve.gateway.text.tools import GENERIC, tool_family
 from pdserve.gateway.text.vocabulary import Vocabulary
 
 AUTO = "auto"
-PROMPT_END_TOKENS = 16  # in which a template may open or close a thought
+PROMPT_END_TOKENS = 16  # in which a template may open or close reasoning
 ANY_OBJECT = {"type": "object"}
 
 Families = tuple[ToolFamily | None, ReasoningFamily | None]
@@ -36,11 +36,11 @@ Families = tuple[ToolFamily | None, ReasoningFamily | None]
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """By default the whole text is the answer.
+    """How an answer is read; by default the whole text is the answer.
 
-    `only_calls`: text behind a call is left out. `calls_first`: an answer that does not begin with
-    a call has none. `open`: the prompt has opened a thought. `inline`: thoughts are part of the
-    text. `continues`: the answer goes on with a message.
+    `only_calls`: drop text after a call. `calls_first`: an answer that does not begin with a call
+    has none. `open`: the prompt has opened reasoning. `inline`: reasoning is part of the text.
+    `continues`: the answer continues a message.
     """
 
     tools: ToolFamily | None = None
@@ -55,12 +55,12 @@ class AnswerFormat:
 
     @property
     def special(self) -> frozenset[str]:
-        """Texts that the parsers need even where they are special tokens."""
+        """Return the texts that the parsers need even where they are special tokens."""
         families = (self.tools, self.reasoning)
         return frozenset(text for family in families if family for text in family.special)
 
     def parser(self) -> ContentParser | None:
-        """A new one, for one choice; None if the text is content as it is."""
+        """Return a new parser for one choice, None if the text is the content as it is."""
         made: ContentParser
         new_id = partial(new_call_id, self.tools.id_len if self.tools else 0)
         if self.tools is not None and self.tools.whole is not None:
@@ -96,26 +96,26 @@ class AnswerFormat:
 
 @dataclass(frozen=True, slots=True)
 class ParserChoice:
-    """Names of parsers that a gateway uses for every model: a name, "none", or "auto"."""
+    """Parser names that a gateway uses for every model: a name, "none", or "auto"."""
 
     tools: str = AUTO
     reasoning: str = AUTO
 
     @property
     def reads_calls(self) -> bool:
-        """Whether calls of tools are found in answers."""
+        """Return whether tool calls are parsed from answers."""
         return self.tools != "none"
 
     def families(self, tool_parser: str, reasoning_parser: str) -> Families:
-        """Those of a model whose template is of the named families; without one of tools, the
-        prompt says how to call them."""
+        """Return the families for a model whose template is of the named ones. Without a tool
+        family, the prompt explains how to call tools."""
         tools = (tool_parser or GENERIC) if self.tools == AUTO else self.tools
         reasoning = reasoning_parser if self.reasoning == AUTO else self.reasoning
         return tool_family(tools), reasoning_family(reasoning)
 
 
 def prompt_end(vocabulary: Vocabulary, ids: Sequence[int]) -> str:
-    """The last of a prompt's text, special tokens too. Takes a part of a millisecond."""
+    """Return the end of a prompt's text, with special tokens. Takes a fraction of a millisecond."""
     text = vocabulary.incremental(skip_special_tokens=False, continues=True)
     return text.push(ids[-PROMPT_END_TOKENS:]) + text.flush()
 
@@ -129,8 +129,10 @@ def answer_format(
     inline: bool,
     structured: bool = False,
 ) -> AnswerFormat:
-    """`prompt_end`: the last text before the answer; with `continues` all of the message that the
-    answer goes on with. `structured`: text without calls has a form."""
+    """Return how an answer is read. `prompt_end`: the last text before the answer; with
+    `continues`, all of the message that the answer continues. `structured`: text without calls has
+    a structure.
+    """
     tools, reasoning = families
     called = use.tools if use is not None and _may_call(use) else ()
     return AnswerFormat(
@@ -154,10 +156,10 @@ def shaped(
     *,
     continues: bool,
 ) -> RequestedSampling:
-    """The sampling with the tags of the model's thoughts, the structure that the tools ask for, and
-    what an answer has before its structure; `prompt_end` and `continues` as for `answer_format`.
-    Raises TextError for two structures, and for one that leaves no room for calls that the model
-    may make."""
+    """Return the sampling with the tags of the model's reasoning, the structure that the tools
+    require, and what an answer has before its structure; `prompt_end` and `continues` as for
+    `answer_format`. Raises TextError for two structures, and for a structure without room for calls
+    that the model may make."""
     tools, reasoning = families
     sampling = thinking_bound(sampling, reasoning)
     structure = tool_structure(tools, use) if use is not None else None
@@ -166,7 +168,7 @@ def shaped(
     if structure is None:
         return sampling
     if structure is not sampling.structure and tools is not None and tools.whole is not None:
-        # A call of Harmony's is a message of its own, not part of the final one.
+        # A Harmony call is a separate message, not part of the final one.
         return replace(sampling, structure=structure, structure_after="")
     after = ""
     if reasoning is not None and _thinks_first(reasoning, prompt_end, continues):
@@ -178,8 +180,8 @@ def shaped(
 def thinking_bound(
     sampling: RequestedSampling, reasoning: ReasoningFamily | None
 ) -> RequestedSampling:
-    """The sampling with the tags of the model's thoughts if these are bounded. Raises TextError
-    if there are none to bound."""
+    """Return the sampling with the tags of the model's reasoning if reasoning is bounded. Raises
+    TextError if the model has no reasoning to bound."""
     if sampling.thinking_budget is None or sampling.thinking_tags is not None:
         return sampling
     if reasoning is None:
@@ -192,8 +194,8 @@ def thinking_bound(
 def _beside_calls(
     asked: Structure, held: Structure | None, families: Families, use: ToolUse | None
 ) -> Structure:
-    """A client's structure with room for the calls that the model may make, which `held` holds to a
-    form. Raises TextError if there is none."""
+    """Return a client's structure with room for the calls that the model may make; `held` is the
+    structure that the tools require. Raises TextError if there is no room."""
     tools, reasoning = families
     if use is None or not _may_call(use) or tools is None:
         return asked
@@ -202,7 +204,7 @@ def _beside_calls(
         value = {**_tags(tools, use), "required": True, "or": other}
         return Structure("structural_tag", value, asked.param)
     if held is None and tools.whole is not None and reasoning is not None:
-        return asked  # it binds one message, and calls are others
+        return asked  # it binds one message, and calls are other messages
     if held is not None:
         text = f"{asked.param} cannot be combined with the form that {held.param} asks for"
         raise TextError(text, asked.param)
@@ -211,8 +213,8 @@ def _beside_calls(
 
 
 def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
-    """What holds an answer to the calls that are asked for; None if the model may write what it
-    likes. Raises TextError for a model whose calls have no form."""
+    """Return the structure that holds an answer to the required calls, None if the model may write
+    anything. Raises TextError for a model whose calls are not parsed."""
     required = use.choice == "required"
     if not _may_call(use) or not (required or use.only or any(t.strict for t in use.tools)):
         return None
@@ -223,7 +225,7 @@ def tool_structure(family: ToolFamily | None, use: ToolUse) -> Structure | None:
 
 
 def _tags(family: ToolFamily, use: ToolUse) -> dict[str, Any]:
-    """The value of a structural tag whose tags are the calls of the tools."""
+    """Return the value of a structural tag whose tags are the calls of the tools."""
     required = use.choice == "required"
     tools = [tool for tool in use.tools if not use.only or tool.name in use.only]
     given = [
@@ -250,7 +252,7 @@ def _tags(family: ToolFamily, use: ToolUse) -> dict[str, Any]:
 
 
 def new_call_id(length: int = 0) -> str:
-    """As OpenAI writes one, or of so many letters and digits alone."""
+    """Return a call id in OpenAI's form, or of `length` letters and digits."""
     return secrets.token_hex(length)[:length] if length else f"call_{secrets.token_hex(12)}"
 
 
@@ -259,15 +261,15 @@ def _may_call(use: ToolUse | None) -> bool:
 
 
 def _thinks_first(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:
-    """Whether a thought comes before the answer's text: a message that goes on has had its own."""
+    """Return whether reasoning precedes the answer's text; a continued message has had it."""
     if continues:
         return _is_open(reasoning, text, continues)
     return not text.rstrip().endswith(reasoning.after + reasoning.lead)
 
 
 def _is_open(reasoning: ReasoningFamily, text: str, continues: bool) -> bool:
-    """Whether a text leaves a thought open. What a template has written before an answer ends with
-    the tag; a user may have quoted it further up."""
+    """Return whether a text leaves reasoning open. A template's text before an answer ends with the
+    tag; a user may have quoted the tag earlier."""
     if continues:
         return text.rfind(reasoning.begin) > text.rfind(reasoning.end)
     return text.rstrip().endswith(reasoning.begin)

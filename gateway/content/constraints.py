@@ -1,6 +1,6 @@
-"""What binds an answer beside its sampling, in token ids: from the texts that a client wrote; pure.
+"""Constraints on an answer besides its sampling, as token ids of the texts of a client; pure.
 
-Whoever has the model's tokenizer encodes `texts_of` a request, and compiles its structure.
+The holder of the model's tokenizer encodes `texts_of` a request and compiles its structure.
 """
 
 from array import array
@@ -13,19 +13,19 @@ from pdserve.gateway.requests.structure import Structure, oversize
 from pdserve.gateway.text.errors import TextError
 from pdserve.gateway.text.vocabulary import Vocabulary
 
-NEAR_END = 4096  # ids at the end of a prompt, where it is looked up whether thinking is under way
-LAST = 2 * MAX_SEQUENCE_IDS  # ids at its end, in which a template may begin or end the thinking
+NEAR_END = 4096  # ids at a prompt's end, searched for open reasoning
+LAST = 2 * MAX_SEQUENCE_IDS  # ids at the end, in which a template may begin or end reasoning
 
 Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Of all choices and prompts of one request; empty ones bind nothing."""
+    """Constraints for all choices and prompts of one request; empty ones bind nothing."""
 
     bad_words: tuple[Ids, ...] = ()
     grammar: str = ""  # its source
-    grammar_after: Ids = ()  # it binds what follows these; empty: all
+    grammar_after: Ids = ()  # the grammar binds what follows these; empty: all
     grammar_after_text: str = ""  # the same as text
     thinking_budget: int | None = None
     thinking_start: Ids = ()
@@ -34,10 +34,10 @@ class Constraints:
     def of_prompt(
         self, prompt: Sequence[int], vocabulary: Vocabulary, *, continues: bool
     ) -> "Constraints":
-        """Those of one prompt's answer; `continues`: the answer goes on with its text.
+        """Return the constraints on one prompt's answer; `continues`: the answer continues it.
 
-        A prompt may have begun the answer's thinking already, or ended it: then nothing in the
-        answer says where it begins or ends.
+        If the prompt has already begun or ended the reasoning, the answer does not contain the tag
+        that marks it.
         """
         after, start = self.grammar_after, self.thinking_start
         closing = self.grammar_after_text.rstrip()
@@ -52,7 +52,7 @@ class Constraints:
 
 
 def texts_of(requested: RequestedSampling) -> list[str]:
-    """The texts whose token ids `constraints_of` needs."""
+    """Return the texts whose token ids `constraints_of` needs."""
     r = requested
     words = [written for word in r.bad_words for written in _as_written(word)]
     after = [r.structure_after] if r.structure is not None and r.structure_after else []
@@ -61,8 +61,8 @@ def texts_of(requested: RequestedSampling) -> list[str]:
 
 
 def check_structure(requested: RequestedSampling, structure: Structure) -> None:
-    """The answer ends where its structure does, so nothing else may say where it must not. Raises
-    TextError that names the field."""
+    """Check that nothing else decides where the answer ends, and that the structure is not too
+    large. The answer ends where its structure does. Raises TextError that names the field."""
     for name in ("min_tokens", "ignore_eos"):
         if getattr(requested, name):
             raise TextError(f"{name} cannot be combined with {structure.param}", name)
@@ -76,8 +76,8 @@ def constraints_of(
     grammar: str,
     vocabulary: Vocabulary,
 ) -> Constraints:
-    """`ids`: of `texts_of` the request, each as it goes on with another text; `grammar`: the source
-    of its structure. Raises TextError that names the field."""
+    """Return the constraints of a request. `ids`: of `texts_of` the request, each as it continues
+    another text; `grammar`: the source of its structure. Raises TextError that names the field."""
     r = requested
     words = [tuple(ids[written]) for word in r.bad_words for written in _as_written(word)]
     if any(len(word) > MAX_SEQUENCE_IDS for word in words):
@@ -104,13 +104,13 @@ def constraints_of(
 
 
 def _as_written(word: str) -> tuple[str, str]:
-    """A bad word within a text: after a space, and after what is none."""
+    """Return a bad word as it occurs within a text: not after a space, and after one."""
     bare = word.lstrip()
     return bare, f" {bare}"
 
 
 def _checked(tag: str, ids: Mapping[str, Sequence[int]], vocabulary: Vocabulary, param: str) -> Ids:
-    """The ids of a tag of a model's thinking. Raises TextError if the model cannot write it."""
+    """Return the ids of a reasoning tag. Raises TextError if the model cannot write the tag."""
     found = tuple(ids[tag])
     if len(found) > MAX_SEQUENCE_IDS:
         raise TextError(f"{param}: {tag[:MAX_SEQUENCE_IDS]!r} has too many tokens", param)
@@ -120,12 +120,12 @@ def _checked(tag: str, ids: Mapping[str, Sequence[int]], vocabulary: Vocabulary,
 
 
 def _end(prompt: Sequence[int], vocabulary: Vocabulary) -> str:
-    """What a prompt ends with, but for spaces."""
+    """Return the end of a prompt's text, without trailing spaces."""
     return vocabulary.decode(prompt[-LAST:], skip_special_tokens=False).rstrip()
 
 
 def _last(prompt: Sequence[int], part: Sequence[int]) -> int:
-    """Where a sequence occurs last near a prompt's end; -1 if it does not, or is empty."""
+    """Return where a sequence occurs last near a prompt's end; -1 if it does not, or is empty."""
     if not part:
         return -1
     data, wanted = array("I", prompt[-NEAR_END:]).tobytes(), array("I", part).tobytes()

@@ -1,4 +1,4 @@
-"""Texts of clients and token ids of models, one from the other, within what a model can take."""
+"""Converts clients' texts to token ids of a model and back, within what the model can take."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -17,19 +17,19 @@ from pdserve.services.host.tenants.rate_limits import RateLimits
 
 T = TypeVar("T")
 
-# Longer texts are refused unread: real text has about 4 characters a token, the longest runs
-# of spaces in vocabularies of today some 64.
+# Longer texts are refused unread: real text has about 4 characters a token, and the longest runs of
+# spaces in today's vocabularies have about 64.
 CHARS_PER_TOKEN = 64
-IDS_AT_ONCE = 256  # that are turned into text before others have the loop
+IDS_AT_ONCE = 256  # ids decoded before other tasks run
 
 
 class ModelTexts:
-    """What is long is done in text processes, or in turns of its owners. Raises ServiceError."""
+    """Converter of texts and ids, in text processes or in turns. Raises ServiceError."""
 
     def __init__(
         self, rates: RateLimits, template_kwargs: Collection[str], parsers: ParserChoice
     ) -> None:
-        """`template_kwargs`: names that clients may give a chat template."""
+        """`template_kwargs`: names that clients may set for a chat template."""
         self._rates = rates
         self._parsers = parsers
         self._template_kwargs = frozenset(template_kwargs)
@@ -38,7 +38,7 @@ class ModelTexts:
     async def chat_ids(
         self, model: ServedModel, conversation: TemplateInput, owner: bytes
     ) -> list[int]:
-        """The token ids of a conversation."""
+        """Return the token ids of a conversation."""
         if not model.text.has_template:
             text = f"the model {model.card.name!r} has no chat template"
             raise refuse(conversation.messages_field, text)
@@ -57,7 +57,7 @@ class ModelTexts:
             return await model.text.processes.chat_ids(owner, conversation, max_len=most)
 
     def _with_parser(self, model: ServedModel, conversation: TemplateInput) -> TemplateInput:
-        """For a template without a place for tools, or for calls. Raises ServiceError."""
+        """Set the parser, for templates with no place for tools or calls. Raises ServiceError."""
         family, _ = self._parsers.families(model.text.tool_parser, "")
         if family is not None:
             return replace(conversation, tool_parser=family.name)
@@ -79,7 +79,7 @@ class ModelTexts:
         add_special_tokens: bool = True,
         parse_special: bool = True,
     ) -> list[int]:
-        """The token ids of a text, special tokens in it parsed or taken as text."""
+        """Return the token ids of a text; special tokens in it are parsed or taken as text."""
         most = _most_chars(len(text), model, param)
         await self._rates.check_text(owner)
         with client_errors():
@@ -100,7 +100,7 @@ class ModelTexts:
         *,
         skip_special: bool,
     ) -> str:
-        """The text of token ids, at most as many as the model's context has; owners take turns."""
+        """Return the text of token ids, at most a full context; owners take turns."""
         if len(ids) > model.card.context_len:
             raise context_overflow(model.card, len(ids), param)
         check_ids(ids, model, param)
@@ -109,7 +109,7 @@ class ModelTexts:
         return "".join((*parts, detokenizer.flush()))
 
     async def token_pieces(self, model: ServedModel, ids: Sequence[int], owner: bytes) -> list[str]:
-        """Each token as the tokenizer's vocabulary writes it; owners take turns."""
+        """Return each token as the tokenizer's vocabulary writes it; owners take turns."""
         piece_of = model.text.vocabulary.token_piece
         parts = await self._in_turn(ids, owner, lambda some: [piece_of(token) for token in some])
         return list(chain.from_iterable(parts))
@@ -117,7 +117,7 @@ class ModelTexts:
     async def _in_turn(
         self, ids: Sequence[int], owner: bytes, take: Callable[[Sequence[int]], T]
     ) -> list[T]:
-        """What `take` makes of the ids, part by part: others have the loop between two of them."""
+        """Apply `take` to the ids part by part; other tasks run between two parts."""
         made = []
         async with self._decoding.turn(owner):
             for start in range(0, len(ids), IDS_AT_ONCE):
@@ -134,9 +134,9 @@ def kept_ids(
     *,
     from_start: bool = False,
 ) -> Sequence[int]:
-    """The last `kept` ids of a prompt, with the bos that it begins with, or the first ones, with
-    the eos that it ends with; with -1 as many as leave the room that is needed, which is `most`.
-    Raises ServiceError for another number that is not from 1 to the model's context."""
+    """Return the last `kept` ids of a prompt, keeping a leading bos, or with `from_start` the first
+    ones, keeping a trailing eos; -1 keeps `most`, which leaves the room needed. Raises ServiceError
+    for another number that is not from 1 to the model's context."""
     if kept is None:
         return ids
     if kept == -1:
@@ -155,7 +155,7 @@ def kept_ids(
 
 
 def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
-    """Raises ServiceError for an id outside the vocabulary."""
+    """Check ids. Raises ServiceError for an id outside the vocabulary."""
     try:
         model.text.vocabulary.check_ids(ids)
     except TextError as error:
@@ -163,13 +163,13 @@ def check_ids(ids: Sequence[int], model: ServedModel, param: str) -> None:
 
 
 def check_room(count: int, more: int, model: ServedModel, param: str) -> None:
-    """Raises ServiceError for a prompt of `count` tokens after which `more` do not fit."""
+    """Check that `more` tokens fit after a prompt of `count`. Raises ServiceError."""
     if count + more > model.card.context_len:
         raise context_overflow(model.card, count, param)
 
 
 def _most_chars(count: int, model: ServedModel, param: str) -> int:
-    """The most characters that a prompt of the model can have; `count` are there."""
+    """Return a prompt's most characters. Raises ServiceError if `count` is more."""
     most = int(model.card.context_len) * CHARS_PER_TOKEN
     if count > most:
         raise context_overflow(model.card, -(-count // CHARS_PER_TOKEN), param)  # at least so many

@@ -1,6 +1,6 @@
 """The HTTP shell: mounts the dialects and the operations, and catches every error.
 
-Invariant: nothing here knows an API. An error has the shape of the dialect whose path it hit.
+Invariant: the shell knows no API. An error has the shape of the dialect whose path it hit.
 """
 
 import re
@@ -31,7 +31,7 @@ from pdserve.services.host.tenants.keys import ApiKeys
 
 _ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
-# Headers of answers that pages of allowed origins may read, beside the ids of requests.
+# Response headers that pages of allowed origins may read, besides the ids of requests.
 EXPOSED = (
     "retry-after",
     "traceparent",
@@ -55,10 +55,10 @@ def create_app(
     routes: FastAPI | None = None,
     open_paths: Collection[str] = (),
 ) -> ASGIApp:
-    """The ASGI application; `open_metrics` lets /metrics in without a key, as `open_paths` are.
-    `local` and `allowed_origins` are the Guard's; pages of the allowed origins get CORS headers.
-    `root_path` is where a proxy shows the application. `routes` are those of `create_routes`, if
-    they are made already. Raises ValueError if the root path is none."""
+    """Return the ASGI application. `open_metrics` lets /metrics in without a key, like
+    `open_paths`. `local` and `allowed_origins` are the Guard's; pages of the allowed origins get
+    CORS headers. `root_path` is where a proxy shows the application. `routes` are those of
+    `create_routes`, if they are made already. Raises ValueError for an invalid root path."""
     root_path = root_path.rstrip("/")
     if root_path and not _ROOT.fullmatch(root_path):
         raise ValueError(
@@ -89,8 +89,8 @@ def create_routes(
     readiness: Readiness,
     fleet_metrics: bool = True,
 ) -> FastAPI:
-    """What answers requests that the Guard has let in; `fleet_metrics`: /metrics has the fleet."""
-    # No docs of FastAPI's: its pages load scripts from elsewhere.
+    """Return the routes behind the Guard; `fleet_metrics`: /metrics includes the fleet."""
+    # Without FastAPI's docs: their pages load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_errors(app, dialects)
     for dialect in dialects:
@@ -101,12 +101,12 @@ def create_routes(
 
 
 def _lenient(app: ASGIApp, root_path: str) -> ASGIApp:
-    """A HEAD request is handled as GET, and the server leaves out the body. A slash at a path's end
-    is ignored but for that of FOLDER, and so is a proxy's `root_path` at its beginning."""
+    """Handle a HEAD request as GET; the server leaves out the body. Ignore a slash at a path's end,
+    except in FOLDER, and a proxy's `root_path` at its beginning."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            scope = dict(scope)  # the server's own says what the client sent
+            scope = dict(scope)  # the server's own scope keeps what the client sent
             if scope["method"] == "HEAD":
                 scope["method"] = "GET"
             path = scope["path"]
@@ -133,7 +133,7 @@ def _add_errors(app: FastAPI, dialects: Sequence[Dialect]) -> None:
         status, headers = error.status_code, dict(error.headers or {})
         path = request.url.path
         what = f"{request.method} {path}"[:200]
-        # Of the latter, another method's route has the path.
+        # With 405, another method's route has the path.
         asked = {404: f"{path}/", 405: f"{request.method} {path}"}.get(status, "")
         if asked.startswith(dialect_of(dialects, path).not_offered):
             message = f"{what} is not offered by this server"

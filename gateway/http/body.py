@@ -1,8 +1,8 @@
 """Reads JSON bodies within bounds: bytes of one and of all, seconds, depth, and no NaN.
 
-Depth is bounded by the parser (200 levels), numbers by their fields later. The event loop parses,
-so a body's values are bounded too: it is their number, not its bytes, that takes the time. In each
-of its passes it parses one body that is not small, and tenants take turns.
+The parser bounds depth (200 levels); fields bound their numbers later. The event loop parses, so
+the number of a body's values is bounded too: it determines the time, not the bytes. Each pass of
+the loop parses one body that is not small, and tenants take turns.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ from pdserve.services.host.errors import ServiceError
 from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.fairness import FairShare
 
-MAX_VALUES = 1 << 19  # of one body; parsing that many takes about 0.1 s
-SMALL_BYTES = 1 << 13  # of a body that is parsed at once: within 2 ms, whatever is in it
-VALUE_BYTES = 64  # of memory that a parsed value takes, about
+MAX_VALUES = 1 << 19  # in one body; parsing that many takes about 0.1 s
+SMALL_BYTES = 1 << 13  # of a body that is parsed at once: within 2 ms, whatever its content
+VALUE_BYTES = 64  # memory of a parsed value, about
 
 T = TypeVar("T")
 
 
 class BodyReader:
-    """Reads the bodies of all dialects. Together they have `max_bodies_bytes`, parsed values
+    """Reader of the bodies of all dialects. Together they hold `max_bodies_bytes`, parsed values
     included, from their first byte until they are answered; each tenant has a share (FairShare)."""
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -39,11 +39,11 @@ class BodyReader:
         self._parsing = FairSemaphore(1)
 
     async def read(self, request: Request, check: Callable[[dict[str, Any]], T]) -> T:
-        """What `check` makes of the JSON object of a body; it may take long, too.
+        """Return what `check` makes of the JSON object of a body; `check` may take long, too.
 
-        Raises HTTPException 415 (compressed, or another content type: a page of any origin may
-        send those), 413 (too large) or 408 (too slow), ServiceError INVALID_ARGUMENT, and
-        OVERLOADED if there is no room for it.
+        Raises HTTPException 415 (compressed, or another content type: a page of any origin may send
+        those), 413 (too large) or 408 (too slow), ServiceError INVALID_ARGUMENT, and OVERLOADED if
+        there is no room for the body.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
@@ -65,12 +65,12 @@ class BodyReader:
         if len(data) <= SMALL_BYTES:
             return check(self._parse(caller, data))
         async with self._parsing.turn(owner):
-            await asyncio.sleep(0)  # what was parsed before goes on
+            await asyncio.sleep(0)  # lets what was parsed before go on
             return check(self._parse(caller, data))
 
     def hold(self, caller: Caller, amount: int) -> None:
-        """Count bytes that a request brings along beside its body. Raises ServiceError OVERLOADED
-        if there is no room for them."""
+        """Count bytes that a request needs besides its body. Raises ServiceError OVERLOADED if
+        there is no room for them."""
         self._take(caller.tenant.id, amount)
         self._return_at_end(caller, amount)
 
@@ -105,8 +105,8 @@ class BodyReader:
 
 
 def num_values(data: bytes | bytearray) -> int:
-    """At least as many as the values of a JSON text, and the keys, which take as long. Each is
-    counted by the mark before it, so marks within strings count too. Raises ServiceError
+    """Return an upper bound on the values and keys of a JSON text; keys take as long as values.
+    Counts the mark before each, so marks within strings count too. Raises ServiceError
     INVALID_ARGUMENT for too many."""
     found = sum(data.count(mark) for mark in b",:[{")
     if found > MAX_VALUES:
@@ -115,7 +115,7 @@ def num_values(data: bytes | bytearray) -> int:
 
 
 def parse_object(data: bytes | bytearray) -> dict[str, Any]:
-    """Raises ServiceError INVALID_ARGUMENT."""
+    """Parse a JSON object. Raises ServiceError INVALID_ARGUMENT."""
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What the HTTP shell and the APIs that it carries have agreed on: dialects, errors, bounds.
+"""The contract between the HTTP shell and the APIs that it carries: dialects, errors, bounds.
 
 A dialect is one HTTP API, e.g. OpenAI's. It owns its routes, its request and answer objects, the
 framing of its streams and the shape of its errors. The shell owns status codes and headers.
@@ -18,19 +18,19 @@ from pdserve.protos.common_pb2 import INTERNAL, ErrorCode
 from pdserve.services.host.errors import HTTP_STATUS, ServiceError
 
 RETRY_STATUS = (429, 503)
-REQUEST_ID = "x-request-id"  # the header of every answer
+REQUEST_ID = "x-request-id"  # a header of every answer
 
 Event = bytes | JsonPieces
 """A server-sent event. One in pieces is long, and they grow no more: it is sent part by part."""
 
 
 def json_event(head: bytes, text: JsonPieces) -> Event:
-    """The event whose data are a JSON text."""
+    """Return the event whose data are a JSON text."""
     return sent_event(JsonPieces((head, *text, b"\n\n")))
 
 
 def sent_event(pieces: JsonPieces) -> Event:
-    """An event that is framed already."""
+    """Return an event that is framed already."""
     return pieces if pieces.num_bytes > PIECE_BYTES else pieces.text()
 
 
@@ -46,7 +46,7 @@ class HttpLimits:
 
 
 class CodedError(ServiceError):
-    """An error that one API has a code of its own for, `api_code`."""
+    """An error for which one API has a specific code, `api_code`."""
 
     def __init__(self, code: ErrorCode, message: str, param: str, api_code: str) -> None:
         super().__init__(code, message, param)
@@ -55,22 +55,22 @@ class CodedError(ServiceError):
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An error that a client is told of, before a dialect gives it a shape.
+    """An error for a client, before a dialect gives it a shape.
 
-    `code` names it for programs: an ErrorCode in lower case, or a code of the shell
-    ("unknown_url", "method_not_allowed") or of a CodedError, or nothing.
+    `code` names it for programs: an ErrorCode in lower case, a code of the shell ("unknown_url",
+    "method_not_allowed") or of a CodedError, or empty.
     """
 
     status: int
     message: str
     code: str = ""
-    param: str = ""  # the request's field that is wrong, if one is
+    param: str = ""  # the wrong field of the request, if any
     headers: dict[str, str] = field(default_factory=dict)
     request_id: str = ""  # as the answer's header names the request
 
     @classmethod
     def of(cls, error: Exception) -> "HttpError":
-        """A ServiceError as it is, with Retry-After where coming back helps.
+        """Convert a ServiceError as it is, with Retry-After where a retry helps.
 
         Any other exception is a fault of the server, and the client learns no detail of it: the
         caller logs it.
@@ -87,7 +87,7 @@ class HttpError:
 
 
 class ErrorShape(Protocol):
-    """How the answers of one API say what went wrong."""
+    """The error format of one API."""
 
     statuses: Mapping[int, int]
     """HTTP statuses that the API has instead of others."""
@@ -123,11 +123,11 @@ class Dialect(ErrorShape, Protocol):
 
 
 def dialect_of(dialects: Sequence[Dialect], path: str) -> Dialect:
-    """The first dialect that has the path; the last one has all that is left."""
+    """Return the first dialect that has the path, else the last dialect."""
     return next((d for d in dialects if path.startswith(d.paths)), dialects[-1])
 
 
 def error_response(shape: ErrorShape, error: HttpError) -> JSONResponse:
-    """An error as a whole response."""
+    """Return an error as a whole response."""
     status = shape.statuses.get(error.status, error.status)
     return JSONResponse(shape.error_object(error), status, error.headers)

@@ -1,11 +1,10 @@
 """The ASGI layer before every route: request ids in and out, API keys, Host and Origin, turns.
 
-One request enters in each pass of the event loop, and keys take turns: what a flood has sent at
-once would else all be computed before anything of another key goes on. Open paths have turns of
-their own.
+One request enters in each pass of the event loop, and keys take turns: otherwise all that a flood
+has sent would be computed before another key's requests go on. Open paths take turns separately.
 
-Invariants: with keys set, a request without one reaches no route but the open ones; a server of
-this machine alone that has none answers no page of another origin.
+Invariants: with keys set, a request without one reaches only the open routes; a server that only
+this machine reaches, without keys, answers no page of another origin.
 """
 
 import asyncio
@@ -33,14 +32,14 @@ from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 from pdserve.services.host.tenants.keys import EVERYBODY, ApiKeys, Tenant
 from pdserve.services.host.tracing import TraceContext
 
-API_KEY = "x-api-key"  # counts where there is no Authorization
+API_KEY = "x-api-key"  # used without an Authorization header
 SESSION_ID = "x-session-id"
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class Guard:
-    """Wraps the application; `open_paths` need no key. `local`: only this machine reaches it, so
-    that without keys `allowed_origins` and this machine's are the only ones."""
+    """Wrapper of the application; `open_paths` need no key. `local`: only this machine reaches it,
+    so that without keys only `allowed_origins` and this machine's origins may call it."""
 
     def __init__(
         self,
@@ -83,9 +82,9 @@ class Guard:
 
         shown_key = headers.get("authorization") or f"Bearer {headers.get(API_KEY, '')}"
         tenant = self._keys.tenant(shown_key)
-        probe = scope["path"] in self._open_paths  # which waits for nobody but other probes
+        probe = scope["path"] in self._open_paths  # waits only for other probes
         async with (self._probing if probe else self._entering).turn((tenant or EVERYBODY).id):
-            await asyncio.sleep(0)  # what has entered before goes on
+            await asyncio.sleep(0)  # lets requests that entered before go on
         if error := self._refusal(scope, headers, tenant):
             error = replace(error, request_id=client_id or own_id)
             denial = error_response(dialect, error)
@@ -109,7 +108,7 @@ class Guard:
             await self._app(scope, receive, send_with_id)
 
     def _refusal(self, scope: Scope, headers: Headers, tenant: Tenant | None) -> HttpError | None:
-        """Why the request reaches no route; None if it does."""
+        """Return why the request reaches no route; None if it does."""
         if self._local and not self._keys.required:
             why = foreign(headers, self._allowed_origins)
             return HttpError(403, why, "forbidden") if why else None
@@ -124,6 +123,6 @@ class Guard:
 
 
 def caller_of(request: Request) -> Caller:
-    """Whose a request is that the Guard has let in."""
+    """Return the caller of a request that the Guard has let in."""
     caller: Caller = request.state.caller
     return caller

@@ -1,6 +1,6 @@
-"""Asks the application from within: the same routes, bodies, bounds and errors as for a client.
+"""Calls the application from within: same routes, bodies, bounds and errors as for a client.
 
-The Guard is not passed: the caller says whose request it is.
+Requests bypass the Guard: the caller provides their tenant.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ class InnerReply(NamedTuple):
 
 
 async def post(app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: str) -> InnerReply:
-    """The response to a JSON body; `app` has the routes, without a Guard. The request runs in the
-    background (Caller)."""
+    """Return the response to a JSON body; `app` has the routes, without a Guard. The request runs
+    in the background (Caller)."""
     request_id = uuid.uuid4().hex
     unread = [body]
     found: Message = {}
@@ -35,7 +35,7 @@ async def post(app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: st
     async def receive() -> Message:
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        await asyncio.Event().wait()  # it does not leave; whoever waits for that is cancelled
+        await asyncio.Event().wait()  # this client never leaves; the waiter is cancelled
         raise AssertionError
 
     async def send(message: Message) -> None:
@@ -44,7 +44,7 @@ async def post(app: ASGIApp, path: str, body: bytes, tenant: Tenant, session: st
         else:
             parts.append(message.get("body", b""))
 
-    with ExitStack() as at_end, suppress(Exception):  # it is answered, and logged, by then
+    with ExitStack() as at_end, suppress(Exception):  # the error is answered, and logged, by then
         caller = Caller(request_id, tenant=tenant, at_end=at_end, session=session, background=True)
         scope = {
             "type": "http",

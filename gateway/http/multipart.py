@@ -1,6 +1,6 @@
-"""Reads a form with one file (multipart/form-data) as it comes: the file goes on in pieces.
+"""Reads a form with one file (multipart/form-data) as it comes, and passes the file on in pieces.
 
-Bounded are the fields, their bytes, the heads of parts, and the pace: the whole may take
+Bounds apply to the fields, their bytes, the heads of parts, and the pace: the whole may take
 `body_timeout_s`, and a second more for each PACE bytes.
 """
 
@@ -20,12 +20,12 @@ MAX_FIELDS = 16
 MAX_FIELD_BYTES = 4096
 MAX_HEAD_BYTES = 2048  # of a part
 MAX_BOUNDARY = 70  # RFC 2046
-MAX_OVERHEAD = MAX_FIELDS * (MAX_FIELD_BYTES + MAX_HEAD_BYTES)  # beside the file
+MAX_OVERHEAD = MAX_FIELDS * (MAX_FIELD_BYTES + MAX_HEAD_BYTES)  # besides the file
 FILE = "file"
 
 
 class FileForm:
-    """One form; take `pieces` to its end, then `fields` and `filename` are complete."""
+    """One form; consume `pieces` to the end, then `fields` and `filename` are complete."""
 
     def __init__(self, request: Request, max_file_bytes: int, timeout_s: float) -> None:
         """Raises HTTPException 415 for another content type."""
@@ -41,7 +41,7 @@ class FileForm:
         self.file_bytes = 0
         self._names: set[str] = set()
         self._part = _Part()
-        self._file = bytearray()  # what has come of it and is not yielded
+        self._file = bytearray()  # received and not yet yielded
         self._parser = MultipartParser(
             boundary,
             {
@@ -58,8 +58,9 @@ class FileForm:
         self._ended = False
 
     async def pieces(self, piece_bytes: int) -> AsyncGenerator[bytes, None]:
-        """The file, `piece_bytes` at a time but for the last one. Raises ServiceError for a form
-        that is wrong, HTTPException 413 for a file that is too large and 408 for a slow one."""
+        """Yield the file in pieces of `piece_bytes`; the last may be shorter. Raises ServiceError
+        for a malformed form, HTTPException 413 for a file that is too large and 408 for a slow
+        one."""
         declared = self._request.headers.get("content-length", "0")
         if not declared.isdecimal() or len(declared) > 18:
             raise _refused("the length of the body is no number")
@@ -141,7 +142,7 @@ class FileForm:
 
 
 class _Part:
-    """A part of a form: its head, and its value if it is no file."""
+    """A part of a form: its head, and its value if it is not a file."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -165,7 +166,7 @@ class _Part:
         self._header = bytearray(), bytearray()
 
     def read_head(self) -> None:
-        """Raises ServiceError for a part without a name."""
+        """Parse the head. Raises ServiceError for a part without a name."""
         kind, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         if kind != b"form-data" or not options.get(b"name"):
             raise _refused("a part of the form has no name")
@@ -179,7 +180,7 @@ class _Part:
 
 
 def _text(data: bytes) -> str:
-    """As a line of a log may have it."""
+    """Return the text with only characters that a log line may have."""
     text = data.decode("utf-8", "replace")
     return "".join(c if c.isprintable() else "?" for c in text)[:255]
 

@@ -1,4 +1,4 @@
-"""What operators ask of a gateway: whether it lives and is ready, its metrics and its version."""
+"""Routes for operators: health, readiness, metrics and version of a gateway."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from pdserve.services.host.tenants.fair_semaphore import FairSemaphore
 
 log = logging.getLogger("pdserve.gateway.http")
 
-SCRAPE_PAUSE_S = 0.1  # between two pages of metrics, each of which takes milliseconds to make
+SCRAPE_PAUSE_S = 0.1  # between two metrics pages, each of which takes milliseconds to make
 _YES_OR_NO = ("true", "false")
 _FLEET = {
     "parameters": [

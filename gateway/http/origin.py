@@ -1,8 +1,8 @@
-"""Keeps web pages of strangers away from a server that asks for no key.
+"""Keeps foreign web pages away from a server that needs no key.
 
 A browser sends requests for any page it shows. On a server that only this machine reaches, and that
-asks for no key, such a request must not look like one of its user: the names under which a browser
-knows the server (Host) and the page (Origin) must be this machine's.
+needs no key, such a request must not pass as its user's: the names under which a browser knows the
+server (Host) and the page (Origin) must be this machine's.
 """
 
 import ipaddress
@@ -16,7 +16,7 @@ MAX_NAME = 253  # characters of a host name
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address always means this machine."""
+    """Return whether a host name or address always means this machine."""
     return len(host) <= MAX_NAME and _is_loopback(host)
 
 
@@ -32,7 +32,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def foreign(headers: Headers, allowed_origins: Collection[str]) -> str:
-    """Why a request to a loopback server is not of this machine; empty if it is."""
+    """Return why a request to a loopback server is not from this machine; empty if it is."""
     if not is_loopback(_host_of(f"//{headers.get('host', '')}")):
         return "this server answers as localhost only; set an API key to open it"
     origin = headers.get("origin")
@@ -44,7 +44,7 @@ def foreign(headers: Headers, allowed_origins: Collection[str]) -> str:
 
 
 def _host_of(url: str) -> str:
-    """Empty if there is none."""
+    """Return the host of a URL; empty if there is none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

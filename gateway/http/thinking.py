@@ -1,6 +1,5 @@
-"""The fields by which clients of several servers say whether, and how much, a model thinks.
-
-They become variables of chat templates, and a bound of the thoughts' tokens.
+"""Fields in which clients of several servers say whether, and how much, a model thinks. They become
+variables of chat templates, and a bound on the tokens of reasoning.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,13 +26,13 @@ class ReasoningBody(StrictModel):
     enabled: bool | None = None
     effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
     max_tokens: int | None = Field(None, ge=0)
-    exclude: bool | None = None  # the thoughts are left out of the answer
-    summary: Literal["auto", "concise", "detailed"] | None = None  # all is shown
+    exclude: bool | None = None  # leave reasoning out of the answer
+    summary: Literal["auto", "concise", "detailed"] | None = None  # all of it is shown
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingChoice:
-    """What one field asks for; None: it does not say."""
+    """The choice of one field; None: the field does not say."""
 
     field: str
     enabled: bool | None = None
@@ -42,7 +41,7 @@ class ThinkingChoice:
 
 
 def _described_as(what: str) -> WrapValidator:
-    """Name the field alone in the error of a union; pydantic would add the failed alternative."""
+    """Name only the field in a union's error; pydantic would add the failed alternative."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -60,17 +59,18 @@ Think = Annotated[
 
 
 def ollama_thinking(think: Think) -> ThinkingChoice:
-    """What Ollama's `think` asks for: a level is an effort."""
+    """Return the choice of Ollama's `think`: a level is an effort."""
     if isinstance(think, str):
         return ThinkingChoice("think", True, think)
     return ThinkingChoice("think", think)
 
 
 def thinking_variables(fields: Iterable[ThinkingChoice]) -> dict[str, Any]:
-    """Variables of a template. Raises ServiceError for fields that contradict each other."""
+    """Return the template variables of the fields. Raises ServiceError for fields that contradict
+    each other."""
     variables: dict[str, Any] = {}
     sources: dict[str, str] = {}  # the fields that set them
-    disabled = effort = ""  # the fields that forbid thinking, and that say how much of it
+    disabled = effort = ""  # the fields that disable thinking, and that set its effort
     for field in fields:
         disabled = field.field if field.enabled is False else disabled
         effort = field.field if field.effort not in (None, "none") else effort
@@ -101,11 +101,12 @@ class ThinkingFields(StrictModel):
     ] = None
 
     def thinking_variables(self) -> dict[str, Any]:
-        """Variables of a template. Raises ServiceError for fields that contradict each other."""
+        """Return the template variables. Raises ServiceError for fields that contradict each
+        other."""
         return thinking_variables(self._thinking_fields())
 
     def thinking_bounds(self) -> dict[str, int]:
-        """The tokens that thoughts may have, by the field that says it."""
+        """Return the bounds on reasoning tokens, by the field that sets each."""
         return {
             f"{field.field}.{'max_tokens' if field.field == 'reasoning' else 'budget_tokens'}":
             field.budget

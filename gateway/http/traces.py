@@ -1,4 +1,4 @@
-"""GET /v1/traces/{request_id}: where the time of one request went."""
+"""GET /v1/traces/{request_id}: the time that each phase of one request took."""
 
 from collections.abc import Sequence
 from dataclasses import replace

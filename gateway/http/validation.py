@@ -1,5 +1,5 @@
-"""Checks of request bodies that every dialect makes alike: strict types, fields that are known and
-not served, and the words for what is wrong."""
+"""Checks of request bodies for all dialects: strict types, known fields that are not served, and
+the error texts."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -25,14 +25,14 @@ from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 
 log = logging.getLogger("pdserve.gateway.http")
 
-MAX_FIELDS = 1024  # of a body, unknown ones too
+MAX_FIELDS = 1024  # of a body, including unknown ones
 MAX_TOOLS = 1024
 MAX_SCHEMA_DEPTH = 32
 MAX_SCHEMA_VALUES = 4096  # of one tool
 MAX_SCHEMA_CHARS = 1 << 16
 MAX_TOOLS_VALUES = 1 << 16  # of the schemas of a request's tools
 MAX_TOOLS_CHARS = 1 << 20  # of their schemas and descriptions
-MAX_LOGGED_NAMES = 20  # unknown fields that are named in the log
+MAX_LOGGED_NAMES = 20  # unknown fields named in the log
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values that ask for nothing, unless a field has others."""
 
@@ -58,7 +58,7 @@ Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 
 
 def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
-    """Takes less than a millisecond, however large the schema is."""
+    """Check a tool's schema. Takes less than a millisecond, however large it is."""
     if schema.get("type", "object") != "object":
         raise ValueError("must be the JSON schema of an object")
     _schema_size(schema)
@@ -66,8 +66,8 @@ def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema_size(schema: Mapping[str, Any]) -> tuple[int, int]:
-    """How many values and characters it has. Raises ValueError for too many of them or too many
-    levels."""
+    """Return the numbers of values and characters. Raises ValueError for too many of them, or too
+    many levels."""
     level: list[Any] = [schema]
     num_values = num_chars = 0
     for _ in range(MAX_SCHEMA_DEPTH):
@@ -91,8 +91,8 @@ def _schema_size(schema: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises ServiceError if the tools of a request are too many, or too large, one by one or
-    together."""
+    """Check the tools of a request. Raises ServiceError if they are too many, or too large, one by
+    one or together."""
     if len(tools) > MAX_TOOLS:
         raise refuse("tools", f"tools: at most {MAX_TOOLS} tools, not {len(tools)}")
     num_values = num_chars = 0
@@ -136,7 +136,7 @@ class StrictModel(BaseModel):
 
 @cache
 def _integer_fields(kind: type[BaseModel]) -> tuple[str, ...]:
-    """Names of fields that are an integer, or a list of some."""
+    """Return the names of fields that are an integer, or a list of integers."""
     return tuple(
         field.alias or name
         for name, field in kind.model_fields.items()
@@ -145,7 +145,7 @@ def _integer_fields(kind: type[BaseModel]) -> tuple[str, ...]:
 
 
 def _takes_integers(annotation: Any) -> bool:
-    is_integer = annotation is int or type(annotation) is int  # the latter of a Literal
+    is_integer = annotation is int or type(annotation) is int  # the latter in a Literal
     return is_integer or any(map(_takes_integers, get_args(annotation)))
 
 
@@ -193,10 +193,11 @@ def parse_body(
     instead: Mapping[str, str],
     left_out: Collection[str] = (),
 ) -> M:
-    """A body whose fields are those of `kind`. One that is `refused` may have only the values that
-    are listed for it, since they ask for nothing; `instead` names what to use for it. One that is
-    `left_out` is ignored, and named in the log. Unknown fields are ignored. Raises ServiceError
-    INVALID_ARGUMENT naming the first wrong field."""
+    """Parse a body with the fields of `kind`. A `refused` field may have only the values listed for
+    it, which request nothing; `instead` names what to use for it. A `left_out` field is ignored,
+    and named in the log. Unknown fields are ignored. Raises ServiceError INVALID_ARGUMENT naming
+    the first wrong field.
+    """
     check_num_fields(body)
     for name, value in body.items():
         if name in kind.model_fields or name not in refused:
@@ -209,7 +210,7 @@ def parse_body(
 
 
 def parse_fields(kind: type[M], body: Mapping[str, Any], known: Collection[str]) -> M:
-    """The fields of `kind`. Others are ignored, and named in the log unless they are `known`.
+    """Parse the fields of `kind`. Others are ignored, and named in the log unless they are `known`.
     Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
     try:
         parsed = kind.model_validate(body)
@@ -220,23 +221,23 @@ def parse_fields(kind: type[M], body: Mapping[str, Any], known: Collection[str])
 
 
 def check_num_fields(body: Mapping[str, Any]) -> None:
-    """Raises ServiceError INVALID_ARGUMENT for too many."""
+    """Check the number of fields. Raises ServiceError INVALID_ARGUMENT for too many."""
     if len(body) > MAX_FIELDS:
         raise refuse("", f"the body has {len(body)} fields, at most {MAX_FIELDS}")
 
 
 def asks_nothing(value: Any, nothing: tuple[Any, ...]) -> bool:
-    """Equal to one of `nothing`, where true is not 1 and false is not 0."""
+    """Return whether a value equals one of `nothing`, where true is not 1 and false is not 0."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in nothing)
 
 
 def first_error(error: ValidationError, at: str = "") -> ServiceError:
-    """The first wrong field of what stands at `at`, as OpenAI writes it."""
+    """Return the error for the first wrong field below `at`, in OpenAI's notation."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     param = at
     for part in first["loc"]:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
-    param = cut(param, MAX_QUOTED)  # it may have a key of the client's
+    param = cut(param, MAX_QUOTED)  # it may include a client's key
     if first["type"] == "missing":
         return refuse(param, f"{param} is required")
     message = first["msg"].removeprefix("Value error, ")
@@ -245,7 +246,7 @@ def first_error(error: ValidationError, at: str = "") -> ServiceError:
 
 
 def _log_unknown(names: Collection[str]) -> None:
-    """Names the unknown fields of a body in the debug log."""
+    """Name the unknown fields of a body in the debug log."""
     if names:
         shown = ", ".join(repr(name[:40]) for name in sorted(names)[:MAX_LOGGED_NAMES])
         log.debug("ignored %d unknown fields: %s", len(names), shown)

@@ -1,7 +1,7 @@
-"""Reads the file of MCP servers, in the form that other MCP clients use, and checks all of it.
+"""Reads and checks the file of MCP servers, which has the form that other MCP clients use.
 
-Invariant: no error and no repr has a value of the file, since commands, addresses, variables and
-headers may be secrets.
+Invariant: no error and no repr contains a value of the file, since commands, addresses, variables
+and headers may be secrets.
 """
 
 import os
@@ -19,7 +19,7 @@ from pydantic_core import from_json
 
 MAX_FILE_BYTES = 1 << 20
 MAX_SERVERS = 64
-ALL = "*"  # of autoApprove: every tool of the server
+ALL = "*"  # in autoApprove: every tool of the server
 CALL_S = 60.0
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e]*")
@@ -28,14 +28,14 @@ Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class ToolServerError(Exception):
-    """What a server says is wrong, in its own words."""
+    """An error that a server reports, in its own words."""
 
 
 @dataclass(frozen=True, slots=True)
 class McpServer:
-    """One server: a program that is started, or an address.
+    """One server: a program to start, or an address.
 
-    command: the program and its arguments. call_s: that a call of a tool may take.
+    command: the program and its arguments. call_s: time limit of a tool call.
     """
 
     name: str
@@ -47,7 +47,7 @@ class McpServer:
     call_s: float = CALL_S
 
     def approves(self, tool: str) -> bool:
-        """Whether the gateway may call the tool itself."""
+        """Return whether the gateway may call the tool itself."""
         return tool in self.auto_approve or ALL in self.auto_approve
 
 
@@ -70,9 +70,8 @@ class _File(BaseModel):
 
 
 def read_config(path: str) -> list[McpServer]:
-    """The servers that are not disabled, in the file's order. Raises ValueError that says what is
-    wrong and where, also of a file that cannot be read, and if the package is missing that talks
-    to them."""
+    """Return the servers that are not disabled, in the file's order. Raises ValueError that says
+    what is wrong and where, also if the file cannot be read or the package mcp is missing."""
     try:
         _check_package()
         with Path(path).open("rb") as file:
@@ -99,7 +98,7 @@ def _check_package() -> None:
 
 
 def servers_of(content: bytes) -> list[McpServer]:
-    """Of a file's content. Raises ValueError."""
+    """Return the servers in a file's content. Raises ValueError."""
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
     try:
@@ -161,7 +160,7 @@ def _check_url(where: str, url: str) -> None:
 
 
 def _first_error(error: ValidationError) -> str:
-    """Without the input, which may be a secret."""
+    """Return the text of the first error, without the input, which may be a secret."""
     first: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

@@ -1,7 +1,7 @@
-"""One connection to an MCP server, by the package mcp; imported where servers are configured.
+"""One connection to an MCP server, by the package mcp; imported only if servers are configured.
 
-Whoever opens it closes it in the same task, which ends a server that was started. Calls may come
-from any task; one that is cancelled is cancelled at the server.
+The task that opens a connection closes it, which ends a server that was started. Calls may come
+from any task; a cancelled call is cancelled at the server.
 """
 
 import logging
@@ -30,20 +30,20 @@ from pdserve.gateway.mcp.offer import ServerTool, ToolResult
 
 MAX_PAGES = 16  # of a list of tools
 CONNECT_S = 30.0  # of HTTP, and to send a request
-READ_S = 300.0  # between two pieces of an answer, or of the stream of what a server tells
-# Their lines would have addresses and what servers send; what matters is in lines of our own.
+READ_S = 300.0  # between two pieces of an answer, or of a server's stream of notifications
+# Their lines would contain addresses and what servers send; the gateway logs what matters.
 logging.getLogger("mcp").setLevel(logging.CRITICAL)
 logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 class Connection:
-    """A server that has answered."""
+    """A connected server."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     async def tools(self) -> list[ServerTool]:
-        """What it lists now. Raises ToolServerError, or an exception of the transport's."""
+        """Return the server's tools. Raises ToolServerError, or an exception of the transport."""
         with _told():
             return await self._listed()
 
@@ -59,7 +59,7 @@ class Connection:
         return found
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """What the tool answers. Raises as `tools` does, ConnectionError if the server has gone."""
+        """Call a tool. Raises as `tools` does, ConnectionError if the server has gone."""
         with _told():
             result = await self._client.call_tool(name, dict(arguments))
         return ToolResult(_text(result), bool(result.is_error))
@@ -67,7 +67,7 @@ class Connection:
 
 @asynccontextmanager
 async def connect(server: McpServer) -> AsyncIterator[Connection]:
-    """Raises as `tools` does, also OSError for a program that cannot be started."""
+    """Connect for the block. Raises as `tools`, also OSError for a program that cannot start."""
     async with AsyncExitStack() as stack:
         target: Any
         if server.command:
@@ -88,7 +88,7 @@ async def connect(server: McpServer) -> AsyncIterator[Connection]:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What a server says is wrong, as an error of ours."""
+    """Convert a server's error to ToolServerError, or ConnectionError if it has closed."""
     try:
         yield
     except MCPError as error:
@@ -98,7 +98,7 @@ def _told() -> Iterator[None]:
 
 
 def _text(result: CallToolResult) -> str:
-    """The result's text; other content is described."""
+    """Return the result's text, with a description of other content."""
     if not result.content and result.structured_content is not None:
         return to_json(result.structured_content).decode()
     return "\n".join(map(_block_text, result.content))

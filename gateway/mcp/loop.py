@@ -1,7 +1,7 @@
-"""An answer of several rounds: the model asks for tools, the gateway calls them and asks again.
+"""An answer of several rounds: the gateway carries out the model's tool calls and runs it again.
 
-Invariant: a client sees the calls that it has to carry out, and no others. One round runs at a
-time; closing the stream cancels it, and the calls.
+Invariant: a client sees only the calls that it has to carry out. One round runs at a time; closing
+the stream cancels the round and its calls.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from pdserve.gateway.text.parts import (
 from pdserve.protos.common_pb2 import CONTEXT_LENGTH_EXCEEDED, DEADLINE_EXCEEDED
 from pdserve.services.host.errors import ServiceError
 
-MAX_CALLS = 16  # that are carried out of one round; the model is told of further ones
+MAX_CALLS = 16  # carried out per round; the model gets an error for further ones
 
 
 class McpTools:
-    """What a Service offers to chats (its ServerTools)."""
+    """The tools that a Service offers to chats (its ServerTools)."""
 
     def __init__(self, servers: McpServers, max_rounds: int, clock: Callable[[], float]) -> None:
         self._servers = servers
@@ -42,12 +42,12 @@ class McpTools:
     def offer(
         self, asked: ChatCompletionRequest, next_round: NextRound
     ) -> tuple[ChatCompletionRequest, "ToolRounds | None"]:
-        """The request with the servers' tools, and the rounds of its answer if the gateway may
-        call one of them."""
+        """Return the request with the servers' tools, and the rounds of its answer if the gateway
+        may call one of them."""
         sampling = asked.sampling
         bound = sampling.structure is not None or sampling.prompt_logprobs is not None
         if not self._servers.offered or not asked.conversation.add_generation_prompt or bound:
-            return asked, None  # there is nothing to call, or the answer is no place for calls
+            return asked, None  # there is nothing to call, or the answer has no place for calls
         use, added = with_offered(asked.tool_use, self._servers.offered)
         if not added:
             return asked, None
@@ -72,8 +72,8 @@ class _Call:
 
 
 class Round:
-    """What one round says; `push` gives what the client sees of it. Calls are held back until it
-    is known whose they are; with `apart` an empty line comes before the text."""
+    """Output of one round; `push` returns what the client sees of it. Calls are held back until it
+    is known who carries them out; with `apart` an empty line comes before the text."""
 
     def __init__(self, is_ours: Callable[[str], bool], *, apart: bool) -> None:
         self._is_ours = is_ours
@@ -113,11 +113,11 @@ class Round:
 
     @property
     def ours(self) -> list[_Call]:
-        """The calls, if the gateway carries out all of them."""
+        """Return the calls, if the gateway carries out all of them."""
         return [] if self._is_clients else list(self._calls.values())
 
     def message(self) -> dict[str, Any]:
-        """The assistant's turn, for the next round's prompt."""
+        """Return the assistant's turn, for the next round's prompt."""
         made: dict[str, Any] = {"role": "assistant", "content": self.text or None}
         if thought := reasoning_of(self._content):
             made["reasoning_content"] = thought
@@ -133,7 +133,7 @@ class Round:
 
 
 def arguments_of(text: str) -> dict[str, Any] | None:
-    """A JSON object, as a model has written it; None for anything else."""
+    """Parse a JSON object that a model has written; None for anything else."""
     try:
         value = from_json(text or "{}", allow_inf_nan=False)
     except ValueError:
@@ -165,12 +165,12 @@ class ToolRounds:
     async def stream(
         self, completion: PreparedCompletion, run: Run
     ) -> AsyncGenerator[Delta | Usage, None]:
-        """The deltas of all rounds as those of one choice, then the usage of all."""
+        """Yield the deltas of all rounds as those of one choice, then the usage of all."""
         messages = list(self._asked.conversation.messages)
         usage = Usage(0, 0, 0)
         num_tokens = 0  # of the rounds before
         num_calls = 0  # of the rounds before
-        written = False  # the client has text of them
+        written = False  # the client has text of earlier rounds
         current = completion
         for number in range(self._max_rounds + 1):
             this = Round(self._is_ours, apart=written)
@@ -188,7 +188,7 @@ class ToolRounds:
                     yield delta
             num_tokens = ended.num_tokens
             written = written or bool(this.text.strip())
-            if ended.finish is None:  # the model, or the client, has the last word
+            if ended.finish is None:  # the model has ended, or the client has to carry out calls
                 yield usage
                 return
             following = None
@@ -205,20 +205,20 @@ class ToolRounds:
             current = following
 
     def _is_ours(self, name: str) -> bool:
-        """Whether the gateway answers a call; also one of a tool that nobody has offered."""
+        """Return whether the gateway answers a call; also true for a call of an unknown tool."""
         if (offered := self._offered.get(name)) is not None:
             return offered.approved
         return name not in self._clients
 
     def _room(self, num_tokens: int) -> bool:
-        """Whether the answer may have more tokens."""
+        """Return whether the answer may have more tokens."""
         most = self._asked.sampling.max_tokens
         return most is None or num_tokens < most
 
     async def _call_all(
         self, calls: Sequence[_Call], num_before: int, completion: PreparedCompletion
     ) -> list[dict[str, Any]]:
-        """The tools' turns, in the order of the calls; `num_before`: calls of earlier rounds."""
+        """Return the tools' turns, in the calls' order; `num_before`: calls of earlier rounds."""
         most = self._asked.max_tool_calls
         left = len(calls) if most is None else most - num_before
         async with asyncio.TaskGroup() as group:
@@ -260,12 +260,12 @@ class ToolRounds:
         num_tokens: int,
         number: int,
     ) -> PreparedCompletion | None:
-        """The next round; None if the context has no room for it."""
+        """Return the next round; None if the context has no room for it."""
         asked = self._asked
         sampling = replace(
             asked.sampling, min_tokens=max(0, asked.sampling.min_tokens - num_tokens)
         )
-        limits: list[int | None] = [None]  # what is left of the context
+        limits: list[int | None] = [None]  # None: the rest of the context
         if sampling.max_tokens is not None:
             limits.insert(0, sampling.max_tokens - num_tokens)
         for limit in limits:
@@ -285,6 +285,6 @@ class ToolRounds:
 def _clients_tools(
     asked: ChatCompletionRequest, offered: Mapping[str, OfferedTool]
 ) -> Collection[str]:
-    """The names of the client's own tools."""
+    """Return the names of the client's own tools."""
     tools = asked.tool_use.tools if asked.tool_use is not None else ()
     return {tool.name for tool in tools} - offered.keys()

@@ -1,4 +1,4 @@
-"""Which tools of MCP servers a chat is offered, under which names, and who calls them; pure."""
+"""Selects the MCP tools that a chat is offered, their names, and who calls them; pure."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,13 +25,13 @@ class OfferedTool:
 
     tool: Tool
     server: str
-    name: str  # at its server
+    name: str  # name at its server
     approved: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a call came to, as the model reads it."""
+    """The result of a call, as the model reads it."""
 
     text: str
     is_error: bool
@@ -40,7 +40,7 @@ class ToolResult:
 def offered_tools(
     listed: Iterable[tuple[str, ServerTool, bool]],
 ) -> tuple[OfferedTool, ...]:
-    """The tools of (server, tool, approved), each under a name of its own, `server__tool`."""
+    """Return the tools of (server, tool, approved), each under a unique name, `server__tool`."""
     found: dict[str, OfferedTool] = {}
     for server, tool, approved in listed:
         wanted = _NOT_IN_NAMES.sub("_", f"{server}__{tool.name}")[:MAX_NAME_CHARS]
@@ -57,9 +57,10 @@ def offered_tools(
 def with_offered(
     use: ToolUse | None, offered: Sequence[OfferedTool]
 ) -> tuple[ToolUse | None, Mapping[str, OfferedTool]]:
-    """A client's tools, then those offered, and the latter by name; a client's wins its name.
+    """Return a client's tools with the offered ones, and the latter by name; a client's wins its
+    name.
 
-    A client that demands calls, or allows some tools only, means its own ones.
+    A client that requires calls, or allows only some tools, means its own tools.
     """
     if use is None:
         use = ToolUse(())

@@ -1,7 +1,7 @@
-"""The MCP servers of a gateway: one task each, which connects, lists tools and connects again.
+"""The MCP servers of a gateway: one task each, which connects, lists tools and reconnects.
 
-Invariant: `offered` has the tools of servers that have answered their last question, so nobody
-waits for one that has not. A server's task alone opens and closes its connection.
+Invariant: `offered` has the tools of servers that answered their last query, so no request waits
+for a server that did not. Only a server's task opens and closes its connection.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ MAX_SCHEMA_BYTES = 1 << 16
 MAX_DESCRIPTION_CHARS = 1 << 13
 MAX_RESULT_CHARS = 1 << 16
 MAX_LOGGED_CHARS = 200
-CLOSE_S = 6.0  # for all servers to end: a program is asked, told and killed in less
+CLOSE_S = 6.0  # for all servers to end; ending a program, at last by force, takes less
 AWAY = "error: the tool is not available at the moment"
 
 
 class ToolConnection(Protocol):
-    """A server that has answered (connection.py)."""
+    """A connected server (connection.py)."""
 
     async def tools(self) -> Sequence[ServerTool]: ...
 
@@ -39,8 +39,8 @@ Connect = Callable[[McpServer], AbstractAsyncContextManager[ToolConnection]]
 
 
 class Pace(NamedTuple):
-    """Seconds: for a server to start or to answer a question; between two questions; before it is
-    connected to again, the first time, and at most."""
+    """Time limits in seconds: for a server to start or to answer a query; between two queries; the
+    first and the longest pause before a reconnect."""
 
     reply_s: float = 30.0
     ask_s: float = 15.0
@@ -68,14 +68,14 @@ class McpServers:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to connect, in the background; within a running loop."""
+        """Begin to connect, in the background; needs a running loop."""
         self._tasks = [
             asyncio.create_task(server.run(), name=f"mcp-{name}")
             for name, server in self._servers.items()
         ]
 
     async def close(self) -> None:
-        """Ends the connections, and the servers that were started for them."""
+        """End the connections, and the servers that were started for them."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -84,7 +84,7 @@ class McpServers:
     async def call(
         self, tool: OfferedTool, arguments: Mapping[str, Any], within_s: float, request: str
     ) -> ToolResult:
-        """What a tool answers, or that it does not, in at most `within_s` seconds."""
+        """Return a tool's answer, or an error result, in at most `within_s` seconds."""
         began = asyncio.get_running_loop().time()
         outcome = "cancelled"
         result = ToolResult(AWAY, True)
@@ -110,7 +110,7 @@ class McpServers:
 
 
 class _ServerTask:
-    """One server: `tools` are empty while it is away."""
+    """One server: `tools` is empty while it is away."""
 
     def __init__(
         self, config: McpServer, connect: Connect | None, pace: Pace, on_change: Callable[[], None]
@@ -121,12 +121,12 @@ class _ServerTask:
         self._pace = pace
         self._on_change = on_change
         self._connection: ToolConnection | None = None
-        self._ask = asyncio.Event()  # it should be asked for its tools now
-        self._failures = 0  # since it answered last
+        self._ask = asyncio.Event()  # query its tools now
+        self._failures = 0  # since its last answer
         self._listed: Sequence[ServerTool] = []
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Run until cancelled."""
         if self._connect is None:
             # This import takes a while, and few gateways have servers.
             self._connect = await asyncio.to_thread(_imported_connect)
@@ -144,11 +144,11 @@ class _ServerTask:
             await asyncio.sleep(min(pause_s, self._pace.max_pause_s))
 
     async def _serve(self, connect: Connect) -> None:
-        """Asks the server for its tools now and then. Raises an exception once it is lost."""
+        """Query the server's tools periodically. Raises an exception once it is lost."""
         async with AsyncExitStack() as stack:
             async with asyncio.timeout(self._pace.reply_s):
                 connection = await stack.enter_async_context(connect(self.config))
-            steady = False  # one that ends soon after each start is still the same failure
+            steady = False  # a server that ends soon after each start is still the same failure
             while True:
                 self._ask.clear()
                 async with asyncio.timeout(self._pace.reply_s):
@@ -163,7 +163,7 @@ class _ServerTask:
     async def call(
         self, name: str, arguments: Mapping[str, Any], within_s: float
     ) -> tuple[ToolResult, str]:
-        """A result and the word for it."""
+        """Return a result and its outcome, for metrics and the log."""
         if self._connection is None:
             return ToolResult(AWAY, True), "away"
         try:
@@ -173,8 +173,8 @@ class _ServerTask:
             return ToolResult("error: the tool did not answer in time", True), "timeout"
         except ToolServerError as error:
             return ToolResult(f"error: {error}", True), "error"
-        except Exception as error:  # the package and its transports have exceptions of their own
-            self._ask.set()  # is it still there?
+        except Exception as error:  # the package and its transports have other exceptions
+            self._ask.set()  # checks whether it is still there
             log.info("the MCP server %r failed: %s", self.config.name, _why(error))
             return ToolResult(AWAY, True), "failed"
         if result.is_error:
@@ -193,7 +193,7 @@ class _ServerTask:
             self._on_change()
 
     def _bounded(self, listed: Sequence[ServerTool]) -> list[ServerTool]:
-        """Without tools that are too large to be shown; descriptions are cut."""
+        """Return the tools without those that are too large to be shown; cut descriptions."""
         kept: list[ServerTool] = []
         skipped = []
         for tool in listed:
@@ -210,7 +210,7 @@ class _ServerTask:
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    """Returns when it is set, or when the time is up."""
+    """Wait until the event is set, or the time is up."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -225,7 +225,7 @@ def _imported_connect() -> Connect:
 
 
 def _why(error: BaseException) -> str:
-    """As the log may say it: texts of unknown errors may have addresses with secrets in them."""
+    """Return the reason to log: unknown errors may have texts with addresses and their secrets."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):

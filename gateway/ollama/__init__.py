@@ -1,2 +1,2 @@
-"""Ollama's API: chats, single prompts, embeddings and the list of models, over the same Service as
-the other APIs."""
+"""Ollama's API: chats, single prompts, embeddings and the list of models, over the Service that all
+APIs share."""

@@ -1,4 +1,4 @@
-"""What this API answers, for its description; the answers themselves are made in the other files.
+"""The answers of this API, for its description; the other files make the answers themselves.
 
 Times are in nanoseconds.
 """

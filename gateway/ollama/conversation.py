@@ -1,4 +1,4 @@
-"""Messages of Ollama's API made into those that chat templates expect; pure."""
+"""Converts messages of Ollama's API to those that chat templates expect; pure."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -40,11 +40,11 @@ class OllamaMessage(StrictModel):
 
 
 def conversation(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """The turns of a chat.
+    """Return the turns of a chat.
 
-    Calls have no ids in most of Ollama's clients, and templates want some: each call gets one, and
-    a result belongs to the call with its id, else to the first open one with its tool's name, else
-    to the first open one.
+    Most of Ollama's clients send calls without ids, and templates require ids: each call gets one.
+    A result belongs to the call with its id, else to the first open call with its tool's name, else
+    to the first open call.
     """
     turns: list[dict[str, Any]] = []
     open_calls = _OpenCalls()
@@ -56,7 +56,7 @@ def conversation(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
         if message.tool_calls:
             calls = []
             for call in message.tool_calls:
-                # Nine letters, as Mistral's templates want.
+                # Nine letters, as Mistral's templates require.
                 id_ = call.id or f"call{num_calls:05d}"
                 num_calls += 1
                 open_calls.add(id_, call.function.name)
@@ -72,8 +72,7 @@ def conversation(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 class _OpenCalls:
-    """Calls without a result, in their order. A conversation may have many: each is looked at
-    once."""
+    """Calls without a result, in order. A conversation may have many, so each is visited once."""
 
     def __init__(self) -> None:
         self._tools: dict[str, str] = {}  # by the ids of open calls
@@ -84,8 +83,8 @@ class _OpenCalls:
         self._ids[tool].append(id_)
 
     def take(self, id_: str | None, tool: str | None) -> tuple[str, str]:
-        """The id and the tool of the call that a result belongs to, as far as they are known; it
-        is open no more."""
+        """Return the id and the tool of the call that a result belongs to, as far as known, and
+        close it."""
         ids = self._ids.get(tool or "", deque())
         while not id_ and ids:
             first = ids.popleft()

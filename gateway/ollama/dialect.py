@@ -39,7 +39,7 @@ from pdserve.gateway.ollama.schema import (
 )
 from pdserve.gateway.service import Service
 
-API_VERSION = "0.12.11"  # of Ollama whose API this is; editors refuse those before 0.6.4
+API_VERSION = "0.12.11"  # the emulated version of Ollama; editors refuse versions before 0.6.4
 
 
 class OllamaDialect:

@@ -17,7 +17,7 @@ from pdserve.gateway.service import Service
 
 
 class _Vectors(EmbeddingReply):
-    """The vectors of /api/embed have length 1; of a text that is too long the beginning counts."""
+    """The answer of /api/embed: vectors of length 1. A text that is too long keeps its start."""
 
     keeps_start = True
 
@@ -36,7 +36,7 @@ class _Vectors(EmbeddingReply):
 
 
 class _Vector(EmbeddingReply):
-    """The one vector of /api/embeddings."""
+    """The single vector of /api/embeddings."""
 
     keeps_start = True
 
@@ -50,7 +50,7 @@ class _Vector(EmbeddingReply):
 async def embed(
     service: Service, body: OllamaEmbedBody | OllamaEmbeddingsBody, caller: Caller
 ) -> JsonPieces:
-    """The JSON text of the answer. Raises ServiceError."""
+    """Return the JSON text of the answer. Raises ServiceError."""
     name = await served_name(service, body.model or "")
     several = isinstance(body, OllamaEmbedBody)
     embedding = body.embedding()

@@ -1,7 +1,7 @@
 """Fields that Ollama's API has and this server does not serve: refused by name, or ignored on
 purpose.
 
-Those that it serves are fields of the bodies in schema.py.
+The bodies in schema.py have the fields that are served.
 """
 
 from typing import Any
@@ -13,13 +13,13 @@ from pdserve.gateway.http.validation import NOTHING
 REFUSED: dict[str, tuple[Any, ...]] = dict.fromkeys(
     (
         "suffix", "template", "context", "images", "width", "height", "steps",
-        # OpenAI's names of what is in `options` or `format` here
+        # OpenAI's names for fields of `options` or `format`
         "max_tokens", "max_completion_tokens", "response_format", "tool_choice",
     ),
     NOTHING,
 )
 
-# Hints: how long a model stays loaded, and what Ollama does with a prompt that is too long.
+# Hints: how long a model stays loaded, and how Ollama handles a prompt that is too long.
 IGNORED: frozenset[str] = frozenset(("keep_alive", "truncate", "shift"))
 
 INSTEAD: dict[str, str] = {
@@ -28,14 +28,14 @@ INSTEAD: dict[str, str] = {
     "response_format": "format",
 }
 
-# Of `options`.
+# Fields of `options`.
 REFUSED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "mirostat": (None, 0),
     "tfs_z": (None, 1.0),
     "typical_p": (None, 1.0),
 }
 
-# How Ollama loads and runs a model.
+# Options for how Ollama loads and runs a model.
 IGNORED_OPTIONS: frozenset[str] = frozenset(
     (
         "num_ctx", "num_batch", "num_gpu", "num_thread", "num_keep", "main_gpu", "numa",

@@ -9,7 +9,7 @@ from pdserve.protos.common_pb2 import ModelCard
 
 LATEST = ":latest"  # the tag of a name without one
 NEVER = "9999-12-31T23:59:59Z"
-# Ollama's words for what a model can do, by those of /v1/models.
+# Ollama's words for a model's capabilities, by those of /v1/models.
 _CAPABILITIES = {
     "completion": "completion",
     "tools": "tools",
@@ -19,20 +19,20 @@ _CAPABILITIES = {
 
 
 async def served_name(service: Service, name: str) -> str:
-    """The name without the tag `latest`, unless a model or an alias has the tag in its name."""
+    """Return the name without the tag `latest`, unless a model or an alias has that tag."""
     if not name.endswith(LATEST) or await service.catalog.knows(name):
         return name
     return name.removesuffix(LATEST)
 
 
 async def tags(service: Service) -> dict[str, Any]:
-    """The models that are served, and their aliases."""
+    """Return the served models and their aliases."""
     cards = await service.catalog.listed()
     return {"models": [_tag(name, card) for name, card in cards.items()]}
 
 
 async def processes(service: Service) -> dict[str, Any]:
-    """The same: a model that is served is loaded."""
+    """Return the loaded models, which are all served models."""
     cards = await service.catalog.listed()
     return {
         "models": [
@@ -43,7 +43,7 @@ async def processes(service: Service) -> dict[str, Any]:
 
 
 async def show(service: Service, name: str) -> dict[str, Any]:
-    """One model. Raises ServiceError."""
+    """Return the description of one model. Raises ServiceError."""
     model = await service.catalog.get(await served_name(service, name))
     card = model.card
     abilities = capabilities(service, card)
@@ -92,5 +92,5 @@ def _modified(card: ModelCard) -> str:
 
 
 def written(when: datetime) -> str:
-    """A time in UTC as this API writes it."""
+    """Return a UTC time in this API's format."""
     return when.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"

@@ -1,6 +1,6 @@
 """The content of an answer in Ollama's fields, from the deltas of its choice.
 
-Pure. Invariant: a call is given once, when it is complete.
+Pure. Invariant: a call is returned once, when it is complete.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from pdserve.gateway.text.parts import (
 
 
 class OllamaContent:
-    """Makes a message of each delta."""
+    """Converter of each delta to a message."""
 
     def __init__(self) -> None:
-        self._call: list[ContentPart] = []  # parts of the one that is not complete
+        self._call: list[ContentPart] = []  # parts of the incomplete call
 
     def push(self, delta: Delta) -> dict[str, Any]:
-        """What is new: `content`, `thinking` and `tool_calls`; without anything it is empty."""
+        """Return the new `content`, `thinking` and `tool_calls`, without those that are empty."""
         calls = self._complete(delta)
         new = {
             "content": text_of(delta.content),
@@ -51,7 +51,7 @@ class OllamaContent:
 
 
 def joined(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the messages of a stream add up to."""
+    """Return the message that the messages of a stream add up to."""
     whole = {
         "content": "".join(one.get("content", "") for one in messages),
         "thinking": "".join(one.get("thinking", "") for one in messages),

@@ -20,11 +20,11 @@ from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.requests.completions import ChatCompletionRequest, TextCompletionRequest
 from pdserve.gateway.service import Service
 
-_REASONS = {"tool_calls": "stop"}  # finish reasons that this API calls otherwise
+_REASONS = {"tool_calls": "stop"}  # finish reasons that this API names differently
 
 
 class OllamaReply:
-    """Make it of a request, then take `whole` or `lines`."""
+    """One answer; make it for a request, then take `whole` or `lines`."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class OllamaReply:
         self._caller = caller.of_body(f"ollama-{caller.request_id}", None, None)
         self._content = OllamaContent()
         self._model = ""
-        self._end: dict[str, Any] = {}  # what the last line says of the request
+        self._end: dict[str, Any] = {}  # fields of the last line
 
     async def whole(self) -> JsonPieces:
-        """The JSON text. Raises ServiceError."""
+        """Return the JSON text. Raises ServiceError."""
         messages, scores = [], JsonList()
         async with aclosing(self._messages(held=True)) as deltas:
             async for message, tokens in deltas:
@@ -55,7 +55,7 @@ class OllamaReply:
         return object_json(answer)
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
-        """The lines as they are sent. Raises ServiceError."""
+        """Yield the lines. Raises ServiceError."""
         async with aclosing(self._messages(held=False)) as deltas:
             async for message, tokens in deltas:
                 more = {"logprobs": _scores(tokens)} if tokens else {}
@@ -66,7 +66,7 @@ class OllamaReply:
     async def _messages(
         self, *, held: bool
     ) -> AsyncGenerator[tuple[dict[str, Any], Sequence[ScoredToken]], None]:
-        """What each delta says, and its tokens; `held`: all are kept until the answer is
+        """Yield the message of each delta, and its tokens; `held`: all are kept until the answer is
         complete."""
         name = await served_name(self._service, self._request.model)
         async with self._service.prepare(replace(self._request, model=name), self._caller) as ready:
@@ -95,7 +95,7 @@ class OllamaReply:
 
 
 async def load(service: Service, name: str, caller: Caller, *, is_chat: bool) -> dict[str, Any]:
-    """The answer to a request without a prompt, which makes a model ready for others. Raises
+    """Return the answer to a request without a prompt, which only loads a model. Raises
     ServiceError."""
     with service.limits.admit(caller.tenant.id):
         await service.count(caller)
@@ -107,7 +107,7 @@ async def load(service: Service, name: str, caller: Caller, *, is_chat: bool) ->
 def answer(
     model: str, message: dict[str, Any], more: dict[str, Any], *, is_chat: bool
 ) -> dict[str, Any]:
-    """The object of a whole answer or of a line."""
+    """Return the object of a whole answer or of a line."""
     head = {"model": model, "created_at": written(datetime.now(UTC))}
     if is_chat:
         return {**head, "message": {"role": "assistant", "content": "", **message}, **more}
@@ -116,7 +116,7 @@ def answer(
 
 
 def times(state: MeteredRequest) -> dict[str, int]:
-    """Where the time of a request went, in nanoseconds."""
+    """Return how long each part of a request took, in nanoseconds."""
     total_s = state.elapsed_s
     first_s = total_s if state.first_token_s is None else state.first_token_s
     prepared_s = first_s if state.prepared_s is None else state.prepared_s
@@ -129,7 +129,7 @@ def times(state: MeteredRequest) -> dict[str, int]:
 
 
 def line(value: dict[str, Any]) -> bytes:
-    """An object as a stream has it."""
+    """Return an object as a line of a stream."""
     return to_json(value) + b"\n"
 
 

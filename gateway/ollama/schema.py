@@ -94,7 +94,7 @@ class OllamaOptions(StrictModel):
     frequency_penalty: float | None = None
 
     def penalties(self) -> dict[str, Any]:
-        """Fields of RequestedSampling."""
+        """Return the penalties as fields of RequestedSampling."""
         penalties = {
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,
@@ -126,12 +126,12 @@ class OllamaGeneration(NamedModel):
         """Return the conversation."""
 
     def tool_use(self) -> ToolUse | None:
-        """None without tools. Raises ServiceError."""
+        """Return the use of tools, None without tools. Raises ServiceError."""
         return None
 
     def request(self) -> ChatCompletionRequest | TextCompletionRequest | None:
-        """None without a conversation: the client wants the model to be loaded. A last message of
-        the assistant is continued. Raises ServiceError for fields that contradict each other."""
+        """Return the request, None without a conversation: it only loads the model. Continues a
+        last assistant message. Raises ServiceError for fields that contradict each other."""
         turns = self.turns()
         if not turns:
             return None
@@ -148,7 +148,7 @@ class OllamaGeneration(NamedModel):
         )
 
     def sampling(self) -> RequestedSampling:
-        """Raises ServiceError for fields that contradict each other."""
+        """Return the sampling. Raises ServiceError for fields that contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
         options = self.options or OllamaOptions.model_validate({})
@@ -175,7 +175,7 @@ class OllamaGeneration(NamedModel):
 
 
 def _with_type(tool: Any) -> Any:
-    """A tool is a function unless it has another type."""
+    """Default a tool's type to function."""
     return {**tool, "type": tool.get("type") or "function"} if isinstance(tool, dict) else tool
 
 
@@ -201,7 +201,7 @@ class OllamaGenerateBody(OllamaGeneration):
     conversation_field = "prompt"
     prompt: str | None = None
     system: str | None = None
-    raw: bool | None = None  # the prompt is text that goes on, without a chat template
+    raw: bool | None = None  # the prompt is text to continue, without a chat template
 
     def request(self) -> ChatCompletionRequest | TextCompletionRequest | None:
         if not (self.raw and self.prompt):
@@ -227,7 +227,7 @@ class OllamaEmbedBody(NamedModel):
     options: dict[str, Any] | None = None  # an embedding is not sampled
 
     def embedding(self) -> EmbeddingBody | None:
-        """None without inputs."""
+        """Return the body of an embedding, None without inputs."""
         if not self.input:
             return None
         return EmbeddingBody.model_construct(
@@ -245,7 +245,7 @@ class OllamaEmbeddingsBody(NamedModel):
     options: dict[str, Any] | None = None
 
     def embedding(self) -> EmbeddingBody | None:
-        """None without a prompt."""
+        """Return the body of an embedding, None without a prompt."""
         if not self.prompt:
             return None
         return EmbeddingBody.model_construct(
@@ -263,7 +263,7 @@ B = TypeVar("B", bound=NamedModel)
 
 
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
-    """Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
     options = body.get("options")
     if issubclass(kind, OllamaGeneration) and isinstance(options, Mapping):
         try:

@@ -1,6 +1,6 @@
-"""The answers of the OpenAI API as models, for its description; tests hold real answers to them.
+"""The answers of the OpenAI API as models, for its description; tests check real answers.
 
-Clients must take further fields, as OpenAI's do.
+Clients must accept further fields, as OpenAI's do.
 """
 
 from typing import Literal

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation in, whole messages or chunks of them out."""
+"""/v1/chat/completions: a conversation in, a whole answer or chunks out."""
 
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -52,14 +52,14 @@ class ChatReply:
         self._inputs: dict[tuple[int, int], CustomInput] = {}  # by choice and call
 
     async def whole(self) -> JsonPieces:
-        """The JSON text, made piece by piece: log-probabilities all at once would hold up the
-        loop. Raises ServiceError."""
+        """Return the JSON text, made piece by piece, since all log-probabilities at once would
+        block the loop. Raises ServiceError."""
         head, choices, usage = await self.collected()
         texts = array_json(map(object_json, choices))
         return object_json({**head, "choices": texts, "usage": usage_object(usage)})
 
     async def collected(self) -> tuple[dict[str, Any], list[dict[str, Any]], Usage]:
-        """The fields of the whole answer, its choices and its usage. Raises ServiceError."""
+        """Return the fields of the whole answer, its choices and its usage. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
             if (num_top := self._body.prompt_logprobs) is not None:
                 logprobs.check_prompt_logprobs(completion.prompts, 1, num_top, "prompt_logprobs")
@@ -93,8 +93,8 @@ class ChatReply:
     async def chunks(
         self, direct: DirectWrite
     ) -> AsyncGenerator[dict[str, Any] | JsonPieces, None]:
-        """A chunk with the role when a choice begins, its text, its calls, its finish; then the
-        usage. Each is an object, or its text. Those with text alone go by `direct` where it can."""
+        """Yield a choice's role, text, calls and finish in chunks; then the usage. Each chunk is an
+        object, or its text. Chunks with only text go through `direct` if possible."""
         async with self._service.prepare(self._request, self._caller) as completion:
             head = self._head("chat.completion.chunk", completion.model.card.name)
             counted = StreamUsage(self._body, completion)
@@ -146,8 +146,8 @@ class ChatReply:
         return {"id": self._id, "object": kind, "created": self._created, "model": model}
 
     def _finish(self, finish: str) -> str:
-        """A call that the client has asked for by name is an answer like others, as OpenAI and
-        vLLM have it."""
+        """Return the finish reason; a call that the client has required by name ends with "stop",
+        as in OpenAI and vLLM."""
         choice = self._body.tool_choice
         named = isinstance(choice, dict) and choice.get("type") in ("function", "custom")
         return "stop" if named and finish == "tool_calls" else finish
@@ -167,12 +167,12 @@ class ChatReply:
         return message
 
     def _contents(self, delta: Delta) -> list[dict[str, Any]]:
-        """The text of a delta and each piece of its calls, as choices of chunks of their own; the
-        first has its tokens."""
+        """Return the text of a delta and each piece of its calls as choices of separate chunks; the
+        first has the delta's tokens."""
         deltas = self._pieces(delta.choice, delta.content)
         if not deltas:
             if not (delta.tokens or self._body.return_token_ids):
-                return []  # a thought that is left out
+                return []  # reasoning that is left out
             deltas.append({"content": ""})
         choices = [_choice(delta.choice, one) for one in deltas]
         choices[0]["logprobs"] = self._logprobs(delta.tokens)
@@ -195,7 +195,7 @@ class ChatReply:
         return deltas
 
     def _call_piece(self, choice: int, part: ToolCallPart) -> dict[str, Any] | None:
-        """A piece of a call; None if it has nothing of the input of a custom tool."""
+        """Return a piece of a call; None if it has nothing of the input of a custom tool."""
         if part.id and part.name in self._custom:
             read = self._inputs[choice, part.index] = CustomInput()
             return _custom_call(part, read.push(part.arguments))
@@ -206,7 +206,7 @@ class ChatReply:
         return {"custom": {"input": piece}} if piece else None
 
     def _late_inputs(self, choice: int) -> Iterator[dict[str, Any]]:
-        """What is known of the inputs of a choice at its end alone."""
+        """Yield the inputs of a choice that are known only at its end."""
         for (owner, index), read in self._inputs.items():
             if owner == choice and (rest := read.finish()):
                 yield {"tool_calls": [{"index": index, "custom": {"input": rest}}]}
@@ -228,7 +228,7 @@ def _choice(index: int, delta: dict[str, Any], finish: str | None = None) -> dic
 
 
 def _call(part: ToolCallPart) -> dict[str, Any]:
-    """A call, or a piece of one: the first has its id and name."""
+    """Return a call, or a piece of one: the first has its id and name."""
     if not part.id:
         return {"function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}

@@ -1,4 +1,4 @@
-"""/v1/chat/completions/batch, as vLLM has it: several conversations in, a choice of each out."""
+"""/v1/chat/completions/batch, as in vLLM: several conversations in, one choice for each out."""
 
 import asyncio
 from dataclasses import replace
@@ -13,14 +13,13 @@ from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.sampling import check_logprobs
 from pdserve.gateway.service import Service
 
-# Conversations of a batch that are open. Of those with log-probabilities, which take memory, it is
-# one.
+# Open conversations of a batch; with log-probabilities, which take memory, only one is open.
 AT_ONCE = 16
 
 
 async def chat_batch(service: Service, body: ChatBatchBody, caller: Caller) -> JsonPieces:
-    """The JSON text of the answer. Each conversation is a request; the first error ends all. Raises
-    ServiceError."""
+    """Return the JSON text of the answer. Each conversation is a request; the first error ends all.
+    Raises ServiceError."""
     choices: dict[int, dict[str, Any]] = {}
     heads: list[dict[str, Any]] = []
     total = Usage(0, 0, 0)

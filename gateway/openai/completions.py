@@ -44,8 +44,8 @@ class CompletionReply:
         self._as_ids = bool(body.return_tokens_as_token_ids)
 
     async def whole(self) -> JsonPieces:
-        """The JSON text, made piece by piece: log-probabilities all at once would hold up the
-        loop. Raises ServiceError."""
+        """Return the JSON text, made piece by piece, since all log-probabilities at once would
+        block the loop. Raises ServiceError."""
         async with self._service.prepare(self._request, self._caller) as completion:
             self._check(completion)
             answers, usage = await self._service.completions.collect(
@@ -80,7 +80,7 @@ class CompletionReply:
     async def chunks(
         self, direct: DirectWrite
     ) -> AsyncGenerator[dict[str, Any] | JsonPieces, None]:
-        """Each an object, or its text. Those with text alone go by `direct` where it can."""
+        """Yield chunks, as objects or texts; those with only text use `direct` if possible."""
         async with self._service.prepare(self._request, self._caller) as completion:
             self._check(completion)
             head = self._head(completion.model.card.name)
@@ -148,7 +148,7 @@ class CompletionReply:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
     def _check(self, completion: PreparedCompletion) -> None:
-        """Raises ServiceError for too many log-probabilities of prompts."""
+        """Raise ServiceError if the prompts have too many log-probabilities."""
         n = completion.sampling.n
         for param, num_top in (
             ("prompt_logprobs", self._body.prompt_logprobs),

@@ -1,4 +1,4 @@
-"""Custom tools: the model sees a function of one string, the client calls with that string alone.
+"""Custom tools: the model sees a function of one string, and the client gets only that string.
 
 Pure. Invariant: the pieces of an input add up to the same text however its JSON is cut.
 """
@@ -31,7 +31,7 @@ class CustomFormat(StrictModel):
 
 
 def custom_tool(name: str, description: str, form: CustomFormat | None, param: str = "") -> Tool:
-    """The function that the model is offered. `param`: the request's field that has `form`."""
+    """Return the function that the model is offered. `param`: the request's field with `form`."""
     value: dict[str, Any] = {"type": "string"}
     strict = False
     if form is not None and form.type == "grammar":
@@ -51,20 +51,20 @@ def custom_tool(name: str, description: str, form: CustomFormat | None, param: s
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of the function, for an input."""
+    """Return the arguments of the function, for an input."""
     return to_json({INPUT: text}).decode()
 
 
 class CustomInput:
-    """Makes the input of the pieces of the function's arguments."""
+    """Converter of the pieces of the function's arguments to the input."""
 
     def __init__(self) -> None:
-        self._raw = ""  # what is not read yet
+        self._raw = ""  # not read yet
         self._begun = self._ended = False
         self._other: list[str] | None = None  # arguments of another form
 
     def push(self, piece: str) -> str:
-        """What is new of the input."""
+        """Return the new part of the input."""
         if self._ended:
             return ""
         if self._other is not None:
@@ -81,7 +81,7 @@ class CustomInput:
         return self._read()
 
     def finish(self) -> str:
-        """The input of arguments that have another form: their only text, or all of them."""
+        """Return the input of arguments in another form: their only text, or all of them."""
         if self._begun:
             return ""
         raw = "".join(self._other or [self._raw])
@@ -96,7 +96,7 @@ class CustomInput:
         return "" if value == {} else raw
 
     def _read(self) -> str:
-        """The text up to its end, or to an escape that is not complete."""
+        """Return the text up to its end, or to an incomplete escape."""
         raw, at, found = self._raw, 0, []
         while at < len(raw):
             if raw[at] == '"':
@@ -110,11 +110,11 @@ class CustomInput:
             if escape is None:
                 if len(raw) - at < 6:
                     break
-                found.append(raw[at])  # not JSON: as the model has written it
+                found.append(raw[at])  # not JSON: keep what the model has written
                 at += 1
                 continue
             text, end = _unescaped(escape[0]), escape.end()
-            if "\ud800" <= text <= "\udbff":  # the first half of a character
+            if "\ud800" <= text <= "\udbff":  # the first surrogate of a pair
                 rest = raw[end : end + 6]
                 if len(rest) < 6 and rest[:2] == "\\u"[: len(rest)]:
                     break

@@ -70,13 +70,13 @@ from pdserve.gateway.storage.response_store import ResponseStore
 END = "[DONE]"  # the data of a stream's last event
 DONE = f"data: {END}\n\n".encode()
 PING = b": ping\n\n"  # a comment, which clients skip
-# Routes that clients look for without /v1, too.
+# Routes that clients also look for without /v1.
 SHORT = ("/chat/completions", "/completions", "/embeddings", "/models", "/responses")
 STORED = ("/v1/files", "/v1/batches", "/v1/usage")
 
 
 class MoreRoutes(Protocol):
-    """Adds the routes of what a database keeps."""
+    """Source of the routes that need a database."""
 
     def add_routes(
         self,
@@ -90,7 +90,7 @@ class MoreRoutes(Protocol):
 
 class OpenAiDialect:
     """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings and /v1/models, also
-    without /v1; what vLLM and llama.cpp have beside them; and with a database /v1/files,
+    without /v1; the further routes of vLLM and llama.cpp; and with a database /v1/files,
     /v1/batches and /v1/usage."""
 
     paths: tuple[str, ...] = ("/v1/", "/tokenize", "/detokenize", *SHORT)
@@ -120,7 +120,7 @@ class OpenAiDialect:
         responses: ResponseStore | None = None,
         stored: MoreRoutes | None = None,
     ) -> None:
-        """Without `responses` none is kept, without `stored` there are no files and batches."""
+        """`responses` None: none are kept; `stored` None: there are no files and batches."""
         self._responses = responses
         self._service = service
         self._limits = limits
@@ -219,7 +219,7 @@ class OpenAiDialect:
 
 
 def _add_short(app: FastAPI) -> None:
-    """The routes without /v1; the description of the API has one name of each."""
+    """Add the routes without /v1; the API description has only one name of each."""
     for route in [route for route in app.routes if isinstance(route, APIRoute)]:
         path = route.path.removeprefix("/v1")
         if path != route.path and f"{path}/".startswith(tuple(f"{one}/" for one in SHORT)):
@@ -228,7 +228,7 @@ def _add_short(app: FastAPI) -> None:
 
 
 def _add_refusals(app: FastAPI) -> None:
-    """Where the routes of a database would be."""
+    """Add routes that refuse requests in place of a database's routes."""
 
     async def refused() -> Response:
         raise refuse("", "this server keeps no files, batches or usage: it needs --database-url")
@@ -241,12 +241,12 @@ def _add_refusals(app: FastAPI) -> None:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    """A server-sent event of an object."""
+    """Return a server-sent event of an object."""
     return b"data: %b\n\n" % to_json(value)
 
 
 async def _events(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
-    """Each chunk as an event, then [DONE]."""
+    """Yield each chunk as an event, then [DONE]."""
     async with aclosing(chunks) as items:
         async for chunk in items:
             yield json_event(b"data: ", chunk) if isinstance(chunk, JsonPieces) else _event(chunk)

@@ -1,4 +1,4 @@
-"""/v1/embeddings: texts or token ids in, a vector of each out."""
+"""/v1/embeddings: texts or token ids in, one vector for each out."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ from pdserve.gateway.requests.caller import Caller
 from pdserve.gateway.sampling import refuse
 from pdserve.gateway.service import Service, not_supported
 
-MAX_INPUTS = 2048  # as OpenAI
+MAX_INPUTS = 2048  # as in OpenAI
 MAX_ANSWER_BYTES = 128 << 20  # of the vectors of a call
 _NUMBER_BYTES = {False: 22, True: 16 / 3}  # of the text of one number, by whether it is base64
 
@@ -44,10 +44,11 @@ class EmbeddingBody(OwnedBody):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    normalize: Literal[True] | None = None  # not served otherwise: the model says it
+    normalize: Literal[True] | None = None  # only true is served: the model decides
     embed_dtype: Literal["float32"] | None = None
     endianness: Literal["native", "little"] | None = None
-    # Not served: what others write before a text, and other names of `dimensions` and the format.
+    # Not served: text that others put before an input, and other names of `dimensions` and the
+    # format.
     input_type: None = None
     task: None = None
     output_dimension: None = None
@@ -57,7 +58,7 @@ class EmbeddingBody(OwnedBody):
 class EmbeddingReply:
     """One call; make it after the body is checked, then take `whole`."""
 
-    keeps_start = False  # of a text that is too long, instead of its end
+    keeps_start = False  # keep the start of a text that is too long, instead of its end
 
     def __init__(self, service: Service, body: EmbeddingBody, caller: Caller) -> None:
         self._service = service
@@ -68,8 +69,8 @@ class EmbeddingReply:
         self._in_base64 = body.encoding_format == "base64"
 
     async def whole(self) -> JsonPieces:
-        """The JSON text, made vector by vector: all at once would hold up the loop. Raises
-        ServiceError."""
+        """Return the JSON text, made vector by vector, since all at once would block the loop.
+        Raises ServiceError."""
         service, body = self._service, self._body
         salt, priority = (body.cache_salt or "").encode(), body.priority or 0
         async with service.prepare_inputs(
@@ -100,7 +101,7 @@ class EmbeddingReply:
         return JsonPieces((to_json(item),))
 
     def _check_size(self, dimensions: int) -> None:
-        """Raises ServiceError for vectors of so many numbers whose text is too long."""
+        """Raise ServiceError if the text of vectors with `dimensions` numbers is too long."""
         num_bytes = len(self._body.input) * dimensions * _NUMBER_BYTES[self._in_base64]
         if num_bytes > MAX_ANSWER_BYTES:
             other = "" if self._in_base64 else "encoding_format: base64, "
@@ -138,8 +139,7 @@ async def embedding_ids(
     add_special_tokens: bool = True,
     from_start: bool = False,
 ) -> list[Sequence[int]]:
-    """The token ids of texts whose embedding is asked for. Raises ServiceError that names
-    `param`."""
+    """Return the token ids of texts to embed. Raises ServiceError that names `param`."""
     found: list[Sequence[int]] = []
     for given in inputs:
         if isinstance(given, str):

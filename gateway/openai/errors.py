@@ -1,11 +1,11 @@
-"""Error objects as OpenAI's clients know them."""
+"""Error objects in OpenAI's format."""
 
 from typing import Any
 
 from pdserve.gateway.http.dialect import HttpError
 
 CONTEXT_CODE = "context_length_exceeded"
-# Codes that OpenAI names otherwise; a wrong field has no code, its name is in `param`.
+# Codes that OpenAI names differently; a wrong field has no code, its name is in `param`.
 _CODES = {
     "invalid_argument": None,
     "unauthenticated": "invalid_api_key",
@@ -14,15 +14,15 @@ _CODES = {
 
 
 def error_message(error: HttpError) -> str:
-    """The text of an error. A prompt that is too long has the code's name in it, by which LangChain
-    knows one."""
+    """Return the text of an error. If a prompt is too long, the text has the code's name, by which
+    LangChain recognizes the error."""
     if error.code != CONTEXT_CODE or CONTEXT_CODE in error.message:
         return error.message
     return f"{error.message} ({CONTEXT_CODE})"
 
 
 def error_object(error: HttpError) -> dict[str, Any]:
-    """The body of an error response, and the last event of a stream that fails."""
+    """Return the body of an error response, and the last event of a stream that fails."""
     if error.status == 429:
         kind = "rate_limit_error"
     else:

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's API writes them, and those of a prompt as vLLM does."""
+"""Log-probabilities in OpenAI's format, and those of a prompt in vLLM's."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from pdserve.protos.common_pb2 import TokenLogprob
 
 
 def of_chat(tokens: Sequence[ScoredToken], as_ids: bool) -> dict[str, Any]:
-    """`as_ids`: tokens are written by their ids."""
+    """Return the `logprobs` of a chat's tokens; `as_ids`: write tokens by their ids."""
     content = [with_top(token, as_ids) for token in tokens]
     return {"content": content, "refusal": None}
 
@@ -57,14 +57,14 @@ def _name(entry: LogprobEntry, as_ids: bool) -> str:
 
 
 class LogprobsText(ABC):
-    """The JSON text of a choice's log-probabilities, which grows with its tokens: as objects they
-    would take several times as much memory."""
+    """The JSON text of a choice's log-probabilities, which grows with its tokens: objects would
+    take several times as much memory."""
 
     def __init__(self, as_ids: bool) -> None:
         self._as_ids = as_ids
 
     async def add(self, tokens: Sequence[ScoredToken]) -> None:
-        """Adds the next tokens; gives way to other tasks between a few of many."""
+        """Add the next tokens; other tasks run after every AT_ONCE of them."""
         for at in range(0, len(tokens), AT_ONCE):
             self._write(tokens[at : at + AT_ONCE])
             if len(tokens) > AT_ONCE:
@@ -72,11 +72,11 @@ class LogprobsText(ABC):
 
     @abstractmethod
     def _write(self, tokens: Sequence[ScoredToken]) -> None:
-        """Adds a few tokens."""
+        """Add a few tokens."""
 
     @abstractmethod
     def pieces(self) -> JsonPieces:
-        """The text so far."""
+        """Return the text so far."""
 
 
 class ChatLogprobsText(LogprobsText):
@@ -111,8 +111,8 @@ class CompletionLogprobsText(LogprobsText):
 async def prompt_json(
     vocabulary: Vocabulary, ids: Sequence[int], scores: Sequence[TokenLogprob], num_top: int
 ) -> JsonPieces:
-    """The text of a list of each token of a prompt and the best at its position, by id; the first
-    token has none.
+    """Return the text of a list with each token of a prompt and the best at its position, by id;
+    the first token has none.
 
     A token that is not among the best has no rank: the engine does not count it.
     """
@@ -135,7 +135,7 @@ async def prompt_json(
 
 
 def check_prompt_logprobs(prompts: Sequence[Prompt], n: int, num_top: int, param: str) -> None:
-    """Raises ServiceError for more entries than one answer may have."""
+    """Check the number of entries. Raises ServiceError for more than one answer may have."""
     entries = n * (1 + num_top) * sum(len(prompt.ids) for prompt in prompts)
     if entries > MAX_LOGPROBS:
         text = f"{param}: {entries} log-probabilities of prompts, for {n} choices each"

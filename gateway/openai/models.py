@@ -1,5 +1,5 @@
-"""/v1/models: the models of the fleet as OpenAI lists them, with further fields of their cards, and
-as Anthropic does."""
+"""/v1/models: the models of the fleet in OpenAI's format, with further fields of their cards, and
+in Anthropic's."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -9,11 +9,11 @@ from typing import Any
 from pdserve.gateway.service import Service
 from pdserve.protos.common_pb2 import ModelCard
 
-ANTHROPIC_VERSION = "anthropic-version"  # the header of a request of Anthropic's API
+ANTHROPIC_VERSION = "anthropic-version"  # the header of requests to Anthropic's API
 
 
 def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
-    """What a client can ask of a model; null: not known before its tokenizer is loaded."""
+    """Return what the model can do; null: not known before its tokenizer is loaded."""
     generates = not (card.pooling or card.score_token_ids)
     chat = generates and bool(card.template_digest)
     text = service.catalog.loaded(card)
@@ -29,7 +29,7 @@ def capabilities(service: Service, card: ModelCard) -> dict[str, bool | None]:
 
 
 def default_sampling(service: Service, card: ModelCard) -> dict[str, float] | None:
-    """What the model recommends, for requests that say nothing; None before its files are read."""
+    """Return the model's recommended sampling; None before its files are read."""
     text = service.catalog.loaded(card)
     if text is None:
         return None
@@ -37,14 +37,14 @@ def default_sampling(service: Service, card: ModelCard) -> dict[str, float] | No
 
 
 def llama_sampling(service: Service, card: ModelCard) -> dict[str, float]:
-    """The same in the words of llama.cpp and Ollama; empty before its files are read."""
+    """Return the recommended sampling in llama.cpp's words; empty before its files are read."""
     names = {"repetition_penalty": "repeat_penalty"}
     defaults = default_sampling(service, card) or {}
     return {names.get(name, name): value for name, value in defaults.items()}
 
 
 def model_object(service: Service, name: str, card: ModelCard) -> dict[str, Any]:
-    """A model under its own name or an alias."""
+    """Return a model under its own name or an alias."""
     return {
         "id": name,
         "object": "model",
@@ -64,7 +64,7 @@ def model_object(service: Service, name: str, card: ModelCard) -> dict[str, Any]
 
 
 def model_info(name: str, card: ModelCard) -> dict[str, Any]:
-    """A model as Anthropic's API describes one."""
+    """Return a model in the format of Anthropic's API."""
     created = datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
     return {
         "type": "model",
@@ -78,7 +78,7 @@ def model_info(name: str, card: ModelCard) -> dict[str, Any]:
 
 
 def model_page(cards: Mapping[str, ModelCard]) -> dict[str, Any]:
-    """All models and aliases on one page of Anthropic's API."""
+    """Return all models and aliases on one page of Anthropic's API."""
     data = [model_info(name, card) for name, card in cards.items()]
     return {
         "data": data,

@@ -1,7 +1,7 @@
-"""What clients of llama.cpp and vLLM ask of a server: /props, /slots, /load, /tokenizer_info, and
-/apply-template.
+"""Routes with which clients of llama.cpp and vLLM query a server: /props, /slots, /load,
+/tokenizer_info, and /apply-template.
 
-A client sees the models, the number of open requests, and of these its own alone.
+A client sees the models, the number of open requests, and details of only its own requests.
 """
 
 from importlib.metadata import version
@@ -50,7 +50,7 @@ class SlotsQuery(BaseModel):
 def add_server_routes(
     app: FastAPI, errors: ErrorShape, service: Service, bodies: BodyReader
 ) -> None:
-    """Mount them. Other processes of the same port are heard for /slots and /load."""
+    """Mount the routes. /slots and /load include the other processes of the same port."""
     service.siblings.answer("slots", lambda tenant, _: to_json(_slots(service, tenant)))
     service.siblings.answer("load", lambda tenant, _: to_json(_num_open(service)))
 
@@ -138,7 +138,7 @@ def _num_open(service: Service) -> int:
 
 
 def _slots(service: Service, tenant: bytes) -> list[dict[str, Any]]:
-    """The open requests of a tenant in this process, oldest first."""
+    """Return the open requests of a tenant in this process, oldest first."""
     return [
         {
             "request_id": state.request_id,
@@ -164,7 +164,7 @@ def _slot(number: int, state: dict[str, Any], contexts: dict[str, int]) -> dict[
 
 
 def _check_room(service: Service, tenant: bytes) -> None:
-    """Raises ServiceError UNAVAILABLE, as llama.cpp's status is 503."""
+    """Raise ServiceError UNAVAILABLE if there is no room: llama.cpp's status is 503."""
     try:
         service.limits.admit(tenant)
     except ServiceError as error:

@@ -1,4 +1,4 @@
-"""Chunks of a stream that have nothing but text, as most do. Only their texts differ."""
+"""Chunks of a stream that have only text, as most do. Only their texts differ."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,11 @@ from pdserve.gateway.http.answers.direct_write import DirectWrite
 from pdserve.gateway.http.answers.json_text import JsonPieces
 
 MAX_DIRECT_CHARS = 1024
-_TEXT = "\0text\0"  # in no other field
+_TEXT = "\0text\0"  # occurs in no other field
 
 
 class TextChunk:
-    """Makes the chunks of one choice from a template: what `chunk` makes of some text."""
+    """Maker of the chunks of one choice, from a template: what `chunk` makes of a text."""
 
     def __init__(self, chunk: Callable[[str], dict[str, Any]]) -> None:
         self._before, self._behind = to_json(chunk(_TEXT)).split(to_json(_TEXT))
@@ -22,8 +22,8 @@ class TextChunk:
         return JsonPieces((self._before, to_json(text), self._behind))
 
     def write(self, text: str, direct: DirectWrite) -> bool:
-        """Send the event of a chunk at once; False if that cannot be. A long text may be held, and
-        is then counted, so it goes the usual way."""
+        """Send the event of a chunk at once; False if that is not possible. A long text goes the
+        usual way, since it may be held and must then be counted."""
         if len(text) > MAX_DIRECT_CHARS:
             return False
         return direct.write(b"data: %b%b%b\n\n" % (self._before, to_json(text), self._behind))

@@ -10,7 +10,7 @@ from pdserve.gateway.service import Service
 async def tokenize(
     service: Service, body: TokenizeBody | TokenizeChatBody, caller: Caller
 ) -> dict[str, Any]:
-    """The ids of a prompt, or of messages after the model's template. Raises ServiceError."""
+    """Return the ids of a prompt, or of messages after the template. Raises ServiceError."""
     owner = caller.tenant.id
     with service.limits.admit(owner):
         await service.count(caller)
@@ -33,7 +33,7 @@ async def tokenize(
 
 
 async def detokenize(service: Service, body: DetokenizeBody, caller: Caller) -> dict[str, Any]:
-    """The text of ids. Raises ServiceError."""
+    """Return the text of ids. Raises ServiceError."""
     owner = caller.tenant.id
     with service.limits.admit(owner):
         await service.count(caller)

@@ -1,4 +1,4 @@
-"""The usage object of a completion, as OpenAI writes it, with our own fields under `pdserve`."""
+"""The usage object of a completion in OpenAI's format, with pdserve's fields under `pdserve`."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class StreamUsage:
-    """The `usage` that chunks of a stream carry: none, null until the last one, or what has been
-    counted so far. Of cached tokens nothing is known before the end."""
+    """The `usage` in chunks of a stream: none, null until the last one, or the counts so far.
+    Cached tokens are not known before the end."""
 
     def __init__(self, body: Sampling, completion: PreparedCompletion) -> None:
         self._wanted = body.include_usage
@@ -30,7 +30,7 @@ class StreamUsage:
         self._generated: dict[int, int] = {}
 
     def before(self) -> dict[str, Any]:
-        """Of a chunk that comes before the next tokens."""
+        """Return the usage of a chunk that comes before the next tokens."""
         if not self._continuous:
             return {"usage": None} if self._wanted else {}
         generated = sum(self._generated.values())
@@ -38,7 +38,7 @@ class StreamUsage:
         return {"usage": {**counts, "total_tokens": self._prompt_tokens + generated}}
 
     def after(self, delta: Delta) -> dict[str, Any]:
-        """Of a chunk with the delta's tokens."""
+        """Return the usage of a chunk with the delta's tokens."""
         if self._continuous:
             self._generated[delta.choice] = delta.num_tokens
         return self.before()

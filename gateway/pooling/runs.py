@@ -1,4 +1,4 @@
-"""Runs prompts at the router of which each has one answer: an embedding, or a yes or no.
+"""Runs prompts that have one answer each at the router: an embedding, or a yes or no.
 
 Ownership: a run owns its requests at the router; closing it early cancels them at once.
 """
@@ -20,10 +20,10 @@ from pdserve.protos.common_pb2 import INTERNAL, SamplingParams, Start
 from pdserve.protos.router_pb2 import RequestEvent
 from pdserve.services.host.errors import ServiceError
 
-AT_ONCE = 32  # inputs of one call that are at the router
+AT_ONCE = 32  # inputs of one call at the router at once
 
 T = TypeVar("T")
-Answer = Callable[[RequestEvent], T | None]  # what an event answers, if it does
+Answer = Callable[[RequestEvent], T | None]  # the answer in an event, if it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class PreparedInputs:
 
 
 class PoolingRuns:
-    """Runs the inputs of a call, AT_ONCE of them at a time; answers come as they are there."""
+    """Runner of a call's inputs, AT_ONCE at a time; answers come as they complete."""
 
     def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
         self._upstream = upstream
@@ -56,12 +56,12 @@ class PoolingRuns:
     def embeddings(
         self, prepared: PreparedInputs
     ) -> AsyncGenerator[tuple[int, Sequence[float]], None]:
-        """The number of each input and its pooled state, not normalized. Raises ServiceError."""
+        """Yield each input's number and pooled state, not normalized. Raises ServiceError."""
         return self._run(prepared, Start(pool=True), _embedding)
 
     def scores(self, prepared: PreparedInputs) -> AsyncGenerator[tuple[int, float], None]:
-        """The number of each input and the probability of "yes" among "yes" and "no" as its next
-        token. Raises ServiceError."""
+        """Yield the number of each input and the probability of "yes" among "yes" and "no" as its
+        next token. Raises ServiceError."""
         yes, no = prepared.model.card.score_token_ids
         params = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=0, logprob_token_ids=(yes, no)
@@ -89,7 +89,7 @@ class PoolingRuns:
         asked: Start,
         answer: Answer[T],
     ) -> AsyncGenerator[tuple[int, T], None]:
-        """One input after the other, of those that no other lane has taken."""
+        """Run one input after the other, of those that no other lane has taken."""
         for number, ids in left:
             yield number, await self._one(prepared, number, ids, asked, answer)
 
@@ -116,7 +116,7 @@ class PoolingRuns:
                     found = answer(event) if found is None else found
         if found is None:
             raise ServiceError(INTERNAL, "an answer was cut short")
-        await asyncio.sleep(0)  # between two of them others have the loop
+        await asyncio.sleep(0)  # other tasks run between two inputs
         return found
 
     def _start(
@@ -141,13 +141,13 @@ class PoolingRuns:
 
 
 def _embedding(event: RequestEvent) -> Sequence[float] | None:
-    """As float32: a call may have thousands of them."""
+    """Return the embedding as float32: a call may have thousands of them."""
     return array("f", event.embedding.values) if event.HasField("embedding") else None
 
 
 def _score(event: RequestEvent, yes: int, no: int) -> float | None:
-    """A softmax over the logits of two tokens depends on the difference of their log-probabilities
-    alone."""
+    """Return the probability of "yes". A softmax over two logits depends only on the difference of
+    their log-probabilities."""
     if not event.HasField("tokens") or not event.tokens.logprobs:
         return None
     scores = event.tokens.logprobs[0]
@@ -157,4 +157,4 @@ def _score(event: RequestEvent, yes: int, no: int) -> float | None:
     difference = found[no] - found[yes]
     if math.isnan(difference):
         raise ServiceError(INTERNAL, "the model gives neither yes nor no a probability")
-    return 1 / (1 + math.exp(min(difference, 700.0)))  # beyond it exp overflows
+    return 1 / (1 + math.exp(min(difference, 700.0)))  # beyond 700 exp overflows

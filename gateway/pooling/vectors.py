@@ -1,4 +1,4 @@
-"""Embeddings as clients get them, and how alike two are. Pure."""
+"""Embeddings in the clients' formats, and their similarity. Pure."""
 
 import math
 from array import array
@@ -9,18 +9,18 @@ from struct import pack
 
 
 def shaped(values: Sequence[float], dimensions: int | None, normalizes: bool) -> "array[float]":
-    """The first `dimensions` numbers (None: all), of length 1 if that is wanted; float32."""
+    """Return the first `dimensions` numbers (None: all) as float32, of length 1 if `normalizes`."""
     kept = values[:dimensions]
     length = math.hypot(*kept) if normalizes else 1.0
     return array("f", [value / length for value in kept] if length else kept)
 
 
 def base64_of(vector: Sequence[float]) -> str:
-    """Its numbers as little-endian float32."""
+    """Return the vector's numbers as little-endian float32, in base64."""
     return b64encode(pack(f"<{len(vector)}f", *vector)).decode()
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    """From -1 to 1; 0 if one of them is all zeros."""
+    """Return the cosine similarity, from -1 to 1; 0 if one vector is all zeros."""
     lengths = math.hypot(*a) * math.hypot(*b)
     return sum(map(mul, a, b)) / lengths if lengths else 0.0

@@ -1,4 +1,4 @@
-"""A Caller says whose a request is, and which ids it has."""
+"""The Caller of a request: its tenant and its ids."""
 
 import hashlib
 from contextlib import ExitStack
@@ -9,11 +9,11 @@ from typing import Any
 from pdserve.services.host.tenants.keys import EVERYBODY, Tenant
 from pdserve.services.host.tracing import NOWHERE, TraceContext
 
-MAX_SESSION = 128  # characters of what usage is counted under
+MAX_SESSION = 128  # characters of a session, under which usage is counted
 
 
 class Acceptance:
-    """When the prompt of a request was accepted, by time.monotonic; None: it is not yet."""
+    """When a request's prompt was accepted, by time.monotonic; None: not yet."""
 
     at: float | None = None
 
@@ -23,11 +23,14 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`request_id` names a request everywhere, `client_id` is what its client calls it, if it
-    does. `session` is what its usage is counted under, `background` says that nobody waits for it.
-    `headers` are added to the response, `at_end` is run when it is complete. `header_id` is the id
-    that the response's head has without a client's, `received` when the request's head had come (a
-    reading of time.monotonic), `trace` the span of the client that it belongs to."""
+    """The origin of a request.
+
+    `request_id` names it everywhere, `client_id` is the client's name for it, if any. Its usage is
+    counted under `session`; `background`: no client waits for it. `headers` are added to the
+    response, `at_end` runs when it is complete. `header_id` is the id in the response's head if the
+    client sends none, `received` is when the request's head had come (by time.monotonic), `trace`
+    is the client's span that it belongs to.
+    """
 
     request_id: str
     client_id: str = ""
@@ -42,9 +45,10 @@ class Caller:
     acceptance: Acceptance = field(default_factory=Acceptance, compare=False)
 
     def of_body(self, request_id: str, session_id: str | None, user: Any) -> "Caller":
-        """The caller of a body, which has an id of its own: its session counts before that of the
-        header, and its user where there is none, if it is a text. That of a batch is the batch,
-        whatever its lines say."""
+        """Return the caller of a body that has its own id. The body's session takes precedence over
+        the header's; its user, if it is a text, is used without either. A batch keeps its session,
+        whatever its lines say.
+        """
         session = self.session
         if not self.background:
             session = session_id or session or (_of_user(user) if isinstance(user, str) else "")
@@ -52,18 +56,19 @@ class Caller:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """All by which its client may know it."""
+        """Return all ids by which the client may know the request."""
         every = (self.client_id, self.header_id, self.request_id)
         return tuple(dict.fromkeys(one for one in every if one))
 
     @property
     def shown_id(self) -> str:
-        """The id that the response has."""
+        """Return the id in the response."""
         return self.client_id or self.request_id
 
 
 def _of_user(user: str) -> str:
-    """A long one by its hash: it is no field of sessions, and clients may put several ids in it."""
+    """Return the session of a user, hashed if long: it is not a session field, and clients may put
+    several ids in it."""
     if len(user) <= MAX_SESSION:
         return user
     return f"sha256:{hashlib.sha256(user.encode()).hexdigest()}"

@@ -1,4 +1,4 @@
-"""Completions as clients ask for them, whichever API they came by; pure data."""
+"""Completion requests, the same for every API; pure data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pdserve.gateway.text.messages import TemplateInput
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletionRequest:
-    """A chat completion as a client asks for it."""
+    """A chat completion as a client requests it."""
 
     model: str
     conversation: TemplateInput
@@ -19,23 +19,23 @@ class ChatCompletionRequest:
     priority: int = 0  # lower is earlier
     kept_tokens: int | None = None  # of the prompt, from its end; -1: what fits; None: all
     tool_use: ToolUse | None = None
-    separate_reasoning: bool = True  # otherwise it is part of the answer's text
-    max_tool_calls: int | None = None  # that the gateway carries out; None: any number
+    separate_reasoning: bool = True  # False: reasoning is part of the answer's text
+    max_tool_calls: int | None = None  # carried out by the gateway; None: any number
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on from the prompt's text."""
+        """Return whether the answer continues the prompt's text."""
         return self.conversation.continue_final_message
 
 
 @dataclass(frozen=True, slots=True)
 class TextCompletionRequest:
-    """A plain completion of texts or token ids, as a client asks for it."""
+    """A plain completion of texts or token ids, as a client requests it."""
 
     model: str
     prompts: Sequence[str | Sequence[int]]
     sampling: RequestedSampling
-    prompt_field: str = "prompt"  # as it is written
+    prompt_field: str = "prompt"  # name of the field in the request
     echo: bool = False
     echo_only: bool = False
     add_special_tokens: bool = True
@@ -45,5 +45,5 @@ class TextCompletionRequest:
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on from the prompt's text."""
+        """Return whether the answer continues the prompt's text."""
         return True

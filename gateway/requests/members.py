@@ -1,6 +1,6 @@
-"""What becomes of the members of the clients' unions: roles, parts of a content, tools, items.
+"""How each member of the clients' unions is handled: roles, parts of a content, tools, items.
 
-Each API has a table of them, `members.py` in its folder, from which its code decides and
+Each API has a table of them, `members.py` in its folder, which its code uses and from which
 docs/api.md is generated. Pure except for logging.
 """
 
@@ -17,32 +17,32 @@ from pdserve.services.host.errors import MAX_QUOTED, cut
 log = logging.getLogger("pdserve.gateway.requests")
 
 MAX_DEPTH = 16  # of a value that is kept as text
-# Keys whose values only their provider can read, or that say nothing to a model.
+# Keys whose values only their provider can read, or that mean nothing to a model.
 _OPAQUE = {"signature", "cache_control", "citations", "call_id", "tool_use_id", "data", "image_url"}
 
 
 class Fate(StrEnum):
-    """What becomes of a member."""
+    """How a member is handled."""
 
     SERVED = "served"
-    LEFT_OUT = "left out and logged"  # offered to the model, and cannot be run here
+    LEFT_OUT = "left out and logged"  # offered to the model, and cannot run here
     AS_TEXT = "kept as text"  # history
-    DROPPED = "dropped and logged"  # history that says nothing to a model here
+    DROPPED = "dropped and logged"  # history that means nothing to a model here
     HINT = "taken"  # changes no answer
-    REFUSED = "refused by name"  # would change the answer, and cannot be honoured
+    REFUSED = "refused by name"  # would change the answer, and is not supported
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member. `text`: the fields of history that are kept. `of_client`: the client has said
-    it, otherwise the model or its provider."""
+    """One member. `text`: the fields of history that are kept. `of_client`: the client wrote it,
+    otherwise the model or its provider."""
 
     fate: Fate
     text: tuple[str, ...] = ()
     of_client: bool = False
 
     def as_text(self, kind: str, value: Mapping[str, Any]) -> str:
-        """The text of an entry of history: its kind, and its fields that are kept."""
+        """Return the text of an entry of history: its kind, and its kept fields."""
         shown = {name: _readable(value[name], MAX_DEPTH) for name in self.text if name in value}
         written = [
             one if isinstance(one, str) else to_json(one).decode()
@@ -59,18 +59,18 @@ DROPPED, REFUSED = Member(Fate.DROPPED), Member(Fate.REFUSED)
 
 
 def kept(*fields: str, of_client: bool = False) -> Member:
-    """History that is kept as text."""
+    """Return a member of history that is kept as text."""
     return Member(Fate.AS_TEXT, fields, of_client)
 
 
 def note(fate: Fate, what: str, kinds: Iterable[str]) -> None:
-    """Names in the log what a request has lost."""
+    """Log what is left out or dropped from a request."""
     if names := sorted(set(kinds)):
         log.info("%s: %s", fate.value, cut(f"{what} {', '.join(map(repr, names))}", MAX_QUOTED))
 
 
 def _readable(value: Any, depth: int) -> Any:
-    """A value without what only its provider can read; texts alone where there is nothing else."""
+    """Return a value without what only its provider can read; join the texts of text parts."""
     if isinstance(value, Mapping):
         if not depth:
             return None

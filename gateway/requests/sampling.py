@@ -1,4 +1,4 @@
-"""Sampling as a client asks for it, whichever API it came by; pure data."""
+"""Sampling as a client requests it, the same for every API; pure data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from pdserve.gateway.requests.structure import Structure
 class RequestedSampling:
     """Sampling as the client wrote it; None takes the model's default.
 
-    Fields that have bounds are named as in engine/api/sampling_bounds.py, but for `best_of`.
+    Fields that have bounds are named as in engine/api/sampling_bounds.py, except `best_of`.
     """
 
     temperature: float | None = None
@@ -27,7 +27,7 @@ class RequestedSampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    max_tokens: int | None = None  # None: what is left of the context
+    max_tokens: int | None = None  # None: the rest of the context
     max_tokens_field: str = "max_tokens"
     logprobs: int | None = None
     logprobs_field: str = "logprobs"
@@ -39,16 +39,16 @@ class RequestedSampling:
     skip_special_tokens: bool = True
     allowed_token_ids: tuple[int, ...] = ()  # and the eos ids; empty: all
     bad_words: tuple[str, ...] = ()
-    logprob_token_ids: tuple[int, ...] = ()  # whose log-probabilities are told, too
+    logprob_token_ids: tuple[int, ...] = ()  # whose log-probabilities are returned, too
     structure: Structure | None = None
     structure_after: str = ""  # the structure binds what follows it; empty: all of the answer
     thinking_budget: int | None = None  # tokens of thinking; None: no bound
     thinking_budget_field: str = "thinking_token_budget"
-    # None: the model's own. The first one empty: an answer begins within.
+    # None: the model's own. If the first is empty, the answer begins within reasoning.
     thinking_tags: tuple[str, str] | None = None
 
     def written_as(self, param: str) -> str:
-        """A parameter of the engine as the client calls its field."""
+        """Return the client's name for a parameter of the engine."""
         structure = self.structure.param if self.structure else param
         return {
             "max_tokens": self.max_tokens_field,
@@ -60,5 +60,5 @@ class RequestedSampling:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether content/constraints.py has to prepare what binds the answer."""
+        """Return whether content/constraints.py has to prepare constraints on the answer."""
         return bool(self.structure or self.bad_words or self.thinking_budget is not None)

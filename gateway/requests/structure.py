@@ -1,4 +1,4 @@
-"""What the text of an answer has to match, as a client asks for it; pure data."""
+"""The structure that an answer's text has to match, as a client requests it; pure data."""
 
 import json
 from collections.abc import Iterable
@@ -16,19 +16,19 @@ Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "grammar
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A form of text; `param` is the request's field that asks for it.
+    """A form of text; `param` is the request's field that sets it.
 
     `value` by kind: json_schema, a schema (an object, or true); json_object, nothing; regex, its
     text; choice, a list of texts; lark, a grammar as llguidance reads it; grammar, one of Lark or
     of GBNF, as llama.cpp and XGrammar read it; structural_tag, free text with tags: {"structures":
     [{"begin", "schema", "end"}], "triggers": [texts], "required": bool, "stop_after_first": bool},
-    where `required` leaves nothing but tags, at least one, white space between them, and a few
-    characters behind. A structure there may have a "param" or a "path" and be "lenient" itself.
-    With "or", the fields of another structure, the text may match that one instead of having tags.
+    where `required` allows only tags, at least one, white space between them, and a few characters
+    behind. A structure there may have a "param" or a "path" and be "lenient" itself. With "or", the
+    fields of another structure, the text may match that one instead of having tags.
 
     `path`: of the schema in the request, if that is not `param`.
 
-    `lead`: what the answer has before the form, in special tokens, too.
+    `lead`: what the answer has before the form, including special tokens.
 
     `lenient`: of a schema, keywords that cannot be enforced bind nothing; otherwise they are
     refused. `whitespace`: JSON may have some between its tokens.
@@ -43,7 +43,7 @@ class Structure:
     path: str = ""
 
     def encoded(self) -> bytes:
-        """As the text processes read it; the same structures have the same bytes."""
+        """Return the structure for the text processes; equal structures have equal bytes."""
         return json.dumps({own.name: getattr(self, own.name) for own in fields(self)}).encode()
 
     @classmethod
@@ -52,8 +52,8 @@ class Structure:
 
 
 def oversize(structure: Structure) -> str:
-    """Why a structure is too large to be compiled; empty if it is not. Takes about a millisecond at
-    most, however large it is."""
+    """Return why a structure is too large to compile; empty if it is not. Takes about a millisecond
+    at most, however large it is."""
     level: list[Any] = [[structure.value]]
     chars = num_values = 0
     for _ in range(MAX_STRUCTURE_DEPTH):

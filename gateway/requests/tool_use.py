@@ -1,4 +1,4 @@
-"""The tools of a chat and how its answer may use them, whichever API they came by; pure data."""
+"""The tools of a chat and how its answer may use them, the same for every API; pure data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may ask the client to call."""
+    """A function that the model may call at the client."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None  # JSON schema of its arguments; None: an object
-    strict: bool = False  # its arguments match the schema whatever the model would write
+    strict: bool = False  # force arguments to match the schema
     param: str = ""  # the request's field that `parameters` come from; empty: none
 
     def as_template(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """Return the tool as chat templates expect it."""
         function: dict[str, Any] = {"name": self.name}
         if self.description:
             function["description"] = self.description

@@ -1,4 +1,4 @@
-"""The answers of /rerank and /score, for their description; dialect.py makes them."""
+"""The answers of /rerank and /score, for the API description; dialect.py makes them."""
 
 from typing import Literal
 

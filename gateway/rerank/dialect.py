@@ -1,5 +1,5 @@
 """/rerank and /score on the HTTP shell, also below /v1 and with Cohere's answer below /v2; errors
-are OpenAI's, as vLLM has it."""
+are OpenAI's, as in vLLM."""
 
 import time
 from collections.abc import Awaitable, Mapping
@@ -27,7 +27,7 @@ from pdserve.gateway.service import Service
 
 
 class RerankDialect:
-    """Scores of documents for a query, sorted or in order."""
+    """API that scores documents for a query, sorted or in order."""
 
     paths: tuple[str, ...] = ("/v1/rerank", "/v2/rerank", "/v1/score", "/rerank", "/score")
     not_offered: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class RerankDialect:
 
 
 async def cohere_rerank(service: Service, body: RerankBody, caller: Caller) -> dict[str, Any]:
-    """The same; documents are left out unless the client wants them. Raises ServiceError."""
+    """Rerank as Cohere: documents only if the client wants them. Raises ServiceError."""
     wanted = body.return_documents is True
     answer = await rerank(service, body, caller, with_documents=wanted)
     spent = {"input_tokens": answer["usage"]["prompt_tokens"], "output_tokens": 0}
@@ -84,7 +84,7 @@ async def cohere_rerank(service: Service, body: RerankBody, caller: Caller) -> d
 async def rerank(
     service: Service, body: RerankBody, caller: Caller, *, with_documents: bool = True
 ) -> dict[str, Any]:
-    """The best documents first; of two alike the earlier. Raises ServiceError."""
+    """Return the best documents first, ties in the request's order. Raises ServiceError."""
     id_ = f"rerank-{caller.request_id}"
     scored = await score(service, body.request(), body.called_by(caller, id_))
     order = sorted(range(len(scored.scores)), key=lambda n: -scored.scores[n])
@@ -98,7 +98,7 @@ async def rerank(
 
 
 async def scores(service: Service, body: ScoreBody, caller: Caller) -> dict[str, Any]:
-    """All scores in order. Raises ServiceError."""
+    """Return all scores in the documents' order. Raises ServiceError."""
     id_ = f"score-{caller.request_id}"
     scored = await score(service, body.request(), body.called_by(caller, id_))
     return {

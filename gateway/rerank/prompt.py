@@ -1,7 +1,7 @@
-"""The prompt in which Qwen3-Reranker judges a document, as its model card has it.
+"""The prompt in which Qwen3-Reranker judges a document, as in its model card.
 
-Its frame is tokenized apart, as there, so that a client's text never becomes a special token. So is
-the document, behind a line break, where Qwen's tokenizer begins anew whatever stands before it.
+As there, the frame is tokenized separately, so that a client's text never becomes a special token.
+So is the document, after a line break, where Qwen's tokenizer always starts a new token.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ MAX_CALL_TOKENS = 1 << 22  # of all prompts of a call
 
 
 class JudgingIds(Collection[int]):
-    """The token ids of one prompt, in parts that other prompts of the call have, too: 2,048 of them
-    with a long query would take gigabytes."""
+    """The token ids of one prompt, in parts shared with the call's other prompts: copies for 2,048
+    prompts with a long query would take gigabytes."""
 
     def __init__(self, *parts: Sequence[int]) -> None:
         self._parts = parts
@@ -51,9 +51,9 @@ async def judging_ids(
     owner: bytes,
     kept_tokens: int | None,
 ) -> list[JudgingIds]:
-    """The token ids of a prompt for each query and document. With `kept_tokens` its text loses its
-    end, so that the prompt has that many at most; -1: as many as fit. Raises ServiceError that
-    names `param`."""
+    """Return the token ids of a prompt for each query and document. With `kept_tokens` the end of a
+    text is cut, so that the prompt has at most that many; -1: as many as fit. Raises ServiceError
+    that names `param`."""
 
     async def ids(text: str, *, special: bool) -> "array[int]":
         found = await service.texts.text_ids(
@@ -85,7 +85,7 @@ async def judging_ids(
 
 
 def _room(model: ServedModel, kept: int, frame: int) -> int:
-    """Tokens that are left of a text beside those of the frame. Raises ServiceError."""
+    """Return how many tokens of a text fit besides the frame's. Raises ServiceError."""
     most = model.card.context_len - ANSWER_TOKENS
     if kept != -1 and not frame < kept <= most:
         limits = f"-1, or from {frame + 1} to {most}"

@@ -1,4 +1,4 @@
-"""Bodies of /rerank (Cohere's and Jina's fields) and of /score (vLLM's), and what they ask for."""
+"""Bodies of /rerank (Cohere's and Jina's fields) and of /score (vLLM's), and their requests."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,7 +10,7 @@ from pdserve.gateway.rerank.scores import ScoreRequest
 from pdserve.gateway.sampling import refuse
 
 MAX_TEXTS = 2048
-# Names that vLLM has for the texts of /score, first and second.
+# vLLM's names for the texts of /score, first and second.
 PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
@@ -22,7 +22,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _documents(value: Any) -> Any:
-    """Texts, also of objects that have one."""
+    """Return the texts, taking the `text` of objects that have one."""
     given = _as_list(value)
     if not isinstance(given, list):
         return given
@@ -34,7 +34,7 @@ _ONE = {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}
 
 
 def _described(*kinds: dict[str, Any], single: bool = False) -> WithJsonSchema:
-    """A list of such, or with `single` also a text."""
+    """Return the JSON schema of a list of these kinds, or with `single` also of a text."""
     one = kinds[0] if len(kinds) == 1 else {"anyOf": list(kinds)}
     several = {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_TEXTS}
     return WithJsonSchema({"anyOf": [_TEXT, several]} if single else several)
@@ -91,7 +91,7 @@ class RerankBody(ScoringBody):
     ]
     top_n: int | None = Field(None, ge=0)  # 0: all, as vLLM
     return_documents: bool | None = None
-    max_tokens_per_doc: None = None  # not served: truncate_prompt_tokens is
+    max_tokens_per_doc: None = None  # not served; truncate_prompt_tokens is
     max_chunks_per_doc: None = None  # not served
     rank_fields: None = None  # not served
 
@@ -112,7 +112,7 @@ class ScoreBody(ScoringBody):
     data_2: Texts | None = None
 
     def request(self) -> ScoreRequest:
-        """Raises ServiceError for fields that contradict each other."""
+        """Return the request. Raises ServiceError for fields that contradict each other."""
         given = {name for pair in PAIRS for name in pair if getattr(self, name) is not None}
         names = next((pair for pair in PAIRS if set(pair) == given), None)
         if names is None:

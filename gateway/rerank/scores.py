@@ -1,4 +1,4 @@
-"""How well a document answers a query: what a reranker says, or how alike two embeddings are."""
+"""Scores of documents for a query: a reranker's judgement, or the similarity of two embeddings."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Sequence
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Documents to be scored, each for the query beside it; one query is for all of them."""
+    """Documents to score, each for the query beside it; a single query is for all of them."""
 
-    api: str  # as errors call it
-    operation: str  # as traces call it
+    api: str  # name in errors
+    operation: str  # name in traces
     model: str
     queries: Sequence[str]
     documents: Sequence[str]
@@ -44,7 +44,7 @@ class Scored:
 
 
 async def score(service: Service, asked: ScoreRequest, caller: Caller) -> Scored:
-    """Raises ServiceError."""
+    """Return the scores of the documents. Raises ServiceError."""
     owner = caller.tenant.id
     of_query, of_document = asked.names
 
@@ -89,7 +89,7 @@ async def _alike(
 
 
 def _of(queries: Sequence[T], number: int) -> T:
-    """The query of a document."""
+    """Return the query of a document."""
     return queries[number if len(queries) > 1 else 0]
 
 

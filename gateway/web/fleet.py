@@ -1,6 +1,6 @@
 """GET /fleet/state: the routers' view of their workers, and the requests of one client.
 
-Every client sees the whole fleet, as in /metrics; of the requests it sees those of its own key.
+Every client sees the whole fleet, as in /metrics, and only the requests of its own key.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pdserve.protos.fleet_pb2 import Role
 from pdserve.protos.router_pb2 import FleetView, WorkerView
 from pdserve.services.host.errors import ServiceError
 
-FRESH_S = 0.5  # how old the view of the fleet may be, so that many viewers cost no more than one
+FRESH_S = 0.5  # maximum age of the fleet's view, so that many viewers cost no more than one
 
 
 class FleetBlocks(AnswerModel):
@@ -161,7 +161,7 @@ def add_fleet(app: FastAPI, service: Service) -> None:
 
 
 class _LatestView:
-    """The router is asked once at a time, and not again for FRESH_S."""
+    """Cached view of the fleet: one query to the router at a time, and at most one per FRESH_S."""
 
     def __init__(self, upstream: Upstream, clock: Callable[[], float]) -> None:
         self._upstream = upstream

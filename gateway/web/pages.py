@@ -1,7 +1,7 @@
-"""The pages for people: a chat at /, a live view at /fleet, and the files that they load.
+"""The web pages: a chat at /, a live view at /fleet, and the files that they load.
 
-They are plain HTML, CSS and ES modules, with no build step. Markdown is read by marked 18.2.1 and
-cleaned by DOMPurify 3.4.18, both of npm, less the last line, which names a source map (MIT;
+They are plain HTML, CSS and ES modules, with no build step. Markdown is parsed by marked 18.2.1 and
+sanitized by DOMPurify 3.4.18, both of npm, less the last line, which names a source map (MIT;
 Apache-2.0 or MPL-2.0; their licences lie beside them). A browser loads nothing from elsewhere and
 runs no script that is not a file here; the pages hold no secret, so they need no key.
 """
@@ -24,7 +24,7 @@ KINDS = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-BASE = b'<base href="/">'  # in each page: a proxy shows it elsewhere
+BASE = b'<base href="/">'  # in each page; replaced where a proxy shows it elsewhere
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -34,7 +34,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # a browser asks whether it has changed
+    "cache-control": "no-cache",  # a browser revalidates each use
     "vary": "accept-encoding",
 }
 
@@ -46,7 +46,7 @@ class _Asset(NamedTuple):
 
 
 def add_pages(app: FastAPI, root_path: str) -> list[str]:
-    """The paths that need no key. `root_path` is where a proxy shows the application."""
+    """Return the paths that need no key. `root_path` is where a proxy shows the application."""
     base = f'<base href="{root_path.rstrip("/")}/">'.encode()
     assets = files("pdserve.gateway.web") / "assets"
     known = {_name(file): file for file in assets.iterdir() if file.is_file()}
@@ -54,7 +54,7 @@ def add_pages(app: FastAPI, root_path: str) -> list[str]:
     read: dict[str, _Asset] = {}
 
     def file(name: str) -> _Asset:
-        """Each is read once, when it is first asked for."""
+        """Return a file, which is read once, on its first request."""
         if name not in read:
             read[name] = _read(name, known[name], base)
         return read[name]

@@ -1,8 +1,8 @@
-"""What the answers take that are made and that their clients have not taken yet, all together.
+"""Accounting of answers that are made but not yet taken by their clients, over all connections.
 
-Beyond the bound the key that holds most loses its oldest one, with the connection; the answer that
-needs the room is not looked at. So one that is new is always sent, and slow clients of one key do
-not cost another key's answers before their own.
+Beyond the bound, the key that holds most loses its oldest answer, with the connection; the answer
+that needs the room is exempt. So a new answer is always sent, and slow clients of one key do not
+cost another key's answers before their own.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ MAX_HELD_BYTES = 512 << 20
 
 @dataclass(eq=False, slots=True)
 class HeldAnswer:
-    """One of them; `given_up` has a result when its client is to lose it."""
+    """One held answer; `given_up` has a result when its client is to lose it."""
 
     owner: bytes
     given_up: asyncio.Future[None]
@@ -24,7 +24,7 @@ class HeldAnswer:
 
 
 class HeldAnswers:
-    """The answers of one server."""
+    """The held answers of one server."""
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -33,7 +33,7 @@ class HeldAnswers:
 
     @contextmanager
     def answer(self, owner: bytes) -> Iterator[HeldAnswer]:
-        """An answer of a key, which holds nothing yet, and nothing after the block."""
+        """Register an answer of a key, which holds nothing yet, for the block; then release it."""
         answer = HeldAnswer(owner, asyncio.get_running_loop().create_future())
         self._answers[answer] = None
         try:
@@ -43,7 +43,7 @@ class HeldAnswers:
             del self._answers[answer]
 
     def hold(self, answer: HeldAnswer, num_bytes: int) -> None:
-        """So much more of it is made."""
+        """Count `num_bytes` more of the answer as made."""
         answer.num_bytes += num_bytes
         self.total += num_bytes
         while self.total > self._max_bytes:
@@ -60,7 +60,7 @@ class HeldAnswers:
                 lost.given_up.set_result(None)
 
     def release(self, answer: HeldAnswer, num_bytes: int) -> None:
-        """So much of it is taken."""
-        freed = min(num_bytes, answer.num_bytes)  # nothing, once it is given up
+        """Count `num_bytes` of the answer as taken."""
+        freed = min(num_bytes, answer.num_bytes)  # nothing, once it is dropped
         answer.num_bytes -= freed
         self.total -= freed

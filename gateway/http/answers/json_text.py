@@ -1,4 +1,4 @@
-"""JSON made piece by piece, so that no long answer holds up the loop, or is in memory twice."""
+"""JSON made piece by piece, so that a long answer does not block the loop or use memory twice."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 
 from pydantic_core import to_json
 
-AT_ONCE = 8  # items of a list that are written before others have the loop
-PIECE_BYTES = 1 << 16  # of a long text, that are sent at once
+AT_ONCE = 8  # items of a list written before other tasks run
+PIECE_BYTES = 1 << 16  # of a long text, sent at once
 
 T = TypeVar("T")
 
 
 class JsonPieces(list[bytes | bytearray]):
-    """The text of one value, which is all pieces in order."""
+    """The text of one value: all pieces, in order."""
 
     @property
     def num_bytes(self) -> int:
@@ -23,7 +23,7 @@ class JsonPieces(list[bytes | bytearray]):
         return b"".join(self)
 
     def parts(self) -> Iterator[bytes]:
-        """The same bytes, PIECE_BYTES at a time."""
+        """Yield the same bytes, PIECE_BYTES at a time."""
         held = bytearray()
         for piece in self:
             for at in range(0, len(piece), PIECE_BYTES):
@@ -36,25 +36,25 @@ class JsonPieces(list[bytes | bytearray]):
 
 
 class JsonList:
-    """The text of a list that grows."""
+    """The text of a growing list."""
 
     def __init__(self) -> None:
         self._items = bytearray()
 
     def extend(self, items: Sequence[Any]) -> None:
-        """More items, AT_ONCE at most."""
+        """Add items, AT_ONCE at most."""
         if items:
             if self._items:
                 self._items += b","
             self._items += to_json(items)[1:-1]
 
     def pieces(self) -> JsonPieces:
-        """Not a copy: they grow with the list."""
+        """Return the pieces, not a copy: they grow with the list."""
         return JsonPieces((b"[", self._items, b"]"))
 
 
 async def list_json(items: Sequence[T], described: Callable[[T], Any]) -> JsonPieces:
-    """The text of a list of what `described` makes of each item."""
+    """Return the text of a list of what `described` makes of each item."""
     text = JsonList()
     for at in range(0, len(items), AT_ONCE):
         text.extend([described(item) for item in items[at : at + AT_ONCE]])
@@ -63,7 +63,7 @@ async def list_json(items: Sequence[T], described: Callable[[T], Any]) -> JsonPi
 
 
 def object_json(fields: Mapping[str, Any]) -> JsonPieces:
-    """The text of an object; fields that are JsonPieces are texts already."""
+    """Return the text of an object; fields that are JsonPieces are texts already."""
     pieces = JsonPieces((b"{",))
     for name, value in fields.items():
         pieces.append((b"," if len(pieces) > 1 else b"") + to_json(name) + b":")
@@ -73,7 +73,7 @@ def object_json(fields: Mapping[str, Any]) -> JsonPieces:
 
 
 def array_json(texts: Iterable[JsonPieces]) -> JsonPieces:
-    """The text of a list whose items are texts already."""
+    """Return the text of a list whose items are texts already."""
     pieces = JsonPieces((b"[",))
     for text in texts:
         if len(pieces) > 1:

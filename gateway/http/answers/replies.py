@@ -1,11 +1,11 @@
-"""Answers that take time: a whole one, a file, or a stream of events that their dialect has framed.
+"""Answers that take time: a whole one, a file, or a stream of events framed by their dialect.
 
 All watch the connection while they work: when the client leaves, the work is cancelled at once. The
-server ends the connection of one that takes nothing (serving/protocol.py), and bounds what is made
-and not taken of all answers together (held_answers.py).
-An error before the first byte is an ordinary error response; later it is the last event.
-The head of a stream is sent HEAD_S after its prompt is accepted, if no event has come before: what
-is refused sooner, by a router or a worker too, has its own status.
+server ends the connection of a client that takes nothing (serving/protocol.py), and bounds the
+bytes made and not taken over all answers (held_answers.py). An error before the first byte is an
+ordinary error response; later it is the last event. The head of a stream is sent HEAD_S after its
+prompt is accepted, if no event comes before, so that an earlier refusal, also by a router or a
+worker, has its own status.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ log = logging.getLogger("pdserve.gateway.http")
 NO_ROOM = "other answers needed the room"
 EVENTS = "text/event-stream; charset=utf-8"
 HEAD_S = 0.25
-SILENCE_S = 10.0  # after which a stream says that it goes on
+SILENCE_S = 10.0  # after which a stream sends a ping
 STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-# ASGI extensions of our server
+# ASGI extensions of this server
 DROP = "pdserve.drop"  # drops the connection
 KEEPS_UP = "pdserve.keeps_up"  # whether the client takes what is written
 WRITE = "pdserve.write"  # writes a short piece of the body at once, unless the client lags
@@ -53,7 +53,7 @@ async def _left(receive: Receive) -> None:
 
 
 def _public(error: Exception, scope: Scope) -> HttpError:
-    """The error as the client may see it; what nobody foresaw goes to the log."""
+    """Return the error as the client may see it; log an unexpected one."""
     caller = scope.get("state", {}).get("caller")
     if not isinstance(error, ServiceError):
         request = {"request": caller.request_id if caller else ""}
@@ -62,7 +62,7 @@ def _public(error: Exception, scope: Scope) -> HttpError:
 
 
 class Reply(Response):
-    """Sends a JSON object, or what is its text already, once it is there; nothing if the client has
+    """Response that sends a JSON object, or its text, once it is there; nothing if the client has
     left before."""
 
     def __init__(self, work: Awaitable[dict[str, Any] | JsonPieces], errors: ErrorShape) -> None:
@@ -92,7 +92,7 @@ class Reply(Response):
 
 
 async def _send_json(pieces: JsonPieces, send: Send) -> None:
-    """The server waits before each part until the client has taken the ones before."""
+    """Send the pieces; the server sends a part once the client has taken those before."""
     left = pieces.num_bytes
     headers = [(b"content-type", b"application/json"), (b"content-length", str(left).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -102,7 +102,8 @@ async def _send_json(pieces: JsonPieces, send: Send) -> None:
 
 
 async def _send_held(pieces: JsonPieces, scope: Scope, send: Send) -> None:
-    """Likewise, unless all answers take too much before it is taken."""
+    """Send the pieces as `_send_json` does, unless all answers take too much before the client has
+    taken this one: then drop its connection."""
     held = _held_answers(scope)
     with held.answer(_owner(scope)) as answer:
         held.hold(answer, pieces.num_bytes)
@@ -129,8 +130,8 @@ def _owner(scope: Scope) -> bytes:
 
 
 class PieceStream(Response):
-    """Sends bytes of a known length as a generator yields them; a client whose bytes cannot be had
-    loses its connection."""
+    """Response that sends bytes of a known length as a generator yields them; if the bytes cannot
+    be had, the client loses its connection."""
 
     def __init__(
         self, pieces: AsyncGenerator[bytes, None], num_bytes: int, media_type: str
@@ -167,14 +168,14 @@ class PieceStream(Response):
 
 
 class EventStream(Response):
-    """Sends what a generator yields, as it comes.
+    """Response that sends what a generator yields, as it comes.
 
-    What the client does not take waits here, up to `max_buffer_bytes` and `stall_s` without
+    Events that the client does not take wait here, up to `max_buffer_bytes` and `stall_s` without
     progress; beyond either the generator is closed, which cancels its requests. Long events are
-    bounded as whole answers are: several may come at once, which no client can take in time.
-    `direct` is open from the first event until the client lags: whoever makes the events may write
-    the next one by it instead of yielding it. `ping` makes an event for a client that has got
-    nothing for SILENCE_S.
+    bounded as whole answers are: several may come at once, faster than a client can take them.
+    `direct` is open from the first event until the client lags: the producer of the events may
+    write the next one through it instead of yielding it. `ping` makes an event for a client that
+    has got nothing for SILENCE_S.
     """
 
     def __init__(
@@ -225,10 +226,10 @@ class EventStream(Response):
                     await _drop_connection(scope)
 
     async def _keep_alive(self, scope: Scope, send: Send) -> float:
-        """Send the head, or a ping, if it is time for it. Returns the seconds until the next look.
+        """Send the head, or a ping, if it is due. Returns the seconds until the next check.
 
-        Another task writes events; it waits for the next one meanwhile, or for the client, which
-        needs no ping then.
+        Another task writes events. Meanwhile it waits for the next one, or for the client, which
+        then needs no ping.
         """
         if not self._begun:
             caller = scope.get("state", {}).get("caller")
@@ -302,14 +303,14 @@ class EventStream(Response):
         write: Callable[[bytes], Awaitable[None]],
         scope: Scope,
     ) -> AsyncGenerator[Event, None] | None:
-        """Write short events as they come, while the client keeps up; what is left must wait for
-        it. This way a token costs no turn of another task. Whether the client of another server
-        keeps up is not known."""
+        """Write short events as they come while the client keeps up, which costs a token no turn of
+        another task. Returns the remaining events, which must wait for the client, or None. On
+        another server, assumes that the client does not keep up."""
         extensions = scope.get("extensions", {})
         keeps_up: Callable[[], bool] = extensions.get(KEEPS_UP, lambda: False)
         async for event in events:
             if keeps_up():
-                await begin()  # which alone may be more than the client takes
+                await begin()  # the head alone may be more than the client takes
             if not isinstance(event, bytes) or not keeps_up():
                 return _with_first(event, events)
             await write(event)
@@ -319,8 +320,8 @@ class EventStream(Response):
     async def _with_error_event(
         self, scope: Scope, long: "_LongEvents"
     ) -> AsyncGenerator[Event, None]:
-        """The events. An error after the first, or after the head, is the last event; one before is
-        raised."""
+        """Yield the events. An error after the first event, or after the head, becomes the last
+        event; an earlier one is raised."""
         begun = False
         try:
             async with aclosing(self._events) as events:
@@ -346,12 +347,12 @@ async def _with_first(
 
 
 class _LongEvents:
-    """Those of one stream, as its server counts them: a piece that several share is held once."""
+    """The long events of one stream, as its server counts them; a shared piece is counted once."""
 
     def __init__(self, held: HeldAnswers, answer: HeldAnswer) -> None:
         self._held = held
         self._answer = answer
-        self._num_uses: Counter[int] = Counter()  # of a held piece, by its id()
+        self._num_uses: Counter[int] = Counter()  # uses of a held piece, by its id()
 
     def made(self, event: Event) -> None:
         if isinstance(event, JsonPieces):
@@ -360,7 +361,8 @@ class _LongEvents:
             self._held.hold(self._answer, sum(new.values()))
 
     def parts(self, event: Event) -> Iterator[bytes]:
-        """What is written at once; what no other event has counts no more when all is taken."""
+        """Yield what is written at once. A piece that no other event has is released when all parts
+        are taken."""
         if isinstance(event, bytes):
             yield event
             return
@@ -381,7 +383,7 @@ class _Joined(JsonPieces):
 
     def __init__(self) -> None:
         super().__init__()
-        self.long: list[bytes | bytearray] = []  # the pieces of the long ones
+        self.long: list[bytes | bytearray] = []  # the pieces of its long events
 
 
 def _joined(events: Sequence[Event]) -> Event:
@@ -398,7 +400,7 @@ def _joined(events: Sequence[Event]) -> Event:
 
 
 async def _drop_connection(scope: Scope) -> None:
-    """Close a connection whose response was not completed, with what it has not taken."""
+    """Close a connection whose response was not completed, and discard its unsent data."""
     drop = scope.get("extensions", {}).get(DROP)
     if drop is not None:
         drop()

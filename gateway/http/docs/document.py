@@ -21,11 +21,11 @@ from pdserve.services.host.errors import HTTP_STATUS
 _REF = "#/components/schemas/{model}"
 _DESCRIPTION = "x-pdserve-description"  # a Description, until the document is made
 _MODELS = "x-pdserve-models"  # the schemas that a description refers to, until it is complete
-CLIENT_LEFT = 499  # nobody reads it
+CLIENT_LEFT = 499  # no client is left to read it
 SHELL_ERRORS = (401, 403, 404, 405)
 BODY_ERRORS = (408, 413, 415)
-LINES = "application/x-ndjson"  # a stream of JSON objects, each on a line
-_EVENT = {  # before OpenAPI 3.2 the schema of a stream is that of each event
+LINES = "application/x-ndjson"  # a stream of JSON objects, one per line
+_EVENT = {  # before OpenAPI 3.2, a stream's schema is that of each event
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
@@ -41,7 +41,7 @@ class AnswerModel(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a route takes and answers. Schemas are made when the document is: they take long."""
+    """The request and response types of a route; making schemas takes long, so `document` does."""
 
     bodies: tuple[Model, ...]
     answer: Model
@@ -52,7 +52,7 @@ class Description:
     query: Model | None
 
     def operation(self) -> dict[str, Any]:
-        """The part of an OpenAPI operation that this is."""
+        """Return this description as part of an OpenAPI operation."""
         models: dict[str, Any] = {}
         content: dict[str, Any] = {"application/json": {"schema": _ref(self.answer, models)}}
         if self.stream == LINES and self.event is not None:
@@ -91,10 +91,10 @@ def described(
     form: Model | None = None,
     query: Model | None = None,
 ) -> dict[str, Any]:
-    """Further arguments of a route: what it takes, one of several or nothing, and what it answers.
-    With `event` it can also be a stream of those, after which `end` is the data of the last;
-    `stream`: LINES where they are no server-sent events.
-    `form` has the fields of a body that is a form, `query` optional parameters of the URL."""
+    """Return further arguments of a route: the body it takes (one of several, or none) and its
+    answer. With `event` it can also stream events, after which `end` is the data of the last;
+    `stream`: LINES if they are not server-sent events. `form` has the fields of a form body,
+    `query` optional parameters of the URL."""
     made = Description(bodies, answer, event, end, stream, form, query)
     return {"openapi_extra": {_DESCRIPTION: made}}
 
@@ -102,7 +102,7 @@ def described(
 def document(
     app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bool
 ) -> dict[str, Any]:
-    """OpenAPI 3.1. `keys`: clients must show one. It takes a tenth of a second."""
+    """Return the OpenAPI 3.1 document, in a tenth of a second. `keys`: clients need a key."""
     for route in app.routes:
         extra = getattr(route, "openapi_extra", None) or {}
         if isinstance(route, APIRoute) and _DESCRIPTION in extra:
@@ -121,7 +121,7 @@ def document(
             _add(models, operation.pop(_MODELS, {}))
             error = {"content": {"application/json": {"schema": _ref(dialect.error_model, models)}}}
             answers = operation["responses"]
-            answers.pop("422", None)  # FastAPI's own, which no route here gives
+            answers.pop("422", None)  # FastAPI's 422, which no route here returns
             statuses = _statuses("requestBody" in operation)
             for status in (dialect.statuses.get(status, status) for status in statuses):
                 answers.setdefault(str(status), {"description": _phrase(status), **error})
@@ -141,7 +141,7 @@ def _statuses(has_body: bool) -> list[int]:
 def _phrase(status: int) -> str:
     try:
         return HTTPStatus(status).phrase
-    except ValueError:  # a dialect's own
+    except ValueError:  # a dialect's own status
         return "Error"
 
 
@@ -152,7 +152,7 @@ def _add(models: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def _ref(model: Model, models: dict[str, Any]) -> dict[str, Any]:
-    """A reference to the model's schema, which is added to `models` with all that it refers to."""
+    """Return a reference to the model's schema; add it to `models` with all that it references."""
     schema = model.model_json_schema(ref_template=_REF)
     models |= schema.pop("$defs", {})
     models[model.__name__] = schema

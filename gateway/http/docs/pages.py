@@ -1,6 +1,6 @@
 """/openapi.json, and /docs: a page that shows it, with all that it needs in this package.
 
-The page is Swagger UI (swagger-ui-dist 5.35.0 of npm, Apache-2.0; its licences lie beside it). Its
+The page is Swagger UI (swagger-ui-dist 5.35.0 of npm, Apache-2.0; its licences lie beside it). A
 browser may load nothing from elsewhere.
 """
 
@@ -15,7 +15,7 @@ from pdserve.gateway.http.dialect import Dialect
 from pdserve.gateway.http.docs.document import document
 
 DOCUMENT = "/openapi.json"
-FOLDER = "/docs/"  # in which the page's links, which begin with docs/, would lead nowhere
+FOLDER = "/docs/"  # here the page's links, which begin with docs/, would not resolve
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -49,8 +49,8 @@ DAY = {"cache-control": "private, max-age=86400"}
 
 
 def add_docs(app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bool) -> None:
-    """To be called after all other routes are there. The document is made when it is first asked
-    for."""
+    """Add the documentation routes; call it after all other routes are added. The document is made
+    on its first request."""
     made: list[bytes] = []
 
     def make() -> bytes:
@@ -80,7 +80,7 @@ def add_docs(app: FastAPI, dialects: Sequence[Dialect], root_path: str, keys: bo
 
 
 def _asset(name: str, kind: str) -> Callable[[], Response]:
-    """It is stored compressed and sent so, since every browser takes that."""
+    """Return the route of a file stored and sent compressed, since every browser takes that."""
     file = files("pdserve.gateway.http.docs") / "assets" / f"{name}.gz"
     headers = {**SAFE, **DAY, "content-encoding": "gzip"}
 

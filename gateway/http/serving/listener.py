@@ -1,8 +1,9 @@
-"""The listener of the HTTP port: it takes connections until it is closed, whatever happens.
+"""The listener of the HTTP port: it accepts connections until it is closed, despite any error.
 
-One address may have half of all connections, others have shares of the rest (FairShare); what is
-over is closed at once. An IPv6 network of 64 bits counts as one address: its owner has them all.
-Of several processes that accept from the socket, the one with the fewest connections goes first.
+One address may have half of all connections, others have shares of the rest (FairShare); excess
+connections are closed at once. An IPv6 network of 64 bits counts as one address, since it has one
+owner. Of several processes that accept from the socket, the one with the fewest connections goes
+first.
 """
 
 import asyncio
@@ -20,17 +21,17 @@ from pdserve.services.host.tenants.fairness import FairShare
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
-OTHER_FILES = 1256  # of the process: sessions, text processes, 1,000 connections of gRPC
-PAUSE_S = 1.0  # while no connection can be taken
+OTHER_FILES = 1256  # other open files: sessions, text processes, 1,000 gRPC connections
+PAUSE_S = 1.0  # while no connection can be accepted
 YIELD_S = 0.005  # for a process with fewer connections to accept one; it does at once unless busy
-BATCH = 64  # in one pass of the loop
-FULL_LOG_S = 10.0  # between log lines that there is no room
+BATCH = 64  # connections in one pass of the loop
+FULL_LOG_S = 10.0  # between log lines about missing room
 
 
 class HttpListener:
-    """Takes connections and hands each to `serve`, which returns when the connection has ended.
+    """Listener that hands each connection to `serve`, which returns when the connection has ended.
 
-    uvloop's own server would close its socket on some errors, and drop the connections that wait
+    uvloop's own server would close its socket on some errors, and drop the waiting connections
     while the process can open no file.
     """
 
@@ -41,23 +42,23 @@ class HttpListener:
         most: int,
         counts: ConnectionCounts | None = None,
     ) -> None:
-        """`sock` is bound and listens; it stays the caller's. `counts` are those of all processes
-        that accept from it, if there are others."""
+        """`sock` is bound and listens; the caller owns it. `counts` are those of all processes that
+        accept from it, if there are several."""
         sock.setblocking(False)
         self._sock = sock
         self._serve = serve
-        self._open = FairShare(most // 2)  # of which all may have twice as much
+        self._open = FairShare(most // 2)  # all together may have twice as much
         self._most = most
         self._counts = counts
-        self._num_refused = 0  # since the last log line that there is no room
-        self._logged_at = -math.inf  # that there is no room, by the loop's clock
+        self._num_refused = 0  # since the last log line about missing room
+        self._logged_at = -math.inf  # of that log line, by the loop's clock
         self._serving: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._resume()
 
     def close(self) -> None:
-        """Takes no more; those that are taken go on."""
+        """Accept no more; open connections continue."""
         self._loop.remove_reader(self._sock)
         if self._pause is not None:
             self._pause.cancel()
@@ -73,14 +74,14 @@ class HttpListener:
                 return
 
     def _accept_late(self) -> None:
-        """Those that no process with fewer connections has accepted meanwhile."""
+        """Accept connections that no process with fewer has accepted meanwhile."""
         self._resume()
         for _ in range(BATCH):
             if not self._accept_one():
                 return
 
     def _accept_one(self) -> bool:
-        """False if none waits, or none can be taken."""
+        """Accept one connection. Returns False if none waits, or none can be accepted."""
         try:
             connection, address = self._sock.accept()
         except BlockingIOError:
@@ -91,7 +92,7 @@ class HttpListener:
             log.warning("new HTTP connections wait: %s", error)
             self._pause_for(PAUSE_S, self._resume)
             return False
-        owner = _owner(address[0]) if address else b""  # all of a Unix socket are one
+        owner = _owner(address[0]) if address else b""  # all of a Unix socket share one
         if not self._has_room(owner):
             connection.close()
             return True
@@ -134,7 +135,7 @@ class HttpListener:
 
 
 def max_connections() -> int:
-    """As many as the process may have files open, without those that it has for others."""
+    """Return how many connections the limit of open files allows besides other files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -143,7 +144,7 @@ def max_connections() -> int:
 
 @lru_cache(MAX_CONNECTIONS)
 def _owner(host: str) -> bytes:
-    """With whose connections one from this address counts."""
+    """Return the owner under which connections from this address are counted."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
         return address.packed[:8]

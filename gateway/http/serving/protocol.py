@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol with the bounds that it lacks: size and time of a request's head.
+"""uvicorn's HTTP protocol with further bounds: size and time of a request's head.
 
-Also the end of a client that does not read its answer, the ASGI extension by which a response is
-dropped, and answers for clients that end their sending side.
+It also ends clients that do not read their answer, has the ASGI extension that drops a response,
+and answers clients that end their sending side.
 """
 
 import asyncio
@@ -28,33 +28,33 @@ log = logging.getLogger("pdserve.gateway.http")
 
 MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100
-MAX_LAG_BYTES = 1 << 14  # unsent, of a client that keeps up; writers wait from 64 KiB on
+MAX_LAG_BYTES = 1 << 14  # unsent bytes of a client that keeps up; writers wait from 64 KiB on
 MAX_IDLE_BYTES = 1 << 20  # more than the loop reads at once
 HEAD_TIMEOUT_S = 10.0
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
-LOOK_S = 0.1  # between looks whether a client that has ended its sending side is still there
+LOOK_S = 0.1  # between checks whether a client that has ended its sending side is still there
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSED = 7  # TCP_CLOSE of Linux, in the first byte of tcp_info
-_BYTES_ACKED = 120  # where it lies there
+_BYTES_ACKED = 120  # its offset in tcp_info
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Refuses a head over MAX_HEAD_BYTES with 431, and drops one that takes too long.
+    """HTTP connection that refuses a head over MAX_HEAD_BYTES with 431, and drops a slow one.
 
     An answer before the end of its request's body is the connection's last; the rest of the body
-    may take as long as a head. `dialect` gives shape to errors of requests whose path is not known
-    yet; `lost` is set at the end.
+    may take as long as a head. `dialect` shapes errors of requests whose path is not known yet;
+    `lost` is set when the connection ends.
 
-    A client loses its connection, with what is unread, when it takes nothing for `stall_s` of what
-    fills the transport's buffer, or of the rest of an answer that is complete.
+    A client loses its connection, with the unread data, when it takes nothing for `stall_s` of what
+    fills the transport's buffer, or of the rest of a complete answer.
 
     An offer to change the protocol (`Upgrade: h2c`, which Java's client sends) is hidden from the
-    parser, for it would take the body for the other protocol. One that comes in pieces ends the
-    connection after its answer, and nothing behind it is read.
+    parser, which would take the body for the other protocol. An offer that comes in pieces ends the
+    connection after its answer, and nothing after it is read.
 
-    The FIN of a client that only ends its sending side looks like that of one that has left. A
-    write tells them apart, for the system of one that has left resets the connection: so an interim
-    response is written, and the connection is looked at until the answer is out. HTTP/1.0 has no
+    A FIN may mean that the client only ends its sending side, or that it has left. A write tells
+    the two apart, since the system of a client that has left resets the connection: an interim
+    response is written, and the connection is checked until the answer is out. HTTP/1.0 has no
     interim responses and TLS no half-closed connections; there a FIN means that the client has
     left.
     """
@@ -63,12 +63,12 @@ class BoundedProtocol(HttpToolsProtocol):
     _idle_bytes = 0  # received since the last piece of a body: chunk extensions, trailers
     _in_head = True
     _last = False  # the request is answered, or is being answered, before its body's end
-    _deaf = False  # what comes is no HTTP to the parser; the answer under way is the last
+    _deaf = False  # the parser cannot read what comes; the current answer is the last
     _half_closed = False  # the client sends no more, and may wait for its answer
     _timer: asyncio.TimerHandle | None = None
     _look: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
-    _progress = 0  # when `_stall` began
+    _progress = 0  # the reading of `_taken` when `_stall` began
     _running: RequestResponseCycle | None = None  # others may wait behind it
 
     def __init__(
@@ -98,13 +98,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._look.cancel()
         self.lost.set()
         running = self._running
-        if running is not None and not running.response_complete:  # uvicorn tells the last alone
+        if running is not None and not running.response_complete:  # uvicorn notifies only the last
             running.disconnected = True
             running.message_event.set()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """True keeps the connection open."""
+        """Return True to keep the connection open."""
         if self._half_closed:
             return True
         cycle = self.cycle
@@ -133,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._timer is None:  # a further request on a kept connection
                 self._start_timer()
             self._head_bytes += len(data)
-            # A body may follow in the same packet; without one the head alone fills it.
+            # A body may follow in the same packet; without one, only the head fills it.
             if self._head_bytes > MAX_HEAD_BYTES and b"\r\n\r\n" not in data[:MAX_HEAD_BYTES]:
                 self._refuse(431, "the request's head is too large")
                 return
@@ -147,7 +147,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().data_received(data)
             if self.cycle is not None and self.parser.should_upgrade():
                 self._deaf, self.cycle.keep_alive = True, False
-            if self._idle_bytes > MAX_IDLE_BYTES:  # the parser would collect them without end
+            if self._idle_bytes > MAX_IDLE_BYTES:  # the parser would collect them without a bound
                 self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
@@ -187,7 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
-        """Called by uvicorn for each request, when those before are answered."""
+        """Called by uvicorn for each request, once those before are answered."""
         self._running = cycle
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -197,7 +197,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 if early:
                     MutableHeaders(scope=message)["connection"] = "close"
                 await send(message)
-                if early:  # closed below: uvicorn would do so before the client reads the answer
+                if early:  # closed below: uvicorn would close before the client reads the answer
                     self._last, cycle.keep_alive = True, True
 
             scope["extensions"][WRITE] = partial(self._write_piece, cycle)
@@ -211,8 +211,8 @@ class BoundedProtocol(HttpToolsProtocol):
         return unsent < MAX_LAG_BYTES
 
     def _write_piece(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """Write a piece of a body that comes in chunks, as the cycle's `send` would; False: it has
-        not begun, or is over, or its client lags."""
+        """Write a piece of a chunked body, as the cycle's `send` would. Returns False, and writes
+        nothing, if the response has not begun or is over, or the client lags."""
         if not cycle.response_started or cycle.response_complete or not cycle.chunked_encoding:
             return False
         if cycle.disconnected or self.transport.is_closing() or not self._keeps_up():
@@ -222,7 +222,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self._last:
-            self.pipeline.clear()  # what came behind is not answered
+            self.pipeline.clear()  # requests after the last are not answered
         super().on_response_complete()
         self._watch_the_rest()
         if self._last and self.cycle.more_body:
@@ -240,7 +240,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._watch_the_rest()
 
     def _watch_the_rest(self) -> None:
-        """Watches whether the client takes the end of an answer that is complete."""
+        """Watch whether the client takes the end of a complete answer."""
         if self.cycle is not None and self.cycle.response_complete:
             self._start_stall()
 
@@ -251,8 +251,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stall = self.loop.call_later(self._stall_s, self._look_for_progress)
 
     def _has_unread(self) -> bool:
-        """Whether the client has not taken all that was written. A transport of TLS knows only
-        what is in its own layer: what is further down is looked for where the system has it."""
+        """Return whether the client has not taken all that was written. A TLS transport knows only
+        its own layer's data; the system knows the rest."""
         if self.transport.get_write_buffer_size():
             return True
         if self.transport.get_extra_info("ssl_object") is None:
@@ -260,12 +260,13 @@ class BoundedProtocol(HttpToolsProtocol):
         return _unsent(self.transport.get_extra_info("socket")) > 0
 
     def _taken(self) -> int:
-        """Grows when the client takes something."""
+        """Return a number that grows when the client takes something."""
         acked = self._acked()
         return -self.transport.get_write_buffer_size() if acked is None else acked
 
     def _acked(self) -> int | None:
-        """Bytes that the client's system has acknowledged; None: not a TCP connection."""
+        """Return the bytes that the client's system has acknowledged; None without a TCP
+        connection."""
         sock = self.transport.get_extra_info("socket")
         return None if sock is None or sock.family == socket.AF_UNIX else _acknowledged(sock)
 
@@ -294,10 +295,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def _too_slow(self) -> None:
         self._timer = None
         self.transport.close()
-        self._start_stall()  # it closes when all is taken
+        self._start_stall()  # the connection closes when all is taken
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for bytes that are no HTTP."""
+        """Called by uvicorn for bytes that are not HTTP."""
         self._refuse(400, "this is not an HTTP/1.1 request")
 
     def _refuse(self, status: int, message: str) -> None:
@@ -313,13 +314,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _acknowledged(sock: socket.socket) -> int:
-    """tcpi_bytes_acked of Linux's struct tcp_info."""
+    """Return tcpi_bytes_acked of Linux's struct tcp_info."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)
     return int.from_bytes(info[_BYTES_ACKED:], sys.byteorder)
 
 
 def _unsent(sock: socket.socket) -> int:
-    """Bytes that the peer's system has not acknowledged; 0 of a socket that is closed."""
+    """Return the bytes that the peer's system has not acknowledged; 0 for a closed socket."""
     try:
         size = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
     except OSError:
@@ -328,15 +329,16 @@ def _unsent(sock: socket.socket) -> int:
 
 
 def _is_reset(sock: socket.socket) -> bool:
-    """Whether the peer has reset a TCP connection; of a Unix socket a failing write tells."""
+    """Return whether the peer has reset a TCP connection; on a Unix socket, a write fails
+    instead."""
     if sock.family == socket.AF_UNIX:
         return False
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSED
 
 
 def _unframed(cycle: RequestResponseCycle, send: Send) -> Send:
-    """Sends an answer of unknown length to a client of HTTP/1.0: as it is, until the connection
-    closes. uvicorn would write it in chunks, which such a client takes for the answer."""
+    """Return a `send` for an answer of unknown length to an HTTP/1.0 client: unframed, until the
+    connection closes. uvicorn would write chunks, which such a client takes for the answer."""
     unknown_length = False
 
     async def send_unframed(message: Message) -> None:
@@ -347,7 +349,7 @@ def _unframed(cycle: RequestResponseCycle, send: Send) -> Send:
             if unknown_length:
                 headers["connection"] = "close"
                 cycle.chunked_encoding, cycle.keep_alive = False, False
-        elif unknown_length:  # what uvicorn counts down to the end
+        elif unknown_length:  # uvicorn counts this down to the end
             cycle.expected_content_length = len(message.get("body", b"")) + bool(
                 message.get("more_body")
             )

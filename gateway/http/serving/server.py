@@ -26,12 +26,12 @@ HANDSHAKE_S = 15.0  # of TLS
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling, which is the process's own, and without its listener.
+    """uvicorn without its signal handling, which belongs to the process, and without its listener.
 
-    `dialect` gives shape to the errors of what is no request; `stall_s` is how long a client may
-    take nothing of its answer, `max_answers_bytes` bounds what no client has taken yet. With the
-    paths of a certificate and its key, both PEM, it serves TLS, but for Unix sockets. `counts` are
-    the HttpListener's.
+    `dialect` shapes the errors of what is not a request; `stall_s` is how long a client may take
+    nothing of its answer; `max_answers_bytes` bounds the bytes that no client has taken yet. With
+    the paths of a certificate and its key, both PEM, it serves TLS, except on Unix sockets.
+    `counts` are the HttpListener's.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                log_level="warning",  # its start and end are in our own lines
+                log_level="warning",  # the gateway logs its start and end
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
@@ -106,8 +106,8 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def watch_certificate(self) -> None:
-        """Takes a new certificate when its file or its key's changes, for connections from then
-        on; runs until it is cancelled."""
+        """Load a new certificate when its file or its key's changes, for later connections; run
+        until cancelled."""
         certificate, key = self._files
         if not certificate:
             await asyncio.Event().wait()  # nothing changes
@@ -118,7 +118,8 @@ class HttpServer(uvicorn.Server):
             if now in (seen, failed):
                 continue
             try:
-                # A certificate may come before its key: a pair that does not fit would spoil ours.
+                # A certificate may come before its key: check the pair before changing the context
+                # in use.
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
                 assert self.config.ssl is not None
                 self.config.ssl.load_cert_chain(certificate, key)

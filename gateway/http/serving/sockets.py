@@ -1,5 +1,5 @@
-"""The sockets at which a gateway listens. Its Unix socket can be opened by processes of its user
-alone, and by no browser."""
+"""The sockets at which a gateway listens. Only processes of its user can open its Unix socket, and
+no browser can."""
 
 import contextlib
 import os
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 
 def host_port(host: str, port: int) -> str:
-    """host:port, with brackets around an IPv6 address."""
+    """Return host:port, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises OSError naming the address."""
+    """Return a socket that listens. Raises OSError naming the address."""
     sock = _bound(host, port, socket.SO_REUSEADDR)
     try:
         sock.listen()  # from here on connections wait until they are served
@@ -25,14 +25,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def hold_port(host: str, port: int) -> socket.socket:
-    """A socket that never listens; while it is open, several processes may listen at its port
-    together (SO_REUSEPORT). Raises OSError naming the address if somebody listens there already, or
-    holds it."""
+    """Return a socket that never listens; while it is open, several processes may listen at its
+    port together (SO_REUSEPORT). Raises OSError naming the address if another process holds it or
+    listens there."""
     if port:
         listen(host, port).close()  # the one below would share it
     try:
         return _bound(host, port, socket.SO_REUSEPORT)
-    except OSError:  # there are still connections of a gateway that did not share the port
+    except OSError:  # connections of a gateway that did not share the port still exist
         return _bound(host, port, socket.SO_REUSEPORT, socket.SO_REUSEADDR)
 
 
@@ -55,9 +55,9 @@ def _cannot_listen(host: str, port: int, error: OSError) -> OSError:
 
 @contextlib.contextmanager
 def unix_listener(path: str) -> Iterator[socket.socket | None]:
-    """A socket that listens at `path`, which is removed at the end; None for an empty path.
+    """Yield a socket that listens at `path`, which is removed at the end; None for an empty path.
 
-    A socket that a dead process has left there is replaced. Raises OSError naming the path: it is
+    Replaces a socket that a dead process has left there. Raises OSError naming the path if it is
     another file, a server answers there, or the folder cannot be written.
     """
     if not path:
@@ -68,7 +68,7 @@ def unix_listener(path: str) -> Iterator[socket.socket | None]:
         try:
             _remove_stale(path)
             listener.bind(path)
-            os.chmod(path, 0o600)  # nobody can connect before it listens
+            os.chmod(path, 0o600)  # before it listens, so no other user can connect
             listener.listen()
             made = os.stat(path)
         except OSError as error:

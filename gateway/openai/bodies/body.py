@@ -1,7 +1,7 @@
-"""How the bodies of this API's requests are checked: strict types, errors that name a field.
+"""Checks request bodies of this API: strict types, errors that name a field.
 
-Unknown fields are ignored and named in the debug log, as vLLM does. What becomes of known ones that
-are not served is in fields.py.
+Unknown fields are ignored and named in the debug log, as in vLLM. fields.py says how known fields
+that are not served are handled.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _KNOWN = IGNORED | LEFT_OUT | OF_REQUESTS | REFUSED.keys()
 class Body(StrictModel):
     """Of a request, or a part of one."""
 
-    generates: ClassVar[bool] = False  # otherwise only what changes a prompt is looked at
+    generates: ClassVar[bool] = False  # False: only fields that change a prompt are checked
 
 
 class OwnedBody(Body):
@@ -39,7 +39,7 @@ class OwnedBody(Body):
     priority: Priority | None = None
 
     def called_by(self, caller: Caller, request_id: str) -> Caller:
-        """Under whose session its usage is counted."""
+        """Return the caller with the session under which its usage is counted."""
         return caller.of_body(request_id, self.session_id, self.user)
 
 
@@ -47,7 +47,7 @@ B = TypeVar("B", bound=Body)
 
 
 def parse(kind: type[B], body: Mapping[str, Any]) -> B:
-    """Raises ServiceError INVALID_ARGUMENT naming the first wrong field as OpenAI writes it."""
+    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
     check_num_fields(body)
     asked = body if kind.generates else {k: v for k, v in body.items() if k in OF_PROMPTS}
     if refused := refused_field(asked, kind.model_fields):

@@ -1,4 +1,4 @@
-"""What a body's own types do not say, for its description in /openapi.json."""
+"""Schemas for /openapi.json of what a body's own types do not express."""
 
 from typing import Any
 
@@ -29,19 +29,19 @@ CONTENT: dict[str, Any] = {
 
 
 def ids(most: int) -> dict[str, Any]:
-    """Token ids, or a list of at most so many prompts of them."""
+    """Return the schema of token ids, or of a list of at most `most` prompts of them."""
     return {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1, "maxItems": most}]}
 
 
 def texts_or_ids(most: int) -> dict[str, Any]:
-    """A text, token ids, or a list of either with at most so many."""
+    """Return the schema of a text, token ids, or a list of at most `most` of either."""
     texts = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": most}
     return {"anyOf": [TEXT, texts, *ids(most)["anyOf"]]}
 
 
 def completion(schema: dict[str, Any]) -> None:
-    """Writes the bounds of sampling into the description of a chat or completion."""
+    """Write the sampling bounds into the schema of a chat or completion."""
     bounded(schema)
-    if "echo" in schema["properties"]:  # max_tokens 0 is that of an echo alone
+    if "echo" in schema["properties"]:  # max_tokens 0 is valid only for an echo
         schema["properties"]["max_tokens"]["anyOf"][0]["minimum"] = 0
         schema["oneOf"] = [{"required": ["prompt"]}, {"required": ["prompt_token_ids"]}]

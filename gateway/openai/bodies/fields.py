@@ -1,7 +1,7 @@
 """Fields that this API knows and does not serve: refused by name, or ignored on purpose.
 
-A field that would change the answer is never ignored in silence. Whoever serves one of these makes
-it a field of a body in schema.py or bodies/, and takes it out of here.
+A field that would change the answer is never ignored silently. To serve one of these, add it to a
+body in schema.py or bodies/ and remove it here.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,20 +10,20 @@ from typing import Any
 from pdserve.gateway.http.validation import NOTHING, asks_nothing
 
 # fmt: off
-# Fields of completions, which a chat has not, of a chat, which completions have not, and of what
-# runs a model, which /tokenize does not.
+# Fields that only completions have, that only chats have, or that only requests that run a model
+# have (/tokenize runs none).
 ELSEWHERE = (
     "echo", "prompt", "messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice",
     "include_reasoning", "separate_reasoning", "truncate_prompt_tokens",
 )
 
-# Those of REFUSED and OTHER_NAMES that change a prompt.
+# Fields of REFUSED and OTHER_NAMES that change a prompt.
 OF_PROMPTS = (
     "tools", "functions", "documents", "chat_template", "truncate_prompt_tokens", "truncate",
     "prompt_truncate_len",
 )
 
-# Refused unless the value is one of these. Where the name is another server's, it is said whose.
+# Refused unless the value is one of these. The comments name the server that has the field.
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(ELSEWHERE, NOTHING),
     **dict.fromkeys(
@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ),
         NOTHING,
     ),
-    # Of thinking, and of what false or an empty value asks for something.
+    # Fields of thinking, and others whose false or empty value requests something.
     **dict.fromkeys(
         ("enable_thinking", "think", "thinking", "reasoning", "samplers"),
         (None,),
@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 # fmt: on
 
-# Other servers' names of fields that this one serves.
+# Other servers' names for fields that this one serves.
 OTHER_NAMES: dict[str, str] = {
     "max_completion_tokens": "max_tokens",
     "n_predict": "max_tokens",
@@ -154,14 +154,14 @@ IGNORED: frozenset[str] = frozenset(
 # They offer tools that cannot be run here.
 LEFT_OUT: frozenset[str] = frozenset(("web_search_options",))
 
-# Under what usage is counted, and the place of a request among its tenant's. Routes without use
-# for one ignore it.
+# For counting usage, and for a request's place among its tenant's. Routes that do not use them
+# ignore them.
 OF_REQUESTS = frozenset(("user", "session_id", "priority"))
 
 
 def refused_field(given: Mapping[str, Any], served: Collection[str]) -> tuple[str, str] | None:
-    """The name of the first field of `given` that asks for what is not `served`, and why it is
-    refused; None if there is none."""
+    """Return the name of the first field of `given` that requests what is not `served`, and why it
+    is refused; None if there is no such field."""
     for name, value in given.items():
         if name in served:
             continue

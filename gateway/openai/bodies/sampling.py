@@ -13,14 +13,14 @@ from pdserve.gateway.openai.bodies.structure import StructureFields
 from pdserve.gateway.sampling import PenaltyWindow, refuse, within_window
 from pdserve.services.host.errors import MAX_QUOTED, cut
 
-# Fields that RequestedSampling has under the same name.
+# Fields with the same name in RequestedSampling.
 _SAME_NAMES = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "ignore_eos", "min_tokens", "n", "seed", "skip_special_tokens",
 )  # fmt: skip
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids")
-# One bound under the names that servers have for it: vLLM, Qwen and SGLang, llama.cpp.
+# Names of one bound: vLLM; Qwen and SGLang; llama.cpp.
 _THINKING = ("thinking_token_budget", "thinking_budget", "reasoning_budget")
 
 
@@ -35,7 +35,7 @@ def _stop(value: Any) -> Any:
 
 
 def _few(name: str) -> BeforeValidator:
-    """Refuses too many entries of a field unseen: an error for each takes long."""
+    """Refuse too many entries of a field before checking each: an error for each takes long."""
     most = MAX_ENTRIES[name]
 
     def check(value: Any) -> Any:
@@ -65,7 +65,7 @@ class Sampling(StructureFields, OwnedBody):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    repeat_penalty: float | None = None  # the same, as llama.cpp calls it
+    repeat_penalty: float | None = None  # llama.cpp's name for it
     repeat_last_n: PenaltyWindow = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -98,13 +98,13 @@ class Sampling(StructureFields, OwnedBody):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
+        """Return whether every chunk of a stream has the usage so far."""
         return self.include_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
     def _shared(self) -> dict[str, Any]:
-        """Fields of RequestedSampling; a field that is null is not given."""
+        """Return fields of RequestedSampling; a null field is left out."""
         if self.stream_options is not None and not self.stream:
             raise refuse("stream_options", "stream_options needs stream: true")
         if self.prompt_logprobs is not None and self.stream:
@@ -127,7 +127,7 @@ class Sampling(StructureFields, OwnedBody):
         }
 
     def _thinking(self) -> dict[str, Any]:
-        """The bound of thinking, of which -1 says that there is none."""
+        """Return the bound on reasoning; -1 means no bound."""
         given = self._bounds_of_thinking()
         names = list(given)
         if len(names) > 1:
@@ -137,7 +137,7 @@ class Sampling(StructureFields, OwnedBody):
         return {"thinking_budget": given[names[0]], "thinking_budget_field": names[0]}
 
     def _bounds_of_thinking(self) -> dict[str, int]:
-        """Those that are given, by their field."""
+        """Return the bounds that are set, by their field."""
         given = {name: getattr(self, name) for name in _THINKING}
         return {name: value for name, value in given.items() if value is not None}
 

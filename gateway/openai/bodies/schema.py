@@ -37,7 +37,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def texts_or_ids(value: Any, most: int = MAX_PROMPTS, what: str = "prompts") -> Any:
-    """A list of texts or of lists of token ids, also if only one is given."""
+    """Return a list of texts or of lists of token ids, also if only one is given."""
     if isinstance(value, str):
         return [value]
     if _is_ids(value):
@@ -83,7 +83,7 @@ class CalledFunction(Body):
 
 
 def _joined_texts(value: Any) -> str | None:
-    """A text, or the texts of parts; None for anything else."""
+    """Return a text, or the joined texts of parts; None for anything else."""
     if isinstance(value, list):
         texts = [part.get("text") for part in value if isinstance(part, dict)]
         value = "\n".join(text for text in texts if isinstance(text, str))
@@ -102,15 +102,16 @@ class Message(Body):
     refusal: str | None = None
     name: str | None = None
     reasoning_content: Thought = None  # of an assistant's turn, for templates that show it
-    reasoning: Thought = None  # the same, as newer vLLM writes it
-    thinking: Thought = None  # the same, as Ollama writes it
+    reasoning: Thought = None  # newer vLLM's name for it
+    thinking: Thought = None  # Ollama's name for it
     tool_calls: list[Any] | None = Field(None, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None  # the one call of an older client
-    prefix: bool | None = None  # of the last one: the answer goes on with it (Mistral, DeepSeek)
+    prefix: bool | None = None  # the answer continues this last message (Mistral, DeepSeek)
 
     def as_template(self, dropped: list[str]) -> dict[str, Any]:
-        """As chat templates expect it. Adds the kinds of parts that it is without to `dropped`."""
+        """Return the message as chat templates expect it. Adds the kinds of dropped parts to
+        `dropped`."""
         more = {name: getattr(self, name) for name in _OPTIONAL}
         given = {name: value for name, value in more.items() if value is not None}
         thoughts = [self.reasoning_content, self.reasoning, self.thinking]
@@ -140,12 +141,12 @@ class Message(Body):
 
 
 def _call_id(name: str) -> str:
-    """Of a call that has none."""
+    """Return the id of a call without one."""
     return f"call_{name}"
 
 
 def _as_function(call: Any) -> Any:
-    """A call of a custom tool as that of the function that the model sees."""
+    """Return a call of a custom tool as a call of the function that the model sees."""
     custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
     if not isinstance(custom, dict) or not isinstance(custom.get("input"), str):
         return call
@@ -154,13 +155,13 @@ def _as_function(call: Any) -> Any:
 
 
 def _of_provider(call: Any) -> bool:
-    """Whether a call is of a tool that a provider has run, and has no form of a function."""
+    """Return whether a call is of a tool that a provider has run, and is not in function form."""
     kind = call.get("type") if isinstance(call, dict) else None
     return isinstance(kind, str) and kind not in members.CALLS and "function" not in call
 
 
 def _thoughts_within(content: Any) -> str | None:
-    """The thoughts that a content has as parts."""
+    """Return the reasoning in the parts of a content."""
     if not isinstance(content, list):
         return None
     parts = [part for part in content if isinstance(part, dict) and part.get("type") == "thinking"]
@@ -168,8 +169,8 @@ def _thoughts_within(content: Any) -> str | None:
 
 
 def _history(content: Any, dropped: list[str]) -> Any:
-    """The content of an assistant's message without the parts that say nothing to a model here,
-    whose kinds it adds to `dropped`."""
+    """Return the content of an assistant's message without the parts that mean nothing to a model
+    here; add their kinds to `dropped`."""
     if not isinstance(content, list):
         return content
     kept = []
@@ -183,7 +184,7 @@ def _history(content: Any, dropped: list[str]) -> Any:
 
 
 def _as_text(part: Any) -> Any:
-    """A part that has a text, under whatever name, or is one."""
+    """Return a part that has a text, under any name, or is one, as a text part."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
@@ -208,7 +209,7 @@ class ConversationBody(ThinkingFields, Body):
     tools: list[ToolBody] | None = Field(None, max_length=MAX_TOOLS)
 
     def conversation(self) -> TemplateInput:
-        """Raises ServiceError for fields that contradict each other."""
+        """Return the conversation. Raises ServiceError for fields that contradict each other."""
         if self.add_special_tokens:
             text = "add_special_tokens: the chat template writes every special token of a chat"
             raise refuse("add_special_tokens", text)
@@ -264,8 +265,8 @@ class ChatBody(ConversationBody, Sampling):
     max_completion_tokens: TokenLimit = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None  # false: what the model thinks is left out
-    separate_reasoning: bool | None = None  # false: it is part of the content
+    include_reasoning: bool | None = None  # false: leave reasoning out
+    separate_reasoning: bool | None = None  # false: reasoning is part of the content
     # Groq's and llama.cpp's field for both
     reasoning_format: Literal["", "auto", "deepseek", "parsed", "none", "raw", "hidden"] | None = (
         None
@@ -273,14 +274,14 @@ class ChatBody(ConversationBody, Sampling):
 
     @property
     def shows_reasoning(self) -> bool:
-        """Whether the answer has what the model thinks."""
+        """Return whether the answer includes the model's reasoning."""
         excluded = self.reasoning is not None and self.reasoning.exclude
         hidden = self.reasoning_format == "hidden"
         return self.include_reasoning is not False and not excluded and not hidden
 
     @property
     def separates_reasoning(self) -> bool:
-        """Whether it is no part of the content."""
+        """Return whether reasoning is separate from the content."""
         raw = self.reasoning_format in ("none", "raw")
         return self.separate_reasoning is not False and not raw
 
@@ -289,7 +290,7 @@ class ChatBody(ConversationBody, Sampling):
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """The names of those that are called with a text."""
+        """Return the names of tools that are called with a text."""
         return frozenset(
             tool.custom.name
             for tool in self.tools or ()
@@ -297,11 +298,11 @@ class ChatBody(ConversationBody, Sampling):
         )
 
     def tool_use(self) -> ToolUse | None:
-        """Raises ServiceError for a wrong tool_choice."""
+        """Return the use of tools. Raises ServiceError for a wrong tool_choice."""
         return tool_use(self.tools or [], self.tool_choice, self.parallel_tool_calls)
 
     def sampling(self) -> RequestedSampling:
-        """Raises ServiceError for fields that contradict each other."""
+        """Return the sampling. Raises ServiceError for fields that contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
         limit, limit_field = self.max_completion_tokens, "max_completion_tokens"
@@ -323,21 +324,21 @@ class ChatBatchBody(ChatBody):
     messages: list[Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]] = Field(  # type: ignore[assignment]
         min_length=1, max_length=MAX_PROMPTS
     )
-    n: Literal[1] | None = None  # each has one choice
+    n: Literal[1] | None = None  # each conversation has one choice
     stream: Literal[False] | None = None  # not served
     stream_options: None = None  # not served
     prompt_logprobs: None = None  # not served
 
     @cached_property
     def shared_tools(self) -> ToolUse | None:
-        """Those of every chat. Raises ServiceError for a wrong tool_choice."""
+        """Return the tools of every chat. Raises ServiceError for a wrong tool_choice."""
         return super().tool_use()
 
     def tool_use(self) -> ToolUse | None:
         return self.shared_tools
 
     def chat(self, number: int) -> ChatBody:
-        """One of the chats. Raises ServiceError for a wrong tool_choice."""
+        """Return one of the chats. Raises ServiceError for a wrong tool_choice."""
         of_one = {"messages": self.messages[number], "shared_tools": self.shared_tools}
         return self.model_copy(update=of_one)
 
@@ -359,11 +360,11 @@ class CompletionBody(Sampling):
 
     @property
     def prompt_field(self) -> str:
-        """Which of the two names it has."""
+        """Return the name of the prompt's field."""
         return "prompt" if self.prompt_token_ids is None else "prompt_token_ids"
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """Raises ServiceError unless they have one of the two names."""
+        """Return the prompts. Raises ServiceError unless exactly one of their two fields is set."""
         if self.prompt is not None and self.prompt_token_ids is not None:
             raise refuse("prompt_token_ids", "give either prompt or prompt_token_ids")
         prompts: list[str] | list[list[int]] | None = getattr(self, self.prompt_field)
@@ -376,7 +377,7 @@ class CompletionBody(Sampling):
         return bool(self.echo) and self.max_tokens == 0
 
     def sampling(self) -> RequestedSampling:
-        """Raises ServiceError for fields that contradict each other."""
+        """Return the sampling. Raises ServiceError for fields that contradict each other."""
         n = 1 if self.n is None else self.n
         if self.stream and self.best_of is not None and self.best_of > n:
             raise refuse("best_of", "best_of cannot be streamed")
@@ -389,7 +390,8 @@ class CompletionBody(Sampling):
         )
 
     def _prompt_logprobs(self) -> int | None:
-        """As many as one of them is told with: its own field, and the tokens of an echo."""
+        """Return the number of prompt log-probabilities, the larger of that field's and an
+        echo's."""
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((count for count in asked if count is not None), default=None)
 
@@ -412,7 +414,7 @@ class TemplateBody(StructureFields, ConversationBody):
     prompt_logprobs: int | None = None
 
     def asked(self) -> ChatCompletionRequest:
-        """The chat. Raises ServiceError for fields that contradict each other."""
+        """Return the chat. Raises ServiceError for fields that contradict each other."""
         sampling = RequestedSampling(
             structure=self.structure(), prompt_logprobs=self.prompt_logprobs
         )
@@ -427,7 +429,7 @@ class TokenizeChatBody(TemplateBody):
 
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeBody | TokenizeChatBody:
-    """The body of /tokenize, by which of the two it has. Raises ServiceError as `parse` does."""
+    """Parse a body of /tokenize, a prompt or messages. Raises ServiceError as `parse` does."""
     if (body.get("prompt") is None) == (body.get("messages") is None):
         raise refuse("prompt", "give either prompt or messages")
     if body.get("messages") is None:

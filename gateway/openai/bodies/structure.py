@@ -1,4 +1,4 @@
-"""The fields by which clients of OpenAI, vLLM, SGLang and llama.cpp ask for a structured answer.
+"""The fields by which clients of OpenAI, vLLM, SGLang and llama.cpp request a structured answer.
 
 A request has at most one of them. A schema's keywords that cannot be enforced are refused by name;
 only OpenAI's json_schema without `strict` is best effort, as there: they bind nothing.
@@ -20,7 +20,7 @@ MAX_TAGS = 256
 
 
 def _parsed(value: Any) -> Any:
-    """JSON that may come as text; an empty text is none."""
+    """Accept JSON as text, too; an empty text is None."""
     if not isinstance(value, str):
         return value
     if len(value) > 2 * MAX_STRUCTURE_CHARS:
@@ -37,7 +37,7 @@ def _nothing(value: Any) -> None:
 
 
 def _texts(value: Any) -> Any:
-    """Fails at once: an error for each of many entries takes long."""
+    """Fail at the first wrong entry: an error for each of many takes long."""
     if isinstance(value, list) and not all(isinstance(text, str) for text in value):
         raise ValueError("it must be a list of strings")
     return value
@@ -154,7 +154,7 @@ _WITHIN: dict[str, Kind] = {  # of StructuredOutputs
 def _of_fields(
     kinds: Mapping[str, Kind], given: Mapping[str, Any], within: str, whitespace: bool
 ) -> Iterator[Structure]:
-    """The structures that fields ask for, each by itself; an empty text asks for none."""
+    """Yield the structure that each field requests; an empty text requests none."""
     for name, kind in kinds.items():
         value = given[name]
         if isinstance(value, StructuralTag):
@@ -174,7 +174,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
     structural_tag: Tag = None
     disable_any_whitespace: bool | None = None
-    disable_fallback: bool | None = None  # there is one implementation
+    disable_fallback: bool | None = None  # there is only one implementation
     disable_additional_properties: NotServed = None
     whitespace_pattern: NotServed = None
 
@@ -203,11 +203,11 @@ class StructureFields(Body):
     json_schema: Schema = None
     grammar: str | None = None
     structural_tag: Tag = None
-    constraint: str | None = None  # vLLM.rs: of the kind that constraint_type says
+    constraint: str | None = None  # vLLM.rs: of the kind in constraint_type
     constraint_type: Literal["regex", "lark", "json_schema", "json"] | None = None
 
     def structure(self) -> Structure | None:
-        """The one that is asked for. Raises ServiceError for more than one."""
+        """Return the requested structure. Raises ServiceError for more than one."""
         found = list(self._structures())
         if len(found) > 1:
             first, second = found[0].param, found[1].param

@@ -1,4 +1,4 @@
-"""The fields of a chat that say which tools its model may call, and how."""
+"""The fields of a chat that define which tools its model may call, and how."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -19,12 +19,12 @@ from pdserve.gateway.requests.tool_use import Tool, ToolUse
 from pdserve.gateway.sampling import refuse
 from pdserve.services.host.errors import quoted
 
-# "any" is the word of Anthropic and Mistral.
+# Anthropic and Mistral call it "any".
 MODES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
 
 
 def _flat(form: Any) -> Any:
-    """Accept a format whose grammar is nested in an object, as chat requests have it."""
+    """Accept a format whose grammar is nested in an object, as in chat requests."""
     if isinstance(form, dict) and isinstance(form.get("grammar"), dict):
         return {**form["grammar"], "type": form.get("type")}
     return form
@@ -64,7 +64,7 @@ class ToolBody(Body):
         return value
 
     def tool(self, at: str) -> Tool | None:
-        """None for one that is left out. Raises ServiceError."""
+        """Return the tool, None if it is left out. Raises ServiceError."""
         if TOOLS.get(self.type, LEFT_OUT).fate is Fate.LEFT_OUT:
             return None
         if self.type == "custom":
@@ -86,7 +86,7 @@ class ToolBody(Body):
 
 
 def tool_use(bodies: Sequence[ToolBody], choice: Any, parallel: bool | None) -> ToolUse | None:
-    """What `tools`, `tool_choice` and `parallel_tool_calls` ask for. Raises ServiceError."""
+    """Combine `tools`, `tool_choice` and `parallel_tool_calls`. Raises ServiceError."""
     found: dict[str, Tool] = {}
     left_out = []
     for index, body in enumerate(bodies):
@@ -157,7 +157,7 @@ def _is_left_out(tool: Any) -> bool:
 
 
 def _named(value: Any, names: Collection[str], where: str) -> str:
-    """The name of a tool, as {"function": {"name"}}, {"custom": {"name"}} or {"name"}. Raises
+    """Return the name of a tool in {"function": {"name"}}, {"custom": {"name"}} or {"name"}. Raises
     ServiceError."""
     kind = "custom" if isinstance(value, dict) and value.get("type") == "custom" else "function"
     function = value.get(kind, value) if isinstance(value, dict) else None

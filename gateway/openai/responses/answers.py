@@ -1,4 +1,4 @@
-"""What /v1/responses answers, for its description; reply.py and output.py make it."""
+"""The answers of /v1/responses, for its description; reply.py and output.py make them."""
 
 from typing import Any, Literal
 

@@ -1,6 +1,6 @@
 """Fields that /v1/responses knows and does not serve: refused by name, or ignored on purpose.
 
-Those that it serves are fields of ResponsesBody in schema.py.
+ResponsesBody in schema.py has the fields that are served.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ IGNORED: frozenset[str] = frozenset(
     (
         "service_tier", "prompt_cache_retention", "prompt_cache_options", "stream_options",
         "access_programs", "request_id",
-        "context_management",  # nothing is left out of a prompt, as with truncation
+        "context_management",  # prompts are never shortened, as with truncation
     )
 )
 
-# Refused unless the value is one of these. A field of chats that is none of this API is refused
+# Refused unless the value is one of these. Fields of chats that this API does not have are refused
 # too, and so is whatever chats refuse.
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys({*ChatBody.model_fields, *fields.OTHER_NAMES} - IGNORED, NOTHING),
@@ -30,13 +30,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ),
         NOTHING,
     ),
-    "truncation": (None, "disabled", "auto"),  # nothing is left out of a prompt
+    "truncation": (None, "disabled", "auto"),  # prompts are never shortened
     "repeat_penalty": (None, 1.0),
     "n": (None, 1),
     "skip_special_tokens": (None, True),
 }
 
-# Chats' names of what this API calls otherwise.
+# Chats' names for fields that this API names differently.
 INSTEAD: dict[str, str] = {
     **{
         name: "max_output_tokens"

@@ -1,4 +1,4 @@
-"""Input items of /v1/responses: checked, and made into the messages of a chat; pure."""
+"""Checks input items of /v1/responses and converts them to the messages of a chat; pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -164,7 +164,7 @@ KINDS: dict[str, Any] = {
 
 
 def parse_input(given: str | Sequence[Mapping[str, Any]]) -> list[Item]:
-    """The items of a request's `input`, with the fields that are used. Raises ServiceError."""
+    """Return the items of a request's `input` with the fields in use. Raises ServiceError."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not 1 <= len(given) <= MAX_ITEMS:
@@ -197,7 +197,7 @@ def parse_input(given: str | Sequence[Mapping[str, Any]]) -> list[Item]:
 
 
 def _kind(item: Mapping[str, Any], at: str) -> str:
-    """The type of an item. One of a served type is a reference if it has nothing but its id."""
+    """Return the type of an item. An item of a served type that has only its id is a reference."""
     alone = bool(item.get("id")) and not item.keys() - {"id", "type", "status"}
     default = "message" if "role" in item else REFERENCE if alone else None
     kind = item.get("type") or default
@@ -214,11 +214,11 @@ def _parsed(kind: Any, item: Mapping[str, Any], at: str) -> Any:
 
 
 def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The messages of a chat, as templates expect them.
+    """Return the messages of a chat, as templates expect them.
 
     Instructions and the rules right after them are one message, since many templates take one at
-    the beginning. Reasoning, text and calls that follow each other are one turn of the assistant.
-    Raises ServiceError for the output of a call that is not there.
+    the beginning. Consecutive reasoning, text and calls are one turn of the assistant. Raises
+    ServiceError for the output of a call that is not there.
     """
     turns = _Turns()
     calls: set[str] = set()
@@ -250,7 +250,7 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with a text for a content of one part: an item has parts in either case."""
+    """Return the message, with a text for a content of one part: items always have parts."""
     match message["content"]:
         case [{"type": "text", "text": text}]:
             return {**message, "content": text}
@@ -258,19 +258,19 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_effort(items: Sequence[Item]) -> str | None:
-    """The effort that the last item of its kind asks for."""
+    """Return the effort of the last item that sets one."""
     efforts = [i["reasoning"]["effort"] for i in items if i["type"] == "configuration_update"]
     return next((effort for effort in reversed(efforts) if effort), None)
 
 
 class _Turns:
-    """Builds messages."""
+    """Builder of the messages."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._unanswered: set[str] = set()  # the ids of calls
-        self._held: list[tuple[str, str]] = []  # roles and texts, until these are answered
-        self._noted: dict[str, Any] = {}  # the last turn whose content is what was noted alone
+        self._unanswered: set[str] = set()  # ids of calls
+        self._held: list[tuple[str, str]] = []  # roles and texts, until these calls are answered
+        self._noted: dict[str, Any] = {}  # the last turn whose content is only notes
 
     def end(self) -> None:
         held, self._held = self._held, []
@@ -278,7 +278,7 @@ class _Turns:
             self._add_note(role, text)
 
     def note(self, text: str, *, of_client: bool) -> None:
-        """Adds what is kept of an item to a turn that is there, or to a new one: nothing stands
+        """Add the kept text of an item to an existing turn, or to a new one; nothing may come
         between calls and their answers."""
         role = "user" if of_client else "assistant"
         if self._unanswered and self.messages[-1]["role"] != role:
@@ -336,7 +336,7 @@ class _Turns:
             self.end()
 
     def _turn(self, open_to: tuple[str, ...]) -> dict[str, Any]:
-        """The assistant's last turn if it has nothing else yet but notes, or a new one."""
+        """Return the assistant's last turn if it has only notes otherwise, or a new one."""
         last = self.messages[-1] if self.messages else {}
         if last is self._noted:
             open_to = (*open_to, "content")
@@ -355,8 +355,9 @@ def _texts(
     *,
     history: bool = False,
 ) -> list[str]:
-    """Adds the kinds of parts that say nothing to `dropped`: of `history`, unknown ones as well.
-    Raises ServiceError for another part that is no text."""
+    """Return the texts of parts. Adds the kinds of parts that mean nothing here to `dropped`; with
+    `history`, unknown kinds too. Raises ServiceError for another part that is not text.
+    """
     if isinstance(content, str):
         return [content]
     texts = []
@@ -381,5 +382,5 @@ def _namespace(name: str | None) -> Item:
 
 
 def _texts_of(parts: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Of parts that have been checked."""
+    """Return the texts of parts that have been checked."""
     return [part["text"] for part in parts]

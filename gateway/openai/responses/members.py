@@ -1,4 +1,4 @@
-"""The members of the unions of /v1/responses, and what becomes of each."""
+"""The members of the unions of /v1/responses, and how each is handled."""
 
 from pdserve.gateway.requests.members import (
     DROPPED,
@@ -11,7 +11,7 @@ from pdserve.gateway.requests.members import (
 
 ROLES: Table = dict.fromkeys(("user", "assistant", "system", "developer"), SERVED)
 
-# One that is in no row is dropped from a message of the assistant, and refused elsewhere.
+# A part in no row is dropped from a message of the assistant, and refused elsewhere.
 PARTS: Table = {
     **dict.fromkeys(
         ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"), SERVED
@@ -47,15 +47,15 @@ ITEMS: Table = {
     "mcp_approval_response": kept("approve", "reason", of_client=True),
     "program": kept("code"),
     "program_output": kept("result"),
-    "agent_message": kept("author", "content", of_client=True),  # of Codex
+    "agent_message": kept("author", "content", of_client=True),  # from Codex
     "mcp_list_tools": DROPPED,
-    "compaction": DROPPED,  # it is encrypted
+    "compaction": DROPPED,  # encrypted
     "context_compaction": DROPPED,
     "compaction_trigger": REFUSED,
 }  # fmt: skip
 UNKNOWN_ITEM = kept("content", "text", "name", "arguments", "input", "action", "output", "result")
 
-# One that is in no row is the provider's, and left out.
+# A tool in no row is the provider's, and left out.
 TOOLS: Table = {
     "function": SERVED,
     "custom": SERVED,
@@ -70,7 +70,7 @@ TOOLS: Table = {
         LEFT_OUT,
     ),
 }  # fmt: skip
-# The modes may be objects with their type alone.
+# The modes may be objects that have only their type.
 TOOL_CHOICES: Table = {
     **dict.fromkeys(
         ("none", "auto", "required", "function", "custom", "namespace", "allowed_tools"), SERVED

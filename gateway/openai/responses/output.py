@@ -1,7 +1,7 @@
-"""The output items of one response, from the deltas of its choice, and the events that say so.
+"""The output items of one response, from the deltas of its choice, and their events.
 
-Pure. Invariant: what the events of a stream add up to is what `items` has in the end. Values of
-events may be JsonPieces: an answer holds its log-probabilities as their text.
+Pure. Invariant: the events of a stream add up to the final `items`. Values of events may be
+JsonPieces: an answer holds its log-probabilities as their text.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,12 +18,12 @@ from pdserve.gateway.requests.tool_use import Tool
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 Event = dict[str, Any]
-_SUMMARY = "response.reasoning_summary"  # the beginning of the names of a summary's events
+_SUMMARY = "response.reasoning_summary"  # prefix of the names of a summary's events
 _NO_TOOLS: Mapping[str, OfferedTool] = {}
 
 
 class ResponseOutput:
-    """Parts of one kind that follow each other are one item."""
+    """Output of one response; consecutive parts of one kind are one item."""
 
     def __init__(
         self,
@@ -33,18 +33,18 @@ class ResponseOutput:
         summarized: bool = False,
         offered: Mapping[str, OfferedTool] = _NO_TOOLS,
     ) -> None:
-        """`suffix` makes the items' ids this response's. `summarized`: reasoning is given as its
-        summary, too. `offered`: the client's tools by the names that the model knows."""
+        """`suffix` makes the items' ids unique to this response. `summarized`: reasoning is also
+        sent as its summary. `offered`: the client's tools by the names that the model knows."""
         self.items: list[JsonPieces] = []
         self._suffix = suffix
         self._logprobs = logprobs
         self._reasoning = _SUMMARIZED if summarized else _REASONING
         self.offered = offered
         self._open: _OpenItem | None = None
-        self._unplaced: list[ScoredToken] = []  # of text that is yet to come
+        self._unplaced: list[ScoredToken] = []  # tokens whose text is yet to come
 
     def push(self, delta: Delta) -> Iterator[Event]:
-        """What is new. Tokens are those of a delta's first text, if it has one."""
+        """Yield the events of a delta. Its tokens belong to its first text, if it has one."""
         if self._logprobs:
             self._unplaced += delta.tokens
         if delta.content and not any(isinstance(part, TextPart) for part in delta.content):
@@ -86,7 +86,7 @@ class ResponseOutput:
 
 
 class _OpenItem(Protocol):
-    """An item that the model still writes."""
+    """An item that the model is still writing."""
 
     item: dict[str, Any]
 
@@ -99,13 +99,13 @@ class _OpenItem(Protocol):
     def close(self, status: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]: ...
 
 
-# The type of a call's item, the field of what it is called with, and the beginning of its events.
+# The type of a call's item, the field of its input, and the prefix of its events.
 _FUNCTION = "function_call", "arguments", "response.function_call_arguments"
 _CUSTOM = "custom_tool_call", "input", "response.custom_tool_call_input"
 
 
 class _TextKind:
-    """How an item is written whose content is one text."""
+    """Format of an item whose content is one text."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _TextKind:
         summarized: bool = False,
     ) -> None:
         self.part = part
-        self.event = event  # the beginning of its events' names
+        self.event = event  # prefix of its events' names
         self.item = item
         self.summarized = summarized  # the text is also the summary
 
@@ -128,7 +128,7 @@ _SUMMARIZED = _TextKind(ReasoningPart, "reasoning_text", _THOUGHT, summarized=Tr
 
 
 class _OpenText:
-    """A message, or reasoning."""
+    """An open message, or open reasoning."""
 
     def __init__(self, name: str, index: int, kind: _TextKind) -> None:
         self.item = {"id": name, **kind.item, "status": "in_progress", "content": []}
@@ -192,7 +192,7 @@ class _OpenText:
 
 
 class _OpenCall:
-    """The call of a function or of a custom tool."""
+    """An open call of a function or of a custom tool."""
 
     def __init__(self, name: str, index: int, first: ToolCallPart, tool: OfferedTool) -> None:
         kind, self._key, self._event = _CUSTOM if tool.custom else _FUNCTION

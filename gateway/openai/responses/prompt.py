@@ -1,5 +1,5 @@
-"""What /v1/responses and /v1/responses/input_tokens ask a model: the conversation, with what is
-kept of it, and the tools."""
+"""The prompt of /v1/responses and /v1/responses/input_tokens: the conversation, with its kept part,
+and the tools."""
 
 import re
 from collections.abc import Sequence
@@ -31,13 +31,14 @@ from pdserve.gateway.text.messages import TemplateInput
 from pdserve.protos.common_pb2 import INVALID_ARGUMENT
 from pdserve.services.host.errors import quoted
 
-# How a response names its items: by its own id, the input's with "in" before their number.
+# The ids of a response's items contain the response's own id; input items have "in" before their
+# number.
 _ITEM_ID = re.compile(r"[a-z]+_([^/]+)_(in)?[0-9]+")
-PARSED_RATIO = 3  # bytes that a kept response takes while it is used, to those of its text
+PARSED_RATIO = 3  # memory of a kept response in use, relative to the bytes of its text
 
 
 class ResponsePrompt:
-    """Turns the body of a request, once it is checked, into what the model is asked."""
+    """Converter of a checked request body to the request for the model."""
 
     def __init__(
         self, body: InputTokensBody, caller: Caller, bodies: BodyReader, store: ResponseStore | None
@@ -52,7 +53,7 @@ class ResponsePrompt:
         self.offer = parse_tools(body.tools or ())
 
     async def items(self) -> list[Item]:
-        """The whole conversation. Raises ServiceError."""
+        """Return the whole conversation. Raises ServiceError."""
         earlier = await self._earlier_items()
         items = [*earlier, *await self._resolved(earlier)]
         if len(items) > MAX_ITEMS:
@@ -61,7 +62,7 @@ class ResponsePrompt:
         return items
 
     def request(self, items: list[Item], sampling: RequestedSampling) -> ChatCompletionRequest:
-        """Raises ServiceError."""
+        """Return the chat for these items. Raises ServiceError."""
         lists = [i["tools"] for i in items if "tools" in i and ITEMS.get(i["type"]) is SERVED]
         if lists:
             self.offer = self.offer.with_more(lists)
@@ -77,7 +78,7 @@ class ResponsePrompt:
         return ChatCompletionRequest(body.model, template, sampling, tool_use=use)
 
     async def _resolved(self, earlier: Sequence[Item]) -> list[Item]:
-        """The items of the request, with those that it refers to."""
+        """Return the items of the request, with those that it refers to."""
         if all(item["type"] != REFERENCE for item in self._items):
             return self._items
         every = [*earlier, *self._items]
@@ -90,8 +91,8 @@ class ResponsePrompt:
         return resolved
 
     async def _learn(self, name: str, at: str, known: dict[str, Item]) -> None:
-        """Adds the items of the response that has an item of this name. Raises ServiceError if
-        there is none."""
+        """Add the items of the response that has an item of this name. Raises ServiceError if there
+        is no such response."""
         written = _ITEM_ID.fullmatch(name)
         if written is not None and self._store is not None:
             found = await self._store.find(self._caller.tenant.id, f"resp_{written[1]}")
@@ -106,7 +107,7 @@ class ResponsePrompt:
             raise refuse(at, f"{at}: the item {quoted(name)} {where}")
 
     async def _earlier_items(self) -> list[Item]:
-        """The conversation that the request goes on with."""
+        """Return the conversation that the request continues."""
         name = self._body.previous_response_id
         if not name:
             return []
@@ -128,7 +129,7 @@ async def count_input_tokens(
     bodies: BodyReader,
     store: ResponseStore | None,
 ) -> dict[str, Any]:
-    """How many tokens a response's prompt has. Raises ServiceError."""
+    """Return the number of tokens of a response's prompt. Raises ServiceError."""
     prompt = ResponsePrompt(body, caller, bodies, store)
     sampling = RequestedSampling(structure=body.structure())
     asked = prompt.request(await prompt.items(), sampling)

@@ -38,8 +38,8 @@ Object = dict[str, Any]
 
 
 class ResponseReply:
-    """Make it after the body is checked, then take `whole` or `events`. It shapes the errors of its
-    own stream: one after the first event is a response that failed."""
+    """One response; make it after the body is checked, then take `whole` or `events`. It shapes the
+    errors of its own stream: an error after the first event is a failed response."""
 
     statuses: Mapping[int, int] = MappingProxyType({})
 
@@ -56,7 +56,7 @@ class ResponseReply:
         self._service = service
         self._body = body
         self._store = store
-        # Those of a batch are in its file: kept, too, they would push out the client's others.
+        # A batch's file has its responses; if kept too, they would push out the client's others.
         keeps = not caller.background if body.store is None else body.store
         self._keeps = store is not None and keeps
         self._prompt = ResponsePrompt(body, caller, bodies, store)
@@ -73,7 +73,7 @@ class ResponseReply:
         self._num_events = 0
 
     async def whole(self) -> JsonPieces:
-        """The JSON text of the response object. Raises ServiceError."""
+        """Return the JSON text of the response object. Raises ServiceError."""
         last: Event = {}
         async with aclosing(self.events()) as events:
             async for event in events:
@@ -82,13 +82,13 @@ class ResponseReply:
         return response
 
     async def framed(self) -> AsyncGenerator[SentEvent, None]:
-        """The events as they are sent."""
+        """Yield the framed events."""
         async with aclosing(self.events()) as events:
             async for event in events:
                 yield _framed(event)
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """The last one has the whole response. Raises ServiceError."""
+        """Yield the events; the last one has the whole response. Raises ServiceError."""
         context = await self._prompt.items()
         asked = replace(
             self._prompt.request(context, self._sampling),
@@ -122,8 +122,8 @@ class ResponseReply:
         return error_object(error)
 
     def ping(self) -> bytes:
-        """Events that say that the response goes on: clients count no others as a sign of life.
-        Instructions, tools and output, which may be long, are in other events alone."""
+        """Return events that show that the response goes on: clients take no other events as a sign
+        of life. Instructions, tools and output, which may be long, are only in other events."""
         if not self._num_events:
             return _pieces(*self._opening()).text()
         short: Object = {"instructions": None, "output": [], "tools": []}
@@ -131,7 +131,7 @@ class ResponseReply:
         return _pieces(self._numbered({"type": IN_PROGRESS, "response": going_on})).text()
 
     def _opening(self) -> list[Event]:
-        """The first two events."""
+        """Return the first two events."""
         response = object_json(self._object("in_progress"))
         kinds = ("response.created", IN_PROGRESS)
         return [self._numbered({"type": kind, "response": response}) for kind in kinds]
@@ -149,7 +149,7 @@ class ResponseReply:
         return _framed(*opening, self._numbered(failed))
 
     def _learn(self, completion: PreparedCompletion) -> None:
-        """What the answer says of the model and of the sampling that it got."""
+        """Record the model and the sampling for the answer."""
         self._model = completion.model.card.name
         resolved = completion.prompts[0].params  # as float32
         for name in ("temperature", "top_p"):
@@ -158,7 +158,7 @@ class ResponseReply:
             self._params[name] = recommended if asked is None else asked
 
     async def _keep(self, items: list[Item], response: Object) -> Object:
-        """The response, which says whether it is kept."""
+        """Keep the response; return it with `store`, which says whether it was kept."""
         assert self._store is not None
         named = [
             item if "id" in item else {"id": self._item_id(i, item), **item}
@@ -170,7 +170,7 @@ class ResponseReply:
         try:
             stored = await self._store.save(self._caller.tenant.id, kept)
         except ServiceError:
-            stored = False  # the store has said why in the log; the answer is worth having
+            stored = False  # the store has logged why; the answer is still useful
         return {**response, "store": stored}
 
     def _item_id(self, index: int, item: Item) -> str:

@@ -1,4 +1,4 @@
-"""The routes of /v1/responses: new ones, and those that are kept."""
+"""The routes of /v1/responses, for new and for kept responses."""
 
 import re
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from pdserve.gateway.service import Service
 from pdserve.gateway.storage.response_store import KeptResponse, ResponseStore
 from pdserve.services.host.errors import quoted
 
-PAGE = 20  # items, unless the client says how many
+PAGE = 20  # items, unless the client sets a limit
 MAX_PAGE = 100
 
 
@@ -46,12 +46,12 @@ def add_response_routes(
     limits: HttpLimits,
     store: ResponseStore | None,
 ) -> None:
-    """Mount them; without a store no response is kept, and none is found."""
+    """Mount the routes; without a store no response is kept or found."""
 
     async def on_kept(
         request: Request, name: str, answer: Callable[[KeptResponse], Response]
     ) -> Response:
-        """What `answer` makes of a kept response, within the limits of its tenant."""
+        """Return what `answer` makes of a kept response, within the limits of its tenant."""
         caller = caller_of(request)
         with service.limits.admit(caller.tenant.id):
             await service.count(caller)
@@ -119,7 +119,7 @@ def _json(text: str | bytes) -> Response:
 
 
 def _page_of(request: Request) -> Callable[[KeptResponse], dict[str, Any]]:
-    """How a client wants a list of items: `limit`, `order` and `after`. Raises ServiceError."""
+    """Return the maker of a page with `limit`, `order` and `after`. Raises ServiceError."""
     asked = request.query_params
     limit, order, after = (
         asked.get("limit", str(PAGE)),
@@ -138,7 +138,7 @@ def _page_of(request: Request) -> Callable[[KeptResponse], dict[str, Any]]:
         ids = [item["id"] for item in items]
         if after is not None and after not in ids:
             raise refuse("after", f"after: no item has the id {quoted(after)}")
-        # Behind the last of that id: a client may have given one twice.
+        # Start after the last item with that id: a client may have used one twice.
         start = 0 if after is None else len(ids) - ids[::-1].index(after)
         data = items[start : start + int(limit)]
         return {

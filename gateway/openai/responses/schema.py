@@ -27,7 +27,7 @@ from pdserve.gateway.sampling import PenaltyWindow, bounded, refuse, within_wind
 from pdserve.gateway.text.messages import EFFORTS, VERBOSITIES, suggested_variables
 
 LOGPROBS = "message.output_text.logprobs"
-# The others are of hosted tools, of images, or of reasoning, which is never encrypted here.
+# The others concern hosted tools, images, or reasoning, which is never encrypted here.
 INCLUDABLE = (
     LOGPROBS, "reasoning.encrypted_content", "file_search_call.results",
     "web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs",
@@ -39,8 +39,8 @@ Value = Annotated[str, StringConstraints(max_length=512)]
 
 
 def _few_texts(value: Any) -> Any:
-    """The pairs of metadata, with JSON for a value that is no text. Refuses too many unseen: an
-    error for each takes long."""
+    """Accept the pairs of metadata, with JSON for a value that is not text. Refuses too many before
+    checking them: an error for each takes long."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_PAIRS:
@@ -69,7 +69,7 @@ class TextConfig(StrictModel):
 
 class ReasoningConfig(StrictModel):
     effort: Literal[*EFFORTS] | None = None  # type: ignore[valid-type]
-    summary: Any = None  # unless null, the whole reasoning is given as its summary, too
+    summary: Any = None  # unless null, the whole reasoning is also sent as its summary
 
 
 class InputTokensBody(ThinkingFields):
@@ -95,8 +95,8 @@ class InputTokensBody(ThinkingFields):
         return self.reasoning is not None and self.reasoning.summary is not None
 
     def template_variables(self, effort: str | None) -> dict[str, Any]:
-        """Variables of a template; `effort`: that of an item, which replaces the request's. Raises
-        ServiceError for fields that contradict each other."""
+        """Return the template variables; `effort`: an item's effort, which replaces the request's.
+        Raises ServiceError for fields that contradict each other."""
         verbosity = self.text.verbosity if self.text else None
         fields = [
             replace(field, effort=effort or field.effort) if field.field == "reasoning" else field
@@ -109,7 +109,7 @@ class InputTokensBody(ThinkingFields):
         yield ThinkingChoice("reasoning", effort=self.effort)
 
     def structure(self) -> Structure | None:
-        """Raises ServiceError for a schema that is missing."""
+        """Return the structure. Raises ServiceError for a missing schema."""
         asked = self.text.format if self.text else None
         if asked is None or asked.type == "text":
             return None
@@ -137,10 +137,10 @@ class ResponsesBody(InputTokensBody):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    repeat_last_n: PenaltyWindow = None  # llama.cpp's, of penalties
+    repeat_last_n: PenaltyWindow = None  # llama.cpp's, for penalties
     seed: int | None = None
     top_logprobs: int | None = None
-    max_tool_calls: int | None = Field(None, ge=1)  # of tools that the gateway calls
+    max_tool_calls: int | None = Field(None, ge=1)  # calls that the gateway carries out
     priority: Priority | None = None
     metadata: Annotated[dict[Key, Value] | None, BeforeValidator(_few_texts)] = None
     session_id: str | None = Field(None, max_length=MAX_SESSION)
@@ -154,7 +154,7 @@ class ResponsesBody(InputTokensBody):
         return LOGPROBS in (self.include or ())
 
     def sampling(self) -> RequestedSampling:
-        """Raises ServiceError for fields that contradict each other."""
+        """Return the sampling. Raises ServiceError for fields that contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", f"top_logprobs needs include: ['{LOGPROBS}']")
         ((field, budget),) = self.thinking_bounds().items() or (("", None),)
@@ -177,12 +177,12 @@ class ResponsesBody(InputTokensBody):
 
 
 def parse_responses(body: Mapping[str, Any]) -> ResponsesBody:
-    """Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
+    """Parse a body. Raises ServiceError INVALID_ARGUMENT naming the first wrong field."""
     return parse_body(ResponsesBody, body, refused=REFUSED, ignored=IGNORED, instead=INSTEAD)
 
 
 def parse_input_tokens(body: Mapping[str, Any]) -> InputTokensBody:
-    """Checks a body of /v1/responses/input_tokens; fields that change no prompt are ignored. Raises
+    """Parse a body of /v1/responses/input_tokens; fields that change no prompt are ignored. Raises
     ServiceError INVALID_ARGUMENT that names the field."""
     more = ResponsesBody.model_fields.keys()
     refused = {name: values for name, values in REFUSED.items() if name not in more}

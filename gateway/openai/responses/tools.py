@@ -28,7 +28,7 @@ M = TypeVar("M", bound=StrictModel)
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """`tool`: as the model sees it. `name`, in a `namespace` or not: as the client knows it."""
+    """A `tool` as the model sees it; its `name` and `namespace` as the client knows them."""
 
     tool: Tool
     name: str
@@ -46,7 +46,7 @@ class Offer:
     left_out: Sequence[str] = ()
 
     def with_more(self, lists: Sequence[Sequence[Mapping[str, Any]]]) -> "Offer":
-        """The offer with tools that items have, where their names are new. Raises ServiceError."""
+        """Return the offer with those tools of items whose names are new. Raises ServiceError."""
         tools = dict(self.tools)
         left_out = list(self.left_out)
         for more in lists:
@@ -59,8 +59,8 @@ class Offer:
         return Offer(tools, self.shown, left_out)
 
     def index(self) -> dict[tuple[Any, Any], list[str]]:
-        """The models' names of tools by namespace and name, by name alone, and by namespace
-        alone."""
+        """Return the models' names of tools by namespace and name, by name only, and by namespace
+        only."""
         made: dict[tuple[Any, Any], list[str]] = {}
         plain_first = sorted(self.tools.items(), key=lambda item: item[1].namespace is not None)
         for key, one in plain_first:
@@ -73,7 +73,7 @@ Index = Mapping[tuple[Any, Any], Sequence[str]]
 
 
 def joined_name(namespace: str | None, name: str) -> str:
-    """A function's name as the model sees it."""
+    """Return a function's name as the model sees it."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
@@ -88,7 +88,7 @@ class FunctionTool(StrictModel):
     strict: bool | None = None
 
     def offered(self, at: str) -> OfferedTool:
-        """`at`: its place in the request."""
+        """Return the tool as it is offered; `at` is its place in the request."""
         param = f"{at}.parameters"
         about = self.description or ""
         return OfferedTool(
@@ -135,8 +135,8 @@ class _Allowed(StrictModel):
 
 
 def parse_tools(given: Sequence[Mapping[str, Any]]) -> Offer:
-    """The tools that can be served. Raises ServiceError for a wrong one, or one whose name another
-    has."""
+    """Return the tools that can be served. Raises ServiceError for a wrong one, or a duplicate
+    name."""
     tools: dict[str, OfferedTool] = {}
     left_out: list[str] = []
     shown = _add_tools(tools, left_out, given, "tools")
@@ -151,7 +151,7 @@ def _add_tools(
     at: str,
     offered: Container[str] = (),
 ) -> list[dict[str, Any]]:
-    """Adds those to `tools` that can be served and whose names are not `offered`, and the types of
+    """Add tools that can be served and whose names are not `offered` to `tools`, and the types of
     others to `left_out`. Returns how a response shows them."""
     shown: list[dict[str, Any]] = []
     for index, tool in enumerate(given):
@@ -183,13 +183,13 @@ def _add_tools(
 def _is_offered(
     tool: Mapping[str, Any], offered: Container[str], namespace: str | None = None
 ) -> bool:
-    """Whether a tool that is yet to be checked has one of these names."""
+    """Return whether an unchecked tool has one of these names."""
     name = tool.get("name")
     return isinstance(name, str) and joined_name(namespace, name) in offered
 
 
 def _parsed_tool(tool: Mapping[str, Any], at: str) -> FunctionTool | CustomTool:
-    """A function or a custom tool."""
+    """Return a function or a custom tool."""
     kind = _kind(tool, at)
     if kind not in ("function", "custom"):
         what = "is not supported by this server, only 'function' and 'custom'"
@@ -222,7 +222,7 @@ def _parsed(kind: type[M], value: Mapping[str, Any], at: str) -> M:
 
 
 def tool_use(offer: Offer, choice: Any, parallel: bool) -> ToolUse | None:
-    """None without tools. Raises ServiceError for a choice that they do not allow."""
+    """Return the use of tools, None without. Raises ServiceError for a choice they do not allow."""
     mode, only = _choice(choice, offer)
     if not offer.tools and mode == "required":
         raise refuse("tool_choice", "tool_choice needs tools")
@@ -233,7 +233,7 @@ def tool_use(offer: Offer, choice: Any, parallel: bool) -> ToolUse | None:
 
 
 def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
-    """Whether tools may or must be called, and which: empty for all."""
+    """Return whether tools may or must be called, and which: empty for all."""
     if choice is None:
         return "auto", ()
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
@@ -251,7 +251,7 @@ def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
     for place, tool in enumerate(allowed_tools.tools):
         kind = tool.get("type")
         if isinstance(kind, str) and TOOLS.get(kind, LEFT_OUT).fate is Fate.LEFT_OUT:
-            continue  # it is not offered either
+            continue  # such a tool is not offered either
         group = str(tool.get("name")) if kind == "namespace" else ""
         if group not in groups:
             names.update(dict.fromkeys(_chosen(tool, index, f"tool_choice.tools[{place}]")))
@@ -265,7 +265,7 @@ def _choice(choice: Any, offer: Offer) -> tuple[str, tuple[str, ...]]:
 
 
 def _chosen(choice: Mapping[str, Any], index: Index, at: str) -> Sequence[str]:
-    """The tools that an object of tool_choice names. Raises ServiceError."""
+    """Return the tools that an object of tool_choice names. Raises ServiceError."""
     kind, name, namespace = (choice.get(key) for key in ("type", "name", "namespace"))
     if TOOL_CHOICES.get(str(kind), REFUSED).fate is Fate.REFUSED:
         what = "is not supported by this server, only 'function' and 'custom'"

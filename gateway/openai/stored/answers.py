@@ -1,4 +1,4 @@
-"""What the routes of files, batches and usage answer, and take in their URLs: a description."""
+"""Answers and URL parameters of the routes of files, batches and usage, for their description."""
 
 from typing import Any, Literal
 

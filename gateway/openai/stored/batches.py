@@ -53,7 +53,7 @@ class BatchBody(Body):
 def add_batch_routes(
     app: APIRouter, dialect: Dialect, batches: Batches, bodies: BodyReader, wake: Callable[[], None]
 ) -> None:
-    """`wake` is called when there is something to do for the runner."""
+    """Add the routes; `wake` is called when there is work for the runner."""
 
     @app.post("/v1/batches", **described(BatchBody, answer=BatchObject))
     async def create(request: Request) -> Response:

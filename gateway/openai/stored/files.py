@@ -1,4 +1,4 @@
-"""/v1/files: what batches read and write. A key sees its own files only."""
+"""/v1/files: the files that batches read and write. A key sees only its own files."""
 
 import asyncio
 from contextlib import aclosing, suppress
@@ -28,15 +28,15 @@ from pdserve.services.host.errors import ServiceError, quoted
 from pdserve.services.host.tenants.fairness import FairShare
 
 PURPOSE = "batch"
-MAX_UPLOADS = 64  # at once, of all keys
+MAX_UPLOADS = 64  # at once, over all keys
 MAX_DOWNLOADS = 64
 MAX_LISTED = 1000
 
 
 class _Bytes(Response):
-    """For the description of the API."""
+    """A response type for the API description."""
 
-    media_type = "application/octet-stream"  # whatever is in it, no browser runs it
+    media_type = "application/octet-stream"  # no browser runs it, whatever its content
 
 
 def add_file_routes(app: APIRouter, dialect: Dialect, files: Files, limits: HttpLimits) -> None:
@@ -91,7 +91,7 @@ def _tenant(request: Request) -> str:
 
 
 async def _store(files: Files, tenant: str, form: FileForm) -> StoredFile:
-    """Raises ServiceError and HTTPException; nothing is left of it then."""
+    """Store a form's file. Raises ServiceError and HTTPException; an error leaves nothing."""
     file_id = await files.begin(tenant)
     try:
         number = 0
@@ -105,13 +105,13 @@ async def _store(files: Files, tenant: str, form: FileForm) -> StoredFile:
             raise refuse("purpose", "purpose is required")
         return await files.finish(file_id, form.filename or FILE, PURPOSE)
     except BaseException:
-        with suppress(ServiceError):  # the database is away; the upload is forgotten later
+        with suppress(ServiceError):  # the database is away; the upload is removed later
             await asyncio.shield(files.abandon(file_id))
         raise
 
 
 def _check(fields: dict[str, str]) -> None:
-    """As soon as they have come: before the file, if the client sends them so."""
+    """Check the fields that have come so far, if possible before the file."""
     for name, value in fields.items():
         if name != "purpose":
             raise refuse(name, f"{quoted(name)} is not supported by this server")

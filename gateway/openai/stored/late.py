@@ -1,8 +1,8 @@
-"""The parts of a gateway's database, made while the gateway serves: SQLAlchemy takes as long to
-import as the rest of it.
+"""The database parts of a gateway, made while it serves: importing SQLAlchemy takes as long as all
+other imports.
 
-They are made once a model can be asked, or as soon as a client asks for them. Until then requests
-for them wait, and what keys have used is noted in memory.
+They are made once a model is ready, or when a client first needs them. Until then requests for them
+wait, and the usage of keys is held in memory.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pdserve.gateway.database")
 
-MAX_NOTED = 100_000  # requests whose usage waits for the database; that of others is lost
+MAX_NOTED = 100_000  # requests whose usage waits for the database; more is lost
 WAITING = (*STORED, DOCUMENT)  # the document describes all routes
 
 
 class LateParts:
     """The MoreRoutes, ResponseStore and CountUsage of a gateway, before and after its StoredParts
-    are there. `run` is the task that makes and runs them; `drain` and `close` end them."""
+    exist. `run` is the task that makes and runs them; `drain` and `close` end them."""
 
     def __init__(
         self,
@@ -46,25 +46,25 @@ class LateParts:
         limits: AdmissionLimits,
         on_made: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_made` is called on a thread. Raises ValueError for a URL of no database, OSError for
-        a file that cannot be written."""
+        """`on_made` is called on a thread. Raises ValueError for an invalid database URL, OSError
+        for a file that cannot be written."""
         check_url(settings.database_url)
         self._on_made = on_made
         self._make_parts = partial(_make_parts, settings, keys, limits)
         self._add_routes: list[Callable[[StoredParts], None]] = []
         self._noted: list[tuple[Caller, str, RequestUsage]] = []
-        self._num_lost = 0  # beyond those
+        self._num_lost = 0  # beyond MAX_NOTED
         self._wanted = asyncio.Event()
         self._made = asyncio.Event()
         self._parts: StoredParts | None = None
 
     def want(self) -> None:
-        """They are made from now on."""
+        """Start making the parts."""
         self._wanted.set()
 
     async def run(self, app: ASGIApp) -> None:
-        """Until it is cancelled. Raises OSError for a file that is no database, which works at once
-        or never."""
+        """Make and run the parts until cancelled. Raises OSError for a file that is not a database;
+        retrying would not help."""
         await self._wanted.wait()
         parts = await asyncio.to_thread(self._make_parts)
         await asyncio.to_thread(self._on_made)
@@ -80,7 +80,7 @@ class LateParts:
         await parts.run(app)
 
     async def parts(self) -> "StoredParts":
-        """Once they are there."""
+        """Return the parts once they exist."""
         self.want()
         await self._made.wait()
         assert self._parts is not None
@@ -133,7 +133,7 @@ class LateParts:
 
 
 class _WaitForParts:
-    """Lets requests for the parts through once they are there."""
+    """Middleware that lets requests for the parts through once they exist."""
 
     def __init__(self, app: ASGIApp, late: LateParts) -> None:
         self._app = app

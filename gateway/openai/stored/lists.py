@@ -1,4 +1,4 @@
-"""What the lists of files and batches share: their query, and one page as OpenAI writes it."""
+"""The shared parts of lists of files and batches: their query, and one page in OpenAI's format."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ ORDERS = ("asc", "desc")
 
 
 def page_of(request: Request, default_limit: int, max_limit: int) -> Page:
-    """The page that a query asks for. Raises ServiceError naming what is wrong."""
+    """Return the page that a query requests. Raises ServiceError naming what is wrong."""
     query = request.query_params
     limit = whole_number(query.get("limit", str(default_limit)), "limit", 1, max_limit)
     order = query.get("order", "desc")
@@ -26,7 +26,7 @@ def page_of(request: Request, default_limit: int, max_limit: int) -> Page:
 
 
 def whole_number(text: str, name: str, low: int, high: int) -> int:
-    """Raises ServiceError naming the parameter."""
+    """Parse a whole number. Raises ServiceError naming the parameter."""
     if not (text.isascii() and text.isdecimal() and len(text) < 16 and low <= int(text) <= high):
         raise refuse(name, f"{name} must be a whole number from {low} to {high}")
     return int(text)
@@ -35,7 +35,7 @@ def whole_number(text: str, name: str, low: int, high: int) -> int:
 def list_reply(
     rows: Sequence[Stored] | None, page: Page, as_object: Callable[[Stored], dict[str, Any]]
 ) -> Response:
-    """`rows` as `rows_of` gives them. Raises ServiceError if there is no row to begin after."""
+    """Return a page of `rows` (see `rows_of`). Raises ServiceError without a row to begin after."""
     if rows is None:
         raise refuse("after", f"there is no {quoted(page.after)} to begin after")
     shown = rows[: page.limit]
@@ -50,6 +50,6 @@ def list_reply(
 
 
 def not_found(dialect: Dialect, what: str, name: str) -> Response:
-    """There is none of that id, or it is another key's."""
+    """Return the error for an id that does not exist, or is another key's."""
     error = HttpError(404, f"no such {what}: {quoted(name)}", "not_found", param="id")
     return error_response(dialect, error)

@@ -1,4 +1,4 @@
-"""What a gateway with a database has beside one without: its parts, their tasks and their end."""
+"""The parts that only a gateway with a database has, their tasks and their shutdown."""
 
 import asyncio
 import logging
@@ -24,9 +24,9 @@ from pdserve.services.host.tenants.keys import ApiKeys, Tenant
 
 log = logging.getLogger("pdserve.gateway.database")
 
-OPEN_AGAIN_S = 2.0  # after a database could not be opened
-FLUSH_S = 2.0  # for the last counts
-LINE_TRANSACTIONS = 4  # of batches at once: the others are for requests of clients
+OPEN_AGAIN_S = 2.0  # before another try to open a database
+FLUSH_S = 2.0  # to write the last counts
+LINE_TRANSACTIONS = 4  # of batches at once: the others are for client requests
 
 
 class StoredParts:
@@ -34,7 +34,7 @@ class StoredParts:
     `drain` and `close`."""
 
     def __init__(self, settings: GatewaySettings, keys: ApiKeys, limits: AdmissionLimits) -> None:
-        """Raises ValueError for a URL of no database."""
+        """Raises ValueError for an invalid database URL."""
         self._db = Database(settings.database_url)
         file_limits = FileLimits(
             settings.max_file_bytes, settings.max_files_bytes, settings.max_files
@@ -56,13 +56,13 @@ class StoredParts:
         self.routes = StoredRoutes(files, batches, self.usage, self._runner.wake)
 
     async def start(self) -> None:
-        """Opens a file, which works at once or never: raises OSError."""
+        """Open a database file. Raises OSError if it cannot be opened; retrying would not help."""
         if self._db.is_file:
             await self._db.start()
 
     async def run(self, app: ASGIApp) -> None:
-        """Runs batches, writes usage and removes what is old until it is cancelled; `app` answers
-        lines (`post`). A database that is away is waited for."""
+        """Run batches, write usage and remove old data until cancelled; `app` answers lines
+        (`post`). Waits for a database that is away."""
         while not self._db.is_file:
             try:
                 await self._db.start()
@@ -82,7 +82,7 @@ class StoredParts:
             group.create_task(self._retention.run(), name="retention")
 
     async def drain(self) -> None:
-        """Lines that run end; no more are begun, and other gateways may go on with the rest."""
+        """Finish the running lines and begin no more; other gateways may continue with the rest."""
         await self._runner.drain()
 
     async def close(self) -> None:

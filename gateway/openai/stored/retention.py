@@ -1,4 +1,4 @@
-"""Removes ended batches with their files, and usage, once the operator wants them no longer."""
+"""Removes ended batches with their files, and usage, after the operator's retention period."""
 
 import asyncio
 import logging
@@ -14,16 +14,16 @@ DAY_S = 86400
 
 
 class Retention:
-    """Every gateway of a database may have one: what one has removed the others do not find."""
+    """Retention task; every gateway of a database may run one, and each row is removed once."""
 
     def __init__(self, batches: Batches, usage: UsageLog, days: int) -> None:
-        """`days` 0: everything is kept."""
+        """`days` 0: keep everything."""
         self._batches = batches
         self._usage = usage
         self._days = days
 
     async def run(self) -> None:
-        """Once an hour, until it is cancelled."""
+        """Remove old data once an hour, until cancelled."""
         while self._days:
             try:
                 await self._batches.remove_ended(self._days * DAY_S)

@@ -1,4 +1,4 @@
-"""The routes of what is kept in the database: files, batches and usage."""
+"""The routes of data in the database: files, batches and usage."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from pdserve.gateway.requests.caller import Caller
 
 @dataclass(frozen=True, slots=True)
 class StoredRoutes:
-    """What they read and write; `wake` is called when a batch is new or no longer wanted."""
+    """The data of the routes; `wake` is called when a batch is created or cancelled."""
 
     files: Files
     batches: Batches

@@ -1,4 +1,4 @@
-"""/v1/usage: what the asking key has used, in the shape of OpenAI's usage API.
+"""/v1/usage: the usage of the client's key, in the format of OpenAI's usage API.
 
 Times are seconds since the epoch. Sums are kept by the hour, so a bucket is an hour or a day (UTC).
 """
@@ -23,7 +23,7 @@ from pdserve.gateway.storage.text import check_text
 
 # Width -> (seconds, buckets of a page by default, at most)
 WIDTHS = {"1h": (3600, 24, 168), "1d": (86400, 7, 31)}
-# As OpenAI names what results may be apart by -> columns
+# OpenAI's names of the dimensions that results may be grouped by -> columns
 GROUPS = {"model": "model", "api_key_id": "key_name", "session_id": "session"}
 KNOWN = (
     "start_time", "end_time", "bucket_width", "group_by", "limit", "page", "models", "session_ids",
@@ -42,8 +42,8 @@ def add_usage_routes(app: APIRouter, errors: ErrorShape, usage: UsageLog) -> Non
 
 
 async def usage_page(usage: UsageLog, tenant: str, query: UsageQuery, limit_s: int) -> JsonPieces:
-    """The JSON text of a page, made piece by piece: all of its results at once would hold up the
-    loop. Raises ServiceError."""
+    """Return the JSON text of a page, made piece by piece, since all of its results at once would
+    block the loop. Raises ServiceError."""
     rows = await usage.report(tenant, query, MAX_RESULTS + 1)
     if len(rows) > MAX_RESULTS:
         text = f"a page would have more than {MAX_RESULTS} results; ask for fewer buckets"
@@ -76,7 +76,7 @@ async def usage_page(usage: UsageLog, tenant: str, query: UsageQuery, limit_s: i
 
 
 def _query(given: QueryParams, now: int) -> tuple[UsageQuery, int]:
-    """The report of one page, and where all of them end. Raises ServiceError."""
+    """Return the report of one page, and where the last page ends. Raises ServiceError."""
     given = QueryParams([(n.removesuffix("[]"), v) for n, v in given.multi_items()])
     for name in given:
         if name not in KNOWN:
@@ -115,7 +115,7 @@ def _query(given: QueryParams, now: int) -> tuple[UsageQuery, int]:
 
 
 def _result(row: Any, group_by: tuple[str, ...]) -> dict[str, Any]:
-    """One sum; what it is not apart by is null."""
+    """Return one sum; dimensions not grouped by are null."""
     groups = {n: getattr(row, c) if c in group_by else None for n, c in GROUPS.items()}
     return {
         "object": "usage.result",
