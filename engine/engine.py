@@ -66,7 +66,7 @@ class Held:
 
 
 class Engine:
-    """Continuous batching over one model and one KV pool.
+    """Engine with continuous batching over one model and one KV pool.
 
     `jobs` is read-only for callers: only methods of the engine change a request.
     """
@@ -357,8 +357,8 @@ class Engine:
     def held_blocks(self, key: str) -> list[list[int]]:
         """Return the blocks, per group, of a held request, or a prefill_only one from Scheduled on.
 
-        Block i holds tokens [i * block_size, (i + 1) * block_size); it is 0 if the window has
-        passed it. Raises KeyError if the request has no such blocks.
+        Block i holds tokens [i * block_size, (i + 1) * block_size); its entry is 0 if the window
+        has passed it. Raises KeyError if the request has no such blocks.
         """
         job = self.jobs.by_key[key]
         if not job.sequences or not (job.request.prefill_only or key in self.jobs.held):

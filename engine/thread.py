@@ -27,7 +27,7 @@ IDLE_TURN_S = 1.0  # so that an engine that waits for blocks still takes turns a
 
 
 class EngineThread:
-    """Runs an engine and calls `on_step`, which must not block, on the engine thread.
+    """Thread that runs an engine and calls `on_step`, which must not block.
 
     Events that a plan already has (Scheduled) arrive before the step is computed, as a step without
     rows. Therefore `on_step` may read the engine but must not change it.
@@ -84,7 +84,8 @@ class EngineThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its current turn; cancel calls that are still posted."""
+        """End the thread after its current turn, cancel the calls still posted, and close the
+        engine."""
         with self._woken:
             self._closing = True
             self._woken.notify()

@@ -46,7 +46,7 @@ class Backend(ABC):
     sampling: SamplingOps  # picks tokens from the decoder's logits
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises ValueError for options that the backend cannot follow."""
+        """Raise ValueError for options that the backend cannot follow."""
         self._config = config
 
     @classmethod

@@ -25,7 +25,7 @@ WINDOWS_BYTES = 2 * SLOTS * DEVICE_SLOT_BYTES  # for two prefill workers that se
 
 
 class CudaBackend(Backend):
-    """Computes in bfloat16."""
+    """Backend that computes in bfloat16 on a CUDA device."""
 
     name = "cuda"
     copies_weights = True

@@ -22,7 +22,7 @@ EXPANDED = {"float32": "F32", "bf16": "BF16"}
 
 
 class NativeBackend(Backend):
-    """Computes with the native CPU kernels; see docs/cpu.md."""
+    """Backend of the native CPU kernels; see docs/cpu.md."""
 
     name = "native"
     kv_dtypes = (*Backend.kv_dtypes, "int8")

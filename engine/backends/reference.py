@@ -22,7 +22,7 @@ CUDA_SHARE = 0.85  # of free memory; the rest is for activations and others
 
 
 class ReferenceBackend(Backend):
-    """Computes in one dtype; weights kept as stored are expanded to it at each use."""
+    """Backend of one compute dtype; weights kept as stored are expanded to it at each use."""
 
     name = "reference"
 

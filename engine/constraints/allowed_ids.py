@@ -6,7 +6,7 @@ from pdserve.engine.constraints.bitmask import Bitmask, bitmask_of
 
 
 class AllowedIds:
-    """Allows the same tokens at every position."""
+    """Constraint that allows the same tokens at every position."""
 
     param = "allowed_token_ids"
 

@@ -8,7 +8,7 @@ from pdserve.engine.constraints.grammars.matcher import GrammarMatcher
 
 
 class Constraint(Protocol):
-    """Says which tokens may come next, as a function of the ids accepted so far."""
+    """Rule for which tokens may come next, as a function of the ids accepted so far."""
 
     @property
     def param(self) -> str:

@@ -29,7 +29,7 @@ def has_constraints(params: SamplingParams) -> bool:
 
 
 class ConstraintManager:
-    """Makes the constraints of an engine's requests; owns the threads that grammars need."""
+    """Factory of the constraints of an engine's requests; owns the threads that grammars need."""
 
     def __init__(
         self, vocab_size: int, eos_ids: frozenset[int], grammars: GrammarBackend | None

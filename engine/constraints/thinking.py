@@ -10,7 +10,7 @@ from pdserve.engine.constraints.sequence_search import SequenceSearch
 
 
 class ThinkingLimit:
-    """Counts the ids of one choice between `start_ids` and `end_ids`."""
+    """Constraint that counts the ids of one choice between `start_ids` and `end_ids`."""
 
     param = "thinking"
 

@@ -32,7 +32,8 @@ class UnreadTokens:
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[T]):
-    """Rows are sequences; row r has tokens [starts[r], starts[r + 1]) of the flat batch."""
+    """Inputs of one forward pass. Rows are sequences; row r has tokens [starts[r], starts[r + 1])
+    of the flat batch."""
 
     token_ids: T  # [tokens]
     positions: T  # [tokens], absolute

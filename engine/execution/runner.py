@@ -43,7 +43,7 @@ class DeviceLost(Exception):
 
 
 class ModelRunner:
-    """Owns the block tables of the slots; the engine owns the KvCache."""
+    """Runner of plans on the model; owns the block tables of the slots, not the KvCache."""
 
     def __init__(self, model: Model, kv: KvCache, num_slots: int, context_len: int) -> None:
         self._model = model

@@ -32,7 +32,7 @@ NO_TOKEN = "no token is left that the request's parameters allow"
 
 
 class Sampler:
-    """Stateless except for the streams that it keeps on the jobs (RequestState.streams)."""
+    """Sampler of a step's rows. Its only state is the streams it keeps in RequestState.streams."""
 
     def __init__(self, limits: EngineLimits, ops: SamplingOps) -> None:
         self._limits = limits

@@ -42,7 +42,7 @@ def num_blocks(tables: Iterable[Iterable[int]]) -> int:
 
 
 class BlockPool:
-    """Allocates blocks 1..num_blocks; evicts the least recently released cached block first."""
+    """Pool of blocks 1..num_blocks; the least recently released cached block is evicted first."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

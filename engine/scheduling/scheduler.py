@@ -31,7 +31,7 @@ from pdserve.engine.scheduling.turns import Turns, by_priority
 
 
 class Scheduler:
-    """Plans steps over the requests of a job table; StepProgress applies the outcomes."""
+    """Planner of steps over the requests of a job table; StepProgress applies the outcomes."""
 
     def __init__(self, jobs: JobTable, limits: EngineLimits) -> None:
         self._jobs = jobs

@@ -36,7 +36,7 @@ class EngineStats:
 
 
 class StepMeter:
-    """Counts steps, measures the prefill rate, and estimates how long a step may take."""
+    """Counters of steps, the measured prefill rate, and an estimate of a step's duration."""
 
     def __init__(self, token_s: float = 0.0) -> None:
         self.step = 0

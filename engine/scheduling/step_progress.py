@@ -30,7 +30,7 @@ def is_in_batch(row: Row) -> bool:
 
 
 class StepProgress:
-    """Applies outcomes to the requests of a job table; every method returns the events to send."""
+    """State changes that outcomes cause in a job table; every method returns the events to send."""
 
     def __init__(self, jobs: JobTable, limits: EngineLimits) -> None:
         self._jobs = jobs

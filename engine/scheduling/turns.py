@@ -23,7 +23,7 @@ def by_priority(
 
 
 class Turns:
-    """Counts computed prompt tokens of the waiting tenants; the one with the fewest comes first.
+    """Order of tenants with prompts to compute, the one with the fewest computed tokens first.
 
     A new tenant comes before those of which something has been computed, and behind earlier
     arrivals and those passed over for more than MOST_PASSED steps.

@@ -24,7 +24,7 @@ class MaskTask(Protocol):
 
 
 class MaskThreads:
-    """Collects tasks with `add` and starts them with `start`: two calls for all tasks of a step.
+    """Threads for mask tasks; `add` collects and `start` starts them, once per step.
 
     Tasks that a step waits for come first, the others by tenants in turn. Tasks stuck behind a slow
     one at the next `start` get other threads. Only one thread may call the methods, except `tell`.

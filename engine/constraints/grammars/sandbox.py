@@ -28,7 +28,7 @@ MAX_TRIES = 2  # if the process ends unexpectedly
 
 
 class CompileSandbox:
-    """Owns the process; `close` or garbage collection of this object ends it."""
+    """Owner of the process; `close` or garbage collection of this object ends the process."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
         vocabulary = json.dumps({"size": vocab_size, "eos_ids": list(eos_ids)}).encode()

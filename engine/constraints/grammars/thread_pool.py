@@ -19,10 +19,10 @@ T = TypeVar("T", bound=PoolTask)
 
 
 class FairThreadPool(Generic[T]):
-    """Runs urgent tasks first, then one task of each tenant in turn, in the order of arrival.
+    """Thread pool that runs urgent tasks first, then one task of each tenant in turn.
 
-    `add` runs nothing yet: each thread that `start` begins runs tasks until none waits. Any thread
-    may call any method.
+    Tasks of a tenant run in arrival order. `add` runs nothing yet: each thread that `start` begins
+    runs tasks until none waits. Any thread may call any method.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
