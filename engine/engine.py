@@ -366,8 +366,7 @@ class Engine:
         return [list(table) for table in job.sequences[0].block_tables]
 
     def release_held(self, key: str) -> None:
-        """End a held request and free its blocks; no event follows. Raises KeyError if it is not
-        held."""
+        """End a held request and free its blocks; no event follows. Raises KeyError if not held."""
         self.jobs.end(self.jobs.held[key])
 
     def wake_with(self, wake: Callable[[], None]) -> None:
@@ -413,13 +412,11 @@ class Engine:
         )
 
     def discrepancy(self, recount: bool = False) -> str:
-        """Return what is inconsistent in the accounting of blocks (scheduling/accounting.py); empty
-        if nothing is."""
+        """Return block inconsistencies (scheduling/accounting.py); empty if there are none."""
         return discrepancy(self.jobs, recount)
 
     def _oldest(self) -> dict[str, float]:
-        """Return, by state of the blocks, the seconds since the oldest such request arrived; 0 if
-        none."""
+        """Return, by block state, the seconds since the oldest such request arrived; 0 if none."""
         jobs, now = self.jobs, self._clock()
         return {
             state: max((now - job.arrived_s for job in found if job.sequences), default=0.0)

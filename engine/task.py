@@ -11,7 +11,7 @@ from pdserve.engine.models.config import ModelConfig
 log = logging.getLogger(__name__)
 
 YES, NO = "yes", "no"  # answers of a reranker (Qwen3-Reranker)
-CAUSAL = {"is_causal": False, "use_bidirectional_attention": True}  # values of non-causal models
+CAUSAL = {"is_causal": False, "use_bidirectional_attention": True}  # fields of non-causal models
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class EngineThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its current turn, cancel the calls still posted, and close the
+        """End the thread after its current turn, cancel calls still posted, and close the
         engine."""
         with self._woken:
             self._closing = True
@@ -176,7 +176,7 @@ class EngineThread:
         except DeviceLost as error:
             log.critical("the device is lost; no step is computed any more", exc_info=error)
             self._lost = str(error)
-            return True  # so that the polls run at once
+            return True  # so that the polls notice the loss at once
         except Exception as error:
             return self._give_up(error)
         return pending is not None
@@ -202,7 +202,7 @@ class EngineThread:
         self._liveness.beat(time.monotonic(), self._engine.expected_s(plan))
 
     def _give_up(self, error: Exception) -> bool:
-        """Fail all requests. Returns False if that raises too; the next turn then comes after a
+        """Fail all requests. Returns False if that raises; the next turn then comes after a
         second."""
         log.error("an engine step failed; all its requests are given up", exc_info=error)
         try:

@@ -102,8 +102,7 @@ class Request:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether the engine that makes the output must compute the prompt: received KV is not
-        enough."""
+        """Whether the engine that makes the output must compute the prompt, not receive its KV."""
         return self.pool or self.params.prompt_logprobs is not None
 
 
@@ -127,7 +126,7 @@ def prefix_ids(request: Request) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability from the model's own distribution, before temperature, penalties and
+    """Natural-log probability from the model's distribution before temperature, penalties and
     masks."""
 
     logprob: float

@@ -33,8 +33,7 @@ class ModelDecoder(Model, Protocol):
 
     @property
     def numerics(self) -> str:
-        """Numerics id: with equal ids, equal inputs give equal floats, as far as the backend
-        promises."""
+        """Numerics id: equal ids and inputs give equal floats, as far as the backend promises."""
 
 
 class Backend(ABC):
@@ -57,8 +56,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def weights_format(self) -> str | None:
-        """Format of plain numbers to which matrices are expanded at load; None keeps them as
-        stored."""
+        """Plain format to which matrices are expanded at load; None keeps them as stored."""
 
     @property
     @abstractmethod

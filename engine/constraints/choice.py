@@ -30,8 +30,7 @@ class ChoiceConstraints:
 
     @property
     def param(self) -> str:
-        """Request field to name when no token is allowed: the grammar, or else the last
-        constraint."""
+        """Field to name when no token is allowed: the grammar, or else the last constraint."""
         return self._all[-1].param
 
     def accept_token(self, token: int) -> None:
@@ -39,8 +38,7 @@ class ChoiceConstraints:
             constraint.accept_token(token)
 
     def bitmask(self) -> Bitmask | None:
-        """Return the tokens that may come next; None: all. Requires that the grammar's mask is
-        ready."""
+        """Return the tokens that may come next; None: all. The grammar's mask must be ready."""
         found = [constraint.bitmask() for constraint in self._all]
         masks = [bitmask for bitmask in found if bitmask is not None]
         if not masks:

@@ -163,7 +163,7 @@ class RequestConstraints:
         """Return whether the constraints are ready by now. Raises GrammarError."""
         if not self._choices and self._compilation is not None and self._compilation.done():
             error = self._compilation.exception()
-            if isinstance(error, GrammarError):  # shared: raising it would collect tracebacks
+            if isinstance(error, GrammarError):  # raising the kept one would add tracebacks
                 raise GrammarError(str(error), error.is_internal)
             self._make_choices(self._compilation.result())
             self._manager.start_masks()
@@ -200,8 +200,7 @@ class RequestConstraints:
         return grammar is not None and grammar.is_terminated
 
     def wait(self, choices: Sequence[int], until_s: float) -> bool:
-        """Wait for the masks of choices until a perf_counter time; return False if a mask is
-        missing."""
+        """Wait for choices' masks until a perf_counter time; return False if one is missing."""
         matchers = [self._choices[choice].grammar for choice in choices]
         return all(m is None or m.wait(until_s) for m in matchers)
 

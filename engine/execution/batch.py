@@ -32,8 +32,7 @@ class UnreadTokens:
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[T]):
-    """Inputs of one forward pass. Rows are sequences; row r has tokens [starts[r], starts[r + 1])
-    of the flat batch."""
+    """Flat batch: rows are sequences; row r has tokens [starts[r], starts[r + 1])."""
 
     token_ids: T  # [tokens]
     positions: T  # [tokens], absolute

@@ -24,7 +24,7 @@ from pdserve.kernels.streams import AheadSampling, Picks, SamplingOps, StreamSet
 # Hidden states and logits are arrays of the backend; the sampler only indexes and passes them.
 Head = Callable[[Any], Any]  # hidden states [n, hidden] to float32 logits [n, vocab]
 
-SCORED_BYTES = 64 << 20  # maximum logits held at a time for prompt scores
+SCORED_BYTES = 64 << 20  # maximum size of the logits computed at a time for prompt scores
 NOTHING = Outcome()
 LATE = Outcome(is_late=True)
 NOT_FINITE = Pick(-1, error="the logits are not finite")
@@ -196,8 +196,7 @@ class Sampler:
 
 
 def _late(rows: Seq[Row], constrained: Seq[int]) -> set[int]:
-    """Return the constrained rows whose masks are not ready; wait a little for these, once per
-    step."""
+    """Return the constrained rows whose masks are not ready; wait a little, once per step."""
     late: set[int] = set()
     until_s = mask_deadline() if constrained else 0.0
     for i in constrained:

@@ -13,8 +13,7 @@ ID_BYTES = 4
 
 
 def cache_seed(kv_identity: bytes, cache_salt: bytes) -> bytes:
-    """Return the parent of a chain's first hash; it separates KV identities, and tenants by
-    salt."""
+    """Return the parent of a chain's first hash; it separates KV identities and tenants' salts."""
     head = struct.pack("<II", len(kv_identity), len(cache_salt))
     return _hash(b"pdserve kv cache" + head + kv_identity + cache_salt)
 

@@ -89,8 +89,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int], reserved: bool = False) -> None:
-        """Add a reference to each block, which is used, reserved or cached. Raises ValueError if
-        one is free."""
+        """Add a reference to each block. Raises ValueError if one is free."""
         for block in blocks:
             if block in self._idle:
                 del self._idle[block]
@@ -115,8 +114,8 @@ class BlockPool:
                     self._free.append(block)
 
     def commit(self, blocks: Iterable[int]) -> None:
-        """Turn a reservation's references into a sequence's. Raises ValueError if a block is not
-        reserved."""
+        """Turn a reservation's references into a sequence's. Raises ValueError if one is
+        missing."""
         for block in blocks:
             if not self._reserved[block]:
                 raise ValueError(f"block {block} is not reserved")

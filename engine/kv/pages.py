@@ -6,8 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Whole blocks of consecutive layers of one group; on the wire [layers, blocks, block
-    bytes]."""
+    """Whole blocks of consecutive layers of a group; on the wire [layers, blocks, block bytes]."""
 
     base: int  # address of block 0 of the group's first layer
     layer_bytes: int  # from one layer to the next

@@ -173,8 +173,7 @@ class BlockTables:
         return copies
 
     def fork(self, sequence: Sequence, ids: list[int], choices: tuple[int, ...]) -> Sequence:
-        """Return a new sequence that continues from the same computed tokens and shares all
-        blocks."""
+        """Return a sequence that continues from the same computed tokens and shares all blocks."""
         sequence.writable_to = 0  # its blocks are shared now
         other = Sequence(sequence.job, ids, choices, sequence.parent_hash)
         other.num_computed = sequence.num_computed

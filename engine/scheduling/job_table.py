@@ -78,8 +78,7 @@ class JobTable:
         return len(self._free_slots)
 
     def num_blocks(self, jobs: Iterable[RequestState]) -> int:
-        """Return how many blocks of the main group these jobs refer to; shared ones count each
-        time."""
+        """Return how many main-group blocks these jobs use; shared ones count each time."""
         return sum(
             block != NULL_BLOCK
             for job in jobs
@@ -95,8 +94,7 @@ class JobTable:
         self.waiting[job.key] = job
 
     def admit(self, job: RequestState) -> list[BlockCopy] | None:
-        """Move a waiting job into the batch, which has slots for it; return None if blocks are
-        short."""
+        """Move a waiting job into the batch, which has slots; return None if blocks are short."""
         copies: list[BlockCopy] = []
         if not job.sequences:
             opened = self._open_prefix(job, self._spare(job), reserved=False)
@@ -202,8 +200,7 @@ class JobTable:
         self.waiting[job.key] = self.held.pop(job.key)
 
     def end(self, job: RequestState) -> None:
-        """Remove a job in any state and free all its blocks. A reservation that is still open is
-        aborted."""
+        """Remove a job in any state and free its blocks; an open reservation is aborted."""
         reservation = self.reserved.pop(job.key, None)
         self._close_sequences(job, reserved=reservation is not None)
         if reservation is not None and reservation.open:
@@ -273,8 +270,7 @@ class JobTable:
     def _open_prefix(
         self, job: RequestState, spare: Seq[int], reserved: bool
     ) -> list[BlockCopy] | None:
-        """Make the job's prefix one sequence with its first blocks; return None if they are
-        short."""
+        """Make the job's prefix a sequence with its first blocks; return None if they are short."""
         prefix = job.prefix()
         tables = self.tables
         if job.hashes is None:

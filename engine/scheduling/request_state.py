@@ -135,8 +135,7 @@ class RequestState:
 
     @property
     def num_left(self) -> int:
-        """Number of prefix tokens still to be computed; without blocks, before a prefix cache
-        look-up."""
+        """Number of prefix tokens to compute; without blocks, before a prefix cache look-up."""
         if self.sequences:
             return self.sequences[0].num_left
         unfinished = self.unfinished
@@ -150,8 +149,7 @@ class RequestState:
         return prefix_of(self.request.prompt_ids, [self.generated[c] for c in self.unfinished])
 
     def trunk_choices(self) -> tuple[int, ...]:
-        """Return the choices that sample from the last row of the prefix; the others have later
-        ids."""
+        """Return the choices that sample from the prefix's last row; the others have later ids."""
         if not self.request.generates:
             return ()
         unfinished = self.unfinished

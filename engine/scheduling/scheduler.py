@@ -60,7 +60,7 @@ class Scheduler:
         return job is not None
 
     def schedule(self, now_s: float, events: list[Event]) -> Plan | None:
-        """Plan the next step, with `events` to send first; return None when there is nothing to
+        """Plan the next step, with `events` to send first; return None if there is nothing to
         do."""
         plan = Plan(events)
         in_step: set[int] = set()  # orders of the jobs with rows; they are not preempted
@@ -192,8 +192,7 @@ class Scheduler:
     def _queue(
         self, now_s: float, in_prefill: list[tuple[RequestState, Sequence]]
     ) -> Iterable[tuple[RequestState, Sequence | None]]:
-        """Return sequences in prefill, and waiting jobs with None; the next to compute comes
-        first."""
+        """Return sequences in prefill, and waiting jobs with None, in the order to compute them."""
         queue: list[tuple[float, int, int, RequestState, Sequence | None]] = []
 
         def add(job: RequestState, size: int, left: int, sequence: Sequence | None) -> None:

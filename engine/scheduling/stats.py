@@ -47,8 +47,7 @@ class StepMeter:
         self._rows_s = 0.0  # slowest seconds of a step without chunks, fading
 
     def expected_s(self, plan: Plan) -> float:
-        """Return the maximum seconds that the step should take, judged by the slowest earlier
-        steps."""
+        """Return the maximum seconds that the step should take, judged by the slowest so far."""
         chunks = plan.num_tokens - plan.num_decode_rows
         return self._rows_s + chunks * self._token_s
 

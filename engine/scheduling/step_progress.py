@@ -144,8 +144,7 @@ class StepProgress:
         return [Pooled(job.key, values), *self._end(job)]
 
     def _fork(self, job: RequestState, prefix: Sequence) -> None:
-        """Make one sequence per unfinished choice; the first choice takes over the prefix's
-        sequence."""
+        """Make one sequence per unfinished choice; the first choice takes the prefix's sequence."""
         prefix.is_prefix = False
         first, *others = job.unfinished
         for choice in others:
@@ -170,8 +169,7 @@ class StepProgress:
         return NewTokens(job.key, choice, len(ids) - 1, (token,), logprobs, reason)
 
     def _finish_reason(self, job: RequestState, choice: int) -> FinishReason | None:
-        """Return how a choice has ended; None if it has not, or if its grammar does not know
-        yet."""
+        """Return how a choice has ended; None if it has not, or its grammar does not know yet."""
         reason = self._limits.finish_of(job.generated[choice], job.request.params, job.max_tokens)
         constraints = job.constraints
         if reason is FinishReason.STOP or constraints is None:

@@ -138,8 +138,7 @@ class GrammarMatcher:
 
     @property
     def is_behind(self) -> bool:
-        """Whether ids are still to be accepted; only afterwards is it known if the answer is
-        complete."""
+        """Whether ids are still to be accepted; until then a complete answer is not recognized."""
         return self._task_accepts and not self.is_ready
 
     @property
@@ -148,8 +147,7 @@ class GrammarMatcher:
         return self.is_ready or not self._task.is_late
 
     def wait(self, until_s: float) -> bool:
-        """Wait for the mask; return False if it is not ready by then: `on_late` is called when it
-        is."""
+        """Wait for the mask; return False if it is late: `on_late` is called when it is ready."""
         if self._is_done or self._threads.wait(lambda: self._is_done, until_s):
             return True
         self._task.is_late = True
@@ -228,8 +226,7 @@ class GrammarMatcher:
         self.is_terminated = self._matcher.is_stopped()
 
     def _accept(self, token: int, budget: StepBudget | None = None) -> None:
-        """Accept a token; its time is spent from `budget`, even if it fails. Raises
-        GrammarError."""
+        """Accept a token; even a failure spends time of `budget`. Raises GrammarError."""
         clock = time.thread_time if budget is None else time.perf_counter
         started = clock()
         matches = self._matcher.consume_token(token)
