@@ -25,18 +25,18 @@ from pdserve.engine.scheduling.limits import EngineLimits
 
 log = logging.getLogger(__name__)
 
-CHUNK_S = 0.1  # what a prefill chunk should take
-LEAST_SHARE = 8  # rows of a step that a tenant may have beside others, however slow they are
+CHUNK_S = 0.1  # target duration of a prefill chunk
+LEAST_SHARE = 8  # minimum of EngineLimits.shared_step_tokens, however slow rows are
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def build_engine(
     config: EngineConfig, progress: Callable[[str, float], None] = lambda what, fraction: None
 ) -> tuple[Engine, CardData]:
-    """An engine ready to step, and its model's card with the context length that it really has.
+    """Build an engine ready to step, and its model's card with the effective context length.
 
-    `progress` gets what is being done and the fraction of it. Raises CheckpointError from loading
-    and ValueError for options that contradict each other.
+    `progress` receives the current activity and its completed fraction. Raises CheckpointError if
+    loading fails, and ValueError if options contradict each other or no KV pool fits in memory.
     """
     loaded = load_model(config, progress)
     decoder, backend, card = loaded.decoder, loaded.backend, loaded.card
@@ -64,7 +64,7 @@ def build_engine(
             max_running=config.max_running,
             chunk_size=chunk_size,
             step_tokens=config.step_tokens,
-            # As many as take as long as one alone, for which all weights are read.
+            # The tokens that take as long as one row alone, which reads all weights.
             shared_step_tokens=max(LEAST_SHARE, round(measured.row_s / measured.token_s)),
             max_waiting=config.max_waiting,
             eos_ids=frozenset(card.eos_ids),
@@ -93,8 +93,8 @@ def build_engine(
 def _num_blocks(
     config: EngineConfig, backend: Backend, spec: KvSpec, context_len: int, chunk_size: int
 ) -> int:
-    """Blocks of a pool with full attention; those of windows follow. By default as many as fit,
-    but no more than a full batch of full contexts needs."""
+    """Return the number of blocks of a full-attention pool; window pools derive from it. Without
+    `kv_tokens`: as many as fit, at most what a full batch of full contexts needs."""
     if config.kv_tokens:
         return max(1, config.kv_tokens // spec.block_size)
 
@@ -109,25 +109,25 @@ def _num_blocks(
 
 
 class Measured(NamedTuple):
-    """How fast a model is."""
+    """Measured speed of a model."""
 
-    chunk_size: int  # the power of two from 64 to 8192 whose chunk takes nearest to 100 ms
-    token_s: float  # of a token in a chunk
-    row_s: float  # of a token alone
+    chunk_size: int  # power of two from 64 to 8192 whose chunk takes closest to 100 ms
+    token_s: float  # seconds per token in a chunk
+    row_s: float  # seconds for a token alone
 
 
 def measure(model: Model, kv: KvCache, most: int) -> Measured:
-    """Warms the model up with chunks of at most `most` tokens, which `kv` has blocks for; chunks
-    that take longer than 100 ms are not tried."""
+    """Warm up and measure the model with chunks of at most `most` tokens, which `kv` has blocks
+    for. Sizes expected to be further from 100 ms than the previous one are not tried."""
     first = min(CHUNKS[0], most)
-    longest_s = CHUNK_S / math.sqrt(2)  # one of twice the size is further from 100 ms
+    longest_s = CHUNK_S / math.sqrt(2)  # above this, twice the size is further from 100 ms
     _chunk_seconds(model, kv, 1)  # the first pass reads all weights
     taken: dict[int, float] = {}
     for size in (first, *CHUNKS[1:]):
         if size > most or (taken and taken[size // 2] >= longest_s):
             break
         taken[size] = _chunk_seconds(model, kv, size)
-        if taken[size] >= longest_s:  # a device compiles or loads kernels in the first of a size
+        if taken[size] >= longest_s:  # the first run of a size compiles or loads kernels
             taken[size] = min(taken[size], _chunk_seconds(model, kv, size))
     best = min(taken, key=lambda size: abs(math.log(taken[size] / CHUNK_S)))
     return Measured(
@@ -138,7 +138,7 @@ def measure(model: Model, kv: KvCache, most: int) -> Measured:
 
 
 def _chunk_seconds(model: Model, kv: KvCache, size: int) -> float:
-    """One chunk of `size` tokens from position 0, on blocks that nobody has yet."""
+    """Return the seconds for one chunk of `size` tokens from position 0, on unallocated blocks."""
     positions = np.arange(size)
     table = np.arange(1, blocks_for(size, kv.spec.block_size) + 1)[None]
     group = GroupTable(table, positions + kv.spec.block_size)  # from block 1 on
@@ -152,5 +152,5 @@ def _chunk_seconds(model: Model, kv: KvCache, size: int) -> float:
         logit_tokens=positions[-1:],
     )
     started = time.perf_counter()
-    float(model.logits(model.forward(batch, kv))[0, 0])  # waits for a device
+    float(model.logits(model.forward(batch, kv))[0, 0])  # waits for the device
     return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Which device computes."""
+"""Selects the device that computes."""
 
 import logging
 
@@ -6,8 +6,8 @@ log = logging.getLogger(__name__)
 
 
 def resolve_device(asked: str) -> str:
-    """Returns "cpu" or "cuda", from a --device value. Raises ValueError if a GPU is asked for and
-    there is none."""
+    """Return "cpu" or "cuda" for a --device value. Raises ValueError if the value requires a GPU
+    and none is usable."""
     if asked == "cpu":
         return asked
     obstacle = _obstacle()
@@ -20,12 +20,12 @@ def resolve_device(asked: str) -> str:
 
 
 def _obstacle() -> str:
-    """Why no GPU can compute; empty: one can."""
+    """Return why no GPU can compute; empty if one can."""
     try:
         import torch
     except ModuleNotFoundError:
         return "torch is not installed: pip install 'pdserve[torch]'"
-    except (ImportError, OSError) as err:  # a library that it needs
+    except (ImportError, OSError) as err:  # a library that torch needs is missing
         return f"torch cannot be imported: {err}"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"

@@ -1,12 +1,11 @@
-"""The engine takes requests and makes steps with events. Every method runs on one thread.
+"""The engine accepts requests and runs steps that return events.
 
-It owns the KV pool through its parts: the JobTable gains and loses the blocks of requests, the
-KvCache holds their bytes. Every submitted request ends with exactly one Finished, RequestFailed or
-Evicted event, unless it is held and released: a prefill_only request, whose last event is
-PrefillComputed(done), or one that has migrated. Steps raise DeviceLost once the device is lost, and
-requests have no more events then.
-
-Over 400 lines: one class that all callers share, whose methods say what they promise.
+One thread calls every method, unless its docstring says otherwise. The engine owns the KV pool
+through its parts: the JobTable gains and frees the blocks of requests, the KvCache holds their
+bytes. Every submitted request ends with exactly one Finished, RequestFailed or Evicted event,
+unless it is held and then released: a prefill_only request, whose last event is
+PrefillComputed(done), or a migrated request. After the device is lost, steps raise DeviceLost and
+requests get no more events.
 """
 
 import logging
@@ -44,17 +43,17 @@ from pdserve.kernels.streams import Picks, SamplingOps
 
 log = logging.getLogger(__name__)
 
-MAX_REFUSED = 4096  # refused reservations that keep their order of arrival
+MAX_REFUSED = 4096  # refused reservations whose arrival order is kept
 
 
 @dataclass(slots=True)
 class Pending:
-    """A launched step; with an `error` its forward pass has failed."""
+    """A launched step; `error` is set if its forward pass failed."""
 
     plan: Plan
     hidden: Any  # what ModelRunner.launch returned; None with an `error`
     started_s: float
-    picks: Picks | None = None  # launched behind it, if its rows are such that it can be
+    picks: Picks | None = None  # sampling launched behind it, if rows and backend allow
     error: str = ""
 
 
@@ -62,14 +61,14 @@ class Pending:
 class Held:
     """A held request, whose KV can be read."""
 
-    num_tokens: int  # leading tokens whose KV is in its blocks: all but the last
-    cached_tokens: int  # what its Finished event would say
+    num_tokens: int  # leading tokens whose KV is in its blocks: all except the last
+    cached_tokens: int  # as in its Finished event
 
 
 class Engine:
-    """Continuous batching over one model and one KV pool.
+    """Engine with continuous batching over one model and one KV pool.
 
-    `jobs` is for reading: whoever wants to change a request calls a method of the engine.
+    `jobs` is read-only for callers: only methods of the engine change a request.
     """
 
     def __init__(
@@ -85,17 +84,15 @@ class Engine:
         token_s: float = 0.0,
         grammars: GrammarBackend | None = None,
     ) -> None:
-        """`token_s`: seconds that one token of a chunk takes, if known; 0 otherwise.
-
-        Without `grammars` requests that have one are refused.
-        """
+        """`token_s`: seconds per token of a chunk; 0 if unknown. Without `grammars`, requests that
+        have a grammar are refused."""
         self.model = model
         self.kv = kv
         self.limits = limits
         self.kv_identity = kv_identity
         self.numerics_id = numerics_id
         self._clock = clock
-        prefix_cache &= limits.pooling != "mean"  # which needs the states of all tokens
+        prefix_cache &= limits.pooling != "mean"  # mean pooling needs the states of all tokens
         tables = BlockTables(kv.spec, kv.num_blocks, limits.chunk_size, prefix_cache)
         self.jobs = JobTable(tables, limits.max_running)
         self._scheduler = Scheduler(self.jobs, limits)
@@ -103,12 +100,12 @@ class Engine:
         self._runner = ModelRunner(model, kv, limits.max_running, limits.context_len)
         self._sampler = Sampler(limits, ops)
         self._constraints = ConstraintManager(limits.vocab_size, limits.eos_ids, grammars)
-        self._constrained: list[RequestState] = []  # those with constraints
+        self._constrained: list[RequestState] = []  # requests with constraints
         self._meter = StepMeter(token_s)
-        self._events: list[Event] = []  # of the next step
-        self._collected_s = 0.0  # when the last step was
+        self._events: list[Event] = []  # sent with the next step
+        self._collected_s = 0.0  # time when the last step was collected
         self._arrivals = 0
-        self._refused: dict[str, int] = {}  # key to order of arrival, of refused reservations
+        self._refused: dict[str, int] = {}  # refused reservations: key to arrival order
 
     @property
     def has_work(self) -> bool:
@@ -116,7 +113,7 @@ class Engine:
         return bool(self.jobs.waiting or self.jobs.running or self._events)
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises InvalidRequest, ContextLengthExceeded or QueueFull."""
+        """Queue a request. Raises InvalidRequest, ContextLengthExceeded or QueueFull."""
         job = self._new_job(request)
         if len(self.jobs.waiting) >= self.limits.max_waiting:
             raise QueueFull(f"{len(self.jobs.waiting)} requests are waiting")
@@ -125,10 +122,11 @@ class Engine:
         self._events += self._progress.end_complete(job)
 
     def abort(self, key: str, choices: Sequence[int] = ()) -> bool:
-        """Ends a request, or some choices of it, in any state; their blocks are free on return.
+        """Abort a request, or some of its choices, in any state; their blocks are free on return.
 
-        Unfinished choices get a last NewTokens with ABORTED in the next step, and Finished follows
-        when none is left. A reservation is aborted with its request. False if the key is unknown.
+        Each unfinished choice gets a last NewTokens with ABORTED in the next step; Finished follows
+        when all choices have ended. Aborting a request aborts its reservation. Returns False if the
+        key is unknown.
         """
         job = self.jobs.by_key.get(key)
         if job is None:
@@ -140,10 +138,10 @@ class Engine:
         return True
 
     def park(self, key: str) -> bool:
-        """Gives a queued or running request no steps until unpark; it keeps its blocks.
+        """Exclude a queued or running request from steps until unpark; it keeps its blocks.
 
-        When others lack blocks it loses them and ends with Evicted; the longest parked request is
-        the first. False if it is neither queued nor running.
+        If other requests lack blocks, the longest parked request is the first to lose its blocks,
+        and ends with Evicted. Returns False if the request is neither queued nor running.
         """
         job = self.jobs.by_key.get(key)
         if job is None or not (key in self.jobs.waiting or job in self.jobs.running):
@@ -152,7 +150,7 @@ class Engine:
         return True
 
     def unpark(self, key: str) -> bool:
-        """Lets a parked request go on where it was. False if it is not parked."""
+        """Let a parked request continue where it stopped. Returns False if it is not parked."""
         job = self.jobs.parked.get(key)
         if job is None:
             return False
@@ -160,11 +158,10 @@ class Engine:
         return True
 
     def hold(self, key: str) -> Held | None:
-        """Gives a request no steps until unhold, and nobody else its blocks, so they can be read.
+        """Exclude a request from steps until unhold and pin its blocks, so that they can be read.
 
-        Returns None, and nothing changes, unless it has one sequence that lacks only the KV of its
-        last token: not while its prompt is computed, with several unfinished choices, or without
-        blocks.
+        Returns None and changes nothing unless the request has one sequence that lacks only the KV
+        of its last token: not during prefill, with several unfinished choices, or without blocks.
         """
         job = self.jobs.by_key.get(key)
         if job is None or not job.request.generates or key in self.jobs.reserved:
@@ -177,7 +174,7 @@ class Engine:
         return Held(job.sequences[0].num_computed, job.cached_tokens)
 
     def unhold(self, key: str) -> bool:
-        """Lets a held request go on where it was. False if it is not held."""
+        """Let a held request continue where it stopped. Returns False if it is not held."""
         job = self.jobs.held.get(key)
         if job is None or job.request.prefill_only:
             return False
@@ -185,35 +182,35 @@ class Engine:
         return True
 
     def schedule(self) -> Plan | None:
-        """What the next step computes; None when there is nothing to do."""
+        """Plan the next step; return None when there is nothing to do."""
         self._poll_constraints()
         plan = self._scheduler.schedule(self._clock(), self._events)
-        self._events = []  # only now: if scheduling raises, a later step has them
+        self._events = []  # only now: if scheduling raises, a later step sends them
         return plan
 
     def expected_s(self, plan: Plan) -> float:
-        """Seconds that the step should take at most, judging by the steps before it."""
+        """Return the maximum seconds that the step should take, judged by earlier steps."""
         return self._meter.expected_s(plan)
 
     def announce(self, plan: Plan) -> Step:
-        """The events that a plan has before it runs, Scheduled above all, as a step without rows.
+        """Return a plan's events, above all Scheduled, before it runs, as a step without rows.
 
-        `collect` does not repeat them. Whoever receives them must not change the engine before
-        `collect`: the plan's rows refer to its blocks.
+        `collect` does not repeat them. The receiver must not change the engine before `collect`:
+        the plan's rows refer to its blocks.
         """
         events, plan.events = tuple(plan.events), []
         return Step(self._meter.step + 1, events, wall_s=0.0)
 
     def launch(self, plan: Plan) -> Pending:
-        """Starts the step. A model that raises fails the requests of this step only, or raises
-        DeviceLost."""
+        """Start the step. If the model raises, only the requests of this step fail. Raises
+        DeviceLost if the device is lost."""
         return self._launch(plan, None)
 
     def launch_ahead(self, pending: Pending) -> Pending | None:
-        """Starts the step that follows a launched one, before that is collected. It may compute a
-        token too many of a choice, which nobody is told.
+        """Start the step that follows a launched step, before that step is collected.
 
-        None if the next step has to be planned when the tokens are known.
+        May compute one token past the end of a choice; it is discarded. Returns None if the next
+        step cannot be planned before the tokens are known.
         """
         self._poll_constraints()
         if pending.picks is None or self._events:
@@ -240,10 +237,10 @@ class Engine:
         return pending
 
     def collect(self, pending: Pending) -> Step:
-        """Waits for the step, samples, and returns what has happened."""
+        """Wait for the step, sample, and return the step's events."""
         plan = pending.plan
         if pending.hidden is None and plan.rows:
-            self._synchronize()  # nothing of it is read
+            self._synchronize()  # no read of its output waits for it
         outcomes: list[Outcome] = []
         error = pending.error
         if not error:
@@ -262,7 +259,7 @@ class Engine:
         return Step(self._meter.step, (*plan.events, *events), wall_s)
 
     def _synchronize(self) -> None:
-        """Waits for the device, if there is one. Raises DeviceLost if it cannot even do that."""
+        """Wait for the device, if there is one. Raises DeviceLost if waiting fails."""
         if isinstance(self.model, DeviceModel):
             try:
                 self.model.synchronize()
@@ -277,27 +274,26 @@ class Engine:
         return with_states(rows, outcomes, pending.hidden, self.model)
 
     def step(self) -> Step | None:
-        """schedule, launch and collect; None when there is nothing to do."""
+        """Run schedule, launch and collect; return None when there is nothing to do."""
         plan = self.schedule()
         return None if plan is None else self.collect(self.launch(plan))
 
     def fail_all(self, message: str) -> None:
-        """Fails every request that is queued or running; the next step has the events."""
+        """Fail every queued or running request; the next step sends the events."""
         for job in [*self.jobs.running, *self.jobs.waiting.values()]:
             self._events += self._progress.fail(job, message)
 
     def reserve(self, request: Request, sender: bytes = b"") -> Reservation | None:
-        """Reserves blocks for the prefix that a prefill worker will send; None if they are short.
+        """Reserve blocks for the prefix a prefill worker will send; return None if they are short.
 
-        The caller asks again before every step for the first of those that were refused; each keeps
-        the order of arrival that it had when it was first asked for. Between it and the queue the
-        order of arrival holds, and within a tenant that of priority before it: it is refused while
-        a queued request that precedes it lacks blocks, and while it is refused none that it
-        precedes gets any.
-        Raises like submit, but max_waiting does not apply.
+        The caller retries the first refused request before every step; a refused request keeps the
+        arrival order of its first attempt. Reservations and queued requests get blocks in arrival
+        order, within a tenant by priority first: a reservation is refused while a queued request
+        that precedes it lacks blocks, and while it is refused, no request that it precedes gets
+        blocks. Raises the same errors as submit, except that max_waiting does not apply.
 
-        `sender`: digest of the KV identity that computes it, if it is not ours. Its blocks then
-        match and enter the prefix cache for that pair of identities only.
+        `sender`: digest of the prefill worker's KV identity, if it differs from this engine's. The
+        blocks then match and enter the prefix cache for that pair of identities only.
         """
         if request.prefill_only or request.needs_whole_prompt:
             raise InvalidRequest("its output needs the prompt to be computed here", "prompt")
@@ -310,7 +306,7 @@ class Engine:
             made = self.jobs.reserve(job)
         if made is None:
             self._refused[job.key] = job.order
-            if len(self._refused) > MAX_REFUSED:  # the oldest have ended without asking again
+            if len(self._refused) > MAX_REFUSED:  # the oldest ended without a retry
                 del self._refused[next(iter(self._refused))]
             self._scheduler.hold_up(job)
             return None
@@ -321,15 +317,15 @@ class Engine:
         return reservation
 
     def verified(self, reservation: Reservation, num_tokens: int) -> int:
-        """KV of the first `num_tokens` tokens is in its blocks: full blocks enter the prefix cache.
+        """Add full blocks of the first `num_tokens` received tokens to the prefix cache.
 
-        Returns the tokens cached so far; they stay cached when the reservation is released.
-        Raises ValueError if it is not open, or if it has fewer tokens.
+        Returns the number of tokens cached so far; they stay cached when the reservation is
+        released. Raises ValueError if the reservation is not open or has fewer tokens.
         """
         return self.jobs.verified(reservation, num_tokens)
 
     def commit(self, reservation: Reservation) -> None:
-        """KV of reservation.num_tokens tokens is in its blocks: the request joins the queue.
+        """Queue a reservation's request; its blocks hold KV of all reservation.num_tokens tokens.
 
         Raises ValueError if the reservation is not open.
         """
@@ -337,17 +333,16 @@ class Engine:
         self._events += self._progress.end_complete(reservation.job)
 
     def release(self, reservation: Reservation) -> None:
-        """Frees the blocks of a reservation that is open or was aborted; no event follows.
+        """Free the blocks of a reservation that is open or was aborted; no event follows.
 
-        Raises ValueError if it was committed or released before.
+        Raises ValueError if the reservation was already committed or released.
         """
         self.jobs.release(reservation)
 
     def chain(self, request: Request) -> list[bytes]:
-        """Chain hashes of the full blocks of its prefix; any thread may call it.
+        """Return the chain hashes of the full blocks of a request's prefix; any thread may call it.
 
-        Empty without a prefix cache. Empty with window layers, since they cannot use a part of a
-        prompt.
+        Empty without a prefix cache, and with window layers, which cannot reuse a part of a prompt.
         """
         tables = self.jobs.tables
         if any(tables.windows):
@@ -356,14 +351,14 @@ class Engine:
         return tables.hashes(prefix_ids(request), seed_hash)
 
     def num_found(self, chain: Sequence[bytes]) -> int:
-        """How many leading blocks of a chain are in the prefix cache."""
+        """Return how many leading blocks of a chain are in the prefix cache."""
         return self.jobs.tables.num_found(chain)
 
     def held_blocks(self, key: str) -> list[list[int]]:
-        """The blocks per group of a held request, or of a prefill_only one from Scheduled on.
+        """Return the blocks, per group, of a held request, or a prefill_only one from Scheduled on.
 
-        Block i holds tokens [i * block_size, ...); it is 0 where the window has passed it.
-        Raises KeyError if the request has no such blocks.
+        Block i holds tokens [i * block_size, (i + 1) * block_size); its entry is 0 if the window
+        has passed it. Raises KeyError if the request has no such blocks.
         """
         job = self.jobs.by_key[key]
         if not job.sequences or not (job.request.prefill_only or key in self.jobs.held):
@@ -371,25 +366,27 @@ class Engine:
         return [list(table) for table in job.sequences[0].block_tables]
 
     def release_held(self, key: str) -> None:
-        """Frees a held request's blocks; no event follows. Raises KeyError if it is not held."""
+        """End a held request and free its blocks; no event follows. Raises KeyError if not held."""
         self.jobs.end(self.jobs.held[key])
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, on any thread, when a request that had to wait for its grammar or its
-        mask may go on: what schedule has to do may have changed."""
+        """Set the callback for when a request that waited for its grammar or mask may continue.
+
+        Any thread may call `wake`; the next schedule may then have work to do.
+        """
         self._constraints.wake = wake
 
     def load_grammars(self) -> None:
-        """Makes ready for grammars. It takes a second or so, in which no thread of this process
-        runs Python; without it the first request with a grammar costs that."""
+        """Prepare for grammars. Takes about a second, during which no thread of this process runs
+        Python; otherwise the first request with a grammar pays that time."""
         self._constraints.load()
 
     def close(self) -> None:
-        """Ends the threads and the process that grammars need."""
+        """End the threads and the process that grammars use."""
         self._constraints.close()
 
     def stats(self) -> EngineStats:
-        """The figures of this moment."""
+        """Return the current statistics."""
         jobs = self.jobs
         computing = [s for job in jobs.running for s in job.sequences if s.num_left > 1]
         return EngineStats(
@@ -415,11 +412,11 @@ class Engine:
         )
 
     def discrepancy(self, recount: bool = False) -> str:
-        """What does not add up of its blocks (scheduling/accounting.py); empty if all does."""
+        """Return block inconsistencies (scheduling/accounting.py); empty if there are none."""
         return discrepancy(self.jobs, recount)
 
     def _oldest(self) -> dict[str, float]:
-        """By state of its blocks: seconds since the oldest such request arrived; 0 without one."""
+        """Return, by block state, the seconds since the oldest such request arrived; 0 if none."""
         jobs, now = self.jobs, self._clock()
         return {
             state: max((now - job.arrived_s for job in found if job.sequences), default=0.0)
@@ -432,7 +429,7 @@ class Engine:
         }
 
     def take_prefix_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Net (added, removed) chain hashes of the first full-attention group since the last
+        """Return net (added, removed) chain hashes of the first full-attention group since the last
         call."""
         return self.jobs.tables.take_prefix_events()
 
@@ -451,7 +448,7 @@ class Engine:
         return RequestState(request, order, self._clock(), max_tokens, seed_hash, pooling)
 
     def _constrain(self, job: RequestState) -> None:
-        """Makes the constraints of a new job; a grammar is compiled meanwhile."""
+        """Make the constraints of a new job; its grammar compiles in the background."""
         request = job.request
         if has_constraints(request.params) and request.generates:
             job.constraints = self._constraints.of_request(request, job.generated, self._clock())
@@ -459,8 +456,8 @@ class Engine:
             self._constrained.append(job)
 
     def _poll_constraints(self) -> None:
-        """Ends what a grammar ends without a token: requests whose grammar is wrong, and choices
-        that were complete before it could say so."""
+        """Fail requests whose grammar is wrong, and end choices that were complete before their
+        grammar could say so."""
         left: list[RequestState] = []
         for job in self._constrained:
             constraints = job.constraints
@@ -483,7 +480,7 @@ class Engine:
         self._constrained = left
 
     def _is_active(self, job: RequestState) -> bool:
-        """Whether it waits for steps, or has them."""
+        """Whether the job is queued or running."""
         return self.jobs.waiting.get(job.key) is job or job in self.jobs.running
 
     def _fail_step(self, plan: Plan, message: str) -> list[Event]:

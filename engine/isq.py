@@ -1,4 +1,4 @@
-"""In-situ quantization: which matrices of a model are quantized while it loads, and to what."""
+"""In-situ quantization: selects the matrices to quantize while a model loads, and their formats."""
 
 import logging
 from collections.abc import Iterator
@@ -16,9 +16,12 @@ QKV = (MatrixRole.OTHER, MatrixRole.KEY, MatrixRole.VALUE)
 
 
 def isq_formats(type: str, model: ModelConfig, checkpoint: ViewedCheckpoint) -> dict[str, str]:
-    """The format of each matrix that is stored as plain numbers, by name; vectors, routers and what
-    is quantized already stay as they are. They are those of the file that `pdserve quantize` writes
-    of the same model. Raises CheckpointError if that leaves none."""
+    """Return the format, by name, of each matrix that is stored as plain numbers.
+
+    Vectors, routers and matrices that are already quantized stay as they are. The formats equal
+    those in the file that `pdserve quantize` writes for the same model. Raises CheckpointError if
+    no matrix can be quantized.
+    """
     n_gqa = model.num_heads // model.num_kv_heads
     mix = Mix(type, model.num_layers, n_gqa, _num_experts(model))
     matrices = (
@@ -45,7 +48,7 @@ def _num_experts(model: ModelConfig) -> int:
 def _matrices(
     model: ModelConfig, checkpoint: ViewedCheckpoint
 ) -> Iterator[tuple[str, MatrixRole, int]]:
-    """Name, role and layer of each."""
+    """Yield name, role and layer of each matrix."""
     yield EMBEDDING, MatrixRole.HEAD if model.tied_head else MatrixRole.OTHER, 0
     for n in range(model.num_layers):
         for name, role in _of_layer(layer_parts(model, n), checkpoint):
@@ -57,14 +60,14 @@ def _matrices(
 def _of_layer(
     parts: tuple[Part, ...], checkpoint: ViewedCheckpoint
 ) -> Iterator[tuple[str, MatrixRole]]:
-    before: Part | None = None  # the last part that is no norm
+    before: Part | None = None  # the last part that is not a norm
     for part in parts:
         match part:
             case Linear():
                 names = [spec.name for spec in part.weights]
                 roles = [_role_behind(before)] * len(names)
                 if before is None and len(names) == len(QKV):
-                    is_one = len({checkpoint.source(name) for name in names}) == 1  # as stored
+                    is_one = len({checkpoint.source(name) for name in names}) == 1  # one tensor
                     roles = [MatrixRole.VALUE] * len(QKV) if is_one else [*QKV]
                 yield from zip(names, roles, strict=True)
             case HeadLinear():
@@ -78,7 +81,7 @@ def _of_layer(
 
 
 def _role_behind(part: Part | None) -> MatrixRole:
-    """Of the matrix that follows it."""
+    """Return the role of the matrix that follows `part`."""
     match part:
         case Attention():
             return MatrixRole.OUTPUT

@@ -1,8 +1,8 @@
 """A counter that shows whether an engine's thread is alive: a hung thread cannot move it. Pure.
 
-Every turn of the thread moves the counter. A turn that computes may take long, so then the counter
-moves by itself once a second, for a multiple of the time that the step should take. A chunk of a
-minute on a slow machine therefore counts as alive; a step that hangs does not, after that time.
+Every turn of the thread moves the counter. During a step the counter also moves by itself once a
+second, for a multiple of the time that the step should take. A chunk that takes a minute on a slow
+machine therefore counts as alive; a step that hangs counts as dead after that time.
 """
 
 MOVES_S = 1.0  # a live thread with work moves the counter at least this often
@@ -10,16 +10,16 @@ SLACK = 10.0  # times the expected time of a step: other load or long contexts m
 
 
 class LivenessCounter:
-    """The engine's thread calls `beat`, any thread `read`; what is read never falls."""
+    """Monotonic counter: the engine's thread calls `beat`, any thread calls `read`."""
 
     def __init__(self) -> None:
-        self._last = (0, 0.0, 0.0)  # the count, since when, for how long it moves by itself
+        self._last = (0, 0.0, 0.0)  # count, time of the beat, seconds it moves by itself
 
     def beat(self, now: float, expected_s: float = 0.0) -> None:
-        """A turn begins, or a step that should take `expected_s` seconds."""
+        """Record the start of a turn, or of a step that should take `expected_s` seconds."""
         self._last = (self.read(now) + 1, now, SLACK * expected_s)
 
     def read(self, now: float) -> int:
-        """The counter."""
+        """Return the counter's value."""
         count, since, moving_s = self._last
         return count + int(max(0.0, min(now - since, moving_s)) / MOVES_S)

@@ -1,4 +1,4 @@
-"""From an engine's options to a decoder with its weights, and the card that describes it."""
+"""Loads a model by the engine's options: the decoder with its weights, and the model card."""
 
 import logging
 import os
@@ -46,17 +46,17 @@ class LoadedModel:
 
 
 def load_model(config: EngineConfig, progress: Progress) -> LoadedModel:
-    """Finds, reads and expands the model that `config` names.
+    """Find, read and expand the model that `config` names.
 
-    `progress` gets what is being done and the fraction of it, from any thread.
-    Raises CheckpointError with a message for the person who named the model, ValueError for options
-    that contradict each other or name what is not known or not installed.
+    `progress` receives the current activity and its completed fraction, from any thread. Raises
+    CheckpointError with a message for the user who named the model, and ValueError for options that
+    contradict each other or name something unknown or not installed.
     """
     if config.device == "auto":
         device = "cpu" if config.kernels == "native" else resolve_device("auto")
         config = replace(config, device=device)
-    chosen = choose(config)  # before anything takes time
-    resolve_device(config.device)  # raises without a GPU that is asked for
+    chosen = choose(config)  # first, so that errors come before slow work
+    resolve_device(config.device)  # raises if a required GPU is missing
     isq = find_type(config.isq) if config.isq else ""
     found = resolve(config.model, progress)
     try:
@@ -74,7 +74,7 @@ def _load(
     isq: str,
     progress: Progress,
 ) -> LoadedModel:
-    """Raises CheckpointError and UnsupportedModel."""
+    """Load the resolved model. Raises CheckpointError or UnsupportedModel."""
     opened = under_model(open_checkpoint(found.path))
     spec = find_spec(opened.hf_config)
     model = spec.parse(opened.hf_config)
@@ -87,7 +87,7 @@ def _load(
         log.info("rope is that of a context of %d tokens (--context-len)", model.context_len)
     checkpoint = spec.view(opened, model)
     progress("reading the tokenizer", 0.0)
-    text = _text_files(checkpoint)  # before the weights: what is wrong here is found at once
+    text = _text_files(checkpoint)  # before the weights, so that errors show at once
     unused = {HEAD} if model.tied_head else set()
     check_names(checkpoint, tensor_shapes(model), unused | ({HEAD_BIAS} if task.kind else set()))
     quantized = isq_formats(isq, model, checkpoint) if isq else {}
@@ -107,12 +107,13 @@ def _load(
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a GGUF file or a model directory. Raises CheckpointError."""
+    """Open the checkpoint in a GGUF file or a model directory. Raises CheckpointError."""
     return DirectoryCheckpoint(path) if path.is_dir() else GgufCheckpoint(path, find_mapping)
 
 
 def find_mapping(arch: str) -> tuple[str, GgufMapping]:
-    """By GGUF's general.architecture. Raises CheckpointError that lists the known ones."""
+    """Return the architecture's name and its GGUF mapping, by GGUF's general.architecture. Raises
+    CheckpointError that lists the known values."""
     known = {spec.gguf.arch: spec for spec in known_specs() if spec.gguf}
     if arch not in known:
         names = ", ".join(sorted(known))
@@ -123,7 +124,7 @@ def find_mapping(arch: str) -> tuple[str, GgufMapping]:
 
 
 def _text_files(checkpoint: Checkpoint) -> TextFiles:
-    """As at an earlier start, if the files are the same."""
+    """Return the text files, from the cache if they have not changed since an earlier start."""
     cache = TextCache()
     text = cache.get(checkpoint.text_paths)
     if text is None:
@@ -140,7 +141,7 @@ def _load_weights(
     cache: DigestCache,
     progress: Progress,
 ) -> tuple[ModelDecoder, str]:
-    """(decoder, weights digest)."""
+    """Return (decoder, weights digest)."""
     digest = cache.get(checkpoint.files)
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     doing = "quantizing weights" if quantized else "loading weights"

@@ -1,4 +1,4 @@
-"""What a model is served for: text, embeddings or scores, by its files and the options."""
+"""Selects a model's task (generation, embeddings or scores) from its files and the options."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -10,25 +10,28 @@ from pdserve.engine.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
-YES, NO = "yes", "no"  # what a reranker answers (Qwen3-Reranker)
-CAUSAL = {"is_causal": False, "use_bidirectional_attention": True}  # what says that it is not
+YES, NO = "yes", "no"  # answers of a reranker (Qwen3-Reranker)
+CAUSAL = {"is_causal": False, "use_bidirectional_attention": True}  # fields of non-causal models
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTask:
-    """What a model is for; without pooling and score ids it generates."""
+    """Task of a model; without pooling and scores it generates text."""
 
-    pooling: StoredPooling | None = None  # of an embedding model
+    pooling: StoredPooling | None = None  # set for an embedding model
     scores: bool = False
 
     @property
     def kind(self) -> str:
-        """How an embedding is pooled; empty: there are none."""
+        """Pooling kind of the embeddings; empty if the model makes none."""
         return self.pooling.kind if self.pooling else ""
 
     def of(self, model: ModelConfig) -> ModelConfig:
-        """The model as this needs it. An embedding needs no head: that of the table costs nothing
-        in its place, and a stored one is not loaded. A text is as long as the files allow."""
+        """Return the model config for this task.
+
+        An embedding model needs no head: a head tied to the embedding table costs nothing, and a
+        stored head is not loaded. The context is at most the maximum length in the pooling files.
+        """
         if self.pooling is None:
             return model
         most = min(model.context_len, self.pooling.max_len or model.context_len)
@@ -36,8 +39,11 @@ class ModelTask:
 
 
 def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> ModelTask:
-    """`has_head`: the model can make logits. Raises ValueError for options that contradict each
-    other, CheckpointError for a model that cannot do what it is asked for."""
+    """Return the task; `has_head` says whether the model can compute logits.
+
+    Raises ValueError for options that contradict each other, and CheckpointError for a model that
+    cannot do the task.
+    """
     for field, value in CAUSAL.items():
         if checkpoint.hf_config.get(field) is value:
             raise CheckpointError(f"config field {field}={value}: attention must be causal")
@@ -53,7 +59,7 @@ def find_task(config: EngineConfig, checkpoint: Checkpoint, has_head: bool) -> M
     stored = _stored_pooling(config, checkpoint)
     if asked == "auto" and stored is None and has_head:
         return ModelTask()
-    # Vectors of a model whose files say nothing are normalized, as vLLM does.
+    # Like vLLM, normalize the vectors of a model whose files do not say.
     stored = stored or StoredPooling("last", normalizes=True)
     if config.pooling != "auto":
         stored = replace(stored, kind=config.pooling)
@@ -71,7 +77,8 @@ def _stored_pooling(config: EngineConfig, checkpoint: Checkpoint) -> StoredPooli
 
 
 def score_ids(tokenizer_json: bytes) -> tuple[int, int]:
-    """The tokens that say yes and no. Raises CheckpointError if the vocabulary lacks one."""
+    """Return the ids of the tokens `yes` and `no`. Raises CheckpointError if the vocabulary lacks
+    one."""
     tokenizer = load_tokenizer(tokenizer_json)
     yes, no = tokenizer.token_to_id(YES), tokenizer.token_to_id(NO)
     if yes is None or no is None:

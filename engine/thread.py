@@ -1,7 +1,8 @@
 """The engine's thread: the only one that uses the Engine between start() and close().
 
-A turn calls what was posted, then the polls, then runs an engine step. The thread ends with close()
-only: errors are logged, and the requests concerned fail. Once the device is lost it runs no step.
+Each turn runs the posted calls, then the polls, then an engine step. Only close() ends the thread:
+errors are logged, and the requests concerned fail. After the device is lost, the thread runs no
+steps.
 """
 
 import logging
@@ -22,14 +23,14 @@ from pdserve.engine.scheduling.plan import Plan
 
 log = logging.getLogger(__name__)
 
-IDLE_TURN_S = 1.0  # an engine that waits for blocks still takes turns, so it does not look frozen
+IDLE_TURN_S = 1.0  # so that an engine that waits for blocks still takes turns and looks alive
 
 
 class EngineThread:
-    """Runs an engine. It calls `on_step` on the engine thread, which must not block.
+    """Thread that runs an engine and calls `on_step`, which must not block.
 
-    Events that a plan has already (Scheduled) come before the step is computed, as a step without
-    rows. So `on_step` may read the engine but must not change it.
+    Events that a plan already has (Scheduled) arrive before the step is computed, as a step without
+    rows. Therefore `on_step` may read the engine but must not change it.
     """
 
     def __init__(self, engine: Engine, on_step: Callable[[Step], None]) -> None:
@@ -40,50 +41,51 @@ class EngineThread:
         self._woken = threading.Condition()
         self._wake = False
         self._closing = False
-        self._resting = True  # nothing is queued, and the thread waits to be woken
+        self._resting = True  # nothing is queued; the thread waits for a wake-up
         self._liveness = LivenessCounter()
-        self._step_plan: Plan | None = None  # of the step that is computed, or was the last
-        self._ahead: Pending | None = None  # launched before the step before it was collected
+        self._step_plan: Plan | None = None  # of the current or last step
+        self._ahead: Pending | None = None  # launched before its predecessor was collected
         self._lost = ""
         engine.wake_with(self.wake)
         self._thread = threading.Thread(target=self._run, name="engine")
 
     @property
     def liveness(self) -> int:
-        """A counter (liveness.py) that moves with every turn, and within a step once a second for
-        as long as the step may take; any thread may read it."""
+        """Counter (liveness.py) that moves with every turn and, within a step, once a second for as
+        long as the step may take; any thread may read it."""
         return self._liveness.read(time.monotonic())
 
     @property
     def busy(self) -> bool:
-        """Whether it has something to do, so that its counter should move; any thread."""
+        """Whether the thread has work, so that its counter should move; any thread may read it."""
         return not self._resting or bool(self._posted)
 
     @property
     def lost(self) -> str:
-        """Why the device computes nothing any more; empty while it does. No event ends its
-        requests: a worker's router places them elsewhere, and in-process callers look here. Any
-        thread may read it."""
+        """Why the device is lost; empty while it works. No event ends its requests: a worker's
+        router places them elsewhere, and in-process callers check this property. Any thread may
+        read it."""
         return self._lost
 
     def passes_over(self, key: str) -> bool:
-        """Whether the step that is computed, or was the last, has rows of other requests only; any
-        thread may call it. False if there was nothing to compute."""
+        """Whether the current or last step has rows of other requests only; any thread may call it.
+        False if that step has no rows."""
         plan = self._step_plan
         rows = plan.rows if plan is not None else ()
         return bool(rows) and all(row.sequence.job.request.key != key for row in rows)
 
     def stack(self) -> str:
-        """The stack of the thread as text; any thread may call it."""
+        """Return the thread's stack as text; any thread may call it."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else "it does not run"
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after its present turn; calls that are still posted are cancelled."""
+        """End the thread after its current turn, cancel calls still posted, and close the
+        engine."""
         with self._woken:
             self._closing = True
             self._woken.notify()
@@ -93,7 +95,7 @@ class EngineThread:
         self._engine.close()
 
     def post(self, fn: Callable[[Engine], object]) -> "Future[Any]":
-        """Calls fn(engine) between steps, in the order of posting; its result is the future's.
+        """Call fn(engine) between steps, in posting order; its result is the future's.
 
         After close() the future is cancelled.
         """
@@ -108,14 +110,14 @@ class EngineThread:
         return future
 
     def add_poll(self, fn: Callable[[], bool]) -> None:
-        """Calls fn() in every turn; True means that it has more to do at once."""
+        """Call fn() in every turn; it returns True if it has more to do at once."""
         with self._woken:
             self._polls = [*self._polls, fn]
             self._wake = True
             self._woken.notify()
 
     def wake(self) -> None:
-        """Makes an idle thread take a turn, so that the polls run."""
+        """Make an idle thread take a turn, so that the polls run."""
         with self._woken:
             self._wake = True
             self._woken.notify()
@@ -159,7 +161,7 @@ class EngineThread:
         return more
 
     def _step(self) -> bool:
-        """Runs one step; False if the engine had nothing to do."""
+        """Run one step; return False if the engine had nothing to do."""
         if self._lost:
             return False
         try:
@@ -174,20 +176,20 @@ class EngineThread:
         except DeviceLost as error:
             log.critical("the device is lost; no step is computed any more", exc_info=error)
             self._lost = str(error)
-            return True  # the polls look at it at once
+            return True  # so that the polls notice the loss at once
         except Exception as error:
             return self._give_up(error)
         return pending is not None
 
     def _plan(self) -> Plan | None:
-        """The next step; its first events are passed on at once."""
+        """Plan the next step; pass on its first events at once."""
         plan = self._step_plan = self._engine.schedule()
         if plan is not None and plan.events:
             self._tell(self._engine.announce(plan))
         return plan
 
     def _launch(self) -> Pending | None:
-        """Starts the next step; None if there is nothing to do."""
+        """Start the next step; return None if there is nothing to do."""
         plan = self._plan()
         if plan is None:
             return None
@@ -195,12 +197,13 @@ class EngineThread:
         return self._engine.launch(plan)
 
     def _note(self, plan: Plan) -> None:
-        """This thread waits for that step from now on."""
+        """Record the step that this thread waits for from now on."""
         self._step_plan = plan
         self._liveness.beat(time.monotonic(), self._engine.expected_s(plan))
 
     def _give_up(self, error: Exception) -> bool:
-        """Fails all requests. False if that raises too; the next turn comes after a second then."""
+        """Fail all requests. Returns False if that raises; the next turn then comes after a
+        second."""
         log.error("an engine step failed; all its requests are given up", exc_info=error)
         try:
             self._engine.fail_all(f"{type(error).__name__}: {error}")

@@ -1,17 +1,17 @@
-"""Options of an engine. Flags and environment are derived from the field metadata."""
+"""Options of an engine; flags and environment variables derive from the field metadata."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
-    """A dataclass field that is also a command-line option; `extra`: choices, min, max."""
+    """Define a dataclass field that is also a command-line option; `extra`: choices, min, max."""
     return field(default=default, metadata={"help": help, **extra})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How a worker holds and runs its model."""
+    """Options for how a worker loads and runs its model."""
 
     model: str = option("", "GGUF file, model directory or Hugging Face id; empty: the shipped one")
     served_name: str = option("", "name that clients use; empty: derived from the model")
@@ -75,4 +75,4 @@ class EngineConfig:
     context_len: int = option(0, "cap on the model's context; 0: the model's own", min=0)
     prefix_cache: bool = option(True, "keep and reuse KV of common prefixes")
     max_waiting: int = option(256, "requests queued before new ones are refused", min=1)
-    threads: int = 0  # compute threads; 0: the backend decides. No option: whoever starts it knows
+    threads: int = 0  # compute threads; 0: the backend decides. Set by the launcher, no option

@@ -2,7 +2,7 @@
 
 
 class EngineError(Exception):
-    """A request that the engine does not take. The message is fit for a client."""
+    """A request that the engine rejects. The message is fit for a client."""
 
     def __init__(self, message: str, param: str = "") -> None:
         super().__init__(message)
@@ -10,12 +10,12 @@ class EngineError(Exception):
 
 
 class InvalidRequest(EngineError):
-    """A field is wrong, or the request can never run here."""
+    """A field is invalid, or this engine can never run the request."""
 
 
 class ContextLengthExceeded(EngineError):
-    """The prompt and its answer can never fit."""
+    """The prompt and its completion can never fit."""
 
 
 class QueueFull(EngineError):
-    """The bounded queue is full: ask again later."""
+    """The bounded queue is full; the caller may retry later."""

@@ -1,6 +1,6 @@
-"""What the engine is asked and what it answers: plain data, no torch, no I/O.
+"""Requests and events of the engine: plain data, no torch, no I/O.
 
-A request's whole state is here: a first start is a resume whose choices are empty.
+A request carries its whole state: a first start is a resume whose choices are empty.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class FinishReason(Enum):
-    """What a choice ended with."""
+    """Why a choice ended."""
 
     STOP = "stop"  # an eos id, a stop token id, or the end of a grammar
     LENGTH = "length"  # max_tokens, or the end of the context
@@ -19,27 +19,27 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the text of an answer has to match.
+    """Grammar that the text of a choice must match.
 
-    `source` is as llguidance reads it: JSON of a list of grammars, each of Lark or a JSON schema.
+    `source` is in llguidance's format: JSON of a list of grammars, each of Lark or a JSON schema.
     """
 
     source: str
-    begins_after: tuple[int, ...] = ()  # it binds what follows these generated ids; empty: all
+    begins_after: tuple[int, ...] = ()  # it applies after these generated ids; empty: to all
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """How many ids a choice may think for before it is made to go on with `end_ids`."""
+    """Maximum number of thinking ids of a choice; at the limit `end_ids` are forced."""
 
-    max_tokens: int  # end_ids do not count
+    max_tokens: int  # without end_ids
     end_ids: tuple[int, ...]
-    start_ids: tuple[int, ...] = ()  # thinking begins after these; empty: with the first id
+    start_ids: tuple[int, ...] = ()  # thinking begins after these; empty: at the first id
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is picked. Bounds are checked by the gateway and again at submit."""
+    """Sampling parameters. The gateway checks their bounds, and submit checks them again."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: all
@@ -53,21 +53,21 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0  # eos and stop ids are masked before this many
-    max_tokens: int | None = None  # None: what is left of the context
-    logprobs: int | None = None  # k: the chosen token's and the k best; 0: the chosen one's
+    max_tokens: int | None = None  # None: up to the end of the context
+    logprobs: int | None = None  # k: of the sampled token and the k best; 0: sampled token only
     prompt_logprobs: int | None = None
     n: int = 1
-    # What follows leaves tokens out (engine/constraints), but for the last.
-    allowed_token_ids: tuple[int, ...] = ()  # and eos and stop ids; empty: all
+    # The fields below restrict tokens (engine/constraints), except the last.
+    allowed_token_ids: tuple[int, ...] = ()  # eos and stop ids are added; empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # none of these sequences is ever completed
     grammar: Grammar | None = None
     thinking: ThinkingBudget | None = None
-    logprob_token_ids: tuple[int, ...] = ()  # with logprobs: these tokens' as well, in this order
+    logprob_token_ids: tuple[int, ...] = ()  # with logprobs: also of these tokens, in this order
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceState:
-    """What one choice has generated before this start."""
+    """State of one choice before this start."""
 
     generated_ids: tuple[int, ...] = ()
     finish: FinishReason | None = None
@@ -75,13 +75,13 @@ class ChoiceState:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to go on from it.
+    """One prompt, its params, and the state to continue from.
 
-    `key` names it inside the engine; services use the attempt in hex.
-    `seed` is always set: the tokens are a function of (prompt, generated, params, seed).
-    With `pool` nothing is generated: its one output is `Pooled`.
-    `tenant`: whose it is; requests of several wait in turn.
-    `priority`: of a tenant's requests those with a lower value come first.
+    `key`: name inside the engine; services use the attempt in hex.
+    `seed`: always set; the tokens are a function of (prompt, generated, params, seed).
+    `pool`: generates nothing; the one output is `Pooled`.
+    `tenant`: owner of the request; tenants take turns.
+    `priority`: among a tenant's requests, lower values come first.
     """
 
     key: str
@@ -92,32 +92,32 @@ class Request:
     cache_salt: bytes = b""
     prefill_only: bool = False  # compute the KV of all prompt_ids, sample nothing, hold the blocks
     tenant: bytes = b""
-    pool: bool = False  # an embedding of prompt_ids is asked for
+    pool: bool = False  # compute an embedding of prompt_ids
     priority: int = 0
 
     @property
     def generates(self) -> bool:
-        """Whether its choices want tokens."""
+        """Whether its choices sample tokens."""
         return not (self.prefill_only or self.pool)
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether its prompt is computed where its output is made: KV alone is not enough."""
+        """Whether the engine that makes the output must compute the prompt, not receive its KV."""
         return self.pool or self.params.prompt_logprobs is not None
 
 
 def prefix_of(prompt_ids: Sequence[int], unfinished: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """`prefix_ids` of a prompt and the generated ids of its unfinished choices."""
+    """Return the `prefix_ids` of a prompt and the generated ids of its unfinished choices."""
     if len(unfinished) == 1:
         return (*prompt_ids, *unfinished[0])
     return tuple(prompt_ids)
 
 
 def prefix_ids(request: Request) -> tuple[int, ...]:
-    """The ids whose KV must exist before the first decode row, plus that row's token.
+    """Return the ids whose KV must exist before the first decode row, plus that row's token.
 
-    The prompt on a first start or with several unfinished choices; prompt + generated ids when
-    exactly one choice is unfinished.
+    They are prompt + generated ids when exactly one choice is unfinished, and otherwise the prompt:
+    on a first start or with several unfinished choices.
     """
     return prefix_of(
         request.prompt_ids, [c.generated_ids for c in request.choices if c.finish is None]
@@ -126,7 +126,8 @@ def prefix_ids(request: Request) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Of the model's own distribution, before temperature, penalties and masks; natural log."""
+    """Natural-log probability from the model's distribution before temperature, penalties and
+    masks."""
 
     logprob: float
     # (token id, logprob), best first; then those of logprob_token_ids.
@@ -135,7 +136,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """The request was picked from the queue for its first step; its blocks are allocated."""
+    """The request left the queue for its first step; its blocks are allocated."""
 
     key: str
     cached_tokens: int
@@ -143,7 +144,7 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class PrefillComputed:
-    """KV of the prompt's tokens [0, num_tokens) is in its blocks."""
+    """KV of prompt tokens [0, num_tokens) is in the request's blocks."""
 
     key: str
     num_tokens: int
@@ -153,7 +154,7 @@ class PrefillComputed:
 class NewTokens(NamedTuple):
     """Tokens of one choice; `position` counts its generated tokens from 0.
 
-    A named tuple, since there is one for every token.
+    A named tuple, because there is one for every token.
     """
 
     key: str
@@ -174,7 +175,7 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The pooled hidden state of the prompt, not normalized: hidden_size float32 numbers."""
+    """Pooled hidden state of the prompt: hidden_size float32 numbers, not normalized."""
 
     key: str
     values: tuple[float, ...]
@@ -182,9 +183,9 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Every choice has ended and every block is back. The last event of a request.
+    """Every choice has ended and all blocks are released. The last event of a request.
 
-    A prefill_only request has none: `PrefillComputed(done)` is its last.
+    A prefill_only request ends with `PrefillComputed(done)` instead.
     """
 
     key: str
@@ -193,16 +194,16 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """The engine gave the request up; every block is back. The last event of a request."""
+    """The engine dropped the request and released all its blocks. The last event of a request."""
 
     key: str
-    message: str  # with a param for the client; otherwise internal text, for the log
+    message: str  # for the client if param is set; otherwise internal, for the log
     param: str = ""  # the request's field at fault
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A parked request was given up, because its blocks were needed: every block is back.
+    """A parked request was dropped because its blocks were needed; all of them are released.
 
     The last event of a request.
     """
@@ -224,7 +225,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one engine step did."""
+    """Result of one engine step."""
 
     index: int
     events: tuple[Event, ...]

@@ -1,11 +1,11 @@
-"""The bounds of every sampling parameter: the one table from which each layer takes its checks.
+"""Bounds of every sampling parameter: the one table from which each layer derives its checks.
 
-It imports nothing, so that gateway, router and workers read it too. Pure.
+Pure; it imports no other module of pdserve, so that gateway, router and workers can all read it.
 
-`api` is what REST and gRPC clients may ask of the gateway. Where OpenAI's API has a limit, it is
-that one: temperature up to 2, penalties from -2 to 2, biases from -100 to 100, 20 log-probabilities
-and 128 choices. `engine` is what the engine computes for whoever calls it in process, and what
-its numbers need: the native sampler, which refuses only what it could not compute, takes all of it.
+`api` bounds what REST and gRPC clients may send. It equals OpenAI's limit where there is one:
+temperature up to 2, penalties from -2 to 2, biases from -100 to 100, 20 log-probabilities and 128
+choices. `engine` bounds what the engine computes for in-process callers and what its numerics need;
+the native sampler accepts all of that range and refuses only what it cannot compute.
 """
 
 import math
@@ -15,18 +15,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers from `low` to `high`, both included unless `open_low` excludes `low`."""
+    """Numbers from `low` to `high`, both included unless `open_low` excludes `low`."""
 
     low: float
     high: float = math.inf
     open_low: bool = False
 
     def has(self, value: float) -> bool:
-        """False for NaN."""
+        """Whether `value` is in the range; False for NaN."""
         return self.low <= value <= self.high and not (self.open_low and value == self.low)
 
     def __str__(self) -> str:
-        """To follow "must be"."""
+        """Return text that follows `must be` in an error."""
         if self.high == math.inf:
             return f"at least {self.low:g}"
         limits = f"above {self.low:g} and at most" if self.open_low else f"from {self.low:g} to"
@@ -35,40 +35,40 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The ranges of one parameter; see the module's docstring for the columns."""
+    """Ranges of one parameter; the module docstring explains the columns."""
 
     api: Range
     engine: Range
 
 
 _PENALTY = Bounds(api=Range(-2, 2), engine=Range(-100, 100))
-_WINDOW = Range(0, 2**31 - 1)  # ids; a larger one than the context is all of it
+_WINDOW = Range(0, 2**31 - 1)  # ids; one larger than the context covers all of it
 _SCORES = Bounds(api=Range(0, 20), engine=Range(0, 20))  # and at most the vocabulary
 
 BOUNDS: dict[str, Bounds] = {
     "temperature": Bounds(api=Range(0, 2), engine=Range(0, 100)),
-    # Clients may write -1 for "all", as with vLLM; the engine has only 0 for it.
+    # Clients may write -1 for "all", as with vLLM; the engine uses 0.
     "top_k": Bounds(api=Range(-1, 2**31 - 1), engine=Range(0)),
-    # Clients may write 0 for "the likeliest token"; the engine has top_k 1 for it.
+    # Clients may write 0 for "the likeliest token"; the engine uses top_k 1.
     "top_p": Bounds(api=Range(0, 1), engine=Range(0, 1, open_low=True)),
     "min_p": Bounds(api=Range(0, 1), engine=Range(0, 1)),
-    # From 1/128 on, so that 0.01 is in as the float32 just below it, too.
+    # 1/128 also admits 0.01 as the float32 just below it.
     "repetition_penalty": Bounds(api=Range(1 / 128, 10), engine=Range(1 / 128, 100)),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "penalty_window": Bounds(api=_WINDOW, engine=_WINDOW),
     "logit_bias": Bounds(api=Range(-100, 100), engine=Range(-1e6, 1e6)),  # each value
     "min_tokens": Bounds(api=Range(0), engine=Range(0)),  # and at most max_tokens
-    "max_tokens": Bounds(api=Range(1), engine=Range(1)),  # and what is left of the context
+    "max_tokens": Bounds(api=Range(1), engine=Range(1)),  # and at most the remaining context
     "logprobs": _SCORES,
     "prompt_logprobs": _SCORES,
     "n": Bounds(api=Range(1, 128), engine=Range(1)),  # and at most the rows of a batch
-    # Of clients a signed number of 64 bits, as OpenAI has it; negative ones count modulo 2**64.
+    # Clients send a signed 64-bit number, as with OpenAI; negative ones count modulo 2**64.
     "seed": Bounds(api=Range(-(2**63), 2**63 - 1), engine=Range(0, 2**64 - 1)),
 }
 MAX_CHOICES = int(BOUNDS["n"].api.high)  # of a request on the wire
 
-# How many entries a client's request may have in these lists; the engine needs no such bound.
+# Maximum entries of these lists in a request.
 MAX_ENTRIES: dict[str, int] = {
     "stop": 16,
     "stop_token_ids": 128,
@@ -81,14 +81,14 @@ MAX_STOP_CHARS = 256  # of one stop string
 MAX_BAD_WORD_CHARS = 256
 THINKING_BUDGET = Range(0, 2**31 - 1)  # tokens
 
-# What the structure of an answer may be: as a client writes it (a schema has many values), and as
-# workers get it.
+# Limits of an answer's structure: as a client writes it (a schema has many values), and as workers
+# receive it.
 MAX_STRUCTURE_CHARS = 128 << 10
 MAX_STRUCTURE_VALUES = 8192
 MAX_STRUCTURE_DEPTH = 64
 MAX_GRAMMAR_BYTES = 256 << 10
-# Of llguidance's parser (LLParserLimits). Gateway and workers have the same: what one has compiled
-# compiles in the other.
+# Limits of llguidance's parser (LLParserLimits), the same in gateway and workers: a grammar that
+# compiles in one compiles in the other.
 GRAMMAR_LIMITS: dict[str, Any] = {
     "step_max_items": 20_000,
     "max_lexer_states": 50_000,
@@ -98,4 +98,4 @@ GRAMMAR_LIMITS: dict[str, Any] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-MAX_SEQUENCE_IDS = 64  # of a bad word, and of what begins or ends thinking or begins a grammar
+MAX_SEQUENCE_IDS = 64  # of a bad word, and of the ids that start or end thinking or start a grammar

@@ -1,7 +1,7 @@
-"""What computes a model: a backend is chosen once, at load.
+"""Backends that compute a model; one is chosen at load.
 
-Each is one module here that has the name of its --kernels value and a Backend named BACKEND; a
-module elsewhere calls `register`. A module is imported only when its backend is chosen.
+Each backend is a module here, named like its --kernels value, that defines a Backend named BACKEND;
+a module elsewhere calls `register`. A module is imported only when its backend is chosen.
 """
 
 import pkgutil
@@ -19,9 +19,9 @@ from pdserve.engine.weights.format import RawTensor
 from pdserve.kernels.streams import SamplingOps
 
 EXTRAS = {"torch": "torch", "triton": "torch,cuda"}  # module -> the extras that install it
-PREFERRED = {"cpu": "native", "cuda": "cuda"}  # by device, what --kernels auto takes
-FALLBACK = "reference"  # if an option rules that out
-KV_DTYPES = {"bf16": "bfloat16"}  # option -> name; the others are called the same
+PREFERRED = {"cpu": "native", "cuda": "cuda"}  # by device, the choice of --kernels auto
+FALLBACK = "reference"  # if an option rules out the preferred backend
+KV_DTYPES = {"bf16": "bfloat16"}  # option -> name; other names equal the option
 
 
 class ModelDecoder(Model, Protocol):
@@ -29,40 +29,39 @@ class ModelDecoder(Model, Protocol):
 
     @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
-        """What it keeps of each layer."""
+        """Layout of the KV of its layers."""
 
     @property
     def numerics(self) -> str:
-        """Names what computes it: within one, the same inputs give the same floats as far as the
-        backend promises it."""
+        """Numerics id: equal ids and inputs give equal floats, as far as the backend promises."""
 
 
 class Backend(ABC):
-    """Makes the decoder, the KV pool and the sampling of one engine."""
+    """Factory of one engine's decoder, KV pool and sampling."""
 
-    name: ClassVar[str]  # as --kernels has it
-    kv_dtypes: ClassVar[Collection[str]] = ("float32", "bf16", "float16")  # of --kv-dtype
-    copies_weights: ClassVar[bool] = False  # so that a loaded file's pages need not stay
+    name: ClassVar[str]  # value of --kernels
+    kv_dtypes: ClassVar[Collection[str]] = ("float32", "bf16", "float16")  # accepted by --kv-dtype
+    copies_weights: ClassVar[bool] = False  # if so, a loaded file's pages need not stay
     sampling: SamplingOps  # picks tokens from the decoder's logits
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises ValueError for options that it cannot follow."""
+        """Raise ValueError for options that the backend cannot follow."""
         self._config = config
 
     @classmethod
     def obstacle(cls, config: EngineConfig) -> str:
-        """The option that rules it out, in words; empty if none does."""
+        """Return the option that rules the backend out, in words; empty if none does."""
         return ""
 
     @property
     @abstractmethod
     def weights_format(self) -> str | None:
-        """The plain numbers to which matrices are expanded at load; None: they stay as stored."""
+        """Plain format to which matrices are expanded at load; None keeps them as stored."""
 
     @property
     @abstractmethod
     def default_kv_dtype(self) -> str:
-        """The dtype of keys and values, unless an option says otherwise."""
+        """Default dtype of keys and values."""
 
     @property
     def kv_dtype(self) -> str:
@@ -71,21 +70,21 @@ class Backend(ABC):
 
     @abstractmethod
     def decoder(self, model: ModelConfig, weights: Callable[[str], RawTensor]) -> ModelDecoder:
-        """The decoder of a model; `weights` is asked once for each of its tensors."""
+        """Build the decoder of a model; it calls `weights` once for each tensor."""
 
     @abstractmethod
     def kv_cache(self, spec: KvSpec, num_blocks: Sequence[int]) -> KvCache:
-        """Pools for that decoder, with so many blocks for each group of `spec`."""
+        """Build pools for that decoder, with `num_blocks[g]` blocks for group g of `spec`."""
 
     @abstractmethod
     def memory_bytes(self) -> int:
-        """How much memory the pools of all engines of this machine may take."""
+        """Return the bytes that the pools of all engines of this machine may take."""
 
     def prepare(self, decoder: ModelDecoder, kv: KvCache) -> None:  # noqa: B027  (not all need it)
-        """What takes time and has to be done before the first step over the engine's pool."""
+        """Do slow work that must precede the first step over the engine's pool."""
 
     def pool_bytes(self) -> int:
-        """How much memory the pool of this engine may take."""
+        """Return the bytes that the pool of this engine may take."""
         return self.memory_bytes() // self._config.host_engines
 
 
@@ -100,17 +99,17 @@ def register(backend: type[Backend]) -> None:
 
 
 def names() -> Collection[str]:
-    """Of all backends; none is imported for it."""
+    """Return the names of all backends, without importing them."""
     return {*_added, *(module.name for module in pkgutil.iter_modules(__path__))}
 
 
 def choose(config: EngineConfig) -> type[Backend]:
-    """The backend for these options. Raises ValueError for one that does not exist or needs what is
-    not installed, and for options that contradict each other."""
+    """Return the backend for these options. Raises ValueError if it does not exist or needs a
+    package that is not installed, and for options that contradict each other."""
     name, reason = config.kernels, f"--kernels {config.kernels}"
     if name == "auto":
         preferred = PREFERRED[config.device]
-        # float32 weights are asked for when exactness against other implementations matters.
+        # --weights float32 is for exactness against other implementations.
         exact = config.weights == "float32"
         reason = f"--device {config.device}"
         obstacle = "--weights float32" if exact else _find(preferred, reason).obstacle(config)
@@ -126,7 +125,7 @@ def choose(config: EngineConfig) -> type[Backend]:
 
 
 def _find(name: str, reason: str) -> type[Backend]:
-    """`reason`: the option that led to it."""
+    """Return a backend by name; `reason`: the option that selected it, for the error text."""
     if name in _added:
         return _added[name]
     if name not in names():

@@ -1,4 +1,4 @@
-"""The CUDA kernels: Triton, weights packed on the device, results that no batch changes."""
+"""The CUDA backend: Triton kernels, weights packed on the device, batch-invariant results."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,14 +18,14 @@ from pdserve.engine.weights.format import RawTensor
 from pdserve.kernels.cuda.attention.paged import LATENT_SPLIT, SPLIT
 from pdserve.kernels.cuda.sampling.step import CudaSampling
 
-KERNELS = "cuda-2"  # raise it with any change of the results
-LEAST_CAPABILITY = (8, 0)  # bfloat16 products
-CUDA_SHARE = 0.9  # of the free memory; the rest is for fragments and others
-WINDOWS_BYTES = 2 * SLOTS * DEVICE_SLOT_BYTES  # of two prefill workers that send at once
+KERNELS = "cuda-2"  # increment when results change
+LEAST_CAPABILITY = (8, 0)  # for bfloat16 products
+CUDA_SHARE = 0.9  # of free memory; the rest is for fragmentation and others
+WINDOWS_BYTES = 2 * SLOTS * DEVICE_SLOT_BYTES  # for two prefill workers that send at once
 
 
 class CudaBackend(Backend):
-    """Computes in bfloat16."""
+    """Backend that computes in bfloat16 on a CUDA device."""
 
     name = "cuda"
     copies_weights = True
@@ -34,7 +34,7 @@ class CudaBackend(Backend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._steps_bytes = 0  # until the model is known
+        self._steps_bytes = 0  # set with the model
         self._capability = torch.cuda.get_device_capability(self._device)
         if self._capability < LEAST_CAPABILITY:
             major, minor = self._capability
@@ -70,13 +70,14 @@ class CudaBackend(Backend):
         return DeviceKvCache(spec, num_blocks, self._stream)
 
     def prepare(self, decoder: ModelDecoder, kv: KvCache) -> None:
-        """Records the CUDA graphs."""
+        """Record the CUDA graphs."""
         assert isinstance(decoder, CudaDecoder)
         if not self._config.enforce_eager:
             decoder.record(CudaRecorder(self._stream), kv, self._config.max_running)
 
     def memory_bytes(self) -> int:
-        """Once chunks were measured: what these needed stays with torch, and is not free."""
+        """Return a share of the free memory. Called after chunks were measured: torch keeps the
+        memory that they needed, so it does not count as free."""
         return int(torch.cuda.mem_get_info(self._device)[0] * CUDA_SHARE)
 
     def pool_bytes(self) -> int:
@@ -84,9 +85,12 @@ class CudaBackend(Backend):
 
 
 def steps_bytes(model: ModelConfig, rows: int) -> int:
-    """About what steps of so many rows need: partial results of attention and the widest
-    activations with what they are made of, of the largest recorded one, whose memory the others
-    share, and partial results again of one that is not recorded."""
+    """Estimate the bytes that steps of `rows` rows need.
+
+    Counts the partial results of attention and the widest activations with their inputs for the
+    largest recorded step, whose memory the others share, and the partial results again for a step
+    that is not recorded.
+    """
     splits = -(-model.context_len // (LATENT_SPLIT if model.latent else SPLIT))
     partials = 4 * model.num_heads * splits * (model.head_dim + 2)
     widest = max(2 * model.ffn_size, 3 * model.num_heads * model.head_dim, model.hidden_size)
@@ -94,8 +98,8 @@ def steps_bytes(model: ModelConfig, rows: int) -> int:
 
 
 def cuda_numerics(capability: tuple[int, int], dtype: torch.dtype) -> str:
-    """Kernel set and its compiler, compute capability, compute dtype: GPUs of one capability
-    compute the same."""
+    """Return kernel set, compiler version, compute capability and compute dtype: GPUs of one
+    capability compute the same results."""
     major, minor = capability
     name = str(dtype).removeprefix("torch.")
     return f"{KERNELS}+triton-{triton.__version__}/sm_{major}{minor}/{name}"

@@ -1,4 +1,4 @@
-"""The native CPU kernels: C++, weights packed once, no torch."""
+"""The native CPU backend: C++ kernels, weights packed once, no torch."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ EXPANDED = {"float32": "F32", "bf16": "BF16"}
 
 
 class NativeBackend(Backend):
-    """See docs/cpu.md."""
+    """Backend of the native CPU kernels; see docs/cpu.md."""
 
     name = "native"
     kv_dtypes = (*Backend.kv_dtypes, "int8")
-    copies_weights = True  # packed
+    copies_weights = True  # packs them
     default_kv_dtype = "float16"
 
     def __init__(self, config: EngineConfig) -> None:

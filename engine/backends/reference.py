@@ -1,4 +1,4 @@
-"""Torch: the oracle for faster backends, on a CPU or a CUDA device."""
+"""The torch backend on a CPU or a CUDA device: the oracle for faster backends."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,13 +16,13 @@ from pdserve.engine.models.layers.stored import HELD
 from pdserve.engine.weights.format import RawTensor
 from pdserve.kernels import reference
 
-KERNELS = "reference-3"  # raise it with any change of the results
+KERNELS = "reference-3"  # increment when results change
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
-CUDA_SHARE = 0.85  # of the free memory; the rest is for activations and others
+CUDA_SHARE = 0.85  # of free memory; the rest is for activations and others
 
 
 class ReferenceBackend(Backend):
-    """Computes in one dtype; weights that stay as stored are expanded to it at each use."""
+    """Backend of one compute dtype; weights kept as stored are expanded to it at each use."""
 
     name = "reference"
 
@@ -61,7 +61,7 @@ class ReferenceBackend(Backend):
 
 
 def reference_numerics(device: torch.device, dtype: torch.dtype) -> str:
-    """Kernel set and version, ISA class, compute dtype."""
+    """Return kernel set and version, ISA class and compute dtype."""
     isa = (
         torch.cuda.get_device_name()
         if device.type == "cuda"

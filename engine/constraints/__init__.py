@@ -1,4 +1,4 @@
-"""What leaves tokens out of a choice: allowed ids, bad words, a thinking budget, a grammar.
+"""Constraints on the tokens of a choice: allowed ids, bad words, a thinking budget, a grammar.
 
 Each says which tokens may come next, as a function of the ids that the choice has generated.
 """

@@ -1,4 +1,4 @@
-"""allowed_token_ids: a choice is made of some tokens only. Pure."""
+"""allowed_token_ids: restricts a choice to some tokens. Pure."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from pdserve.engine.constraints.bitmask import Bitmask, bitmask_of
 
 
 class AllowedIds:
-    """The same tokens at every position."""
+    """Constraint that allows the same tokens at every position."""
 
     param = "allowed_token_ids"
 
@@ -15,7 +15,7 @@ class AllowedIds:
         self._bitmask = bitmask_of(ids, vocab_size)
 
     def accept_token(self, token: int) -> None:
-        """What was generated changes nothing."""
+        """Do nothing: generated tokens do not change the set."""
 
     def bitmask(self) -> Bitmask:
         return self._bitmask

@@ -7,7 +7,7 @@ from pdserve.engine.constraints.bitmask import Bitmask, all_but
 
 
 class BadWords:
-    """Leaves out the last id of every sequence whose other ids were just generated."""
+    """Constraint that excludes the last id of a sequence whose other ids were just generated."""
 
     param = "bad_words"
 

@@ -9,7 +9,7 @@ Bitmask = NDArray[np.uint32]
 
 
 def bitmask_of(ids: Iterable[int], vocab_size: int) -> Bitmask:
-    """The set of these ids."""
+    """Return the set of these ids."""
     bitmask = np.zeros((vocab_size + 31) // 32, dtype=np.uint32)
     for token in ids:
         bitmask[token // 32] |= np.uint32(1 << token % 32)
@@ -17,5 +17,5 @@ def bitmask_of(ids: Iterable[int], vocab_size: int) -> Bitmask:
 
 
 def all_but(ids: Iterable[int], vocab_size: int) -> Bitmask:
-    """The set of all other ids."""
+    """Return the set of all other ids."""
     return np.invert(bitmask_of(ids, vocab_size))

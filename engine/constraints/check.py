@@ -1,4 +1,4 @@
-"""Checks the parameters that leave tokens out, before anything is made of them. Pure."""
+"""Checks the parameters that restrict tokens, before constraints are made from them. Pure."""
 
 from collections.abc import Collection, Iterator
 
@@ -8,7 +8,7 @@ from pdserve.engine.api.sampling_bounds import MAX_ENTRIES, MAX_GRAMMAR_BYTES, M
 
 
 def check_constraints(params: SamplingParams, vocab_size: int, eos_ids: Collection[int]) -> None:
-    """Raises InvalidRequest that names the parameter at fault."""
+    """Raise InvalidRequest that names the parameter at fault."""
     for name in ("allowed_token_ids", "bad_words", "logprob_token_ids"):
         if len(getattr(params, name)) > MAX_ENTRIES[name]:
             raise InvalidRequest(f"{name} has more than {MAX_ENTRIES[name]} entries", name)

@@ -1,4 +1,4 @@
-"""All that leaves tokens out of one choice, as one bitmask."""
+"""Combines all constraints of one choice into one bitmask."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,21 +8,21 @@ from pdserve.engine.constraints.grammars.matcher import GrammarMatcher
 
 
 class Constraint(Protocol):
-    """Says which tokens may come next, as a function of the ids accepted so far."""
+    """Rule for which tokens may come next, as a function of the ids accepted so far."""
 
     @property
     def param(self) -> str:
-        """The request's field."""
+        """The request field of the constraint."""
 
     def accept_token(self, token: int) -> None:
-        """A token was generated."""
+        """Record a generated token."""
 
     def bitmask(self) -> Bitmask | None:
-        """The tokens that may come next; None: all. Nobody changes the array."""
+        """Return the tokens that may come next; None: all. Callers must not change the array."""
 
 
 class ChoiceConstraints:
-    """The constraints of one choice; a token must be allowed by each of them."""
+    """The constraints of one choice; each of them must allow a token."""
 
     def __init__(self, plain: Sequence[Constraint], grammar: GrammarMatcher | None) -> None:
         self._all: Sequence[Constraint] = plain if grammar is None else (*plain, grammar)
@@ -30,7 +30,7 @@ class ChoiceConstraints:
 
     @property
     def param(self) -> str:
-        """The field to name when no token is left: the grammar, or else the last constraint."""
+        """Field to name when no token is allowed: the grammar, or else the last constraint."""
         return self._all[-1].param
 
     def accept_token(self, token: int) -> None:
@@ -38,7 +38,7 @@ class ChoiceConstraints:
             constraint.accept_token(token)
 
     def bitmask(self) -> Bitmask | None:
-        """The tokens that may come next, None: all; only when the grammar's mask is there."""
+        """Return the tokens that may come next; None: all. The grammar's mask must be ready."""
         found = [constraint.bitmask() for constraint in self._all]
         masks = [bitmask for bitmask in found if bitmask is not None]
         if not masks:

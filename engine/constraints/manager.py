@@ -1,7 +1,7 @@
 """The constraints of a request's choices, from submit to its end.
 
-They are a function of the params and of the generated ids, so a request that goes on elsewhere, or
-again, makes them anew and gets the same tokens.
+They are a function of the params and of the generated ids, so a request that resumes here or on
+another worker rebuilds them and gets the same tokens.
 """
 
 import time
@@ -19,17 +19,17 @@ from pdserve.engine.constraints.grammars.mask_threads import MaskThreads
 from pdserve.engine.constraints.grammars.matcher import GrammarMatcher, StepBudget
 from pdserve.engine.constraints.thinking import ThinkingLimit
 
-COMPILE_S = 15.0  # that a request waits for its grammar
-MASK_WAIT_S = 0.01  # that a step waits for all masks
+COMPILE_S = 15.0  # maximum wait of a request for its grammar
+MASK_WAIT_S = 0.01  # maximum wait of a step for all masks
 
 
 def has_constraints(params: SamplingParams) -> bool:
-    """Whether they leave tokens out."""
+    """Whether the params restrict tokens."""
     return bool(params.allowed_token_ids or params.bad_words or params.thinking or params.grammar)
 
 
 class ConstraintManager:
-    """Makes the constraints of an engine's requests; owns the threads that grammars need."""
+    """Factory of the constraints of an engine's requests; owns the threads that grammars need."""
 
     def __init__(
         self, vocab_size: int, eos_ids: frozenset[int], grammars: GrammarBackend | None
@@ -39,11 +39,11 @@ class ConstraintManager:
         self._grammars = grammars
         self._threads = MaskThreads()
         self._budget = StepBudget()
-        self.wake: Callable[[], None] = lambda: None  # from any thread: a request may go on
+        self.wake: Callable[[], None] = lambda: None  # any thread: a request may continue
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequest for a grammar if there can be none, QueueFull if too many are to be
-        compiled."""
+        """Raise InvalidRequest for a grammar if the engine supports none, and QueueFull if too many
+        grammars wait to be compiled."""
         grammar = request.params.grammar
         if grammar is None or not request.generates:
             return
@@ -55,7 +55,7 @@ class ConstraintManager:
     def of_request(
         self, request: Request, generated: Sequence[list[int]], now_s: float
     ) -> "RequestConstraints":
-        """`generated`: of each choice."""
+        """Make a request's constraints; `generated`: the ids of each choice."""
         grammar, compilation = request.params.grammar, None
         if grammar is not None and self._grammars is not None:
             compilation = self._grammars.compile(grammar.source, request.tenant)
@@ -65,7 +65,7 @@ class ConstraintManager:
     def of_choices(
         self, request: Request, generated: Sequence[list[int]], compiled: CompiledGrammar | None
     ) -> list[ChoiceConstraints]:
-        """Of each choice, with what it has generated."""
+        """Make the constraints of each choice, advanced by its generated ids."""
         params, allowed = request.params, None
         if params.allowed_token_ids:
             ends = self._eos_ids.union(params.stop_token_ids)
@@ -79,7 +79,7 @@ class ConstraintManager:
         compiled: CompiledGrammar | None,
         allowed: AllowedIds | None,
     ) -> ChoiceConstraints:
-        """`allowed` has no state, so that all choices have the same."""
+        """`allowed` has no state, so all choices share it."""
         params, vocab_size = request.params, self._vocab_size
         plain: list[Constraint] = []
         if params.thinking is not None:
@@ -106,18 +106,18 @@ class ConstraintManager:
         return ChoiceConstraints(plain, matcher)
 
     def release(self, compilation: Compilation) -> None:
-        """A request with a grammar has ended."""
+        """Release a compilation when a request with a grammar ends."""
         if self._grammars is not None:
             self._grammars.release(compilation)
 
     def start_masks(self) -> None:
-        """Begins to compute the masks of what was accepted since the last call; the next tokens
-        have the budget of another step."""
+        """Start computing the masks for tokens accepted since the last call, and renew the budget
+        for the next tokens."""
         self._budget.renew()
         self._threads.start()
 
     def load(self) -> None:
-        """Makes ready for grammars, which takes seconds; otherwise the first of them does it."""
+        """Prepare for grammars, which takes seconds; otherwise the first grammar pays that time."""
         if self._grammars is not None:
             try:
                 self._grammars.load()
@@ -132,7 +132,7 @@ class ConstraintManager:
 
 
 class RequestConstraints:
-    """What the scheduler, the sampler and the progress of steps ask of one request."""
+    """The constraints of one request, as scheduler, sampler and step progress use them."""
 
     def __init__(
         self,
@@ -147,23 +147,23 @@ class RequestConstraints:
         self._generated = generated
         self._compilation = compilation
         self._deadline_s = deadline_s
-        self._choices: list[ChoiceConstraints] = []  # all of them, or none as yet
-        # Whether every choice may go on: not before its grammar is compiled and has accepted its
-        # ids, for these may be complete. `poll` makes it so.
+        self._choices: list[ChoiceConstraints] = []  # all of them, or empty until compiled
+        # Whether every choice may continue: only after its grammar is compiled and has accepted its
+        # ids, because these may be complete. `poll` sets it.
         self.is_ready = False
         if compilation is None:
             self._make_choices(None)
 
     def release(self) -> None:
-        """The request has ended."""
+        """Release the compilation when the request ends."""
         if self._compilation is not None:
             self._manager.release(self._compilation)
 
     def poll(self, now_s: float) -> bool:
-        """Whether it is ready by now. Raises GrammarError."""
+        """Return whether the constraints are ready by now. Raises GrammarError."""
         if not self._choices and self._compilation is not None and self._compilation.done():
             error = self._compilation.exception()
-            if isinstance(error, GrammarError):  # kept: raised again it would collect tracebacks
+            if isinstance(error, GrammarError):  # raising the kept one would add tracebacks
                 raise GrammarError(str(error), error.is_internal)
             self._make_choices(self._compilation.result())
             self._manager.start_masks()
@@ -174,14 +174,14 @@ class RequestConstraints:
         return self.is_ready
 
     def may_sample(self, choice: int) -> bool:
-        """Whether its next token can be picked at the end of a step that begins now."""
+        """Whether the choice's next token can be sampled in a step that begins now."""
         if not self.is_ready:
             return False
         grammar = self._choices[choice].grammar
         return grammar is None or grammar.is_awaited
 
     def accept_token(self, choice: int, token: int) -> None:
-        """A token was generated."""
+        """Record a generated token."""
         constraints = self._choices[choice]
         constraints.accept_token(token)
         if constraints.grammar is not None and constraints.grammar.is_behind:
@@ -200,19 +200,19 @@ class RequestConstraints:
         return grammar is not None and grammar.is_terminated
 
     def wait(self, choices: Sequence[int], until_s: float) -> bool:
-        """Waits for the masks of choices, until a time of perf_counter; False if one lacks."""
+        """Wait for choices' masks until a perf_counter time; return False if one is missing."""
         matchers = [self._choices[choice].grammar for choice in choices]
         return all(m is None or m.wait(until_s) for m in matchers)
 
     def bitmask(self, choice: int) -> Bitmask | None:
-        """The tokens that may come next, None: all. Raises GrammarError."""
+        """Return the tokens that may come next; None: all. Raises GrammarError."""
         found = self._choices[choice]
         if found.grammar is not None and found.grammar.failure is not None:
             raise found.grammar.failure
         return found.bitmask()
 
     def param(self, choice: int) -> str:
-        """The field to name when no token is left."""
+        """Return the request field to name when no token is allowed."""
         return self._choices[choice].param
 
     def _make_choices(self, compiled: CompiledGrammar | None) -> None:
@@ -220,5 +220,5 @@ class RequestConstraints:
 
 
 def mask_deadline() -> float:
-    """Until when a step waits for masks."""
+    """Return the perf_counter time until which a step waits for masks."""
     return time.perf_counter() + MASK_WAIT_S

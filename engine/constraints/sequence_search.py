@@ -4,20 +4,20 @@ from collections.abc import Sequence
 
 
 class SequenceSearch:
-    """Knuth, Morris and Pratt (1977): constant memory, whatever the stream repeats."""
+    """Search of Knuth, Morris and Pratt (1977): constant memory for any stream."""
 
     def __init__(self, ids: Sequence[int]) -> None:
-        """`ids` is not empty."""
+        """`ids` must not be empty."""
         self.ids = tuple(ids)
-        self.num_matched = 0  # the longest start of `ids` that the stream ends with
-        self._shorter = [0]  # [n - 1]: the next shorter start that the first n ids end with
+        self.num_matched = 0  # length of the longest prefix of `ids` that ends the stream
+        self._shorter = [0]  # [n - 1]: next shorter prefix that ends the first n ids
         length = 0
         for token in self.ids[1:]:
             length = self._after(length, token)
             self._shorter.append(length)
 
     def push(self, token: int) -> bool:
-        """Whether this id completes the sequence; the search then begins anew."""
+        """Whether this id completes the sequence; the search then restarts."""
         self.num_matched = self._after(self.num_matched, token)
         if self.num_matched < len(self.ids):
             return False

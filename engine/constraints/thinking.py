@@ -1,7 +1,7 @@
-"""A thinking budget: when it is used up, the ids that end thinking are the only ones. Pure.
+"""Thinking budget: once it is used up, only the ids that end thinking are allowed. Pure.
 
-Thinking that begins again goes on with what is left of the budget. Where the last ids already
-begin `end_ids`, the rest of these follows.
+Thinking that restarts continues with the remaining budget. If the last ids are already a prefix of
+`end_ids`, only the rest of `end_ids` follows.
 """
 
 from pdserve.engine.api.request import ThinkingBudget
@@ -10,7 +10,7 @@ from pdserve.engine.constraints.sequence_search import SequenceSearch
 
 
 class ThinkingLimit:
-    """Counts the ids of one choice between `start_ids` and `end_ids`."""
+    """Constraint that counts the ids of one choice between `start_ids` and `end_ids`."""
 
     param = "thinking"
 

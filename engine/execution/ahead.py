@@ -1,8 +1,7 @@
-"""What a step computes that is launched before the tokens of the one before it are known. Pure.
+"""Plans a step that is launched before the tokens of the previous step are known. Pure.
 
-It has the rows of that step once more, but for those that certainly end with it. A row whose choice
-has ended nevertheless, by a token that nobody could know, is computed in vain: StepProgress drops
-it.
+It has the rows of the previous step, except those that certainly end there. If a choice has ended
+by an unforeseeable token, StepProgress discards its row.
 """
 
 from pdserve.engine.scheduling.job_table import JobTable
@@ -11,11 +10,10 @@ from pdserve.engine.scheduling.step_progress import is_in_batch
 
 
 def plan_ahead(plan: Plan, jobs: JobTable) -> tuple[Plan, list[int]] | None:
-    """The step that follows `plan`, which is launched, and for each of its rows the pick of `plan`
-    that is its token.
+    """Return the step after the launched `plan`, and for each row the index of its pick in `plan`.
 
-    None if it has to be planned with the tokens known: something else could run then, a row is no
-    plain decode row, or blocks are short.
+    That pick is the row's token. Returns None if planning needs the tokens: something else could
+    then run, a row is not a plain decode row, or blocks are short.
     """
     if plan.num_decode_rows < len(plan.rows) or (jobs.waiting and jobs.num_free_slots):
         return None
@@ -42,7 +40,7 @@ def plan_ahead(plan: Plan, jobs: JobTable) -> tuple[Plan, list[int]] | None:
 
 
 def is_plain(row: Row) -> bool:
-    """Whether it is one token of a choice that wants its next token and nothing else."""
+    """Whether the row is one token of a choice that needs its next token and nothing else."""
     sequence = row.sequence
     if sequence.is_prefix or len(row.choices) != 1 or row.end - row.start > 1:
         return False

@@ -1,5 +1,4 @@
-"""The host's memory: how much is left for a KV pool, within its cgroup if that is less, and whether
-what torch frees is kept."""
+"""Host memory: how much is free for a KV pool, and whether torch keeps the memory that it frees."""
 
 import ctypes
 from pathlib import Path
@@ -20,7 +19,7 @@ _CGROUPS = (  # (limit, usage, statistics, name of the reclaimable page cache in
 def free_host_bytes(
     proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """What can be allocated without swapping, inside this process's cgroup."""
+    """Return the bytes that can be allocated without swapping, within this process's cgroup."""
     available = _named_values(proc)["MemAvailable:"] * 1024
     for limit, usage, statistics, reclaimable in _CGROUPS:
         try:
@@ -41,9 +40,10 @@ def _named_values(path: Path) -> dict[str, int]:
 
 
 def keep_freed_memory() -> None:
-    """glibc takes a large temporary from the kernel and gives it back at once; clearing its pages
-    anew for each operation costs torch a tenth of its speed. Has no effect with another libc."""
+    """Make glibc keep large freed blocks. By default it returns them to the kernel at once, and
+    clearing new pages for each operation costs torch a tenth of its speed. Has no effect with
+    another libc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # glibc's most
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # glibc's maximum
         mallopt(_M_TRIM_THRESHOLD, 256 << 20)

@@ -1,4 +1,4 @@
-"""Hands the hidden states of a step to the requests that pool them."""
+"""Adds the hidden states of a step to the outcomes of rows that are pooled."""
 
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -10,8 +10,10 @@ from pdserve.engine.scheduling.plan import Outcome, Row
 def with_states(
     rows: Seq[Row], outcomes: list[Outcome], hidden: Any, model: Model
 ) -> list[Outcome]:
-    """The outcomes, those of pooled rows with the states of their outputs. `hidden`: [outputs,
-    hidden], the outputs of row after row; None if there are none."""
+    """Return the outcomes, those of pooled rows with the states of their outputs.
+
+    `hidden`: [outputs, hidden], the outputs of row after row; None without outputs.
+    """
     if hidden is None or not any(row.sequence.job.pooled for row in rows):
         return outcomes
     found, output = list(outcomes), 0

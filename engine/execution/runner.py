@@ -1,6 +1,6 @@
 """Turns a plan into the flat batch and runs the model on it.
 
-Block tables live in arrays with one row per slot of the batch; a step adds only what has changed.
+Block tables are arrays with one row per slot of the batch; a step updates only what has changed.
 """
 
 from collections.abc import Sequence as Seq
@@ -17,33 +17,33 @@ from pdserve.engine.scheduling.request_state import Sequence
 
 
 class Model(Protocol):
-    """What the engine needs of a decoder."""
+    """Methods of a decoder that the engine calls."""
 
     def forward(self, batch: Batch[Ints], kv: KvCache) -> Any:
-        """Final hidden states [len(batch.logit_tokens), hidden]; the KV is written."""
+        """Return final hidden states [len(batch.logit_tokens), hidden]; write the KV."""
 
     def logits(self, hidden: Any) -> Any:
-        """float32 [n, vocab] of n final hidden states, for the backend's sampling."""
+        """Return float32 logits [n, vocab] of n final hidden states, for the backend's sampling."""
 
     def states(self, hidden: Any) -> NDArray[np.float32]:
-        """float32 [n, hidden] of n final hidden states, in the host's memory."""
+        """Return n final hidden states as float32 [n, hidden], in host memory."""
 
 
 @runtime_checkable
 class DeviceModel(Protocol):
-    """A model whose `forward` returns before it is computed."""
+    """A model whose `forward` returns before the result is computed."""
 
     def synchronize(self) -> None:
-        """Waits for all that was launched."""
+        """Wait for everything launched before."""
 
 
 class DeviceLost(Exception):
-    """The device fails whatever is asked of it, as a GPU does after a kernel's illegal access: only
-    another process can compute there."""
+    """The device fails every operation, as a GPU does after a kernel's illegal access: only another
+    process can compute on it."""
 
 
 class ModelRunner:
-    """Owns the slots' tables; the KvCache is the engine's."""
+    """Runner of plans on the model; owns the block tables of the slots, not the KvCache."""
 
     def __init__(self, model: Model, kv: KvCache, num_slots: int, context_len: int) -> None:
         self._model = model
@@ -55,9 +55,9 @@ class ModelRunner:
         ]
 
     def launch(self, plan: Plan, unread: UnreadTokens | None = None) -> Any:
-        """Carries out the copies, then the forward pass; on CPU both are complete on return.
+        """Run the block copies, then the forward pass; on CPU both are complete on return.
 
-        `unread`: the tokens of the rows, where the sequences do not have them yet. Returns hidden
+        `unread`: the tokens of the rows, if the sequences do not have them yet. Returns hidden
         states [outputs, hidden] in the order of the rows; None without outputs.
         """
         self._kv.copy(plan.copies)
@@ -98,7 +98,7 @@ class ModelRunner:
                 found += _slots(blocks, start, end, size)
             at += end - start
             starts.append(at)
-        # One call of numpy for all: of a short step they are what the engine's own time goes to.
+        # One numpy call for all arrays: separate calls dominate the engine's time in a short step.
         token_ids, position, *token_slots = np.array([ids, positions, *slots])
         width = blocks_for(max(kv_lens), size)
         groups = tuple(
@@ -118,7 +118,7 @@ class ModelRunner:
         )
 
     def _sync(self, sequence: Sequence) -> None:
-        """Takes over what has changed in the sequence's tables since its last step."""
+        """Update the slot's tables with what has changed in the sequence's since its last step."""
         for group, start in enumerate(sequence.rewritten_from):
             blocks = sequence.block_tables[group]
             if start < len(blocks):
@@ -130,7 +130,7 @@ class ModelRunner:
 
 
 def _slots(blocks: Seq[int], start: int, end: int, size: int) -> list[int]:
-    """Where tokens start .. end - 1 of a sequence lie: block * size + offset."""
+    """Return the slots of tokens start .. end - 1 of a sequence: block * size + offset."""
     found: list[int] = []
     while start < end:
         block, offset = divmod(start, size)

@@ -1,8 +1,8 @@
-"""Picks the next tokens of a step: which rows of the logits, and for whom.
+"""Samples the next tokens of a step: selects the rows of the logits for each choice.
 
-How a token is picked is the backend's (kernels/reference/sampling.py): a function of the logits and
-of the choice's stream, whoever else is in the batch. A row whose logits are not finite fails alone,
-and so does one without a token that its constraints allow.
+The backend samples each token (kernels/reference/sampling.py) as a function of the logits and of
+the choice's stream, independent of the other rows in the batch. A row whose logits are not finite
+fails alone, and so does a row whose constraints allow no token.
 """
 
 import math
@@ -21,10 +21,10 @@ from pdserve.engine.scheduling.plan import Outcome, Pick, Row
 from pdserve.engine.scheduling.request_state import RequestState
 from pdserve.kernels.streams import AheadSampling, Picks, SamplingOps, StreamSettings
 
-# Hidden states and logits are arrays of the backend; here they are indexed and passed on.
+# Hidden states and logits are arrays of the backend; the sampler only indexes and passes them.
 Head = Callable[[Any], Any]  # hidden states [n, hidden] to float32 logits [n, vocab]
 
-SCORED_BYTES = 64 << 20  # of the logits that prompt scores need at a time
+SCORED_BYTES = 64 << 20  # maximum size of the logits computed at a time for prompt scores
 NOTHING = Outcome()
 LATE = Outcome(is_late=True)
 NOT_FINITE = Pick(-1, error="the logits are not finite")
@@ -32,7 +32,7 @@ NO_TOKEN = "no token is left that the request's parameters allow"
 
 
 class Sampler:
-    """Stateless but for the streams that it keeps on the jobs (RequestState.streams)."""
+    """Sampler of a step's rows. Its only state is the streams it keeps in RequestState.streams."""
 
     def __init__(self, limits: EngineLimits, ops: SamplingOps) -> None:
         self._limits = limits
@@ -40,10 +40,10 @@ class Sampler:
         self._ahead = ops if isinstance(ops, AheadSampling) else None
 
     def begin(self, rows: Seq[Row], hidden: Any, head: Head, unread: int = 0) -> Picks | None:
-        """Launches the picks of a step that has plain decode rows only; None for another step, and
-        without a backend that can.
+        """Launch the sampling of a step that has plain decode rows only.
 
-        `unread`: so many tokens of each choice are picked and not known here yet.
+        Returns None for other steps, and if the backend cannot sample ahead. `unread`: tokens of
+        each choice that are sampled but not known to the host yet.
         """
         if self._ahead is None or not all(map(is_plain, rows)):
             return None
@@ -57,13 +57,13 @@ class Sampler:
         return self._ahead.begin(logits, list(range(len(rows))), streams, num_generated)
 
     def read(self, picks: Picks) -> list[Outcome]:
-        """Waits for what `begin` has launched: one outcome per row."""
+        """Wait for what `begin` launched; return one outcome per row."""
         return [Outcome((Pick(t) if t >= 0 else NOT_FINITE,)) for t in picks.read()]
 
     def sample(self, rows: Seq[Row], hidden: Any, head: Head) -> list[Outcome]:
-        """One outcome per row; `hidden` [outputs, hidden], the outputs of row after row.
+        """Return one outcome per row; `hidden` [outputs, hidden] has the outputs of row after row.
 
-        Only the tokens that choices sample from get their logits all at once.
+        Logits are computed all at once only for the tokens that choices sample from.
         """
         if hidden is None:
             return [NOTHING for _ in rows]
@@ -95,12 +95,12 @@ class Sampler:
         return outcomes
 
     def _pick(self, rows: Seq[Row], late: set[int], logits: Any) -> list[Pick]:
-        """One pick per choice of row after row, but for those that are late; `logits` has a row for
-        each that is sampled from, late ones included."""
+        """Return one pick per choice of row after row, without late rows; `logits` has a row for
+        each sampled token, including those of late rows."""
         outputs: list[int] = []
         streams: list[Any] = []
         generated: list[list[int]] = []
-        # Few picks have these: log-probabilities to return, and constraints.
+        # Few picks need these: log-probabilities to return, and constraints.
         scored: dict[int, SamplingParams] = {}
         constrained: dict[int, tuple[RequestConstraints, int]] = {}
         masks: dict[int, Bitmask | None] = {}
@@ -156,7 +156,8 @@ class Sampler:
     def _prompt_scores(
         self, row: Row, hidden: Any, output: int, head: Head
     ) -> tuple[TokenLogprob, ...]:
-        """Of prompt tokens start + 1 .. end, as far as the prompt goes; `output` is the row's."""
+        """Return the scores of prompt tokens start + 1 .. end, up to the end of the prompt;
+        `output` is the index of the row's first output."""
         job, sequence = row.sequence.job, row.sequence
         count = job.request.params.prompt_logprobs
         if count is None or not sequence.is_prefix:
@@ -171,7 +172,7 @@ class Sampler:
         return tuple(found)
 
     def _stream(self, job: RequestState, choice: int, vocab: int) -> Any:
-        """The stream of a choice that has none yet."""
+        """Make the stream of a choice that has none yet."""
         params = job.request.params
         stops = sorted(self._limits.stop_ids(params)) if params.min_tokens else ()
         settings = StreamSettings(
@@ -195,8 +196,7 @@ class Sampler:
 
 
 def _late(rows: Seq[Row], constrained: Seq[int]) -> set[int]:
-    """Which of the constrained rows are without their masks; waits a little for these, once in a
-    step."""
+    """Return the constrained rows whose masks are not ready; wait a little, once per step."""
     late: set[int] = set()
     until_s = mask_deadline() if constrained else 0.0
     for i in constrained:

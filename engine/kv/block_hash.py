@@ -1,7 +1,7 @@
-"""Chain hashes of full KV blocks: equal hashes mean equal tokens from token 0 on, in one cache.
+"""Chain hashes of full KV blocks: in one cache, equal hashes mean equal tokens from token 0 on.
 
-Pure, without torch: the router hashes prompts with it too. SHA-256 cut to 128 bits, so a tenant
-cannot make a block that another tenant's prompt matches.
+Pure and without torch, because the router also hashes prompts with it. SHA-256 cut to 128 bits, so
+that a tenant cannot make a block that another tenant's prompt matches.
 """
 
 import hashlib
@@ -13,18 +13,18 @@ ID_BYTES = 4
 
 
 def cache_seed(kv_identity: bytes, cache_salt: bytes) -> bytes:
-    """The parent of a chain's first hash. It says whose KV it is and which tenant may share it."""
+    """Return the parent of a chain's first hash; it separates KV identities and tenants' salts."""
     head = struct.pack("<II", len(kv_identity), len(cache_salt))
     return _hash(b"pdserve kv cache" + head + kv_identity + cache_salt)
 
 
 def next_hash(parent: bytes, ids: Sequence[int]) -> bytes:
-    """The hash of one full block of token ids (each below 2**32) that follows `parent`."""
+    """Return the hash of one full block of token ids (each below 2**32) that follows `parent`."""
     return _hash(parent + _pack(ids))
 
 
 def chain_hashes(ids: Sequence[int], block_size: int, seed: bytes) -> list[bytes]:
-    """One hash per full block of `ids`; `seed` is cache_seed(...)."""
+    """Return one hash per full block of `ids`; `seed` is cache_seed(...)."""
     num_blocks = len(ids) // block_size
     packed = _pack(ids[: num_blocks * block_size])
     hashes: list[bytes] = []

@@ -1,9 +1,9 @@
 """The KV blocks of one layer group: free list, reference counts and prefix cache. Pure.
 
-A block is in exactly one state: *used* (a sequence refers to it), else *reserved* (a hand-off
-that is not committed does), else *cached* (nobody, but its content can be found by hash), else
-*free*. So free + used + cached + reserved == num_blocks at every moment. Block 0 is the null block:
-it pads block tables, belongs to nobody and is not counted.
+A block is in exactly one state, the first that applies: *used* (a sequence refers to it),
+*reserved* (an uncommitted KV transfer refers to it), *cached* (unreferenced, but its content can be
+found by hash) or *free*. So free + used + cached + reserved == num_blocks at every moment. Block 0
+is the null block: it pads block tables, has no owner and is not counted.
 """
 
 from collections import Counter
@@ -37,12 +37,12 @@ class BlockCounts:
 
 
 def num_blocks(tables: Iterable[Iterable[int]]) -> int:
-    """How many blocks these tables have, without the null block."""
+    """Return how many blocks these tables have, without the null block."""
     return sum(block != NULL_BLOCK for table in tables for block in table)
 
 
 class BlockPool:
-    """Gives out blocks 1..num_blocks. It evicts the least recently released cached block first."""
+    """Pool of blocks 1..num_blocks; the least recently released cached block is evicted first."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -59,14 +59,15 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can give: free and cached ones."""
+        """Number of blocks that `allocate` can return: free and cached ones."""
         return len(self._free) + len(self._idle)
 
     def counts(self) -> BlockCounts:
         return BlockCounts(len(self._free), self._num_used, len(self._idle), self._num_reserved)
 
     def references(self) -> tuple[Counter[int], Counter[int]]:
-        """By block: references held by sequences, and by reservations. As long as the pool."""
+        """Return, by block, references held by sequences and by reservations; takes time in
+        proportion to the pool."""
         used, reserved = (
             Counter({block: count for block, count in enumerate(refs) if count})
             for refs in (self._used, self._reserved)
@@ -74,7 +75,8 @@ class BlockPool:
         return used, reserved
 
     def allocate(self, count: int, reserved: bool = False) -> list[int]:
-        """`count` blocks with one reference each; evicts cached ones. Ask num_available first."""
+        """Return `count` blocks with one reference each, evicting cached ones. Raises ValueError if
+        `count` exceeds num_available."""
         if count > self.num_available:
             raise ValueError(f"{count} blocks asked of {self.num_available}")
         blocks = []
@@ -87,7 +89,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int], reserved: bool = False) -> None:
-        """One more reference to each block, which is in use or cached."""
+        """Add a reference to each block. Raises ValueError if one is free."""
         for block in blocks:
             if block in self._idle:
                 del self._idle[block]
@@ -96,7 +98,8 @@ class BlockPool:
             self._refer(block, reserved)
 
     def release(self, blocks: Iterable[int], reserved: bool = False) -> None:
-        """Gives one reference of each block back. The first of `blocks` will be evicted first."""
+        """Remove one reference of each block. The first of `blocks` will be evicted first. Raises
+        ValueError for a block without such a reference."""
         for block in blocks:
             refs = self._reserved if reserved else self._used
             if not refs[block]:
@@ -111,7 +114,8 @@ class BlockPool:
                     self._free.append(block)
 
     def commit(self, blocks: Iterable[int]) -> None:
-        """A reservation's references become those of a sequence."""
+        """Turn a reservation's references into a sequence's. Raises ValueError if one is
+        missing."""
         for block in blocks:
             if not self._reserved[block]:
                 raise ValueError(f"block {block} is not reserved")
@@ -121,19 +125,19 @@ class BlockPool:
             self._count(before, self._state(block))
 
     def writable(self, block: int) -> bool:
-        """Whether its one holder may write it: not shared, and not findable by hash."""
+        """Whether the block's one holder may write it: not shared, and not findable by hash."""
         return self._used[block] + self._reserved[block] == 1 and block not in self._hash_of
 
     def is_cached(self, block: int) -> bool:
-        """Whether nobody holds the block and it is only kept for its content."""
+        """Whether the block is unreferenced and kept only for its content."""
         return block in self._idle
 
     def find(self, chain_hash: bytes) -> int | None:
-        """The block with this content, if any."""
+        """Return the block with this content, if any."""
         return self._by_hash.get(chain_hash)
 
     def register(self, block: int, chain_hash: bytes) -> None:
-        """Makes a full, computed block findable; of equal blocks the first one stays findable."""
+        """Make a full, computed block findable; of equal blocks the first one stays findable."""
         if chain_hash in self._by_hash or block in self._hash_of:
             return
         self._by_hash[chain_hash] = block
@@ -144,7 +148,7 @@ class BlockPool:
             self._added[chain_hash] = None
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Makes blocks that someone holds impossible to find."""
+        """Make referenced blocks impossible to find."""
         for block in blocks:
             chain_hash = self._hash_of.pop(block, None)
             if chain_hash is None:
@@ -156,7 +160,7 @@ class BlockPool:
                 self._removed[chain_hash] = None
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Net change of the findable hashes since the last call: (added, removed)."""
+        """Return the net change of the findable hashes since the last call: (added, removed)."""
         events = list(self._added), list(self._removed)
         self._added, self._removed = {}, {}
         return events

@@ -1,9 +1,9 @@
-"""The arrays of the KV pool. Who may write which block is decided elsewhere: the engine thread, or
-a connection of a hand-off the blocks that are reserved for it.
+"""The arrays of the KV pool.
 
-Per layer group one array [layers, blocks, 2, kv_heads, block_size, head_dim], the canonical order
-(1 in place of 2 if it is latent), so blocks leave and enter as they lie. Block 0 is the null block:
-it pads tables and holds zeros.
+Callers decide who may write which block: the engine thread, or a KV transfer connection the blocks
+that are reserved for it. Each layer group has one array [layers, blocks, 2, kv_heads, block_size,
+head_dim], the canonical order (1 instead of 2 if latent), so blocks are sent and received without
+reordering. Block 0 is the null block: it pads tables and holds zeros.
 """
 
 import math
@@ -23,10 +23,10 @@ TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "i
 
 
 class KvCache:
-    """`num_blocks[g]` blocks of group g beside its null block, in the memory of the host, which is
-    committed when it is touched. bfloat16 is kept as the uint16 of its bits."""
+    """`num_blocks[g]` blocks of group g beside its null block, in host memory, which is committed
+    when it is touched. bfloat16 is stored as the uint16 of its bits."""
 
-    device: int | None = None  # number of the CUDA device that holds the pool
+    device: int | None = None  # number of the CUDA device that holds the pool; None: the host
 
     def __init__(self, spec: KvSpec, num_blocks: Sequence[int]) -> None:
         self.spec = spec
@@ -42,31 +42,33 @@ class KvCache:
         self._bytes = self._as_bytes()
 
     def layer(self, n: int) -> tuple[Any, int]:
-        """(kv [blocks, 2, kv_heads, block_size, head_dim] of model layer n, its group's index).
+        """Return (kv [blocks, 2, kv_heads, block_size, head_dim] of model layer n, its group).
 
-        int8 blocks are [blocks, bytes], their scales behind the values.
+        int8 blocks are [blocks, bytes], with their scales after the values.
         """
         return self._layers[n]
 
     def num_bytes(self, group: int, layers: range, blocks: Sequence[int]) -> int:
-        """Size of what read and write move."""
+        """Return the number of bytes that read and write move."""
         return len(layers) * len(blocks) * self._block_bytes[group]
 
     def read(self, group: int, layers: range, blocks: Sequence[int]) -> list[memoryview]:
-        """The bytes of whole blocks, in order: [layers, blocks, 2, kv_heads, block_size, head_dim].
-        On a CPU they are the pool's own memory, which must not be written meanwhile.
+        """Return whole blocks: bytes of [layers, blocks, 2, kv_heads, block_size, head_dim].
 
-        `layers` counts within the group: layer i is model layer spec.groups[group].layers[i].
-        Raises ValueError if a layer or block does not exist.
+        On a CPU the views are the pool's memory, which must not be written meanwhile. `layers`
+        counts within the group: layer i is model layer spec.groups[group].layers[i]. Raises
+        ValueError if a layer or block does not exist.
         """
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         pool, runs = self._bytes[group], _runs(tuple(blocks))
         return [pool[n, run.start : run.stop].reshape(-1).data for n in layers for _, run in runs]
 
     def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
-        """Copies `payload`, in the order of `read`, into whole blocks; any thread. On a device the
-        copy is queued where the engine computes: what is launched later sees it. Raises like
-        `read`, and ValueError if it has another size."""
+        """Copy `payload`, in the order of `read`, into whole blocks; any thread may call it.
+
+        On a device the copy is queued on the engine's stream: work launched later sees it. Raises
+        ValueError like `read`, and if the payload has another size.
+        """
         self._check(group, layers, blocks, payload.nbytes)
         if not blocks or not layers:
             return
@@ -78,8 +80,10 @@ class KvCache:
                 copy_past_caches(pool[n, run.start : run.stop].reshape(-1), source)
 
     def pages(self, group: int, layers: range, blocks: Sequence[int], ready: Any = None) -> Pages:
-        """Where whole blocks lie, for a copy on the device, which comes behind the event `ready`.
-        Raises like `read`; ValueError without a block."""
+        """Return where whole blocks lie, for a copy on the device after the event `ready`.
+
+        Raises ValueError like `read`, and if there are no blocks.
+        """
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         if not layers or not blocks:
             raise ValueError("no blocks")
@@ -87,30 +91,30 @@ class KvCache:
         return Pages(base, layer_bytes, self._block_bytes[group], layers, tuple(blocks), ready)
 
     def ready(self) -> Any:
-        """The event behind what the thread that computes, which calls this, has launched. None: it
-        is complete."""
+        """Return the event that follows everything launched so far by the calling thread, the one
+        that computes; None if it is complete."""
         return None
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Block copies in order, over all layers of their group."""
+        """Run block copies in order, over all layers of their group."""
         for one in copies:
             data = self.data[one.group]
             data[:, one.target] = data[:, one.source]
 
     def _zeros(self, shape: tuple[int, ...], group: LayerGroup) -> Any:
-        """Anonymous pages, which the operating system zeroes when they are touched; np.zeros would
-        not promise that, and a pool as large as the free memory takes 40 s to touch."""
+        """Return anonymous pages, which the operating system zeroes when they are touched. np.zeros
+        does not promise that, and touching a pool as large as the free memory takes 40 s."""
         dtype = np.dtype(TYPES[group.dtype])
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared page takes half as long again
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared pages take 1.5 times as long
         pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=private)
         return np.frombuffer(pages, dtype).reshape(shape)
 
     def _as_bytes(self) -> list[Any]:
-        """Of each group [layers, blocks, bytes of a block]: what read and write move."""
+        """Return each group as [layers, blocks, bytes of a block], the units of read and write."""
         return [data.reshape(*data.shape[:2], -1).view(np.uint8) for data in self.data]
 
     def _address(self, group: int) -> tuple[int, int]:
-        """(address of a group's first block, bytes from a layer to the next)."""
+        """Return (address of a group's first block, bytes from one layer to the next)."""
         data = self._bytes[group]
         return data.ctypes.data, data.strides[0]
 
@@ -136,9 +140,9 @@ class KvCache:
             )
 
 
-@lru_cache(64)  # of some blocks layer after layer is read or written
+@lru_cache(64)  # the same blocks are read or written layer after layer
 def _runs(blocks: tuple[int, ...]) -> tuple[tuple[int, range], ...]:
-    """(where it begins in `blocks`, ids) of the longest stretches of consecutive ids."""
+    """Return (index in `blocks`, ids) of the longest runs of consecutive ids."""
     found, start = [], 0
     for at in range(1, len(blocks) + 1):
         if at == len(blocks) or blocks[at] != blocks[at - 1] + 1:

@@ -1,7 +1,7 @@
-"""KvSpec and KvIdentity as bytes, for data connections and model cards; pure.
+"""KvSpec and KvIdentity as bytes, for data connections and model cards. Pure.
 
-Both are bounded by their counts and lengths, and the spec begins with its version. Decoding accepts
-exactly what encoding produces: anything else raises ValueError.
+Counts and lengths bound both encodings, and the spec begins with its version. Decoding accepts
+exactly what encoding produces; anything else raises ValueError.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _PART = struct.Struct("<H")  # length of one part of an identity
 
 
 def encode_spec(spec: KvSpec) -> bytes:
-    """Canonical bytes: equal for equal specs only."""
+    """Return canonical bytes, equal only for equal specs."""
     out = _SPEC.pack(VERSION, spec.block_size, len(spec.groups))
     for g in spec.groups:
         out += _GROUP.pack(
@@ -39,7 +39,7 @@ def encode_spec(spec: KvSpec) -> bytes:
 
 
 def decode_spec(data: bytes) -> KvSpec:
-    """The inverse of encode_spec. Raises ValueError."""
+    """Decode the bytes of encode_spec. Raises ValueError if they are malformed."""
     try:
         version, block_size, count = _SPEC.unpack_from(data)
         if version != VERSION:
@@ -76,18 +76,19 @@ def decode_spec(data: bytes) -> KvSpec:
 
 
 def spec_digest(spec: KvSpec) -> bytes:
-    """SHA-256 of the canonical bytes."""
+    """Return the SHA-256 of the canonical bytes."""
     return hashlib.sha256(encode_spec(spec)).digest()
 
 
 def encode_identity(identity: KvIdentity) -> bytes:
-    """The parts in order, each after its length."""
+    """Return the identity's parts in order, each after its length."""
     parts = [v if isinstance(v, bytes) else v.encode() for v in identity.parts().values()]
     return b"".join(_PART.pack(len(part)) + part for part in parts)
 
 
 def decode_identity(data: bytes) -> tuple[KvIdentity, bytes]:
-    """The identity at the beginning of `data`, and the bytes behind it. Raises ValueError."""
+    """Return the identity at the start of `data`, and the bytes after it. Raises ValueError if it
+    is malformed."""
     offset = 0
     parts: list[bytes] = []
     for _ in NAMES:

@@ -1,8 +1,8 @@
-"""What computed a KV cache, in named parts, and which differences may be admitted; pure.
+"""Identity of the process that computed a KV cache, in named parts, and its accepted differences.
 
-KV is shared exactly only where `digest` is equal: it hashes everything that a key or value depends
-on besides the token ids. The parts say what differs where it is not. The tokenizer is no part of
-the digest, but ids of one are other text in another, so it must be the same too.
+Pure. KV is shared exactly only where `digest` is equal: it hashes everything that a key or value
+depends on besides the token ids. The parts say what differs where it is not. The tokenizer is not
+part of the digest, but it must be equal too, because another tokenizer gives the ids another text.
 """
 
 from dataclasses import dataclass, fields
@@ -26,7 +26,7 @@ class KvIdentity:
 
     @classmethod
     def of(cls, message: Any) -> "KvIdentity":
-        """Made from anything that has the same fields, such as a protobuf message."""
+        """Build an identity from an object with the same fields, such as a protobuf message."""
         return cls(**{name: getattr(message, name) for name in NAMES})
 
     def parts(self) -> dict[str, Any]:
@@ -47,9 +47,9 @@ _COMPARED = {
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """Which differences are admitted; an answer that needed one is marked inexact."""
+    """Which differences are accepted; an answer that needed one is marked inexact."""
 
-    weights: bool = False  # another format of the same model; nothing checks that it is the same
+    weights: bool = False  # another format of the same model; not verified to be the same
     numerics: bool = False  # another numerics id of the same weights
 
 
@@ -65,7 +65,7 @@ class Difference:
 
 
 def differences(here: KvIdentity, there: KvIdentity) -> list[Difference]:
-    """All known differences; empty if each computes the KV that the other would compute."""
+    """Return all known differences; empty if both processes compute the same KV."""
     found = []
     for what, name in _COMPARED.items():
         ours, theirs = getattr(here, what), getattr(there, what)
@@ -80,7 +80,7 @@ def differences(here: KvIdentity, there: KvIdentity) -> list[Difference]:
 
 
 def refusal(here: KvIdentity, there: KvIdentity, mixing: Mixing) -> Difference | None:
-    """The first difference that is not admitted."""
+    """Return the first difference that is not accepted."""
     return None if here is there or here == there else _refusal(here, there, mixing)
 
 

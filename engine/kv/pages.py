@@ -1,4 +1,4 @@
-"""Where blocks of a KV pool lie in its memory, for copies on the device. Pure."""
+"""Location of blocks in a KV pool's memory, for copies on the device. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Whole blocks of a run of layers of one group; on the wire [layers, blocks, block bytes]."""
+    """Whole blocks of consecutive layers of a group; on the wire [layers, blocks, block bytes]."""
 
     base: int  # address of block 0 of the group's first layer
-    layer_bytes: int  # from a layer to the next
+    layer_bytes: int  # from one layer to the next
     block_bytes: int
     layers: range  # within the group
     blocks: tuple[int, ...]
-    ready: Any = None  # device event after which the blocks may be read or written; None: at once
+    ready: Any = None  # device event before any read or write of the blocks; None: at once
 
     @property
     def num_bytes(self) -> int:

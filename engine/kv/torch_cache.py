@@ -1,4 +1,4 @@
-"""KV pools whose layers are tensors: in the memory of the host, or on a CUDA device."""
+"""KV pools whose layers are tensors, in host memory or on a CUDA device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from pdserve.engine.kv.spec import KvSpec, LayerGroup
 
 
 class TorchKvCache(KvCache):
-    """A pool on the host; the tensors share its memory."""
+    """A pool in host memory, which the tensors share."""
 
     def layer(self, n: int) -> tuple[Tensor, int]:
         data, group = super().layer(n)
@@ -20,20 +20,20 @@ class TorchKvCache(KvCache):
 
 
 class DeviceKvCache(KvCache):
-    """A pool on a CUDA device. What computes runs on `stream`; what the wires read and write goes
-    through pinned memory on a stream of its own, so that it overlaps with steps."""
+    """A pool on a CUDA device. Computation runs on `stream`; reads and writes of KV transfers go
+    through pinned memory on a separate stream, so that they overlap with steps."""
 
     def __init__(
         self, spec: KvSpec, num_blocks: Sequence[int], stream: torch.cuda.Stream | None = None
     ) -> None:
-        """`stream`: None is the current one of this thread."""
+        """`stream`: None selects the current stream of this thread."""
         self.device = torch.cuda.current_device()
         self._computing = stream or torch.cuda.current_stream()
         self._copying = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         super().__init__(spec, num_blocks)
 
     def read(self, group: int, layers: range, blocks: Sequence[int]) -> list[memoryview]:
-        """What has been launched before is in the bytes; this waits for them."""
+        """Wait for everything launched before; the bytes include it."""
         self._check(group, layers, blocks, self.num_bytes(group, layers, blocks))
         if not blocks or not layers:
             return []
@@ -47,14 +47,14 @@ class DeviceKvCache(KvCache):
         return [layer.flatten().numpy().data for layer in pinned]
 
     def write(self, group: int, layers: range, blocks: Sequence[int], payload: memoryview) -> None:
-        """As KvCache.write: what computes waits for the copy, the caller does not."""
+        """Queue the copy, as KvCache.write: later computation waits for it, the caller does not."""
         self._check(group, layers, blocks, payload.nbytes)
         if not blocks or not layers:
             return
         pinned = torch.empty(payload.nbytes, dtype=torch.uint8, pin_memory=True)
         pinned.numpy().data[:] = payload
         with torch.cuda.stream(self._copying):
-            self._copying.wait_stream(self._computing)  # it may still read what was there
+            self._copying.wait_stream(self._computing)  # it may still read the old contents
             rows = pinned.to(self._place, non_blocking=True).view(len(layers), len(blocks), -1)
             index = self._index(blocks)
             self._bytes[group][layers.start : layers.stop].index_copy_(1, index, rows)
@@ -65,7 +65,7 @@ class DeviceKvCache(KvCache):
             super().copy(copies)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Pinned first: a copy from other memory would wait for the stream."""
+        """Copy through pinned memory: a copy from other memory would wait for the stream."""
         pinned = torch.empty(len(blocks), dtype=torch.int64, pin_memory=True)
         pinned.copy_(torch.tensor(list(blocks)))
         return pinned.to(self._place, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Whether every block belongs to somebody exactly once: compares pools with jobs. Pure.
+"""Block accounting: compares the counts of the pools with the jobs that own the blocks. Pure.
 
-In each group free + used + cached + reserved == all blocks; and with `recount` every reference of
-every sequence is one that its pool has counted, and the pool has counted no other.
+In each group free + used + cached + reserved == all blocks. With `recount`, the references that the
+pool has counted must also be exactly those of the sequences.
 """
 
 from collections import Counter
@@ -11,9 +11,9 @@ from pdserve.engine.scheduling.job_table import JobTable
 
 
 def discrepancy(jobs: JobTable, recount: bool = False) -> str:
-    """What does not add up, with the numbers; empty if everything does.
+    """Return what is inconsistent, with the numbers; empty if nothing is.
 
-    It takes a moment without `recount`; with it, time in proportion to the blocks in use.
+    Fast without `recount`; with it, the time is proportional to the blocks in use.
     """
     for group, pool in enumerate(jobs.tables.pools):
         counts = pool.counts()
@@ -29,7 +29,7 @@ def discrepancy(jobs: JobTable, recount: bool = False) -> str:
 
 
 def _references(jobs: JobTable, group: int) -> tuple[Counter[int], Counter[int]]:
-    """By block: the references of sequences, and those of reservations."""
+    """Return, by block, the references of sequences and those of reservations."""
     used, reserved = Counter[int](), Counter[int]()
     for job in jobs.by_key.values():
         counted = reserved if job.key in jobs.reserved else used

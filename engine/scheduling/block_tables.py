@@ -1,15 +1,15 @@
-"""Gives sequences their blocks in every layer group at once, all groups or none. Pure.
+"""Allocates blocks to sequences in every layer group at once, all groups or none. Pure.
 
 A new sequence gets blocks for its whole prompt in groups with full attention. In a window group it
-gets as many new ones as a chunk and the window before it need, and gives back what the window has
-passed for as many further on; so the pool of such a group may be smaller (spec.pool_sizes). Blocks
-that others share are not free when one gives them back. Then it waits for the others, which joined
-later, are behind it, and have blocks of their own to go on with.
+gets as many new blocks as a chunk and the window before it need, and later frees the blocks that
+the window has passed and gets as many further on; so the pool of such a group may be smaller
+(spec.pool_sizes). A shared block stays in use when one sequence releases it. That sequence then
+waits for the others, which joined later, are behind it, and have their own blocks to continue with.
 
-The JobTable alone calls what gives or takes blocks; its docstring says who frees which. A block is
-written by one sequence only: one that is shared or in the prefix cache is copied before the first
-write (`BlockCopy`). Copies are carried out in order before anything else is written. The reference
-to the source is given back at once: whoever gets that block next writes it after the copy.
+Only the JobTable calls the methods that gain or free blocks; its docstring says who frees which.
+Only one sequence writes a block: a block that is shared or in the prefix cache is copied before the
+first write (`BlockCopy`). Copies run in order before any other write. The reference to the source
+is released at once: the next owner of that block writes it after the copy.
 """
 
 from collections.abc import Sequence as Seq
@@ -23,7 +23,7 @@ from pdserve.engine.scheduling.request_state import Sequence
 class BlockTables:
     """The block pools of an engine, one per layer group, of `num_blocks[g]` blocks.
 
-    `chunk_size`: the most tokens of a sequence that are computed in one step.
+    `chunk_size`: maximum tokens of a sequence that one step computes.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class BlockTables:
         self.caching = caching
         self.windows = [g.window if g.kind == "window" else 0 for g in spec.groups]
         self._chunk_size = chunk_size
-        # This group stands for all in figures and prefix events: the first with full attention.
+        # The group that stats and prefix events report: the first with full attention.
         self.main_group = self.windows.index(0) if 0 in self.windows else 0
         self._has_windows = any(self.windows)
         self.pools = [BlockPool(count) for count in num_blocks]
@@ -45,25 +45,26 @@ class BlockTables:
         return self.pools[self.main_group]
 
     def hashes(self, ids: Seq[int], seed_hash: bytes) -> list[bytes]:
-        """Chain hashes of the full blocks of `ids`; empty without a cache."""
+        """Return the chain hashes of the full blocks of `ids`; empty without a prefix cache."""
         return chain_hashes(ids, self.block_size, seed_hash) if self.caching else []
 
     def num_found(self, chain: Seq[bytes]) -> int:
-        """How many leading blocks of a chain of hashes the main pool can find."""
+        """Return how many leading blocks of a chain of hashes the main pool can find."""
         found = (index for index, link in enumerate(chain) if self.main_pool.find(link) is None)
         return next(found, len(chain))
 
     def take_prefix_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Net (added, removed) chain hashes of the main group since the last call."""
+        """Return net (added, removed) chain hashes of the main group since the last call."""
         for pool in self.pools:
             if pool is not self.main_pool:
                 pool.take_events()
         return self.main_pool.take_events()
 
     def match(self, hashes: Seq[bytes], limit: int) -> int:
-        """How many tokens, at most `limit`, the cache holds the KV of, as the next token needs it.
+        """Return how many leading tokens, at most `limit`, the cache has KV for.
 
-        Groups with full attention need every block, window groups those that the next token sees.
+        Groups with full attention need every block; window groups need those that the next token
+        sees.
         """
         most = min(len(hashes), blocks_for(limit, self.block_size))
         for pool, window in zip(self.pools, self.windows, strict=True):
@@ -80,12 +81,12 @@ class BlockTables:
         return 0
 
     def first_seen(self, position: int, window: int) -> int:
-        """The first block that a token at `position` or later attends to."""
+        """Return the first block that a token at `position` or later attends to."""
         return max(0, position - window + 1) // self.block_size if window else 0
 
     def most_at_once(self, num_blocks: int, window: int) -> int:
-        """How many of `num_blocks` blocks that are still to be filled a sequence needs at once in a
-        group of this window."""
+        """Return how many of `num_blocks` unfilled blocks a sequence needs at once in a group with
+        this window."""
         if not window:
             return num_blocks
         return min(num_blocks, window_blocks(window, self._chunk_size, self.block_size))
@@ -98,13 +99,12 @@ class BlockTables:
         spare: Seq[int] = (),
         reserved: bool = False,
     ) -> list[BlockCopy] | None:
-        """The first blocks of a new sequence; those of its first `num_cached` tokens come from the
-        cache.
+        """Allocate a new sequence's first blocks, for its first `num_cached` tokens from the cache.
 
         A reserved sequence gets blocks for all its ids at once, but in window groups only those
-        that its last token sees: nobody computes the others here. Returns None, and nothing has
-        changed, if the pool of group g would be left with less than `spare[g]` blocks. A cached
-        block that also holds later tokens is copied.
+        that its last token sees, because this engine computes none of the others. Returns None and
+        changes nothing if the pool of group g would keep fewer than `spare[g]` available blocks. A
+        cached block that also holds later tokens is copied.
         """
         size = self.block_size
         total = blocks_for(len(sequence.ids), size)
@@ -142,9 +142,10 @@ class BlockTables:
         return copies
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
-        """Adds blocks for the first `num_tokens` tokens; the block of the next token to be computed
-        can be written then, and `writable_to` says so. Returns None, and nothing has changed, if a
-        pool is short.
+        """Add blocks for the first `num_tokens` tokens and make the next token's block writable.
+
+        `writable_to` records the end of that block. Returns None and changes nothing if a pool is
+        short.
         """
         total = blocks_for(num_tokens, self.block_size)
         at = sequence.num_computed // self.block_size
@@ -172,7 +173,7 @@ class BlockTables:
         return copies
 
     def fork(self, sequence: Sequence, ids: list[int], choices: tuple[int, ...]) -> Sequence:
-        """A new sequence that goes on from the same computed tokens and shares all blocks."""
+        """Return a sequence that continues from the same computed tokens and shares all blocks."""
         sequence.writable_to = 0  # its blocks are shared now
         other = Sequence(sequence.job, ids, choices, sequence.parent_hash)
         other.num_computed = sequence.num_computed
@@ -185,8 +186,8 @@ class BlockTables:
         return other
 
     def advance(self, sequence: Sequence, num_computed: int) -> None:
-        """KV of the first `num_computed` tokens is there: full blocks enter the cache, and blocks
-        that the window has passed are given back."""
+        """Record KV of the first `num_computed` tokens: full blocks enter the prefix cache, and
+        blocks that the window has passed are released."""
         sequence.num_computed = num_computed
         if (sequence.num_published + 1) * self.block_size <= num_computed:
             self.publish(sequence, num_computed, self._zeros)
@@ -194,8 +195,8 @@ class BlockTables:
             self._trim(sequence)
 
     def publish(self, sequence: Sequence, num_tokens: int, first_blocks: Seq[int]) -> None:
-        """Full blocks of the first `num_tokens` tokens enter the cache; in group g only those from
-        `first_blocks[g]` on: earlier ones are in it already, or nobody has filled them."""
+        """Add full blocks of the first `num_tokens` tokens to the prefix cache; in group g only
+        those from `first_blocks[g]` on: earlier ones are cached already or not filled."""
         size = self.block_size
         while self.caching and (sequence.num_published + 1) * size <= num_tokens:
             block = sequence.num_published
@@ -209,14 +210,14 @@ class BlockTables:
             sequence.num_published += 1
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
-        """Reserved blocks become the sequence's own, with KV of `num_computed` tokens."""
+        """Turn reserved blocks into the sequence's blocks, with KV of `num_computed` tokens."""
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             pool.commit(b for b in table if b != NULL_BLOCK)
         self.advance(sequence, num_computed)
 
     def _trim(self, sequence: Sequence) -> None:
-        """Gives back the blocks that the window has passed, and takes as many for tokens that have
-        none yet. If others share what is given back there may be fewer: then extend takes them."""
+        """Release the blocks that the window has passed, and allocate as many for tokens without
+        blocks. If released blocks are shared there may be fewer; extend then allocates the rest."""
         total = blocks_for(len(sequence.ids), self.block_size)
         for group, window in enumerate(self.windows):
             first = self.first_seen(sequence.num_computed, window)
@@ -231,12 +232,12 @@ class BlockTables:
                 sequence.rewritten_from[group] = min(sequence.rewritten_from[group], trimmed)
 
     def forget(self, sequence: Sequence) -> None:
-        """Takes the sequence's blocks out of the prefix cache."""
+        """Remove the sequence's blocks from the prefix cache."""
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             pool.forget(table)
 
     def close(self, sequence: Sequence, reserved: bool = False) -> None:
-        """Gives all blocks back; the last one is the first to be evicted."""
+        """Release all blocks; the last one is the first to be evicted."""
         for pool, table in zip(self.pools, sequence.block_tables, strict=True):
             pool.release([b for b in reversed(table) if b != NULL_BLOCK], reserved)
         sequence.block_tables = []

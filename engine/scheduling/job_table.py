@@ -1,29 +1,28 @@
-"""Every request of an engine by state, and the only module that gains and loses blocks for them.
-Pure.
+"""Requests of an engine by state; the only module that gains and frees blocks for them. Pure.
 
 A request (a *job* here) is in one of these states:
 
-    waiting    queued; it has blocks only if it comes from a hand-off, a park or a hold
+    waiting    queued; it has blocks only after a KV transfer, a park or a hold
     running    it has rows (slots) of the batch
     held       others read its blocks: a computed prefill_only request, or one that migrates
     reserved   a prefill worker sends its KV
-    parked     nobody listens; its blocks stay unless others need them; it has no slots
+    parked     no client listens; it has no slots, and its blocks until others need them
 
   +--- Who frees which blocks ---------------------------------------------------------------------+
-  | slice                 gained by             given back by                                      |
+  | slice                 gained by             freed by                                           |
   | --------------------- --------------------- -------------------------------------------------- |
   | prefix hit (shared)   admit, reserve        with the sequence: end_sequence, preempt, end;     |
-  |                                             only this request's reference goes                 |
-  | rest of the prompt    admit, reserve        with the sequence, likewise                        |
-  | growth                extend, advance       with the sequence, likewise                        |
+  |                                             only this request's reference is released          |
+  | rest of the prompt    admit, reserve        with the sequence, as above                        |
+  | growth                extend, advance       with the sequence, as above                        |
   | shared by choices     fork                  with each choice's sequence: end_sequence, end     |
   | copied on write       extend, admit,        the copy with the sequence; the reference to the   |
   |                       reserve               source at once, since the step's BlockCopy runs    |
   |                                             before anything is written                         |
   | behind the window     as above              advance, commit: when the window has passed it     |
-  | reserved for a        reserve               commit makes it the request's own; release or an   |
-  | hand-off                                    abort (end) frees it                               |
-  | a prefill under way   as rest and growth    end, by Engine.abort: Sender._leave calls it if    |
+  | reserved for a        reserve               release or an abort (end); commit makes it the     |
+  | KV transfer                                 request's                                          |
+  | running prefill       as rest and growth    end, by Engine.abort: Sender._leave calls it if    |
   |                                             the attempt ends before all is computed            |
   | held by prefill, all  as rest and growth    end, by Engine.release_held: Sender._leave calls   |
   | is computed                                 it at decode's Complete or at the attempt's end    |
@@ -31,15 +30,15 @@ A request (a *job* here) is in one of these states:
   |                                             committed; unhold keeps it                         |
   | parked                as rest and growth    end, by evict when others lack blocks; unpark      |
   |                                             keeps it                                           |
-  | cached                advance, verified     nobody owns it: the pool keeps its content to be   |
-  |                                             found until `allocate` takes the block             |
+  | cached                advance, verified     no owner: the pool keeps its content to be found   |
+  |                                             until `allocate` takes the block                   |
   +------------------------------------------------------------------------------------------------+
 
-So a sequence has blocks exactly while it is in `job.sequences` of a job in `by_key`, and its
-references are reserved ones exactly while the job is in `reserved`. accounting.discrepancy compares
-that with what the pools have counted: after every turn of the simulation, at the end of every test
-that uses an engine, and in every running worker. tests/engine/scheduling checks it after each of
-thousands of random operations, and that no other module changes a block table.
+A sequence has blocks exactly while it is in `job.sequences` of a job in `by_key`, and its
+references are reserved exactly while the job is in `reserved`. accounting.discrepancy compares this
+with the counts of the pools: after every turn of the simulation, at the end of every test that uses
+an engine, and in every running worker. tests/engine/scheduling checks it after each of thousands of
+random operations, and checks that no other module changes a block table.
 """
 
 from bisect import insort
@@ -54,10 +53,10 @@ from pdserve.engine.scheduling.reservation import Reservation, ReservationState
 
 
 class JobTable:
-    """Requests, their slots in the batch and their blocks. Others read it; only methods change it.
+    """Requests, their slots in the batch and their blocks; only its methods change them.
 
     A method that returns None for lack of blocks has changed nothing. The BlockCopys that methods
-    return must be carried out, in order, before anything is written to a block.
+    return must run, in order, before anything is written to a block.
     """
 
     def __init__(self, tables: BlockTables, num_slots: int) -> None:
@@ -70,16 +69,16 @@ class JobTable:
         self.parked: dict[str, RequestState] = {}  # the longest parked first
         self.preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up in the prefix cache
-        self.prefix_hits = 0  # of them found
+        self.prefix_hits = 0  # prompt tokens found there
         self._free_slots = list(range(num_slots - 1, -1, -1))
 
     @property
     def num_free_slots(self) -> int:
-        """Rows of the batch that no job has."""
+        """Rows of the batch that no job holds."""
         return len(self._free_slots)
 
     def num_blocks(self, jobs: Iterable[RequestState]) -> int:
-        """Blocks of the main group that these jobs refer to; shared ones count each time."""
+        """Return how many main-group blocks these jobs use; shared ones count each time."""
         return sum(
             block != NULL_BLOCK
             for job in jobs
@@ -90,12 +89,12 @@ class JobTable:
     # --- the queue and the batch
 
     def add(self, job: RequestState) -> None:
-        """A new job joins the queue, without blocks."""
+        """Queue a new job, without blocks."""
         self.by_key[job.key] = job
         self.waiting[job.key] = job
 
     def admit(self, job: RequestState) -> list[BlockCopy] | None:
-        """Moves a waiting job into the batch, which has slots for it; None if blocks are short."""
+        """Move a waiting job into the batch, which has slots; return None if blocks are short."""
         copies: list[BlockCopy] = []
         if not job.sequences:
             opened = self._open_prefix(job, self._spare(job), reserved=False)
@@ -111,7 +110,7 @@ class JobTable:
         return copies
 
     def preempt(self, job: RequestState) -> None:
-        """Sends a job back to the queue without blocks; what it has generated is kept."""
+        """Return a job to the queue without blocks; it keeps its generated tokens."""
         self._close_sequences(job)
         if job in self.running:
             self.running.remove(job)
@@ -119,8 +118,8 @@ class JobTable:
         self.preemptions += 1
 
     def victim(self, spared: set[int]) -> RequestState | None:
-        """Of the jobs whose blocks may be taken, the last by rank of the youngest one's tenant, so
-        that no tenant keeps more by its priorities. `spared` are orders of jobs in the step."""
+        """Return the job to preempt: the last by rank of the youngest job's tenant, so that
+        priorities do not let a tenant keep more blocks. `spared`: orders of jobs in the step."""
         with_blocks = [j for j in self.waiting.values() if j.sequences]
         candidates = [
             job
@@ -136,18 +135,18 @@ class JobTable:
     # --- sequences of running jobs
 
     def extend(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
-        """Adds blocks for the first `num_tokens` tokens, so that the next can be written; None if
-        blocks are short."""
+        """Add blocks for the first `num_tokens` tokens and make the next token's block writable;
+        return None if blocks are short."""
         return self.tables.extend(sequence, num_tokens)
 
     def advance(self, sequence: Sequence, num_computed: int) -> None:
-        """KV of the first `num_computed` tokens is there: full blocks become findable, and blocks
-        that the window has passed are given back."""
+        """Record KV of the first `num_computed` tokens: full blocks enter the prefix cache, and
+        blocks that the window has passed are released."""
         self.tables.advance(sequence, num_computed)
 
     def fork(self, prefix: Sequence, choice: int) -> None:
-        """A choice goes on from a computed prefix as a sequence of its own that shares all blocks;
-        it takes one of the job's slots."""
+        """Continue a choice from a computed prefix as a separate sequence that shares all blocks
+        and takes one of the job's slots."""
         job = prefix.job
         branch = self.tables.fork(prefix, job.branch_ids(choice), (choice,))
         branch.is_prefix = False
@@ -155,12 +154,12 @@ class JobTable:
         job.sequences.append(branch)
 
     def forget(self, job: RequestState) -> None:
-        """Makes the job's blocks impossible to find in the prefix cache."""
+        """Remove the job's blocks from the prefix cache."""
         for sequence in job.sequences:
             self.tables.forget(sequence)
 
     def end_sequence(self, sequence: Sequence) -> None:
-        """A choice has ended: its blocks and its slot are back."""
+        """End the sequence of a finished choice and free its blocks and slot."""
         sequence.job.sequences.remove(sequence)
         self.tables.close(sequence)
         if sequence.slot >= 0:
@@ -168,41 +167,40 @@ class JobTable:
             sequence.slot = -1
 
     def return_slot(self, job: RequestState) -> None:
-        """A choice has ended before the prefix was computed: the job needs one slot less."""
+        """Free a slot of a job for a choice that ended before the prefix was computed."""
         if job.slots:
             self._free_slots.append(job.slots.pop())
 
     # --- park, hold and the end
 
     def park(self, job: RequestState) -> None:
-        """Takes a waiting or running job out of the steps: its blocks stay, its slots do not."""
+        """Take a waiting or running job out of the steps: it keeps its blocks, not its slots."""
         self._leave_steps(job)
         self.parked[job.key] = job
 
     def unpark(self, job: RequestState) -> None:
-        """Sends a parked job back to the queue, with its blocks."""
+        """Return a parked job to the queue, with its blocks."""
         self.waiting[job.key] = self.parked.pop(job.key)
 
     def evict(self) -> RequestState | None:
-        """Ends the longest parked job that has blocks; None if there is none."""
+        """End the longest parked job that has blocks; return None if there is none."""
         job = next((j for j in self.parked.values() if j.sequences), None)
         if job is not None:
             self.end(job)
         return job
 
     def hold(self, job: RequestState) -> None:
-        """Takes a job out of the steps, and nobody takes its blocks: others read them."""
+        """Take a job out of the steps and pin its blocks: others read them."""
         self._leave_steps(job)
         self.parked.pop(job.key, None)
         self.held[job.key] = job
 
     def unhold(self, job: RequestState) -> None:
-        """Sends a held job back to the queue, with its blocks."""
+        """Return a held job to the queue, with its blocks."""
         self.waiting[job.key] = self.held.pop(job.key)
 
     def end(self, job: RequestState) -> None:
-        """The job leaves, in whatever state it is, and all its blocks are back. A reservation that
-        is still open is aborted."""
+        """Remove a job in any state and free its blocks; an open reservation is aborted."""
         reservation = self.reserved.pop(job.key, None)
         self._close_sequences(job, reserved=reservation is not None)
         if reservation is not None and reservation.open:
@@ -216,7 +214,7 @@ class JobTable:
     # --- reservations: blocks for KV that a prefill worker sends
 
     def reserve(self, job: RequestState) -> tuple[Reservation, list[BlockCopy]] | None:
-        """A new job gets blocks for its whole prefix; None if they are short."""
+        """Reserve blocks for a new job's whole prefix; return None if they are short."""
         copies = self._open_prefix(job, spare=(), reserved=True)
         if copies is None:
             return None
@@ -227,12 +225,12 @@ class JobTable:
         return reservation, copies
 
     def verified(self, reservation: Reservation, num_tokens: int) -> int:
-        """KV of the first `num_tokens` tokens is there: full blocks enter the prefix cache.
+        """Add full blocks of the first `num_tokens` received tokens to the prefix cache.
 
-        Returns the tokens of the prefix that are cached so far. The blocks stay reserved; when the
-        reservation ends without a commit they stay in the cache until they are evicted. With window
-        groups nothing is cached as long as the next token would lack a block that was not asked
-        for. Raises ValueError if the reservation is not open or has fewer tokens.
+        Returns the number of prefix tokens cached so far. The blocks stay reserved; if the
+        reservation ends without a commit, they stay in the cache until they are evicted. With
+        window groups nothing is cached while the next token would lack a block that was not
+        requested. Raises ValueError if the reservation is not open or has fewer tokens.
         """
         reservation.check_open()
         if num_tokens > reservation.num_tokens:
@@ -249,8 +247,8 @@ class JobTable:
         return sequence.num_published * size
 
     def commit(self, reservation: Reservation) -> None:
-        """All KV is there: the job joins the queue with its blocks. Raises ValueError if the
-        reservation is not open."""
+        """Queue the job of a reservation, all of whose KV is in its blocks. Raises ValueError if
+        the reservation is not open."""
         reservation.check_open()
         job = reservation.job
         self.tables.commit(job.sequences[0], reservation.num_tokens)
@@ -259,7 +257,7 @@ class JobTable:
         self.waiting[job.key] = job
 
     def release(self, reservation: Reservation) -> None:
-        """Frees the blocks of an open reservation; an aborted one has none any more. Raises
+        """Free the blocks of an open reservation; an aborted one has no blocks any more. Raises
         ValueError if it was committed or released before."""
         if reservation.state is ReservationState.ABORTED:
             return
@@ -272,7 +270,7 @@ class JobTable:
     def _open_prefix(
         self, job: RequestState, spare: Seq[int], reserved: bool
     ) -> list[BlockCopy] | None:
-        """Makes the job's prefix one sequence with its first blocks; None if they are short."""
+        """Make the job's prefix a sequence with its first blocks; return None if they are short."""
         prefix = job.prefix()
         tables = self.tables
         if job.hashes is None:
@@ -296,8 +294,8 @@ class JobTable:
         return copies
 
     def _spare(self, job: RequestState) -> Seq[int]:
-        """Blocks to leave in each group for the growth of what runs and for the job's own longer
-        choices."""
+        """Return the blocks to leave in each group for the growth of running jobs and for the job's
+        other, longer choices."""
         tables = self.tables
         growing = sum(len(j.sequences) for j in self.running if j.request.generates)
         beyond: list[int] = []

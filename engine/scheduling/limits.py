@@ -1,4 +1,4 @@
-"""What an engine takes: its bounds, and the check of a request against them. Pure."""
+"""Bounds of an engine, and the check of a request against them. Pure."""
 
 from dataclasses import dataclass
 
@@ -22,12 +22,12 @@ class EngineLimits:
     max_running: int  # rows of a batch
     chunk_size: int  # tokens; chunks end at its multiples
     step_tokens: int = 0  # 0: max_running + chunk_size
-    # What one tenant may have of a step while several are active: decode rows, and prompt tokens
-    # beyond the first chunk of the step; 0: step_tokens.
+    # A tenant's maximum in a step while several tenants are active: decode rows, and prompt
+    # tokens beyond the first chunk of the step; 0: step_tokens.
     shared_step_tokens: int = 0
     max_waiting: int = 256
     eos_ids: frozenset[int] = frozenset()
-    pooling: str = ""  # of an embedding model, which generates nothing: "last" or "mean"
+    pooling: str = ""  # "last" or "mean" for an embedding model, which generates nothing
 
     def __post_init__(self) -> None:
         if not self.step_tokens:
@@ -41,14 +41,14 @@ class EngineLimits:
             )
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Ids that end a choice."""
+        """Return the ids that end a choice."""
         eos = frozenset() if params.ignore_eos else self.eos_ids
         return eos.union(params.stop_token_ids)
 
     def finish_of(
         self, ids: list[int], params: SamplingParams, max_tokens: int
     ) -> FinishReason | None:
-        """How a choice with these generated ids has ended, if it has."""
+        """Return how a choice with these generated ids has ended; None if it has not."""
         if ids and len(ids) > params.min_tokens:
             last = ids[-1]
             if last in params.stop_token_ids or (not params.ignore_eos and last in self.eos_ids):
@@ -56,7 +56,8 @@ class EngineLimits:
         return FinishReason.LENGTH if len(ids) >= max_tokens else None
 
     def check(self, request: Request) -> int:
-        """The resolved max_tokens. Raises InvalidRequest or ContextLengthExceeded."""
+        """Check a request and return its resolved max_tokens. Raises InvalidRequest or
+        ContextLengthExceeded."""
         self._check_sampling(request)
         params, prompt_len = request.params, len(request.prompt_ids)
         if not prompt_len:
@@ -95,7 +96,7 @@ class EngineLimits:
         return max_tokens
 
     def _check_sampling(self, request: Request) -> None:
-        """Raises InvalidRequest with the parameter that is out of range."""
+        """Raise InvalidRequest if a parameter is out of range."""
         params = request.params
         for name, bounds in BOUNDS.items():
             given = request.seed if name == "seed" else getattr(params, name)
@@ -115,16 +116,16 @@ class EngineLimits:
         check_constraints(params, self.vocab_size, self.eos_ids)
 
     def _pool_room(self, prompt_len: int, n: int) -> int:
-        """Tokens that each of n choices can generate if the request has the pool to itself.
+        """Return the tokens that each of n choices can generate in an otherwise empty pool.
 
-        Full prompt blocks are shared; of the last token of a choice no KV is kept.
+        Full prompt blocks are shared; no KV is kept for the last token of a choice.
         """
         shared = prompt_len // self.block_size
         each = (self.num_blocks - shared) // n
         return max(0, each * self.block_size - prompt_len % self.block_size + 1)
 
     def _too_long(self, prompt_len: int, max_tokens: int, n: int) -> str:
-        """In OpenAI's words: clients look for them."""
+        """Return the error text in OpenAI's words, which clients look for."""
         each = f" of each of {n} choices" if n > 1 else ""
         return (
             f"This model's maximum context length is {self.context_len} tokens. However, you "
@@ -136,7 +137,7 @@ class EngineLimits:
 
 
 def _check_pooled(params: SamplingParams) -> None:
-    """Raises InvalidRequest for what only a generated token could follow."""
+    """Raise InvalidRequest for params that only apply to generated tokens."""
     if params.n > 1:
         raise InvalidRequest("an embedding has no n", "n")
     for name in ("allowed_token_ids", "bad_words", "grammar", "thinking"):

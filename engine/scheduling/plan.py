@@ -1,6 +1,6 @@
-"""What a step is to compute, and what was picked from its logits, as plain data. Pure.
+"""Plan of a step, and the outcomes sampled from its logits, as plain data. Pure.
 
-What is made for every row of every step is a named tuple: making a frozen dataclass takes three
+Objects made for every row of every step are named tuples: making a frozen dataclass takes three
 times as long.
 """
 
@@ -31,11 +31,11 @@ class Row(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """One step. `copies` come before anything is computed; a plan without rows has events only."""
+    """One step. `copies` run before anything is computed; a plan without rows has events only."""
 
     events: list[Event]
     copies: list[BlockCopy] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)  # those with one token first
+    rows: list[Row] = field(default_factory=list)  # rows with one token come first
     num_decode_rows: int = 0  # rows with one token
 
     @property
@@ -45,20 +45,20 @@ class Plan:
 
 
 class Pick(NamedTuple):
-    """The next token of one choice, or why there is none."""
+    """The sampled token of one choice, or an error."""
 
     token: int
     logprob: TokenLogprob | None = None
     error: str = ""
-    param: str = ""  # the request's field at fault; the error is fit for a client then
-    no_token: bool = False  # the error: what binds this choice leaves it no token
+    param: str = ""  # request field at fault; if set, the error is fit for a client
+    no_token: bool = False  # the error: the choice's constraints allow no token
 
 
 class Outcome(NamedTuple):
     """What the sampler returned for one row."""
 
     picks: tuple[Pick, ...] = ()  # one per choice of the row
-    scores: tuple[TokenLogprob, ...] = ()  # of prompt tokens start + 1 .. end, if asked for
-    # Of a row that is pooled: float32 [outputs, hidden], of tokens first_output .. end - 1.
+    scores: tuple[TokenLogprob, ...] = ()  # of prompt tokens start + 1 .. end, if requested
+    # For a pooled row: float32 [outputs, hidden] of tokens first_output .. end - 1.
     states: NDArray[np.float32] | None = None
-    is_late: bool = False  # its mask was not there: the row runs again, as if it had not run
+    is_late: bool = False  # its mask was not ready: the row runs again, as if it had not run

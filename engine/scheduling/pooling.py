@@ -1,6 +1,7 @@
-"""The pooled hidden state of one prompt, as its chunks are computed. Pure.
+"""Pooled hidden state of one prompt, updated as its chunks are computed. Pure.
 
-It is the same bit for bit however the prompt was cut: the mean adds one token after the other.
+It is bitwise the same however the prompt is cut into chunks: the mean adds one token after the
+other.
 """
 
 from typing import Final
@@ -10,26 +11,27 @@ from numpy.typing import NDArray
 
 
 class PooledState:
-    """The mean of the final hidden states of a prompt, or the last one alone."""
+    """Mean of a prompt's final hidden states, or the last state alone."""
 
     def __init__(self, kind: str) -> None:
         """`kind`: "mean" or "last"."""
-        # The states of all tokens count, so that none may come from the prefix cache.
+        # The mean needs the states of all tokens, so none may come from the prefix cache.
         self.needs_all: Final = kind == "mean"
         self._total: NDArray[np.float64] | None = None
         self._count = 0
 
     def take(self, states: NDArray[np.float32], start: int) -> None:
-        """float32 [tokens, hidden], of token `start` on: the next ones, or if only the last one
-        counts, that one. A prompt that begins anew, after a preemption, does so with token 0."""
+        """Add the states, float32 [tokens, hidden], of the next tokens from `start` on, or of the
+        last token if only that one counts. After a preemption a prompt starts again with token
+        0."""
         if self._total is None or not start or not self.needs_all:
             self._total, self._count = np.zeros(states.shape[1]), 0
-        for state in states:  # in this order, whatever numpy would choose
+        for state in states:  # in this order; numpy's sum may use another
             self._total += state
         self._count += len(states)
 
     def values(self) -> tuple[float, ...] | None:
-        """The pooled state as float32 numbers; None if one of them is not finite."""
+        """Return the pooled state as float32 numbers; None if one of them is not finite."""
         assert self._total is not None  # a prompt has tokens
         values = (self._total / self._count).astype(np.float32)
         return tuple(values.tolist()) if np.isfinite(values).all() else None

@@ -1,7 +1,7 @@
-"""What the scheduler knows of a request under way. Pure.
+"""The scheduler's state of a request. Pure.
 
 A `RequestState` is a request in any state; it has `Sequence`s while it holds blocks. A prompt is
-one sequence until its last token has run; then each choice goes on as a sequence of its own.
+one sequence until its last token has run; then each choice continues as a separate sequence.
 """
 
 from collections.abc import Sequence as Seq
@@ -15,11 +15,11 @@ from pdserve.engine.scheduling.pooling import PooledState
 class Sequence:
     """A chain of token ids and the blocks of its KV, per layer group.
 
-    `block_tables[g][i]` holds the KV of tokens [i * block_size, (i + 1) * block_size); it is 0 when
-    the window has passed these. Only block_tables.py changes the tables and the numbers that go
-    with them. `rewritten_from[g]` is the first index of table g that the runner has to read again:
-    a change of the table or a new slot (JobTable.admit) lowers it, and the runner raises it when it
-    has read the table.
+    `block_tables[g][i]` holds the KV of tokens [i * block_size, (i + 1) * block_size); it is 0
+    after the window has passed these. Only block_tables.py changes the tables and their counters.
+    `rewritten_from[g]` is the first index of table g that the runner must read again: a changed
+    table or a new slot (JobTable.admit) lowers it, and the runner raises it after reading the
+    table.
     """
 
     __slots__ = (
@@ -43,25 +43,25 @@ class Sequence:
         self.job: Final = job
         self.ids = ids
         self.choices = choices  # those that sample from the row of ids[-1]
-        self.is_prefix = True  # the job's prefix is not computed to its end yet
+        self.is_prefix = True  # the job's prefix is not fully computed yet
         self.num_computed = 0  # KV of ids[:num_computed] is in the blocks
         self.slot = -1  # row of the runner's tables; -1: not in the batch
         self.block_tables: list[list[int]] = []
         self.rewritten_from: list[int] = []
-        # Tokens [num_computed, writable_to) have blocks of its own: they need no look at the pools.
+        # Tokens [num_computed, writable_to) have unshared blocks: no need to check the pools.
         self.writable_to = 0
-        self.num_trimmed: list[int] = []  # leading blocks given back, per group
+        self.num_trimmed: list[int] = []  # leading blocks released, per group
         self.num_published = 0  # leading full blocks offered to the prefix cache
-        self.parent_hash = parent_hash  # of the last of them
+        self.parent_hash = parent_hash  # hash of the last published block, parent of the next
 
     @property
     def num_left(self) -> int:
-        """Tokens whose KV is still to be computed."""
+        """Number of tokens whose KV is still to be computed."""
         return len(self.ids) - self.num_computed
 
     @property
     def may_sample(self) -> bool:
-        """Whether the row of ids[-1], from which its choices sample, can be in a step."""
+        """Whether a step may include the row of ids[-1], from which its choices sample."""
         constraints = self.job.constraints
         return constraints is None or all(constraints.may_sample(c) for c in self.choices)
 
@@ -78,12 +78,12 @@ class RequestState:
         seed_hash: bytes,
         pooling: str = "",
     ) -> None:
-        """`pooling`: how the engine pools, which a request with `pool` asks for."""
+        """`pooling`: the engine's kind of pooling, for a request with `pool`."""
         self.request: Final = request
         self.key: Final = request.key
         self.prompt_len: Final = len(request.prompt_ids)
         self.order: Final = order  # of arrival
-        self.rank: Final = (request.priority, order)  # among those of its tenant; lower is earlier
+        self.rank: Final = (request.priority, order)  # within its tenant; lower is earlier
         self.arrived_s: Final = arrived_s
         self.max_tokens: Final = max_tokens
         self.seed_hash: Final = seed_hash  # parent of the first block's chain hash
@@ -96,15 +96,15 @@ class RequestState:
         self.hashes: list[bytes] | None = None  # chain hashes of the prefix, while it waits
         self.cached_tokens = 0  # found in the prefix cache at the first admission
         self.announced = False  # whether Scheduled was sent
-        # Log-probabilities of prompt tokens 1..; None if not asked for, or already sent.
+        # Log-probabilities of prompt tokens 1..; None if not requested, or already sent.
         resumed = any(self.generated) or any(self.finish)
         wants_scores = request.params.prompt_logprobs is not None and not resumed
         self.prompt_scores: list[TokenLogprob] | None = [] if wants_scores else None
         self.streams: dict[int, Any] = {}  # the sampler's state of each choice
         self.pooled = PooledState(pooling) if request.pool else None
         self.constraints: RequestConstraints | None = None  # None: every token may be picked
-        # Whether a next token depends on the logits and on how many came before, and nothing but
-        # the token is asked for.
+        # Whether a next token depends only on the logits and the number of earlier tokens, and only
+        # the token is returned.
         self.is_plain = (
             request.params.logprobs is None
             and request.params.repetition_penalty == 1
@@ -113,7 +113,7 @@ class RequestState:
         )
 
     def precedes(self, other: "RequestState") -> bool:
-        """Whether it gets blocks before another: by rank within a tenant, otherwise by arrival."""
+        """Whether it gets blocks before `other`: by rank within a tenant, otherwise by arrival."""
         if self.request.tenant == other.request.tenant:
             return self.rank < other.rank
         return self.order < other.order
@@ -125,17 +125,17 @@ class RequestState:
 
     @property
     def unfinished(self) -> list[int]:
-        """Choices that still want tokens."""
+        """Choices that have not ended."""
         return [c for c, finish in enumerate(self.finish) if finish is None]
 
     @property
     def num_places(self) -> int:
-        """How many rows of a batch it may have."""
+        """Number of rows of a batch that the request needs."""
         return len(self.unfinished) if self.request.generates else 1
 
     @property
     def num_left(self) -> int:
-        """Tokens of the prefix still to be computed; without blocks, before a cache look-up."""
+        """Number of prefix tokens to compute; without blocks, before a prefix cache look-up."""
         if self.sequences:
             return self.sequences[0].num_left
         unfinished = self.unfinished
@@ -143,13 +143,13 @@ class RequestState:
         return self.prompt_len + more
 
     def prefix(self) -> tuple[int, ...]:
-        """`prefix_ids` of the request as it stands now."""
+        """Return the current `prefix_ids` of the request."""
         if self.request.prefill_only:
             return self.request.prompt_ids
         return prefix_of(self.request.prompt_ids, [self.generated[c] for c in self.unfinished])
 
     def trunk_choices(self) -> tuple[int, ...]:
-        """Choices that sample from the last row of the prefix; the others have later ids."""
+        """Return the choices that sample from the prefix's last row; the others have later ids."""
         if not self.request.generates:
             return ()
         unfinished = self.unfinished
@@ -158,12 +158,12 @@ class RequestState:
         return tuple(c for c in unfinished if not self.generated[c])
 
     def branch_ids(self, choice: int) -> list[int]:
-        """Prompt and generated ids of one choice."""
+        """Return prompt and generated ids of one choice."""
         return [*self.request.prompt_ids, *self.generated[choice]]
 
     def hit_limit(self, prefix: Seq[int]) -> int:
-        """How many prefix tokens may come from the cache: the row that samples, or is pooled, has
-        to run."""
+        """Return how many prefix tokens may come from the cache: the row that is sampled from or
+        pooled must run."""
         if self.prompt_scores is not None or (self.pooled and self.pooled.needs_all):
             return 0
         return len(prefix) if self.request.prefill_only else len(prefix) - 1

@@ -1,8 +1,8 @@
-"""Blocks at decode for KV that a prefill worker computes: what the hand-off may write. Pure.
+"""Blocks at a decode worker for KV that a prefill worker computes and transfers. Pure.
 
 The blocks belong to the reservation from JobTable.reserve until commit makes them the request's, or
-release frees them, each at most once. An abort of the request ends the reservation as well. What
-was verified meanwhile is in the prefix cache and stays there when the blocks are freed.
+release frees them, each at most once. Aborting the request ends the reservation too. Verified
+blocks are in the prefix cache and stay there when the reservation frees them.
 """
 
 from enum import Enum
@@ -12,7 +12,7 @@ from pdserve.engine.scheduling.request_state import RequestState
 
 
 class ReservationState(Enum):
-    """open -> committed | released | aborted; the JobTable changes it."""
+    """State of a reservation: open -> committed | released | aborted; the JobTable changes it."""
 
     OPEN = "open"
     COMMITTED = "committed"
@@ -21,7 +21,7 @@ class ReservationState(Enum):
 
 
 class Reservation:
-    """Where the KV of a request's prefix, less its last token, is to be written.
+    """Blocks for the KV of a request's prefix without its last token.
 
     Block i of a group holds tokens [i * block_size, (i + 1) * block_size). Only blocks from
     `first_block[group]` on are to be filled, and only while the reservation is open.
@@ -39,7 +39,7 @@ class Reservation:
         count = blocks_for(num_tokens, block_size)
         self.blocks = [list(table[:count]) for table in sequence.block_tables]
         hit = blocks_for(self.cached_tokens, block_size)
-        # Of a windowed group only what the next token sees is needed.
+        # A window group needs only what the next token sees.
         self.first_block = [
             min(count, max(hit, (num_tokens - w + 1) // block_size if w else 0)) for w in windows
         ]
@@ -50,6 +50,6 @@ class Reservation:
         return self.state is ReservationState.OPEN
 
     def check_open(self) -> None:
-        """Raises ValueError if it is not open."""
+        """Raise ValueError if the reservation is not open."""
         if not self.open:
             raise ValueError(f"reservation of {self.key!r} is {self.state.value}")

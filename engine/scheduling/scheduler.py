@@ -1,19 +1,19 @@
 """Decides what each step computes: decode rows first, then prefill chunks, under a token budget.
 
 Pure: time is an argument. Chunks end at multiples of the chunk size counted from token 0, so what
-is computed together does not depend on the load. Prompts of a tenant are computed by priority, the
-lowest value first, however long others wait; those of one priority in the order of waiting time
-divided by length (highest response ratio, Brinch Hansen 1971): a short prompt soon passes a long
-one, none of them starves, and of two alike the older comes first. Tenants take turns (turns.py).
+is computed together does not depend on the load. Tenants take turns (turns.py). Within a tenant the
+lowest priority value comes first, however long others wait. Prompts of one priority are ordered by
+waiting time divided by length (highest response ratio, Brinch Hansen 1971): a short prompt soon
+passes a long one, none starves, and of two equal ones the older comes first.
 
-While several tenants are active, each has a share of a step, so that nobody's first token waits
-long for a step that another fills: so many decode rows, and so many prompt tokens. A chunk larger
-than the share runs if it is the first of its step. If its tenant had none for that reason, it runs
-in the next step. A tenant with more decode rows than its share has none beside the first prompt of
-another, in every second step at most.
+While several tenants are active, each has a share of a step, in decode rows and in prompt tokens,
+so that no first token waits long for a step that another tenant fills. A chunk larger than the
+share runs if it is the first of its step; a tenant that got no chunk for this reason gets one in
+the next step. A tenant with more decode rows than its share gets none in a step with the first
+prompt of another tenant, at most in every second step.
 
 When blocks run out, parked requests are evicted, the longest parked first; then the youngest
-request is preempted, or one of its tenant's with a higher priority value: it loses its blocks,
+request, or one of the same tenant with a higher priority value, is preempted: it loses its blocks,
 keeps its tokens and is computed again later.
 """
 
@@ -31,45 +31,46 @@ from pdserve.engine.scheduling.turns import Turns, by_priority
 
 
 class Scheduler:
-    """Plans steps over the requests of a job table; StepProgress applies what a step has done."""
+    """Planner of steps over the requests of a job table; StepProgress applies the outcomes."""
 
     def __init__(self, jobs: JobTable, limits: EngineLimits) -> None:
         self._jobs = jobs
         self._limits = limits
         self._turns = Turns()
         self._short: RequestState | None = None  # the next job to admit, if it lacks blocks
-        self._refused: RequestState | None = None  # whose reservation was, since the last step
-        # Of tenants that had more decode rows than a step has for one: the rank of the next.
+        self._refused: RequestState | None = None  # job refused a reservation since the last step
+        # By tenant with more decode rows than its share: the rank of the first job left out.
         self._left_out: dict[bytes, tuple[int, int]] = {}
-        self._gave_way = False  # whether rows were left out in the last step for another's prompt
-        self._kept_out = False  # whether a tenant had no chunk in the last step for its size
+        self._gave_way = False  # whether the last step left out rows for another's prompt
+        self._kept_out = False  # whether the last step kept out a tenant's chunk for its size
 
     def must_wait(self, reserving: RequestState) -> bool:
-        """Whether a queued job that lacks blocks precedes one that asks for a reservation."""
+        """Whether a queued job that lacks blocks precedes the job that requests a reservation."""
         return self._short is not None and self._short.precedes(reserving)
 
     def hold_up(self, refused: RequestState) -> None:
-        """A reservation was refused: in the next step no job that it precedes gets blocks."""
+        """Record a refused reservation: in the next step no job that it precedes gets blocks."""
         self._refused = refused
 
     def evict(self, events: list[Event]) -> bool:
-        """Ends one parked request for its blocks; False if none has any."""
+        """End one parked request for its blocks; return False if none has any."""
         job = self._jobs.evict()
         if job is not None:
             events.append(Evicted(job.key))
         return job is not None
 
     def schedule(self, now_s: float, events: list[Event]) -> Plan | None:
-        """The next step, with `events` to be sent first; None when there is nothing to do."""
+        """Plan the next step, with `events` to send first; return None if there is nothing to
+        do."""
         plan = Plan(events)
         in_step: set[int] = set()  # orders of the jobs with rows; they are not preempted
         limits, jobs = self._limits, chain(self._jobs.running, self._waiting())
         shared = self._turns.are_shared((job.request.tenant for job in jobs), now_s)
-        # What one tenant may have of the step, of either kind.
+        # One tenant's maximum of the step, for decode rows and for prompt tokens each.
         share = limits.shared_step_tokens if shared else limits.step_tokens
         self._add_decode_rows(plan, in_step, share)
         chunks = self._chunks(now_s, plan, in_step, share)
-        if not plan.rows and not chunks and self._gave_way:  # that prompt cannot run yet
+        if not plan.rows and not chunks and self._gave_way:  # the other's prompt cannot run yet
             self._add_decode_rows(plan, in_step, share)
         plan.rows += [row for row in chunks if row.num_tokens == 1]
         plan.num_decode_rows = len(plan.rows)
@@ -77,8 +78,8 @@ class Scheduler:
         return plan if plan.rows or plan.events else None
 
     def _add_decode_rows(self, plan: Plan, in_step: set[int], share: int) -> None:
-        """Adds the rows of one token. Of a tenant with more of them than its share those come first
-        the next time that are left out now, and all are in a step with the first prompt of another
+        """Add the decode rows. If a tenant has more rows than its share, those left out now come
+        first next time. All its rows are left out of a step with the first prompt of another
         tenant, but not twice in a row."""
         tenants: dict[bytes, list[RequestState]] = {}
         for job in self._jobs.running:
@@ -107,28 +108,28 @@ class Scheduler:
                     room -= len(rows)
 
     def _decode_rows(self, job: RequestState) -> list[Row]:
-        """The rows of its sequences that lack the KV of one token alone."""
+        """Return the rows of its sequences that lack the KV of exactly one token."""
         rows: list[Row] = []
         for sequence in job.sequences:
             end = len(sequence.ids)
             start = end - 1
             if sequence.num_computed != start:
                 continue
-            if job.constraints is None and not sequence.is_prefix:  # nearly all: what _row returns
+            if job.constraints is None and not sequence.is_prefix:  # fast path, equal to _row
                 rows.append(Row(sequence, start, end, sequence.choices, start))
             elif (row := self._row(sequence)) is not None:
                 rows.append(row)
         return rows
 
     def _chunks(self, now_s: float, plan: Plan, in_step: set[int], share: int) -> list[Row]:
-        """The chunks that fill the token budget, the highest response ratio first.
+        """Return the chunks that fill the token budget, the highest response ratio first.
 
-        The first chunk runs whatever its size, further ones as far as they are within their
-        tenant's share. After a step in which a tenant had none for that reason, the first chunk of
-        every tenant runs whatever its size.
+        The first chunk runs whatever its size; further ones run within their tenant's share. After
+        a step in which a tenant got no chunk for that reason, the first chunk of every tenant runs
+        whatever its size.
 
-        A job that cannot be admitted holds up those behind it. If it lacks blocks, jobs that have
-        their blocks already still pass, since it waits for blocks that these will give back.
+        A job that cannot be admitted holds up the jobs behind it. If it lacks blocks, jobs that
+        already have blocks still pass, because they will free the blocks that it waits for.
         """
         catches_up, self._kept_out = self._kept_out, False
         used: Counter[bytes] = Counter()
@@ -181,8 +182,8 @@ class Scheduler:
         return chunks
 
     def _waiting(self) -> list[RequestState]:
-        """Queued jobs, but for those whose grammar is not ready: these keep their place in the
-        queue, and slots and blocks are for others meanwhile."""
+        """Return queued jobs whose grammar is ready. Others keep their place in the queue, and
+        leave slots and blocks to the ready ones."""
         return [job for job in self._jobs.waiting.values() if job.is_ready]
 
     def _held_up(self, job: RequestState) -> bool:
@@ -191,7 +192,7 @@ class Scheduler:
     def _queue(
         self, now_s: float, in_prefill: list[tuple[RequestState, Sequence]]
     ) -> Iterable[tuple[RequestState, Sequence | None]]:
-        """Sequences in prefill, and waiting jobs with None; the next to compute comes first."""
+        """Return sequences in prefill, and waiting jobs with None, in the order to compute them."""
         queue: list[tuple[float, int, int, RequestState, Sequence | None]] = []
 
         def add(job: RequestState, size: int, left: int, sequence: Sequence | None) -> None:
@@ -214,22 +215,22 @@ class Scheduler:
             if not self.evict(plan.events):
                 return None
         plan.copies += copies
-        # A job that was parked may have more sequences; those run from the next step on.
+        # A job that was parked may have more sequences; they run from the next step on.
         sequence = job.sequences[0]
         if not job.announced:
             job.announced = True
             plan.events.append(Scheduled(job.key, job.cached_tokens))
-        if not sequence.num_left:  # a prefill_only request, all of it from the cache
+        if not sequence.num_left:  # a prefill_only request fully found in the cache
             plan.events.append(PrefillComputed(job.key, sequence.num_computed, True))
             self._jobs.hold(job)
         return sequence
 
     def _grow(self, job: RequestState, rows: list[Row], plan: Plan, in_step: set[int]) -> bool:
-        """Gets blocks for the rows of a job, if need be by eviction and preemption; False if the
-        rows cannot run in this step."""
+        """Allocate blocks for the rows of a job, by eviction and preemption if necessary; return
+        False if the rows cannot run in this step."""
         for row in rows:
             if row.end <= row.sequence.writable_to:
-                continue  # as nearly always
+                continue  # the common case
             while (copies := self._jobs.extend(row.sequence, row.end)) is None:
                 if self.evict(plan.events):
                     continue
@@ -243,8 +244,8 @@ class Scheduler:
         return True
 
     def _row(self, sequence: Sequence) -> Row | None:
-        """The row of a sequence's next tokens, up to the next chunk border or to its end. The last
-        token waits until it may be sampled from; None if there is no other."""
+        """Return the row of a sequence's next tokens, up to the next chunk border or to its end.
+        The last token waits until it may be sampled from; return None if no other token remains."""
         start, total, chunk = sequence.num_computed, len(sequence.ids), self._limits.chunk_size
         end = min(total, (start // chunk + 1) * chunk)
         if end == total and not sequence.may_sample:

@@ -1,4 +1,4 @@
-"""Figures of an engine for routing and metrics; counters start at 0 when it is made."""
+"""Statistics of an engine for routing and metrics; its counters start at 0."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from pdserve.engine.scheduling.plan import Plan
 
 SMOOTHING = 0.2  # weight of the last prefill step in the measured rate
 FADING = 0.98  # the slowest time fades by this factor with every faster step
-GROWTH = 2.0  # one slower step raises it by at most this factor: a step may have hung
+GROWTH = 2.0  # one slower step raises it by at most this factor, as a step may have hung
 LEAST_CHUNK = 32  # a step with fewer chunk tokens does not measure the time of one
 
 
@@ -18,25 +18,25 @@ class EngineStats:
     running: int  # requests in the batch
     waiting: int  # requests queued
     waiting_tokens: int  # prefix tokens not yet computed
-    held: int  # requests whose blocks others read: computed prefill_only ones, and migrations
-    reserved: int  # hand-offs that are not committed
-    parked: int  # requests that nobody listens to; they get no steps
+    held: int  # requests whose blocks others read: computed prefill_only ones and migrations
+    reserved: int  # KV transfers that are not committed
+    parked: int  # requests without a listening client; they get no steps
     parked_blocks: int  # blocks of parked requests; shared ones count each time
-    held_blocks: int  # blocks of held requests, likewise
+    held_blocks: int  # blocks of held requests; shared ones count each time
     oldest_s: dict[str, float]  # age of the oldest request with blocks, by their state
     blocks: BlockCounts  # of the first full-attention group
     step: int
     prefill_tokens_s: float  # measured rate; 0: unknown
     prompt_tokens: int  # counters from here on: prompt tokens computed
     generation_tokens: int
-    recomputed_tokens: int  # generated tokens whose KV was lost, or never here
+    recomputed_tokens: int  # generated tokens whose KV was lost or computed elsewhere
     preemptions: int
     prefix_queries: int  # prompt tokens looked up in the prefix cache
-    prefix_hits: int  # of them found
+    prefix_hits: int  # prompt tokens found there
 
 
 class StepMeter:
-    """Counts steps, measures the prefill rate, and estimates how long a step may take."""
+    """Counters of steps, the measured prefill rate, and an estimate of a step's duration."""
 
     def __init__(self, token_s: float = 0.0) -> None:
         self.step = 0
@@ -47,12 +47,12 @@ class StepMeter:
         self._rows_s = 0.0  # slowest seconds of a step without chunks, fading
 
     def expected_s(self, plan: Plan) -> float:
-        """Seconds that the step should take at most, judging by the slowest steps before it."""
+        """Return the maximum seconds that the step should take, judged by the slowest so far."""
         chunks = plan.num_tokens - plan.num_decode_rows
         return self._rows_s + chunks * self._token_s
 
     def count(self, plan: Plan, wall_s: float) -> None:
-        """Counts a step that took `wall_s` seconds."""
+        """Count a step that took `wall_s` seconds."""
         self.step += 1
         for sequence, start, end, choices, _ in plan.rows:
             prompt_len = sequence.job.prompt_len

@@ -1,7 +1,7 @@
-"""Applies a finished step to its jobs: tokens are appended, choices fork and end. Pure.
+"""Applies a finished step to its jobs: appends tokens, forks and ends choices. Pure.
 
-Choices share one sequence until the last token of the prefix has run; then every choice goes on as
-a sequence of its own that refers to the same blocks.
+Choices share one sequence until the last token of the prefix has run; then every choice continues
+as a separate sequence that refers to the same blocks.
 """
 
 from collections.abc import Sequence as Seq
@@ -24,13 +24,13 @@ from pdserve.engine.scheduling.request_state import RequestState, Sequence
 
 
 def is_in_batch(row: Row) -> bool:
-    """Whether its sequence is still where it was when the step was planned."""
+    """Whether the row's sequence still holds the place it had when the step was planned."""
     sequence = row.sequence
     return sequence.slot >= 0 and sequence in sequence.job.sequences
 
 
 class StepProgress:
-    """Applies outcomes to the requests of a job table; every method returns the events to send."""
+    """State changes that outcomes cause in a job table; every method returns the events to send."""
 
     def __init__(self, jobs: JobTable, limits: EngineLimits) -> None:
         self._jobs = jobs
@@ -38,8 +38,8 @@ class StepProgress:
         self.generated_tokens = 0
 
     def end_complete(self, job: RequestState) -> list[Event]:
-        """Ends the choices that need no token any more: when the request has come to this engine,
-        and when a grammar has accepted what it was behind with."""
+        """End the choices that need no more tokens: when a request arrives at this engine, and when
+        a grammar has accepted the ids it was behind with."""
         events: list[Event] = []
         if not job.request.generates:
             return events
@@ -53,8 +53,8 @@ class StepProgress:
         return events
 
     def apply(self, plan: Plan, outcomes: Seq[Outcome]) -> list[Event]:
-        """Applies the outcomes of a computed step, one per row of the plan. A row whose sequence
-        has left the batch since it was planned counts as if it had not run."""
+        """Apply the outcomes of a computed step, one per row of the plan. A row whose sequence has
+        left the batch since planning counts as not run."""
         events: list[Event] = []
         for row, outcome in zip(plan.rows, outcomes, strict=True):
             if is_in_batch(row):
@@ -62,7 +62,7 @@ class StepProgress:
         return events
 
     def abort(self, job: RequestState, choices: Seq[int]) -> list[Event]:
-        """Ends the named choices, or the whole job if none is named."""
+        """Abort the given choices, or the whole job if `choices` is empty."""
         events: list[Event] = []
         for choice in choices or job.unfinished:
             if job.finish[choice] is None and not job.request.prefill_only:
@@ -75,7 +75,7 @@ class StepProgress:
         return events
 
     def fail(self, job: RequestState, message: str, param: str = "") -> list[Event]:
-        """Ends the whole job with an error; with `param` it is the client's."""
+        """End the whole job with an error; with `param` the client caused it."""
         self._jobs.end(job)
         return [RequestFailed(job.key, message, param)]
 
@@ -83,7 +83,7 @@ class StepProgress:
         sequence = row.sequence
         job = sequence.job
         picks = outcome.picks
-        if not sequence.is_prefix and len(picks) == 1 and not picks[0].error:  # as nearly always
+        if not sequence.is_prefix and len(picks) == 1 and not picks[0].error:  # common case
             self._jobs.advance(sequence, row.end)
             tokens = self._append(sequence, row.choices[0], picks[0])
             events.append(tokens)
@@ -94,7 +94,7 @@ class StepProgress:
             return
         self._jobs.advance(sequence, row.end)
         if job.prompt_scores is not None:
-            job.prompt_scores[row.start :] = outcome.scores  # once more after a preemption
+            job.prompt_scores[row.start :] = outcome.scores  # again after a preemption
         if job.pooled is not None and outcome.states is not None:
             job.pooled.take(outcome.states, row.first_output)
         if sequence.is_prefix:
@@ -114,9 +114,9 @@ class StepProgress:
             self._fork(job, sequence)
         wrong = [pick for pick in outcome.picks if pick.error]
         for pick in wrong:
-            # Of several choices, one that its constraints leave no token ends alone.
+            # A choice whose constraints allow no token ends alone if others remain.
             if not pick.no_token or not pick.param or len(wrong) == job.request.params.n:
-                # Its KV may be what is wrong: requests that would share it must not fail as well.
+                # Its KV may be wrong: requests that would share it must not fail too.
                 if not pick.param:
                     self._jobs.forget(job)
                 events += self.fail(job, pick.error, pick.param)
@@ -136,15 +136,15 @@ class StepProgress:
             events += self._end(job)
 
     def _pool(self, job: RequestState, pooled: PooledState) -> list[Event]:
-        """The end of a request whose prompt was to be pooled."""
+        """End a request whose prompt is pooled."""
         values = pooled.values()
         if values is None:
-            self._jobs.forget(job)  # so that no other request shares what may be wrong
+            self._jobs.forget(job)  # so that no other request shares KV that may be wrong
             return self.fail(job, "the hidden states are not finite")
         return [Pooled(job.key, values), *self._end(job)]
 
     def _fork(self, job: RequestState, prefix: Sequence) -> None:
-        """Makes one sequence per unfinished choice; the first choice takes the prefix's own."""
+        """Make one sequence per unfinished choice; the first choice takes the prefix's sequence."""
         prefix.is_prefix = False
         first, *others = job.unfinished
         for choice in others:
@@ -153,7 +153,7 @@ class StepProgress:
         prefix.choices = (first,)
 
     def _append(self, sequence: Sequence, choice: int, pick: Pick) -> NewTokens:
-        """The choice, whose sequence it is, gets its next token."""
+        """Append the sampled token to a choice and to its sequence."""
         job, token = sequence.job, pick.token
         ids = job.generated[choice]
         ids.append(token)
@@ -169,7 +169,7 @@ class StepProgress:
         return NewTokens(job.key, choice, len(ids) - 1, (token,), logprobs, reason)
 
     def _finish_reason(self, job: RequestState, choice: int) -> FinishReason | None:
-        """How a choice has ended; None if it has not, or if its grammar does not know it yet."""
+        """Return how a choice has ended; None if it has not, or its grammar does not know yet."""
         reason = self._limits.finish_of(job.generated[choice], job.request.params, job.max_tokens)
         constraints = job.constraints
         if reason is FinishReason.STOP or constraints is None:
@@ -179,12 +179,12 @@ class StepProgress:
         return FinishReason.STOP if constraints.is_terminated(choice) else reason
 
     def _finish(self, job: RequestState, choice: int, reason: FinishReason) -> list[Event]:
-        """An end without a token."""
+        """End a choice without a token."""
         job.finish[choice] = reason
         return [NewTokens(job.key, choice, len(job.generated[choice]), (), (), reason)]
 
     def _drop(self, job: RequestState, choice: int) -> None:
-        """A choice that was ended from outside gives its sequence or its slot back."""
+        """Free the sequence or the slot of a choice that ended without a token."""
         for sequence in list(job.sequences):
             if sequence.is_prefix:
                 sequence.choices = tuple(c for c in sequence.choices if c != choice)

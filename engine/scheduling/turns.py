@@ -1,4 +1,4 @@
-"""Tenants take turns at an engine; pure."""
+"""Turn taking of tenants at an engine. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -6,15 +6,15 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-MOST_PASSED = 8  # steps in a row that compute nothing of a tenant that waits; then it comes first
-ACTIVE_S = 1.0  # so long a tenant counts as active after its last request has ended
+MOST_PASSED = 8  # steps in a row that pass over a waiting tenant before it comes first
+ACTIVE_S = 1.0  # a tenant counts as active this long after its last request has ended
 
 
 def by_priority(
     entries: Sequence[T], tenant: Callable[[T], bytes], priority: Callable[[T], int]
 ) -> list[T]:
-    """Each tenant's entries in order of priority, those of one priority as they are. A tenant has
-    the same places as before, so none gains against another."""
+    """Return each tenant's entries in order of priority, stable within one priority. Each tenant
+    keeps the places it had, so none gains against another."""
     own: dict[bytes, list[T]] = {}
     for entry in entries:
         own.setdefault(tenant(entry), []).append(entry)
@@ -23,15 +23,16 @@ def by_priority(
 
 
 class Turns:
-    """Counts the prompt tokens of each tenant that has some to compute, so that the one with the
-    fewest comes first. A tenant that comes anew comes before those of which something has been
-    computed, and behind others that came before it and those that have been passed over for more
-    than MOST_PASSED steps."""
+    """Order of tenants with prompts to compute, the one with the fewest computed tokens first.
+
+    A new tenant comes before those of which something has been computed, and behind earlier
+    arrivals and those passed over for more than MOST_PASSED steps.
+    """
 
     def __init__(self) -> None:
         self._computed: dict[bytes, int] = {}
-        self._passed: Counter[bytes] = Counter()  # steps since some of it was computed, or it came
-        self._begun: set[bytes] = set()  # of which something has been computed since they came
+        self._passed: Counter[bytes] = Counter()  # steps since its last tokens or its arrival
+        self._begun: set[bytes] = set()  # tenants with computed tokens since their arrival
         self._active: dict[bytes, float] = {}  # when each tenant last had a request
 
     def are_shared(self, tenants: Iterable[bytes], now_s: float) -> bool:
@@ -44,8 +45,8 @@ class Turns:
         return len(self._active) > 1
 
     def order(self, entries: Sequence[T], tenant: Callable[[T], bytes]) -> Sequence[T]:
-        """The first entry of each tenant, then the second of each, and so on. With one tenant all
-        stays as it is."""
+        """Return the first entry of each tenant, then the second of each, and so on. With one
+        tenant the order does not change."""
         tenants = {tenant(entry) for entry in entries}
         counts = {name: count for name, count in self._computed.items() if name in tenants}
         self._begun &= tenants
@@ -68,7 +69,7 @@ class Turns:
         return [entry for *_, entry in ranked]
 
     def computed(self, tenant: bytes, tokens: int) -> None:
-        """A step computes so many of its prompt tokens."""
+        """Count prompt tokens of a tenant that a step computes."""
         if tenant in self._computed:
             self._computed[tenant] += tokens
             self._passed[tenant] = 0

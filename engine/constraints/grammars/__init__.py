@@ -1,1 +1,1 @@
-"""Grammars: compiled in a sandbox first, then here on threads, and matched by llguidance."""
+"""Grammars: compiled first in a sandbox, then on threads, and matched by llguidance."""

@@ -1,7 +1,7 @@
-"""Compiles grammars on threads of its own, and keeps the last ones.
+"""Compiles grammars on dedicated threads, and keeps the most recent ones.
 
-A grammar is compiled in a sandbox first (sandbox.py): only what was done there in time is compiled
-here.
+A sandbox compiles each grammar first (sandbox.py); only a grammar that passes there in time is
+compiled here.
 """
 
 import logging
@@ -29,14 +29,14 @@ MAX_QUEUED_OF_TENANT = 32
 
 
 class Compilation(Future[CompiledGrammar]):
-    """A grammar that is to be compiled, or was."""
+    """A grammar before, during or after its compilation."""
 
     def __init__(self, compile_source: Callable[[], CompiledGrammar]) -> None:
         super().__init__()
         self._compile_source = compile_source
 
     def run(self) -> None:
-        """Compiles it; on one of the threads."""
+        """Compile the grammar; runs on one of the threads."""
         self.set_running_or_notify_cancel()
         try:
             self.set_result(self._compile_source())
@@ -45,7 +45,7 @@ class Compilation(Future[CompiledGrammar]):
 
 
 class GrammarBackend:
-    """Grammars for one tokenizer. `load` may be called ahead, from a thread that may wait."""
+    """Grammars for one tokenizer. A thread that may wait can call `load` ahead."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._vocabulary = (tokenizer_json, vocab_size, eos_ids)
@@ -57,7 +57,7 @@ class GrammarBackend:
         self._num_users: WeakKeyDictionary[Compilation, int] = WeakKeyDictionary()  # requests
 
     def load(self) -> None:
-        """Makes the tokenizer, once. Raises GrammarError if grammars cannot use it."""
+        """Make the tokenizer, once. Raises GrammarError if grammars cannot use it."""
         with self._load_lock:
             if self._tokenizer is not None:
                 return
@@ -69,15 +69,16 @@ class GrammarBackend:
                 raise GrammarError(text) from error
 
     def has_room(self, source: str, tenant: bytes) -> bool:
-        """Whether `compile` may be called: it adds nothing to the queue, or not too much."""
+        """Whether `compile` may be called: the grammar is kept, or the queue has room."""
         return self._found(source) is not None or (
             self._threads.num_waiting < MAX_QUEUED
             and self._threads.num_of_tenant(tenant) < MAX_QUEUED_OF_TENANT
         )
 
     def compile(self, source: str, tenant: bytes = b"") -> Compilation:
-        """A compiled grammar, or GrammarError; one that is the grammar's fault is kept as well.
-        Whoever calls this calls `release` later. One thread calls both."""
+        """Return a future of the compiled grammar or of a GrammarError; errors that are the
+        grammar's fault are kept too. The caller must call `release` later; one thread makes all
+        these calls."""
         compilation = self._found(source)
         if compilation is None:
             compilation = self._kept[source] = Compilation(lambda: self._compile(source))
@@ -91,7 +92,7 @@ class GrammarBackend:
         return compilation
 
     def release(self, compilation: Compilation) -> None:
-        """A request has ended; what no other waits for is not compiled."""
+        """End one request's use of a compilation; cancel it if no other request waits for it."""
         self._num_users[compilation] -= 1
         if not self._num_users[compilation] and self._threads.remove(compilation):
             compilation.cancel()
@@ -106,7 +107,7 @@ class GrammarBackend:
         return None if kept is None or _may_be_retried(kept) else kept
 
     def _compile(self, source: str) -> CompiledGrammar:
-        """Raises GrammarError and nothing else."""
+        """Compile a grammar. Raises only GrammarError."""
         try:
             self.load()
             self._sandbox.check(source)
@@ -115,14 +116,14 @@ class GrammarBackend:
             if error.is_internal:
                 log.warning("a grammar was not compiled: %s", error)
             raise
-        except BaseException as error:  # a panic is no Exception
+        except BaseException as error:  # a panic is not an Exception
             log.exception("a grammar was not compiled")
             text = f"the grammar was not compiled: {type(error).__name__}"
             raise GrammarError(text, is_internal=True) from error
 
 
 def _may_be_retried(compilation: Compilation) -> bool:
-    """Whether it has ended without a result, and not by the grammar's fault."""
+    """Whether it ended without a result for a reason other than the grammar."""
     if not compilation.done() or compilation.cancelled():
         return compilation.cancelled()
     error = compilation.exception()

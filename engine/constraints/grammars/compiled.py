@@ -1,6 +1,6 @@
-"""A grammar as llguidance has compiled it for a model's tokenizer.
+"""A grammar compiled by llguidance for a model's tokenizer.
 
-A matcher has one user at a time; it may be used on any thread.
+A matcher has one user at a time; any thread may use it.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from pdserve.engine.constraints.bitmask import Bitmask
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be used, in words for whoever wrote it; or, if that is not the
-    grammar's fault, an internal text."""
+    """A grammar that cannot be used, with a message for its author; or an internal error, if the
+    grammar is not at fault."""
 
     def __init__(self, message: str, is_internal: bool = False) -> None:
         super().__init__(message)
@@ -23,14 +23,14 @@ class GrammarError(Exception):
 
     @property
     def param(self) -> str:
-        """The request's field at fault; empty for an internal error."""
+        """Request field at fault; empty for an internal error."""
         return "" if self.is_internal else "grammar"
 
 
 def make_tokenizer(tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> Any:
-    """What grammars are compiled for. Raises ValueError if it cannot be used.
+    """Make the tokenizer that grammars are compiled for. Raises ValueError if it cannot be used.
 
-    It takes about 10 us for each token of the vocabulary, in which no other thread runs Python.
+    Takes about 10 us per token of the vocabulary, during which no other thread runs Python.
     """
     if not eos_ids:
         raise ValueError("the model has no eos token")
@@ -40,14 +40,14 @@ def make_tokenizer(tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int
     except ValueError as error:
         if "too small" not in str(error):
             raise
-        return LLTokenizer(text, eos_token=eos)  # it has more ids than the model
+        return LLTokenizer(text, eos_token=eos)  # the tokenizer has more ids than the model
 
 
 class CompiledGrammar:
     """A grammar before the first token of an answer."""
 
     def __init__(self, tokenizer: Any, source: str) -> None:
-        """Raises GrammarError."""
+        """Compile `source`. Raises GrammarError."""
         limits = LLParserLimits(**GRAMMAR_LIMITS)
         self._matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         raise_error(self._matcher)
@@ -57,23 +57,23 @@ class CompiledGrammar:
             raise GrammarError("no text matches the grammar")
 
     def matcher(self) -> Any:
-        """A matcher for one choice."""
+        """Return a new matcher for one choice."""
         return self._matcher.deep_copy()
 
     def buffer(self) -> Bitmask:
-        """The tokens that may come first, in an array of the caller's; it may be longer than
-        the model's vocabulary needs."""
+        """Return the tokens that may come first, in a new array that the caller owns; it may be
+        longer than the model's vocabulary needs."""
         return self._first.copy()
 
 
 def fill_bitmask(matcher: Any, address: int, num_bytes: int) -> None:
-    """Writes the tokens that may come next to the bitmask at an address. Raises GrammarError."""
+    """Write the tokens that may come next to the bitmask at an address. Raises GrammarError."""
     matcher.unsafe_compute_mask_ptr(address, num_bytes)
     raise_error(matcher)
 
 
 def raise_error(matcher: Any) -> None:
-    """Raises GrammarError if the matcher has failed, which is for good."""
+    """Raise GrammarError if the matcher has failed, which is permanent."""
     if matcher.is_error():
         text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
         raise GrammarError(text or "the grammar cannot be used")

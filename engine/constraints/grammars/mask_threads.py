@@ -1,4 +1,4 @@
-"""Threads on which grammars compute the next bitmasks while the forward pass runs."""
+"""Threads that compute the next grammar bitmasks while the forward pass runs."""
 
 import threading
 import time
@@ -7,38 +7,38 @@ from typing import Protocol
 
 from pdserve.engine.constraints.grammars.thread_pool import FairThreadPool
 
-NUM_THREADS = 4  # so that a few slow grammars leave threads to the others
-NUM_SLOW_THREADS = 2  # of their own for tasks that are known to be slow
-# Most masks take microseconds, less than it takes to wake a thread: one computes several of them.
+NUM_THREADS = 4  # so that a few slow grammars leave threads for others
+NUM_SLOW_THREADS = 2  # extra threads for tasks known to be slow
+# Most masks take microseconds, less than waking a thread: one thread computes several masks.
 TASKS_PER_THREAD = 16
 
 
 class MaskTask(Protocol):
-    """What computes one mask."""
+    """A task that computes one mask."""
 
     @property
     def is_slow(self) -> bool:
-        """Whether it is known to take long."""
+        """Whether the task is known to take long."""
 
     def run(self) -> None: ...
 
 
 class MaskThreads:
-    """Tasks are collected by `add` and begun by `start`: two calls for all tasks of a step.
+    """Threads for mask tasks; `add` collects and `start` starts them, once per step.
 
-    Those that a step waits for come first, the others by tenants in turn. What is behind a slow
-    task at the next `start` gets another thread. One thread calls this.
+    Tasks that a step waits for come first, the others by tenants in turn. Tasks stuck behind a slow
+    one at the next `start` get other threads. Only one thread may call the methods, except `tell`.
     """
 
     def __init__(self) -> None:
         self._quick = FairThreadPool[MaskTask](NUM_THREADS, "masks")
         self._slow = FairThreadPool[MaskTask](NUM_SLOW_THREADS, "slow-masks")
-        self._num_new = 0  # of those awaited, since the last start
+        self._num_new = 0  # awaited tasks added since the last start
         self._told = threading.Condition()
         self._is_waiting = False
 
     def add(self, task: MaskTask, tenant: bytes, *, awaited: bool) -> None:
-        """`awaited`: the next step waits for it, so it should be fast."""
+        """Add a task; `awaited`: the next step waits for it, so it should be fast."""
         if task.is_slow:
             self._slow.add(task, tenant)
         elif awaited:
@@ -48,7 +48,7 @@ class MaskThreads:
             self._quick.add(task, tenant)
 
     def start(self) -> None:
-        # What was not begun since the start before is behind a slow task: a thread for each of it.
+        # A task not begun since the previous start is behind a slow one: start a thread for each.
         left = max(0, self._quick.num_urgent - self._num_new)
         new = -(-self._num_new // TASKS_PER_THREAD)
         self._num_new = 0
@@ -56,14 +56,14 @@ class MaskThreads:
         self._slow.start(self._slow.num_waiting)
 
     def tell(self) -> None:
-        """A mask is there; on a mask thread. To wake nobody costs nothing, and nearly always every
-        mask is there before a step waits for one."""
+        """Signal, on a mask thread, that a mask is ready. Costs nothing while no step waits, which
+        is nearly always the case."""
         if self._is_waiting:
             with self._told:
                 self._told.notify_all()
 
     def wait(self, is_there: Callable[[], bool], until_s: float) -> bool:
-        """Waits for a mask, until a time of perf_counter; whether it is there."""
+        """Wait for a mask until a perf_counter time; return whether it is ready."""
         with self._told:
             self._is_waiting = True  # before the first look, so that `tell` cannot be missed
             try:

@@ -1,7 +1,7 @@
 """The grammar of one choice: a matcher accepts its ids, and the next bitmask is computed ahead.
 
-The engine's thread calls everything but `run`. While that is under way, on a mask thread, it owns
-the matcher and what is known of it, and the engine's thread calls only `is_ready`, `is_behind`,
+The engine's thread calls everything except `run`. While `run` is under way on a mask thread, that
+thread owns the matcher and its state, and the engine's thread calls only `is_ready`, `is_behind`,
 `is_awaited` and `wait`.
 """
 
@@ -23,23 +23,23 @@ from pdserve.engine.constraints.sequence_search import SequenceSearch
 
 log = logging.getLogger(__name__)
 
-# Seconds of CPU time, so that they are the grammar's and not those of a busy machine.
+# Seconds of CPU time, so that they measure the grammar and not a busy machine.
 SLOW_MASK_S = 0.005  # no step waits for the next mask of a choice whose last took longer
 MAX_MASK_S = 1.0
-# That the matcher may take for one token, while no other thread runs Python: more than the first
-# may come MAX_SLOW_TOKENS times in a row, more than the second never.
+# Limits of the matcher for one token, while no other thread runs Python: it may exceed the first
+# MAX_SLOW_TOKENS times in a row, and the second never.
 SLOW_TOKEN_S, MAX_TOKEN_S = 0.005, 0.05
 MAX_SLOW_TOKENS = 4
-MAX_STEP_S = 0.01  # of the engine's thread, for the tokens of all choices of a step
-LONG_REPLAY = 256  # ids: a matcher that accepts so many first may be slow
-REPLAY_SLICE_S = 0.001  # before other threads may run Python
-LATE_BACKOFF = 32  # masks of a choice that no step waits for once one came too late
+MAX_STEP_S = 0.01  # of the engine's thread per step, for the tokens of all choices
+LONG_REPLAY = 256  # ids: a task that first accepts more than these may be slow
+REPLAY_SLICE_S = 0.001  # maximum before other threads may run Python
+LATE_BACKOFF = 32  # masks of a choice that no step waits for after a late one
 TOO_LONG = "the grammar takes too long"
 NO_MATCH = "the generated ids do not match the grammar"
 
 
 class StepBudget:
-    """What the tokens of one step, of all choices, may take of the engine's thread."""
+    """Budget of the engine's thread for the tokens of one step, over all choices."""
 
     def __init__(self) -> None:
         self._used_s = 0.0
@@ -50,8 +50,8 @@ class StepBudget:
         return self._used_s > MAX_STEP_S
 
     def spend(self, wall_s: float) -> float:
-        """Count a token; returns the CPU time that it took, or more. Of a quick one the wall time
-        says enough: to ask for CPU time takes ten times as long."""
+        """Count a token; return its CPU time, or an upper bound. For a quick token the wall time
+        suffices: reading the CPU time takes ten times as long."""
         took = wall_s
         if wall_s > SLOW_TOKEN_S:
             took = min(wall_s, max(0.0, time.thread_time() - self._began))
@@ -59,7 +59,7 @@ class StepBudget:
         return took
 
     def renew(self) -> None:
-        """Another step begins."""
+        """Start the budget of another step."""
         self._used_s = 0.0
         self._began = time.thread_time()
 
@@ -80,7 +80,7 @@ class GrammarMatcher:
         budget: StepBudget,
         on_late: Callable[[], None],
     ) -> None:
-        """`on_late` is called, on another thread, when a mask is there that no step waits for."""
+        """`on_late` is called, on another thread, when a mask that no step waits for is ready."""
         self._compiled = compiled
         self._num_words = (vocab_size + 31) // 32
         self._tenant = tenant
@@ -90,14 +90,14 @@ class GrammarMatcher:
         self._search = SequenceSearch(grammar.begins_after) if grammar.begins_after else None
         self._matcher: Any = None
         self._bitmask: Bitmask | None = None
-        self._address = 0  # of the bitmask: to ask numpy for it takes longer than a mask
-        self._unaccepted: list[int] = []  # ids that a mask thread is to accept
+        self._address = 0  # of the bitmask: reading it from numpy takes longer than a mask
+        self._unaccepted: list[int] = []  # ids for a mask thread to accept
         self._is_slow = False  # whether the last mask took long
-        self._num_slow_tokens = 0  # of the last ones, in a row
-        self._backoff = 0  # next masks that no step waits for, since one came too late
-        self._task = _MaskTask(self, is_slow=False, is_late=True)  # the last one
-        self._is_done = True  # that task; only then is there another
-        self._task_accepts = False  # whether it has ids to accept
+        self._num_slow_tokens = 0  # latest slow tokens in a row
+        self._backoff = 0  # next masks that no step waits for, after a late one
+        self._task = _MaskTask(self, is_slow=False, is_late=True)  # the latest task
+        self._is_done = True  # whether that task is done; only then another begins
+        self._task_accepts = False  # whether the task has ids to accept
         self.failure: GrammarError | None = None
         self.is_terminated = False  # nothing may follow
         start = 0
@@ -108,7 +108,7 @@ class GrammarMatcher:
             self._compute_later(generated[start:])
 
     def accept_token(self, token: int) -> None:
-        """A token was generated. A mask thread accepts it if the step's budget is spent."""
+        """Accept a generated token, on a mask thread if the step's budget is spent."""
         if self._search is not None:
             self._seek(token)
             if self._search is None:
@@ -120,50 +120,50 @@ class GrammarMatcher:
             try:
                 self._accept(token, self._budget)
                 self.is_terminated = self._matcher.is_stopped()
-            except BaseException as error:  # a panic is no Exception
+            except BaseException as error:  # a panic is not an Exception
                 self._fail(error)
             if not self.is_terminated and self.failure is None:
                 self._compute_next()
 
     def bitmask(self) -> Bitmask | None:
-        """The tokens that may come next, None: all; only when `is_ready`."""
+        """Return the tokens that may come next; None: all. Call it only when `is_ready`."""
         if self._search is not None or self._bitmask is None:
             return None
         return self._bitmask[: self._num_words]
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next mask is there."""
+        """Whether the next mask is ready."""
         return self._is_done
 
     @property
     def is_behind(self) -> bool:
-        """Whether ids are still to be accepted; only then is known if the answer is complete."""
+        """Whether ids are still to be accepted; until then a complete answer is not recognized."""
         return self._task_accepts and not self.is_ready
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the next mask should be there when the forward pass is over."""
+        """Whether the next mask should be ready when the forward pass is over."""
         return self.is_ready or not self._task.is_late
 
     def wait(self, until_s: float) -> bool:
-        """Waits for the mask; False if it is not there by then: `on_late` tells when it is."""
+        """Wait for the mask; return False if it is late: `on_late` is called when it is ready."""
         if self._is_done or self._threads.wait(lambda: self._is_done, until_s):
             return True
         self._task.is_late = True
-        if self._task.has_begun:  # otherwise others have kept it from its turn
+        if self._task.has_begun:  # otherwise it waited behind other tasks
             self._backoff = LATE_BACKOFF
         return self._is_done
 
     def _compute_later(self, ids: list[int]) -> None:
-        """A mask thread is to accept ids and then to compute the mask; no step waits for it."""
+        """Let a mask thread accept ids and then compute the mask; no step waits for it."""
         self._unaccepted = ids
         self._task_accepts = True
         is_slow = self._is_slow or len(ids) > LONG_REPLAY or self._num_slow_tokens > 0
         self._begin_task(is_slow, is_late=True)
 
     def _compute_next(self) -> None:
-        """A mask thread is to compute the mask; a step waits for it unless it may take long."""
+        """Let a mask thread compute the mask; a step waits for it unless it may take long."""
         self._task_accepts = False
         self._backoff -= self._backoff > 0
         self._begin_task(self._is_slow, is_late=self._is_slow or self._backoff > 0)
@@ -174,11 +174,11 @@ class GrammarMatcher:
         self._threads.add(self._task, self._tenant, awaited=not is_late)
 
     def run(self, task: "_MaskTask") -> None:
-        """Accepts ids that are left and computes the next mask; on a mask thread."""
+        """Accept pending ids and compute the next mask; runs on a mask thread."""
         self._compute()
         self._is_done = True
         self._threads.tell()
-        # Another task may have begun by now: `task` is this one's, and nothing else is touched.
+        # Another task may have begun by now, so only `task` is read.
         if task.is_late:
             self._on_late()
 
@@ -197,7 +197,7 @@ class GrammarMatcher:
                 self._is_slow = took > SLOW_MASK_S
                 if took > MAX_MASK_S:
                     raise GrammarError(TOO_LONG)
-        except BaseException as error:  # a panic is no Exception
+        except BaseException as error:  # a panic is not an Exception
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -212,7 +212,7 @@ class GrammarMatcher:
             self._search = None
 
     def _replay(self) -> None:
-        """Accepts the ids that are left; other threads run Python meanwhile."""
+        """Accept the pending ids; let other threads run Python meanwhile."""
         ids, self._unaccepted = self._unaccepted, []
         started = time.thread_time()
         for token in ids:
@@ -226,7 +226,7 @@ class GrammarMatcher:
         self.is_terminated = self._matcher.is_stopped()
 
     def _accept(self, token: int, budget: StepBudget | None = None) -> None:
-        """`budget`: whose time it takes, also if it fails. Raises GrammarError."""
+        """Accept a token; even a failure spends time of `budget`. Raises GrammarError."""
         clock = time.thread_time if budget is None else time.perf_counter
         started = clock()
         matches = self._matcher.consume_token(token)
@@ -242,7 +242,7 @@ class GrammarMatcher:
 
 
 class _MaskTask:
-    """One mask that is to be computed."""
+    """The computation of one mask."""
 
     __slots__ = ("_matcher", "has_begun", "is_late", "is_slow")
 

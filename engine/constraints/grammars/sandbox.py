@@ -1,7 +1,7 @@
-"""Compiles grammars in a process of its own (sandbox_process.py), to see if that does any harm.
+"""Compiles grammars in a separate process (sandbox_process.py), to see if that does any harm.
 
-The process is started when needed. Any thread may ask. Whatever happens to the process, the asker
-gets an answer: within CHECK_S, or twice that if the process has ended and another was asked.
+The process starts on demand. Any thread may call `check`. Whatever happens to the process, `check`
+returns or raises within CHECK_S, or twice that if the process ended and another was tried.
 """
 
 import contextlib
@@ -23,24 +23,24 @@ from pdserve.engine.constraints.grammars.compiled import GrammarError
 
 log = logging.getLogger(__name__)
 
-CHECK_S = 30.0  # with the start of the process, and all that is compiled before
-MAX_TRIES = 2  # if the process ends by itself
+CHECK_S = 30.0  # including process start and grammars ahead in the queue
+MAX_TRIES = 2  # if the process ends unexpectedly
 
 
 class CompileSandbox:
-    """Owns the process; `close` ends it, and so does the end of this object."""
+    """Owner of the process; `close` or garbage collection of this object ends the process."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
         vocabulary = json.dumps({"size": vocab_size, "eos_ids": list(eos_ids)}).encode()
         self._preamble = _framed(vocabulary) + _framed(tokenizer_json)
-        self._lock = threading.Lock()  # never held while something waits for the process
+        self._lock = threading.Lock()  # never held while waiting for the process
         self._process: _SandboxProcess | None = None
         self._end: weakref.finalize[[], CompileSandbox] | None = None
         self._closed = False
 
     def check(self, source: str) -> None:
-        """Waits until it was compiled there. Raises GrammarError: of the grammar if it is wrong or
-        takes too much, otherwise an internal one."""
+        """Wait until the process has compiled the grammar. Raises GrammarError if the grammar is
+        wrong or takes too much, and an internal GrammarError for other failures."""
         for _ in range(MAX_TRIES):
             process, answer = self._send(source.encode())
             try:
@@ -80,7 +80,7 @@ class CompileSandbox:
 
 
 class _SandboxProcess:
-    """One life of the process. A thread writes to it, so that nobody waits until it reads."""
+    """One run of the process. A thread writes to it, so that no caller waits until it reads."""
 
     def __init__(self, preamble: bytes) -> None:
         self.ended = False
@@ -92,8 +92,8 @@ class _SandboxProcess:
             [sys.executable, "-P", "-m", "pdserve.engine.constraints.grammars.sandbox_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,  # or `close` would write what a dead process has not read
-            start_new_session=True,  # a terminal's interrupt is for the worker, which ends it
+            bufsize=0,  # otherwise `close` would write data left for a dead process
+            start_new_session=True,  # a terminal's interrupt goes to the worker, which ends it
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -108,14 +108,14 @@ class _SandboxProcess:
         try:
             for thread in self._threads:
                 thread.start()
-        except BaseException:  # there can be no more threads
+        except BaseException:  # no more threads can start
             self.kill()
             self._outbox.put(None)
             raise
 
     def send(self, source: bytes) -> "Future[tuple[str, bool]]":
-        """What is wrong with a grammar, and whether that is not its fault; the future is cancelled
-        if the process ends before. One thread at a time calls this."""
+        """Return a future of (error, whether it is internal) for a grammar; it is cancelled if the
+        process ends before. Only one thread at a time may call this."""
         self._num_asked += 1
         answer = self._answers[self._num_asked] = Future()
         self._outbox.put(struct.pack("<I", self._num_asked) + _framed(source))
@@ -124,10 +124,10 @@ class _SandboxProcess:
         return answer
 
     def kill(self) -> None:
-        """Ends it and its forks, and so whatever waits for them; any thread may call this."""
+        """End the process and its forks, and so any wait for them; any thread may call this."""
         self.ended = True
         with self._killing:
-            if self._process.returncode is None:  # nobody has waited for it: the id is its own
+            if self._process.returncode is None:  # not reaped yet, so the id is valid
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -137,7 +137,7 @@ class _SandboxProcess:
             self._process.wait()
         self._outbox.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():  # garbage is collected on any thread
+            if thread is not threading.current_thread():  # garbage collection runs on any thread
                 thread.join()
 
     def _write(self, pipe: IO[bytes]) -> None:

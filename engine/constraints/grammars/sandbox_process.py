@@ -1,14 +1,13 @@
-"""The process in which grammars are compiled before a worker does.
+"""The sandbox process, which compiles each grammar before a worker does.
 
-A hostile grammar can take minutes to compile, or overflow the stack; a worker must do neither.
+A hostile grammar can take minutes to compile or overflow the stack; neither may happen in a worker.
 Each grammar is compiled in a fork of this process, which has one thread and the tokenizer, with
-limits on its CPU time, its memory and its stack. The stack is smaller than that of a worker's
-threads, and the other limits are such that what passes here is done soon there.
+limits on CPU time, memory and stack. The stack is smaller than those of a worker's threads, and the
+other limits ensure that a grammar that passes here soon compiles there.
 
-Its input is the vocabulary as JSON and the tokenizer.json, and then for each grammar an id (4
-bytes) and a source; all of these but the id have their length before them. Its output is a line of
-JSON for each grammar: the id, what is wrong with the grammar, and whether that is not its fault. It
-ends when its input does.
+The input is the vocabulary as JSON and the tokenizer.json, then for each grammar an id (4 bytes)
+and a source; a length precedes each of these except the id. The output is a line of JSON for each
+grammar: the id, the error, and whether the error is internal. The process ends when its input ends.
 """
 
 import json
@@ -28,10 +27,10 @@ from pdserve.engine.constraints.grammars.compiled import (
 
 STDIN, STDOUT = 0, 1
 CPU_S = 2
-WALL_S = 10.0  # of a fork that others leave little CPU
-MEMORY_BYTES = 1 << 30  # beside what the process has already
+WALL_S = 10.0  # limit for a fork that gets little CPU
+MEMORY_BYTES = 1 << 30  # in addition to what the process has already
 STACK_BYTES = 2 << 20
-COPY_S = 0.05  # every choice begins with a copy
+COPY_S = 0.05  # maximum for a copy; every choice begins with one
 MAX_RUNNING = 2
 NICENESS = 5
 TICK_S = 0.005
@@ -43,7 +42,7 @@ def main() -> None:
     os.nice(NICENESS)
     vocabulary = json.loads(_read_framed())
     tokenizer = make_tokenizer(_read_framed(), vocabulary["size"], vocabulary["eos_ids"])
-    running: dict[int, tuple[int, float]] = {}  # process: (id of the grammar, when it is too late)
+    running: dict[int, tuple[int, float]] = {}  # process: (id of the grammar, deadline)
     poll = select.poll()
     poll.register(STDIN, select.POLLIN)
     while True:
@@ -67,15 +66,15 @@ def main() -> None:
             if ended:
                 del running[child]
                 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-                    # It was too late, or the machine lacks memory: no limit of the fork's own.
+                    # It timed out, or the machine lacks memory; the fork hit none of its limits.
                     _answer(number, "the grammar could not be checked in time", is_internal=True)
                 elif status:
                     _answer(number, COMPLEX)
 
 
 def _compile(number: int, source: str, tokenizer: object) -> None:
-    """Runs in the fork, and ends it."""
-    os.close(STDIN)  # whoever writes there is to know when the process has ended
+    """Compile a grammar in the fork, and end the fork."""
+    os.close(STDIN)  # so that the writer notices when the process has ended
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))  # SIGXCPU, not SIGKILL
     with open("/proc/self/statm") as statm:
@@ -106,7 +105,7 @@ def _answer(number: int, error: str, is_internal: bool = False) -> None:
 
 
 def answer_line(number: int, error: str, is_internal: bool = False) -> bytes:
-    """It fits one write of PIPE_BUF, so that lines of several processes do not mix."""
+    """Return an answer that fits one write of PIPE_BUF, so that lines of processes do not mix."""
     error = error[:MAX_ERROR_CHARS]
     while True:
         answer = {"id": number, "error": error, "is_internal": is_internal}
@@ -122,7 +121,8 @@ def _read_framed() -> bytes:
 
 
 def _read(length: int) -> bytes:
-    """So many bytes, or none at the end; not buffered, for `poll` knows of no buffer."""
+    """Return `length` bytes, or none at the end of input. Unbuffered, since `poll` sees no
+    buffer."""
     parts: list[bytes] = []
     while length and (part := os.read(STDIN, length)):
         parts.append(part)

@@ -1,4 +1,4 @@
-"""Threads on which tenants take turns."""
+"""A thread pool in which tenants take turns."""
 
 import logging
 import threading
@@ -19,10 +19,10 @@ T = TypeVar("T", bound=PoolTask)
 
 
 class FairThreadPool(Generic[T]):
-    """Runs urgent tasks first, then one of each tenant in turn, in the order in which they came.
+    """Thread pool that runs urgent tasks first, then one task of each tenant in turn.
 
-    `add` runs nothing yet: each thread that `start` begins runs tasks until none waits. Any thread
-    may call anything.
+    Tasks of a tenant run in arrival order. `add` runs nothing yet: each thread that `start` begins
+    runs tasks until none waits. Any thread may call any method.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -31,36 +31,36 @@ class FairThreadPool(Generic[T]):
         self._lock = threading.Lock()
         self._urgent: deque[T] = deque()
         self._queues: dict[bytes, deque[T]] = {}  # the next tenant first; none is empty
-        self._num_waiting = 0  # tasks in all of them
-        self._num_running = 0  # threads that were begun and still look for tasks
+        self._num_waiting = 0  # tasks in all queues
+        self._num_running = 0  # started threads that still look for tasks
 
     @property
     def num_urgent(self) -> int:
-        """Urgent tasks that wait."""
+        """Number of urgent tasks that wait."""
         return len(self._urgent)
 
     @property
     def num_waiting(self) -> int:
-        """Other tasks that wait, of all tenants."""
+        """Number of other tasks that wait, over all tenants."""
         return self._num_waiting
 
     def num_of_tenant(self, tenant: bytes) -> int:
-        """How many of them are this tenant's."""
+        """Return how many non-urgent tasks of this tenant wait."""
         with self._lock:
             return len(self._queues.get(tenant, ()))
 
     def add(self, task: T, tenant: bytes) -> None:
-        """The task waits for the tenant's turn."""
+        """Queue a task for the tenant's turn."""
         with self._lock:
             self._queues.setdefault(tenant, deque()).append(task)
             self._num_waiting += 1
 
     def add_urgent(self, task: T) -> None:
-        """The task comes before all that are not urgent."""
-        self._urgent.append(task)  # is atomic, and cheap for each row of a step
+        """Queue a task ahead of all that are not urgent."""
+        self._urgent.append(task)  # atomic, and cheap enough for each row of a step
 
     def start(self, count: int) -> None:
-        """Begins so many threads, as far as there are any that do not run yet."""
+        """Start `count` threads, or as many as do not run yet."""
         if not count:
             return
         with self._lock:
@@ -70,7 +70,7 @@ class FairThreadPool(Generic[T]):
             self._executor.submit(self._work)
 
     def remove(self, task: T) -> bool:
-        """Takes a task out that is not urgent; False if it does not wait any more."""
+        """Remove a task that is not urgent; return False if it no longer waits."""
         with self._lock:
             for tenant, queue in self._queues.items():
                 if task in queue:
@@ -82,7 +82,7 @@ class FairThreadPool(Generic[T]):
         return False
 
     def close(self) -> list[T]:
-        """Ends the threads after their tasks; returns the tasks that will not run."""
+        """End the threads after their current tasks; return the tasks that will not run."""
         with self._lock:
             left = [*self._urgent, *(task for queue in self._queues.values() for task in queue)]
             self._urgent.clear()
@@ -95,7 +95,7 @@ class FairThreadPool(Generic[T]):
         while (task := self._next()) is not None:
             try:
                 task.run()
-            except BaseException:  # a panic is no Exception
+            except BaseException:  # a panic is not an Exception
                 log.exception("a task has failed")
 
     def _next(self) -> T | None:
@@ -103,7 +103,7 @@ class FairThreadPool(Generic[T]):
             if self._urgent:
                 return self._urgent.popleft()
             if not self._queues:
-                self._num_running -= 1  # under the lock: `start` replaces it if more is added
+                self._num_running -= 1  # under the lock, so that `start` replaces this thread
                 return None
             tenant = next(iter(self._queues))
             queue = self._queues.pop(tenant)
