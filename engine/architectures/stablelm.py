@@ -1,6 +1,5 @@
-"""StableLM 2 and 3B: layer norms, rope over a quarter of each head, perhaps both parts of a layer
-side by side (arXiv:2402.17834).
-"""
+"""StableLM 2 and 3B: layer norms, rope over a quarter of each head, optionally attention and
+feed-forward in parallel (arXiv:2402.17834)."""
 
 from typing import Any
 
@@ -24,7 +23,7 @@ def parse(hf: HfConfig) -> ModelConfig:
         norm_bias=True,
         norm_eps=positive(hf, "layer_norm_eps", 1e-5, most=1.0),
         parallel=parallel,
-        # GGUF names it as other architectures do.
+        # GGUF uses the name that other architectures have.
         qkv_bias=bool(hf.get("use_qkv_bias", hf.get("attention_bias", False))),
     )
 

@@ -25,7 +25,7 @@ def configuration_digest(config: ModelConfig, pooling: str = "") -> str:
     """Return the hex digest of a ModelConfig's fields except its context length, on which only rope
     depends, and of an embedding model's pooling.
 
-    Floats count as float32, since GGUF stores a config.json's decimals so.
+    Floats count as float32, since GGUF stores a config.json's decimals as float32.
     """
     layers = [
         replace(layer, rope=layer.rope and for_context(layer.rope, config.context_len))

@@ -1,4 +1,4 @@
-"""A bound on the error that 8-bit keys cause in a model, known before it computes anything."""
+"""An estimate of the error that 8-bit keys cause in a model, before it computes anything."""
 
 from collections.abc import Callable
 

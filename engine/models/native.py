@@ -102,7 +102,7 @@ class NativeDecoder:
             log.warning("%d weights of %s are kept as float32", count, format)
 
     def forward(self, batch: Batch[Ints], kv: ArrayKv) -> Floats:
-        """Run a step like Decoder.forward, in float32. Raises ValueError on a wrong index."""
+        """Run Decoder.forward's step in float32. Raises ValueError for an index out of range."""
         if kv is not self._kv:
             self._attach(kv)
         self._reserve_positions(max(batch.kv_lens))

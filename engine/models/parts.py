@@ -234,7 +234,7 @@ class Expert:
 @dataclass(frozen=True, slots=True)
 class Experts(Part):
     """A mixture of experts: the weighted sum of the chosen experts' results, in the order of the
-    experts, plus the shared expert's result, times the sigmoid of its gate if it has one.
+    experts, plus the shared expert's result, itself times the sigmoid of its gate if it has one.
 
     The router computes in float32, with its weights as they are held.
     """

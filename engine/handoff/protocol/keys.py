@@ -31,7 +31,7 @@ class Domain(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One attempt between one prefill boot and one decode boot. `secret` never goes on the data
+    """One attempt between one prefill boot and one decode boot. `secret` never travels on the data
     connection."""
 
     id: bytes

@@ -74,7 +74,7 @@ class DecodeGraphs:
         max_rows: int,
         context_len: int,
     ) -> None:
-        """Record the graphs. `launch` runs a whole step of decode rows on its inputs and return
+        """Record the graphs. `launch` runs a whole step of decode rows on its inputs and returns
         their final hidden states."""
         self._buffer = buffer = InputBuffer(device)
         self._block_size = block_size = spec.block_size
