@@ -1,5 +1,6 @@
 """DeepSeek V2, V3 and R1, and GLM 4.7 Flash: latent attention, and a mixture of experts in groups
-after some dense layers (arXiv:2405.04434, arXiv:2412.19437)."""
+behind some dense layers (arXiv:2405.04434, arXiv:2412.19437).
+"""
 
 from collections.abc import Collection
 from typing import Any

@@ -1,5 +1,6 @@
 """Gemma 3, text: norms before and after each part, q/k norms, five window layers to one global
-layer with a different rope (arXiv:2503.19786)."""
+layer with a rope of its own (arXiv:2503.19786).
+"""
 
 from collections.abc import Sequence
 from typing import Any

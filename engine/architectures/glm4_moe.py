@@ -1,5 +1,6 @@
-"""GLM 4.5 and 4.6: a mixture of experts after some dense layers, rope in half of each head
-(arXiv:2508.06471)."""
+"""GLM 4.5 and 4.6: a mixture of experts behind some dense layers, rope in half of each head
+(arXiv:2508.06471).
+"""
 
 from typing import Any
 

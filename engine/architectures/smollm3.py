@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama without rope in every fourth layer."""
+"""SmolLM 3: Llama, of whose layers every fourth has no rope."""
 
 from dataclasses import replace
 

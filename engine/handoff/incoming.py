@@ -118,7 +118,7 @@ class IncomingHandoff(HandoffAttempt):
         self.arriving.discard(header.sequence)
 
     def has(self, header: FrameHeader) -> bool:
-        """Return whether all of the frame is verified and written; any thread may call it."""""
+        """Return whether all of the frame is verified and written; any thread may call it."""
         try:
             return self.bitmap is not None and self.bitmap.has(self.bitmap.piece(header))
         except FrameError:

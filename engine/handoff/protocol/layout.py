@@ -39,8 +39,8 @@ class Piece(NamedTuple):
 
 
 def cut(spec: KvSpec, group: int, blocks: range, limit: int) -> Iterator[Piece]:
-    """Yield pieces of at most `limit` bytes that together cover `blocks` of every layer of a group
-    once; a piece is at least one block of one layer."""
+    """Yield pieces of at most `limit` bytes (at least one block of one layer) that cover `blocks`
+    of every layer of a group once."""
     layer_group = spec.groups[group]
     block_bytes = layer_group.block_bytes(spec.block_size)
     num_layers = len(layer_group.layers)
