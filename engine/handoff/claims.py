@@ -49,7 +49,7 @@ class ClaimQueue:
         self._queue = deque(ordered)
 
     def granted(self) -> Iterator[IncomingHandoff]:
-        """Reserve blocks for the attempts in order while there are enough blocks; yields each
+        """Reserve blocks for the attempts in order while there are enough blocks; yield each
         attempt."""
         while self._queue:
             head = self._queue[0]

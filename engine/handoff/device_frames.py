@@ -43,12 +43,12 @@ class _RunningCopy:
 
 
 class FrameVerdicts(Protocol):
-    """Handles the verdict on a frame in the Receiver; any thread may call it. A FrameError ends the
-    connection."""
+    """The Receiver's reactions to the verdict on a frame; any thread may call them. A FrameError
+    ends the connection."""
 
     def accepted(self, frame: ReceivedFrame, written: Piece | None, wake: bool = True) -> None:
         """The frame is verified and in the pool; `written` is None if its blocks were there before.
-        Without `wake` the engine thread handles it in its next poll."""
+        Without `wake` the engine thread may handle it later."""
 
     def damaged(self, frame: ReceivedFrame) -> None:
         """The payload does not match its tag."""
@@ -87,7 +87,7 @@ class DeviceFrames:
         self._thread.start()
 
     def close(self) -> None:
-        """Begin no more copies and joins the thread."""
+        """Stop beginning copies and join the thread."""
         self._closed = True
         self._woken.set()
         if self._thread.is_alive():
@@ -115,7 +115,7 @@ class DeviceFrames:
                 pause = min(2 * pause, REST_S)
 
     def poll(self) -> bool:
-        """Read the verdicts of finished copies and begins the copies that can begin. Return
+        """Read the verdicts of finished copies and begin the copies that can begin. Return
         whether there were any."""
         moved = False
         for pending in list(self._pending):

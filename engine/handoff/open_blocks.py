@@ -111,7 +111,7 @@ class OpenBlocks:
                 self._add(done.piece)
 
     def close(self) -> None:
-        """Forbid further writes and waits for the running copies."""
+        """Forbid further writes and wait for the running copies."""
         with self._lock:
             self._open = False
             copies, self._copies = self._copies, []

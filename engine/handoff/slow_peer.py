@@ -3,9 +3,10 @@ an argument.
 
 A prefill worker that sends Progress but no KV is neither silent nor frozen: its machine may be
 slow, or share its cores. Time in which its engine computes other prompts first does not count. The
-worker reports that time in Progress, and it is bounded: tenants take turns, and within a tenant a
-waiting prompt overtakes prompts of a lower priority value sooner the longer it waits. Blocks that
-have arrived stay at decode as a cached prefix, so a retry elsewhere costs only the missing chunks.
+worker reports that time in Progress, and it ends: tenants take turns, and within a tenant a prompt
+waits for prompts of a lower priority value, and the longer it waits, the sooner it passes those of
+an equal value. Blocks that have arrived stay at decode as a cached prefix, so a retry elsewhere
+costs only the missing chunks.
 """
 
 from dataclasses import dataclass, replace
