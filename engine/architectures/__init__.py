@@ -1,6 +1,5 @@
-"""The architectures: each is one module here with a ModelSpec named SPEC, which is found by
-discovery; a module elsewhere calls `register`.
-"""
+"""The architectures: each is one module here with a ModelSpec named SPEC, found by discovery; a
+module elsewhere calls `register`."""
 
 import pkgutil
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from typing import Any
 from pdserve.engine.models.config import ModelConfig, UnsupportedModel
 from pdserve.engine.models.spec import ModelSpec
 
-WITH_HEAD = "ForCausalLM"  # at the end of a class name; the same without a head is a "Model"
+WITH_HEAD = "ForCausalLM"  # suffix of class names; class names without a head end in "Model"
 _specs: dict[str, ModelSpec] = {}
 
 
@@ -30,14 +29,15 @@ def _discover() -> None:
 
 
 def known_specs() -> tuple[ModelSpec, ...]:
-    """Every registered architecture once, in order of its first name."""
+    """Return every registered architecture once, in order of its first name."""
     _discover()
     specs = {spec.architectures[0]: spec for spec in _specs.values()}
     return tuple(specs[name] for name in sorted(specs))
 
 
 def find_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of config.json's `architectures`. Raises UnsupportedModel with the known names."""
+    """Return the spec of config.json's `architectures`. Raises UnsupportedModel with the known
+    names."""
     _discover()
     given = hf_config.get("architectures")
     names = [str(name) for name in given] if isinstance(given, list | tuple) else []
@@ -50,10 +50,10 @@ def find_spec(hf_config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _without_head(name: str) -> list[str]:
-    """What the class of a model without a head is named after: "Qwen3Model", "Gemma3TextModel"."""
+    """Return the stems of a class name without a head: "Qwen3Model", "Gemma3TextModel"."""
     return [name.removesuffix(end) for end in ("Model", "TextModel") if name.endswith(end)]
 
 
 def parse_config(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """config.json as a ModelConfig. Raises UnsupportedModel."""
+    """Parse config.json into a ModelConfig. Raises UnsupportedModel."""
     return find_spec(hf_config).parse(hf_config)

@@ -24,7 +24,7 @@ from pdserve.engine.models.parts import ExpertRouting
 from pdserve.engine.models.spec import ModelSpec, is_mtp
 
 V2, V3, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
-FIRST_K_DENSE = {V3: 3, GLM: 1}  # first_k_dense_replace of a config that does not say it
+FIRST_K_DENSE = {V3: 3, GLM: 1}  # defaults of first_k_dense_replace
 
 
 def parse(hf: HfConfig) -> ModelConfig:
@@ -63,8 +63,8 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def sparse_layers(hf: HfConfig, default: int) -> Collection[int]:
-    """Which layers have experts: all behind the first `first_k_dense_replace`, or those that
-    `mlp_layer_types` names."""
+    """Return the layers that have experts: all after the first `first_k_dense_replace`, or those
+    that `mlp_layer_types` names."""
     kinds = hf.get("mlp_layer_types")
     if kinds is None:
         first = integer(hf, "first_k_dense_replace", default, minimum=0)
@@ -76,7 +76,7 @@ def sparse_layers(hf: HfConfig, default: int) -> Collection[int]:
 
 
 def softmax_routing(hf: HfConfig, scores: Any) -> ExpertRouting:
-    """V2's: a group is as good as its best expert."""
+    """Return V2's routing, where a group's quality is that of its best expert."""
     method = hf.get("topk_method", "greedy")
     if scores != "softmax" or method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(f"config fields scoring_func={scores!r}, topk_method={method!r}")
@@ -86,13 +86,13 @@ def softmax_routing(hf: HfConfig, scores: Any) -> ExpertRouting:
     return grouped_routing(grouped, "softmax", group_best=1)
 
 
-# GLM 4.7 Flash, whose files say nothing of its sigmoid, is known by these, as in llama.cpp.
+# Identify GLM 4.7 Flash, whose files do not state its sigmoid, as llama.cpp does.
 GLM_LAYERS, GLM_VOCAB = (47, 48), 154_880
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """What a file does not say is as llama.cpp has it. Files of before 2025-04 count the dims of
-    heads as they are before absorption."""
+    """Return config fields from GGUF metadata, with llama.cpp's defaults for missing ones. Files
+    from before 2025-04 count the dims of heads before absorption."""
 
     def number(key: str) -> int:
         return int(one_number(metadata, f"deepseek2.{key}"))

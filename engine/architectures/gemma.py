@@ -8,14 +8,15 @@ from pdserve.engine.models.spec import ModelSpec
 
 
 def gemma_defaults(hf: HfConfig) -> HfConfig:
-    """What Gemma's config.json leaves out. Raises UnsupportedModel for attention both ways."""
+    """Return the config with the fields that Gemma's config.json omits. Raises UnsupportedModel for
+    bidirectional attention."""
     if hf.get("use_bidirectional_attention"):
         raise UnsupportedModel("use_bidirectional_attention: only causal attention is supported")
     return {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", **hf}
 
 
 def parse(hf: HfConfig) -> ModelConfig:
-    # Releases name "gelu" as `hidden_act` and were trained with its tanh approximation.
+    # Releases state "gelu" as `hidden_act` but were trained with its tanh approximation.
     if not hf.get("hidden_activation") and hf.get("hidden_act") not in (None, "gelu"):
         hf = {**hf, "hidden_activation": hf["hidden_act"]}
     hf = gemma_defaults(hf)

@@ -42,7 +42,8 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """What GGUF leaves to the reader: the scale (27B, by its 46 layers, has another)."""
+    """Return config fields from GGUF metadata; the query scale is not in it, and 27B, identified by
+    its 46 layers, has a different one."""
     size = metadata.get("gemma2.attention.key_length", 256)
     if metadata["gemma2.block_count"] == 46:
         size = metadata["gemma2.embedding_length"] // metadata["gemma2.attention.head_count"]

@@ -49,7 +49,7 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def layers(hf: HfConfig) -> tuple[LayerConfig, ...]:
-    """Every sixth layer is global; only those have rope scaling."""
+    """Return the layers: every sixth is global, and only those have rope scaling."""
     pattern = integer(hf, "sliding_window_pattern", integer(hf, "_sliding_window_pattern", 6))
     has_window = windowed(hf, [bool((n + 1) % pattern) for n in range(num_layers(hf))])
     size = head_dim(hf)
@@ -62,7 +62,8 @@ def layers(hf: HfConfig) -> tuple[LayerConfig, ...]:
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """What GGUF says in other words, or leaves to the reader (27B, by its 62 layers)."""
+    """Return config fields from GGUF metadata, which names some differently and omits others (27B
+    is identified by its 62 layers)."""
     size = metadata.get("gemma3.attention.key_length", 256)
     if metadata["gemma3.block_count"] == 62:
         size = metadata["gemma3.embedding_length"] // metadata["gemma3.attention.head_count"]

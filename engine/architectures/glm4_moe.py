@@ -34,7 +34,7 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """What a file does not say is as llama.cpp has it."""
+    """Return config fields from GGUF metadata, with llama.cpp's defaults for missing ones."""
     defaults = {"first_k_dense_replace": 0, "norm_topk_prob": False, "n_shared_experts": 0}
     config = defaults | expert_config(metadata, *GROUPED, scores="sigmoid")
     config["routed_scaling_factor"] = config.get("routed_scaling_factor") or 1.0  # 0: none

@@ -21,7 +21,7 @@ from pdserve.engine.models.hf_config.standard import (
 )
 from pdserve.engine.models.spec import ModelSpec
 
-YARN = {  # of a config.json that says nothing of rope's scaling, as transformers has it
+YARN = {  # transformers' default if config.json has no rope scaling
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -29,8 +29,8 @@ YARN = {  # of a config.json that says nothing of rope's scaling, as transformer
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of the one gate that kernels have
-# The modules of an expert by the stack that they are stored in, and their rows of it.
+GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # of the only gate that the kernels have
+# An expert's modules: the stack that each is stored in, and its rows there.
 STACKS = {
     "gate_proj": ("gate_up_proj", slice(0, None, 2)),
     "up_proj": ("gate_up_proj", slice(1, None, 2)),
@@ -66,8 +66,8 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def stored(config: ModelConfig) -> dict[str, View]:
-    """Gate and up are interleaved rows of one matrix, which files of plain numbers hold transposed;
-    GGUF has them apart."""
+    """Return views of the experts. Gate and up are interleaved rows of one matrix, which files of
+    plain numbers store transposed; GGUF stores them separately."""
     views: dict[str, View] = {}
     for n, layer in enumerate(config.layers):
         assert isinstance(layer.feed_forward, MixtureOfExperts)
@@ -93,8 +93,8 @@ def stored(config: ModelConfig) -> dict[str, View]:
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """GGUF leaves to the reader which layers have the window, and how rope's scaling ends. A file
-    that says nothing of scaling has none, as llama.cpp reads it."""
+    """Return config fields from GGUF metadata, which omits the window layers and how rope's scaling
+    ends. A file without scaling fields has no scaling, as in llama.cpp."""
     window = metadata.get("gpt-oss.attention.sliding_window")
     config = expert_config(metadata) | {"sliding_window": window}
     scaling = rope_scaling(metadata, {}) or {"rope_type": "default"}

@@ -16,7 +16,7 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    """With experts it is a Mixtral."""
+    """Return the config of a Mixtral if the file has experts."""
     if not metadata.get("llama.expert_count"):
         return {}
     return {"architectures": ["MixtralForCausalLM"], **expert_config(metadata)}

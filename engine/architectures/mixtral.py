@@ -20,4 +20,4 @@ def parse(hf: HfConfig) -> ModelConfig:
     return with_experts(config, mixture, range(config.num_layers))
 
 
-SPEC = ModelSpec(("MixtralForCausalLM",), parse, stored=stored_experts)  # in GGUF it is a llama
+SPEC = ModelSpec(("MixtralForCausalLM",), parse, stored=stored_experts)  # GGUF files call it llama

@@ -8,7 +8,7 @@ from pdserve.engine.models.hf_config.standard import standard
 from pdserve.engine.models.layer import qkv_sizes
 from pdserve.engine.models.spec import ModelSpec
 
-# One norm is the input of both.
+# Attention and feed-forward share one input norm.
 NORMS = NormPlacement(attn_in="input_layernorm", ffn_in="input_layernorm")
 RENAMED = {
     "self_attn.o_proj": "self_attn.dense",
@@ -36,7 +36,7 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def stored(config: ModelConfig) -> dict[str, View]:
-    """GGUF has q, k and v in one."""
+    """Return views under Phi's names; GGUF stores q, k and v in one tensor."""
     views = renamed("model.", {"norm": "final_layernorm"})
     for n in range(config.num_layers):
         views |= renamed(f"model.layers.{n}.", RENAMED)

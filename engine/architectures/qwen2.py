@@ -16,7 +16,8 @@ from pdserve.engine.models.spec import ModelSpec
 
 
 def windows(hf: HfConfig) -> Sequence[int]:
-    """Per layer; only with `use_sliding_window`, by default from layer `max_window_layers` on."""
+    """Return the window of each layer; only with `use_sliding_window`, by default from layer
+    `max_window_layers` on."""
     count = num_layers(hf)
     if not hf.get("use_sliding_window", False):
         return [0] * count

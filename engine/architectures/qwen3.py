@@ -15,7 +15,7 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def with_windows(hf: HfConfig, windows: Sequence[int]) -> ModelConfig:
-    """Qwen 3 with these windows, by layer."""
+    """Return Qwen 3's config with these windows, by layer."""
     bias = bool(hf.get("attention_bias", False))
     size = integer(hf, "head_dim", 128)
     return standard(

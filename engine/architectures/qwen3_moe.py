@@ -30,7 +30,7 @@ def parse(hf: HfConfig) -> ModelConfig:
 
 
 def gguf_config(metadata: Metadata) -> dict[str, Any]:
-    # All releases normalize; files do not say so.
+    # All releases normalize, but files do not state it.
     return {"norm_topk_prob": True, **expert_config(metadata, "expert_weights_norm")}
 
 

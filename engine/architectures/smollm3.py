@@ -16,7 +16,7 @@ from pdserve.engine.models.spec import ModelSpec
 
 
 def has_rope(hf: HfConfig) -> list[bool]:
-    """By layer."""
+    """Return whether each layer has rope."""
     given, count = hf.get("no_rope_layers"), num_layers(hf)
     if given is None:
         interval = integer(hf, "no_rope_layer_interval", 4)

@@ -24,7 +24,7 @@ def parse(hf: HfConfig) -> ModelConfig:
         norm_bias=True,
         norm_eps=positive(hf, "layer_norm_eps", 1e-5, most=1.0),
         parallel=parallel,
-        # GGUF names it as other architectures do.
+        # GGUF uses the name that other architectures have.
         qkv_bias=bool(hf.get("use_qkv_bias", hf.get("attention_bias", False))),
     )
 

@@ -1,6 +1,9 @@
-"""The queue of Claims at decode: no attempt gets blocks before the one ahead of it has all of its
-own. It is FIFO, but that a tenant's attempts are in order of priority in the places that the tenant
-has. Runs on the engine thread."""
+"""The queue of Claims at decode: no attempt gets blocks before the attempt ahead of it has all of
+its blocks.
+
+The order is FIFO, except that a tenant's attempts are sorted by priority within the places that the
+tenant holds. Runs on the engine thread.
+"""
 
 import logging
 from collections import deque
@@ -15,7 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class ClaimQueue:
-    """`refused(incoming, reason)` is called for a Claim that can never be granted."""
+    """Grants Claims in order; calls `refused(incoming, reason)` for a Claim that can never be
+    granted."""
 
     def __init__(
         self,
@@ -37,7 +41,7 @@ class ClaimQueue:
         return iter(self._queue)
 
     def add(self, incoming: IncomingHandoff) -> None:
-        """An attempt waits for blocks; if it ends before it has them, it leaves the queue."""
+        """Add an attempt that waits for blocks; one that ends first leaves the queue."""
         self._queue.append(incoming)
         ordered = by_priority(
             self._queue, lambda it: it.request.tenant, lambda it: it.request.priority
@@ -45,7 +49,8 @@ class ClaimQueue:
         self._queue = deque(ordered)
 
     def granted(self) -> Iterator[IncomingHandoff]:
-        """Reserves blocks for the attempts in order, as far as there are blocks; yields each."""
+        """Reserve blocks for the attempts in order while there are enough blocks; yield each
+        attempt."""
         while self._queue:
             head = self._queue[0]
             if head.state.final:
@@ -64,7 +69,7 @@ class ClaimQueue:
             try:
                 ready = self._kv.ready()
             except Exception:
-                self._engine.release(reservation)  # nobody else knows of it
+                self._engine.release(reservation)  # no other object knows this reservation
                 raise
             self._queue.popleft()
             head.grant(reservation, self._kv.spec, self._clock(), ready)

@@ -1,8 +1,8 @@
-"""Copies frames from a window on the device straight into the pool, on a thread of its own.
+"""Copies frames from a window on the device straight into the block pool, on a dedicated thread.
 
-So copies begin, end and give their slots back while the engine computes a step, and how much of a
-prompt arrives does not depend on how long a step takes. The thread looks at prefill's events and at
-its own copies, and waits for neither. What may be written when is decided in open_blocks.py.
+Copies therefore begin, end and return their slots while the engine computes a step, and the share
+of a prompt that arrives does not depend on how long a step takes. The thread polls prefill's events
+and its copies, and blocks on neither. open_blocks.py decides what may be written when.
 """
 
 import logging
@@ -21,11 +21,11 @@ from pdserve.engine.transport.base import DeviceSource
 
 log = logging.getLogger(__name__)
 
-LOOK_S, REST_S = 0.0001, 0.002  # between two looks, at first and at most, while nothing moves
+LOOK_S, REST_S = 0.0001, 0.002  # pauses between polls while nothing moves: first, longest
 
 
 class ReceivedFrame(NamedTuple):
-    """A frame at decode; `source` is where its payload lies, if that stays on a device."""
+    """A frame at decode; `source` is where its payload lies if the payload stays on a device."""
 
     attempt: IncomingHandoff
     link: DataLink
@@ -35,7 +35,7 @@ class ReceivedFrame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RunningCopy:
-    """A copy that the device has not finished, or whose verdict was not read yet."""
+    """A copy that the device has not finished, or whose verdict is not read yet."""
 
     frame: ReceivedFrame
     blocks: OpenBlocks
@@ -43,29 +43,32 @@ class _RunningCopy:
 
 
 class FrameVerdicts(Protocol):
-    """What the Receiver does with a frame, by the verdict; any thread calls it. A FrameError ends
-    the connection."""
+    """The Receiver's reactions to the verdict on a frame; any thread may call them. A FrameError
+    ends the connection."""
 
     def accepted(self, frame: ReceivedFrame, written: Piece | None, wake: bool = True) -> None:
-        """It is verified and in the pool; `written` is None if its blocks were there before.
-        Without `wake` the engine thread may hear of it later."""
+        """The frame is verified and in the pool; `written` is None if its blocks were there before.
+        Without `wake` the engine thread may handle it later."""
 
     def damaged(self, frame: ReceivedFrame) -> None:
-        """Its payload does not fit its tag."""
+        """The payload does not match its tag."""
 
     def refused(self, frame: ReceivedFrame, error: FrameError) -> None:
-        """It is not a frame that this attempt may send."""
+        """The attempt may not send this frame."""
 
     def late(self, frame: ReceivedFrame) -> None:
-        """Its attempt has ended."""
+        """The attempt has ended."""
 
     def failed(self, frame: ReceivedFrame, error: Exception) -> None:
-        """It could not be written."""
+        """The frame could not be written."""
 
 
 class DeviceFrames:
-    """Threads of the connections call `arrived`. The slot of every frame is credited once: when its
-    copy is done, or at once without a copy; its verdict comes afterwards."""
+    """Runs the copying thread; threads of the connections call `arrived`.
+
+    Credits the slot of every frame exactly once: when its copy is done, or at once if it needs no
+    copy. The verdict follows the credit.
+    """
 
     def __init__(self, kv: PagedKv, verdicts: FrameVerdicts) -> None:
         self._kv = kv
@@ -84,7 +87,7 @@ class DeviceFrames:
         self._thread.start()
 
     def close(self) -> None:
-        """No copy begins any more."""
+        """Stop beginning copies and join the thread."""
         self._closed = True
         self._woken.set()
         if self._thread.is_alive():
@@ -112,7 +115,7 @@ class DeviceFrames:
                 pause = min(2 * pause, REST_S)
 
     def poll(self) -> bool:
-        """Reads the verdicts of copies that are done, and begins the copies that can begin. Returns
+        """Read the verdicts of finished copies and begin the copies that can begin. Return
         whether there were any."""
         moved = False
         for pending in list(self._pending):
@@ -122,8 +125,8 @@ class DeviceFrames:
                 if not copy.done():
                     continue
             except Exception as err:
-                failure = err  # a device that fails will never say that it is done
-            self._pending.remove(pending)  # first: it is credited once, whatever is raised
+                failure = err  # a failed device never reports that it is done
+            self._pending.remove(pending)  # first, so it is credited once even if something raises
             self._ended(pending, failure)
             moved = True
         for _ in range(len(self._waiting)):
@@ -135,7 +138,7 @@ class DeviceFrames:
         return moved
 
     def _begins(self, frame: ReceivedFrame) -> bool:
-        """Whether its copy has begun, or it needs none; otherwise it waits."""
+        """Return whether the frame's copy has begun or needs none; otherwise the frame waits."""
         incoming, source, blocks = frame.attempt, frame.source, frame.attempt.blocks
         assert source is not None
         key = incoming.peer_key.copy_key(frame.header.sequence)
@@ -159,7 +162,7 @@ class DeviceFrames:
     def _ended(self, pending: _RunningCopy, failure: Exception | None) -> None:
         frame, (piece, copy) = pending.frame, pending.begun
         assert copy is not None
-        frame.link.credit(frame.header)  # first: an answer gives the slot back, too
+        frame.link.credit(frame.header)  # first, since an answer also returns the slot
         before = frame.attempt.num_inside
         try:
             pending.blocks.end_copy(pending.begun)
@@ -184,5 +187,5 @@ class DeviceFrames:
     def _tell(self, verdict: Callable[..., None], frame: ReceivedFrame, *more: Any) -> None:
         try:
             verdict(frame, *more)
-        except FrameError as err:  # the engine does not keep up
+        except FrameError as err:  # the inbox of the engine thread is full
             frame.link.end(str(err))

@@ -1,6 +1,6 @@
-"""What Sender and Receiver share: live attempts, an inbox, Progress messages, the clock.
+"""The common part of Sender and Receiver: live attempts, an inbox, Progress messages, the clock.
 
-The engine thread owns every attempt and runs the machine. Threads of a connection post to its
+The engine thread owns every attempt and runs the machine. Threads of a connection post to the
 inbox; the ticker thread only signs Progress and wakes the engine thread. A record that names a
 ticket which is not live here is counted and ignored, unless its tag shows that the ticket's id was
 damaged on the way.
@@ -35,7 +35,7 @@ from pdserve.engine.handoff.recorder.event_log import MAX_ARGUMENT, EventLog, Re
 
 log = logging.getLogger(__name__)
 
-INTERNAL = "internal error"  # reason of an attempt's end if one of its actions has raised
+INTERNAL = "internal error"  # reason of an attempt's end if one of its actions raises
 MAX_INBOX = 1 << 16  # messages that the engine thread has not seen
 
 
@@ -57,13 +57,13 @@ class HandoffAttempt:
         self.state = state
         self.link: DataLink | None = None
         self.peer_key = peer
-        self.progress: PeerProgress | None = None  # the newest one; the reader thread sets it
-        self.passed_over = False  # the peer computes others only; the reader thread sets it
+        self.progress: PeerProgress | None = None  # the newest; the reader thread sets it
+        self.passed_over = False  # the peer computes other requests only; the reader thread sets it
         self.own_key = own
-        self.sequence = itertools.count(1)  # of everything that this side signs
+        self.sequence = itertools.count(1)  # of every record that this side signs
 
     def post(self, body: messages.Body) -> None:
-        """Signs a message and sends it; any thread may call it."""
+        """Sign a message and send it; any thread may call it."""
         if self.link is not None:
             sequence = next(self.sequence)
             self.link.post(messages.sign(body, self.ticket.id, sequence, self.own_key))
@@ -73,7 +73,8 @@ AttemptT = TypeVar("AttemptT", bound=HandoffAttempt)
 
 
 class HandoffEndpoint(Generic[AttemptT]):
-    """`wake` makes the engine thread call `poll`; `liveness` gives that thread's liveness counter.
+    """Runs the attempts of one side. `wake` makes the engine thread call `poll`; `liveness` returns
+    that thread's liveness counter.
 
     A subclass maps every action that the machine gives its side to a method.
     """
@@ -124,14 +125,14 @@ class HandoffEndpoint(Generic[AttemptT]):
         return len(self._live)
 
     def _count(self, name: str) -> None:
-        """Adds one to a counter; any thread may call it."""
+        """Add one to a counter; any thread may call it."""
         with self._counting:
             self.counters[name] += 1
 
     # the engine thread
 
     def poll(self) -> bool:
-        """Handles what has arrived; True if there is more to do at once."""
+        """Handle everything that has arrived; return True if there is more to do at once."""
         while self._inbox:
             self._inbox.popleft()()
         more = self._work()
@@ -141,17 +142,17 @@ class HandoffEndpoint(Generic[AttemptT]):
             for attempt in self.live:
                 self._check(attempt)
             for link in self.links:
-                self._figures(link)  # counts the seconds of its last frame
+                self._figures(link)  # also counts the seconds of the link's last frame
                 if link.ended:
                     del self._links[link]
         return more
 
     def _work(self) -> bool:
-        """The part of a poll that a subclass adds; True if there is more to do at once."""
+        """Do the subclass's part of a poll; return True if there is more to do at once."""
         return False
 
     def cancel(self, attempt: bytes, reason: str) -> bool:
-        """Ends an attempt here and at the peer; False if it is not live."""
+        """End an attempt here and at the peer; return False if it is not live."""
         found = self.attempt(attempt)
         if found is None:
             return False
@@ -159,7 +160,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         return True
 
     def _add(self, attempt: AttemptT, promised: int = 0) -> None:
-        """A new attempt, to which `promised` blocks are promised."""
+        """Register a new attempt with `promised` promised blocks."""
         self._live[attempt.ticket.id] = attempt
         self._by_attempt[attempt.ticket.attempt] = attempt
         left_s = max(0.0, attempt.state.deadline - self._clock())
@@ -172,11 +173,11 @@ class HandoffEndpoint(Generic[AttemptT]):
         self._event_log.record(kind, attempt.ticket.attempt, attempt.state, detail, argument)
 
     def _advance(self, attempt: AttemptT, event: Event) -> None:
-        """Takes one step of the machine and carries its actions out.
+        """Take one step of the machine and carry its actions out.
 
         An attempt that has ended is forgotten first, so a report never finds it. If an action
-        raises, the others are carried out all the same, so blocks and promise are given back
-        whatever happens. A commit that raises has not happened.
+        raises, the others are still carried out, so blocks and promise are always released. A
+        commit that raises did not happen.
         """
         before = attempt.state
         attempt.state, actions = step(before, event, self._clock())
@@ -194,7 +195,7 @@ class HandoffEndpoint(Generic[AttemptT]):
                 return
 
     def _safely(self, attempt: AttemptT, act: Callable[[AttemptT], None]) -> bool:
-        """Returns False if `act` raised; then this attempt alone ends, in the next poll.
+        """Call `act`; return False if it raised. Then only this attempt ends, in the next poll.
 
         It does not end at once, since the engine may be between the plan of a step and its end.
         """
@@ -210,7 +211,7 @@ class HandoffEndpoint(Generic[AttemptT]):
 
     def _check(self, attempt: AttemptT) -> None:
         link = attempt.link
-        if attempt.state.linked:  # without a link it is being dialled, which has its own bound
+        if attempt.state.linked:  # without a link it is being dialled, with a separate limit
             self._advance(attempt, Heard(link.heard if link is not None else self._clock()))
         if attempt.progress is not None:
             self._advance(attempt, attempt.progress)
@@ -219,7 +220,7 @@ class HandoffEndpoint(Generic[AttemptT]):
             link.end(attempt.state.reason)  # the peer may still write into its window
 
     def _drop_link(self, link: DataLink, reason: str) -> None:
-        """Ends every attempt on a closed connection."""
+        """End every attempt on a closed connection."""
         for attempt in [a for a in self.live if a.link is link]:
             self._advance(attempt, HandoffEnded(f"connection: {reason}", peer_notified=True))
 
@@ -236,7 +237,8 @@ class HandoffEndpoint(Generic[AttemptT]):
     # threads of the connections
 
     def _post(self, action: Callable[[], object], wake: bool = True) -> None:
-        """Adds to the inbox. Without `wake` it waits for the next poll, at most one tick."""
+        """Add to the inbox; without `wake` the action waits for the next poll, at most one tick.
+        Raises FrameError if the inbox is full."""
         if len(self._inbox) >= MAX_INBOX:
             raise FrameError("the engine does not keep up")
         self._inbox.append(action)
@@ -244,7 +246,8 @@ class HandoffEndpoint(Generic[AttemptT]):
             self._wake()
 
     def _genuine(self, message: messages.Signed, link: DataLink) -> AttemptT | None:
-        """The live attempt of a message whose tag is right; None if the message is ignored."""
+        """Return the live attempt of a message with a correct tag; None if the message is ignored.
+        Raises FrameError."""
         attempt = self._live.get(message.ticket)
         if attempt is None:
             if isinstance(message.body, messages.Progress):  # some arrive after every end
@@ -264,16 +267,16 @@ class HandoffEndpoint(Generic[AttemptT]):
     def _signer(
         self, link: DataLink, domain: Domain, sequence: int, covered: bytes, tag: bytes
     ) -> AttemptT | None:
-        """The live attempt whose peer has signed a record that names no live ticket.
+        """Return the live attempt whose peer signed a record that names no live ticket.
 
-        Mostly there is none, since the attempt has ended. But if the ticket's id was damaged on the
-        way, the tag fits under the id of an attempt of this connection, and that attempt's peer
-        waits for an answer.
+        Usually the result is None, since the attempt has ended. But if the ticket's id was damaged
+        on the way, the tag matches under the id of an attempt of this connection, whose peer waits
+        for an answer.
         """
         if not link.genuine:
             return None
         for attempt in self.live:
-            if attempt.link is None or attempt.link is link:  # a Claim comes before its link is set
+            if attempt.link is None or attempt.link is link:  # a Claim precedes its link
                 genuine = renamed(covered, attempt.ticket.id)
                 if attempt.peer_key.matches(domain, sequence, genuine, tag):
                     self._count("misnamed")
@@ -281,7 +284,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         return None
 
     def _shared(self, attempt: AttemptT, message: messages.Signed) -> bool:
-        """Handles a message that both sides may get; False if it is another one."""
+        """Handle a message that both sides may receive; return False for any other message."""
         match message.body:
             case messages.Progress(liveness, passed_over):
                 attempt.passed_over = passed_over
@@ -294,7 +297,7 @@ class HandoffEndpoint(Generic[AttemptT]):
         return True
 
     def closed(self, link: DataLink, reason: str) -> None:
-        """DataLinkHandler: the connection is over."""
+        """DataLinkHandler: drop the attempts of a connection that has closed."""
         self._inbox.append(partial(self._drop_link, link, reason))
         self._wake()
 
@@ -314,7 +317,7 @@ class HandoffEndpoint(Generic[AttemptT]):
             self._wake()
 
     def _passes_over(self, attempt: AttemptT) -> bool:
-        """Whether the engine's step has rows of other requests only."""
+        """Return whether the engine's step has only rows of other requests."""
         return False
 
     def _stop_ticker(self) -> None:

@@ -1,5 +1,8 @@
-"""The state of one attempt at decode. The engine thread owns it; threads of its connection call
-`write`, `arrives`, `frame_done`, `has` and `num_inside`."""
+"""The state of one attempt at decode.
+
+The engine thread owns it; threads of its connection call `write`, `arrives`, `frame_done`, `has`
+and `num_inside`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +40,7 @@ class ReservationLike(Protocol):
 
 @dataclass(slots=True)
 class ReceiveTimes:
-    """Clock readings of one attempt; 0: not reached."""
+    """Clock readings of one attempt; 0 means not reached."""
 
     admitted: float
     claimed: float = 0.0  # when prefill began, according to its Claim
@@ -53,9 +56,9 @@ class Received:
     attempt: bytes
     transport: str
     num_bytes: int
-    cached_tokens: int  # not computed for it: the longer one of decode's and prefill's prefix hit
+    cached_tokens: int  # not computed for it: the longer of decode's and prefill's prefix hits
     times: ReceiveTimes
-    num_tokens: int  # whose KV is there
+    num_tokens: int  # tokens whose KV arrived
     inexact: bool = False  # another KV identity computed it
 
 
@@ -75,15 +78,15 @@ class IncomingHandoff(HandoffAttempt):
         self.request = request
         self.num_tokens = len(prefix_ids(request)) - 1
         self.promised = promised  # blocks
-        self.sender = b""  # digest of the KV identity that computes it; empty if it is ours
+        self.sender = b""  # digest of the KV identity that computes it; empty if it is local
         self.cancelled: set[int] = set()  # choices that were cancelled before the commit
-        self.parked = False  # nobody listens, so it joins the engine parked
+        self.parked = False  # no client listens, so the request joins the engine parked
         self.reservation: ReservationLike | None = None
         self.bitmap: Bitmap | None = None  # what the engine thread knows to be written
         self.blocks: OpenBlocks | None = None
         self.num_verified = 0  # leading blocks that are verified in all layers
         self.slow_peer: SlowPeerDetector | None = None  # once granted
-        self.arriving: set[int] = set()  # frames that have a slot here; its reader thread adds
+        self.arriving: set[int] = set()  # frames that have a slot here; only the reader thread adds
         self.acks: list[int] = []
         self.num_bytes = 0
         self.prefill_cached = 0
@@ -93,7 +96,7 @@ class IncomingHandoff(HandoffAttempt):
     def grant(
         self, reservation: ReservationLike, spec: KvSpec, now: float, ready: Any = None
     ) -> None:
-        """The attempt has got its blocks, which may be written after `ready` (OpenBlocks)."""
+        """Give the attempt its blocks, which may be written after `ready` (OpenBlocks)."""
         self.reservation = reservation
         shape = spec, reservation.num_tokens, reservation.first_block
         self.bitmap = Bitmap(*shape)
@@ -103,26 +106,27 @@ class IncomingHandoff(HandoffAttempt):
         self.slow_peer = SlowPeerDetector.begin(now)
 
     def arrives(self, header: FrameHeader) -> bool:
-        """Reader thread: a genuine record has come. False if it came before, or all it has."""
+        """Register a genuine record on the reader thread; return False if the frame arrived
+        before or contains nothing new."""
         if header.sequence in self.arriving or self.has(header):
             return False
         self.arriving.add(header.sequence)
         return True
 
     def frame_done(self, header: FrameHeader) -> None:
-        """A frame was written, or is damaged or too late; any thread."""
+        """Record that a frame was written, damaged or too late; any thread may call it."""
         self.arriving.discard(header.sequence)
 
     def has(self, header: FrameHeader) -> bool:
-        """Whether everything in the frame is verified and written; any thread."""
+        """Return whether all of the frame is verified and written; any thread may call it."""
         try:
             return self.bitmap is not None and self.bitmap.has(self.bitmap.piece(header))
         except FrameError:
             return False
 
     def newly_verified(self, block_size: int, now: float) -> int:
-        """Frames were written. Returns how many leading tokens all layers have now; 0 if that has
-        not grown since the last call."""
+        """Update the count after frames were written. Return how many leading tokens all layers
+        have now; 0 if that has not grown since the last call."""
         if self.bitmap is None or self.slow_peer is None:
             return 0
         blocks = self.bitmap.num_leading
@@ -132,15 +136,15 @@ class IncomingHandoff(HandoffAttempt):
         return min(self.num_tokens, blocks * block_size) if more else 0
 
     def is_slow(self, now: float) -> bool:
-        """Whether its prefill has become slow. To be called several times a second."""
+        """Return whether the attempt's prefill has become slow. Call it several times a second."""
         if self.slow_peer is None:
             return False
         self.slow_peer = self.slow_peer.look(now, self.passed_over)
         return self.slow_peer.slow(now)
 
     def idle_block_s(self, now: float) -> float:
-        """Block-seconds of blocks that were reserved and not written since the last call; a block
-        whose layers are written in part counts in part."""
+        """Return the block-seconds of blocks that were reserved but unwritten since the last call;
+        a block whose layers are partly written counts in part."""
         if self.bitmap is None:
             return 0.0
         passed, self._idle_since = now - self._idle_since, now
@@ -148,16 +152,17 @@ class IncomingHandoff(HandoffAttempt):
 
     @property
     def num_inside(self) -> int:
-        """Leading blocks that are verified and written; the reader thread counts them first."""
+        """Leading blocks that are verified and written; `num_verified` follows on the engine
+        thread."""
         return self.blocks.num_leading if self.blocks is not None else 0
 
     def write(self, kv: WritableKv, header: FrameHeader, payload: memoryview) -> Piece | None:
-        """OpenBlocks.write; also raises BlocksLeft if it has no blocks yet."""
+        """Call OpenBlocks.write; also raises BlocksLeft if the attempt has no blocks yet."""
         if self.blocks is None:
             raise BlocksLeft
         return self.blocks.write(kv, header, payload)
 
     def settle(self) -> None:
-        """Its blocks are about to leave it: from now on no thread writes into them."""
+        """Stop all writes: the blocks are about to leave the attempt."""
         if self.blocks is not None:
             self.blocks.close()

@@ -1,10 +1,10 @@
 """The blocks at decode that frames are written into, from the grant until the attempt loses them.
 
-A frame is written under a lock: on its connection's thread, or by a copy on the device that the
-copying thread begins. Freeing the blocks takes the same lock first and waits for the copies that
-run, so nothing is ever written into blocks that have a new owner. That takes one frame at most on
-the host, a fraction of a millisecond, or a few if pages of the pool are touched for the first time;
-on a device as long as copies that were begun before, and the steps that these wait for.
+A frame is written under a lock: by its connection's thread, or by a device copy that the copying
+thread begins. Freeing the blocks takes the same lock first and waits for the running copies, so
+nothing is ever written into blocks that have a new owner. That wait lasts at most one frame on the
+host: a fraction of a millisecond, or a few if pages of the pool are touched for the first time. On
+a device it lasts as long as the copies that have begun and the steps that they wait for.
 
 A copy hashes what it writes, so its blocks hold unverified bytes until its verdict is read.
 Therefore a frame waits while another copy writes one of its blocks, and no frame is ever copied
@@ -40,35 +40,35 @@ class WritableKv(PagedKv, Protocol):
 
 
 class BlocksLeft(Exception):
-    """The blocks are not this attempt's any more."""
+    """Raised if the blocks no longer belong to this attempt."""
 
 
 class FrameCopy(NamedTuple):
-    """A copy on the device; None: all of the piece was there before."""
+    """A copy on the device; `copy` is None if the whole piece was present before."""
 
     piece: Piece
     copy: Copy | None
 
 
 class OpenBlocks:
-    """The blocks of one attempt. One thread writes into them: that of its connection, or the one
-    that copies on the device."""
+    """The blocks of one attempt. Exactly one thread writes into them: its connection's thread, or
+    the one that copies on the device."""
 
     def __init__(self, tables: Sequence[Sequence[int]], empty: Bitmap, ready: Any = None) -> None:
-        """`tables`: per layer group, the block of the pool for every logical block. `ready`: on a
-        device the event behind what was launched for the blocks' last owners."""
+        """`tables`: per layer group, the pool block of every logical block. `ready`: on a device,
+        the event after the work that was launched for the blocks' previous owners."""
         self._tables = tables
         self._ready = ready
         self._inside = empty  # under the lock
-        self._copies: list[FrameCopy] = []  # begun, and their verdicts not read; under the lock
+        self._copies: list[FrameCopy] = []  # begun, verdict not read yet; under the lock
         self._open = True  # under the lock
         self._lock = threading.Lock()
         self.num_leading = empty.num_leading  # leading blocks that all layers of all groups have
 
     def write(self, kv: WritableKv, header: FrameHeader, payload: memoryview) -> Piece | None:
-        """Writes a verified frame; returns None if all of it was there before.
+        """Write a verified frame; return None if all of it was present before.
 
-        Raises BlocksLeft, and FrameError if it does not fit or overlaps what is there.
+        Raises BlocksLeft, and FrameError if the frame does not fit or overlaps verified blocks.
         """
         with self._lock:
             piece = self._piece(header)
@@ -83,8 +83,11 @@ class OpenBlocks:
     def begin_copy(
         self, kv: PagedKv, header: FrameHeader, source: DeviceSource, key: bytes
     ) -> FrameCopy | None:
-        """Begins to copy a frame on the device. None: it has to wait, for prefill's copy or for
-        another one into its blocks. Raises like `write`, and DeviceError."""
+        """Begin to copy a frame on the device.
+
+        Return None if the frame has to wait: for prefill's copy or for another copy into its
+        blocks. Raises like `write`, and DeviceError.
+        """
         with self._lock:
             piece = self._piece(header)
             if self._inside.has(piece):
@@ -99,7 +102,7 @@ class OpenBlocks:
             return begun
 
     def end_copy(self, done: FrameCopy) -> None:
-        """A copy is done; what is intact is there from now on. Raises BlocksLeft."""
+        """Record a finished copy; an intact one then counts as written. Raises BlocksLeft."""
         with self._lock:
             if not self._open:
                 raise BlocksLeft
@@ -108,7 +111,7 @@ class OpenBlocks:
                 self._add(done.piece)
 
     def close(self) -> None:
-        """From now on nothing is written."""
+        """Forbid further writes and wait for the running copies."""
         with self._lock:
             self._open = False
             copies, self._copies = self._copies, []
@@ -125,7 +128,7 @@ class OpenBlocks:
         return self._inside.piece(header)
 
     def _blocks(self, piece: Piece) -> Sequence[int]:
-        """The blocks of the pool that a piece goes into."""
+        """Return the pool blocks that a piece goes into."""
         return self._tables[piece.group][piece.blocks.start : piece.blocks.stop]
 
     def _add(self, piece: Piece) -> None:

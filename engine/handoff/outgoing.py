@@ -1,8 +1,8 @@
 """One attempt at prefill, and how its frames are read and signed.
 
-The writer thread of the connection builds a frame and gives it to the wire, under the attempt's
+The writer thread of the connection builds a frame and passes it to the wire under the attempt's
 lock. Freeing the blocks takes the same lock first, so no frame is ever read from blocks that have a
-new owner. On a device a frame's copy may still run then, and `settle` waits for it.
+new owner. On a device a frame's copy may still run at that point, and `settle` waits for it.
 """
 
 import logging
@@ -28,7 +28,7 @@ from pdserve.engine.transport.device import Copy, DeviceError
 log = logging.getLogger(__name__)
 
 
-HANDED_BACK = "handed back"  # reason of an attempt that was ended before the engine began it
+HANDED_BACK = "handed back"  # reason of an attempt that ended before the engine began it
 
 
 class ReadableKv(Protocol):
@@ -41,7 +41,7 @@ class ReadableKv(Protocol):
 
 @dataclass(slots=True)
 class SendTimes:
-    """Clock readings of one attempt; 0: not reached."""
+    """Clock readings of one attempt; 0 means not reached."""
 
     started: float
     picked: float = 0.0
@@ -52,7 +52,7 @@ class SendTimes:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The report of an ended attempt; `reason` is empty if every block was acknowledged."""
+    """The report of an ended attempt; `reason` is empty if decode acknowledged every block."""
 
     attempt: bytes
     reason: str
@@ -66,7 +66,7 @@ class Pushed(NamedTuple):
     """A frame that decode has not answered yet."""
 
     piece: Piece
-    resends: int  # so far
+    resends: int  # number of resends so far
     slot: int
     mark: bytes
 
@@ -87,26 +87,26 @@ class OutgoingHandoff(HandoffAttempt):
         held_key: str = "",
     ) -> None:
         super().__init__(ticket, state, keys.to_decode, keys.to_prefill)
-        self.key = held_key or ticket.attempt.hex()  # of the engine's request
-        self.migrates = bool(held_key)  # the blocks are a held request's until decode has the KV
+        self.key = held_key or ticket.attempt.hex()  # key of the engine's request
+        self.migrates = bool(held_key)  # a held request keeps the blocks until decode has the KV
         self.address = address
         self.num_tokens = num_tokens
         self.num_computed = 0
-        self.done = False  # all is computed, and the engine only holds the blocks
+        self.done = False  # everything is computed, and the engine only holds the blocks
         self.cached_tokens = 0
         self.lock = threading.Lock()  # held while a frame reads blocks
-        self.readable = True  # until the blocks are given back; under the lock
+        self.readable = True  # until the blocks are freed; under the lock
         self.copies: deque[Copy] = deque()  # copies on the device, newest last; under the lock
         self.next_blocks: list[int] = []  # per group, once granted
         self.pending: dict[int, Pushed] = {}  # by sequence
-        self.num_bytes = 0  # sent, resends included
+        self.num_bytes = 0  # sent, including resends
         self.num_frames = 0
         self.times = times
         self.encrypted = encrypted  # payloads are sealed, not only tagged
         self.event_log = event_log
 
     def push(self, kv: ReadableKv, pieces: Iterable[Piece], table: list[int], resends: int) -> None:
-        """Queues frames of these pieces; each is read and signed when a slot is free."""
+        """Queue frames of these pieces; each frame is read and signed when a slot is free."""
         if self.link is None:
             return
         jobs = []
@@ -120,14 +120,13 @@ class OutgoingHandoff(HandoffAttempt):
         self.link.push(*jobs)
 
     def settle(self) -> None:
-        """The blocks are about to be given back: from now on no frame reads them. Called on the
-        engine thread."""
+        """Stop all reads: the blocks are about to be freed. Call it on the engine thread."""
         with self.lock:
             self.readable = False
             copies, self.copies = self.copies, deque()
         for copy in copies:
             try:
-                copy.wait()  # takes as long as the copy, whatever the peer does
+                copy.wait()  # bounded by the copy's duration, whatever the peer does
             except DeviceError:
                 log.exception("a copy on the device failed")
 
@@ -142,7 +141,7 @@ class OutgoingHandoff(HandoffAttempt):
         slot: int,
         sink: DeviceSink | None,
     ) -> Iterator[Frame | None]:
-        """Yields a frame, or None if the blocks were given back. They stay while the context
+        """Yield a frame, or None if the blocks were freed. The blocks stay valid while the context
         lasts."""
         spec = kv.spec
         group = spec.groups[piece.group]
@@ -174,14 +173,15 @@ class OutgoingHandoff(HandoffAttempt):
             yield Frame(record, parts)
 
     def answered(self, sequence: int) -> Pushed | None:
-        """Decode has acknowledged or refused that frame; None if no answer was expected."""
+        """Remove a frame that decode has acknowledged or refused; return None if it was not
+        pending."""
         pushed = self.pending.pop(sequence, None)
         if pushed is not None and self.link is not None:
             self.link.slot_returned(pushed.slot, pushed.mark)
         return pushed
 
     def answered_all(self) -> None:
-        """Decode has acknowledged all frames."""
+        """Remove all pending frames: decode has acknowledged them."""
         for sequence in list(self.pending):
             self.answered(sequence)
 
@@ -194,8 +194,8 @@ class OutgoingHandoff(HandoffAttempt):
         sink: DeviceSink | None,
         sequence: int,
     ) -> tuple[list[memoryview], bytes]:
-        """(what is sent, its tag). On a device nothing is sent here: a copy of the payload and its
-        tag has begun."""
+        """Return (the parts to send, their tag). On a device the list is empty and the tag is
+        zero: a copy of the payload and its tag has begun."""
         if sink is not None:
             assert pages is not None
             assert not self.encrypted, "decode refuses the connection"

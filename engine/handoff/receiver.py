@@ -1,12 +1,11 @@
-"""Decode's side of a hand-off: it promises blocks, grants Claims in turn, writes frames into
-the blocks and commits them to the engine.
+"""Decode's side of a hand-off: promises blocks, grants Claims in turn, writes frames into the
+blocks and commits them to the engine.
 
 The engine thread runs the machine and owns every attempt. A connection's thread verifies a frame's
 payload and writes it into the attempt's blocks, under a lock that freeing them takes first
-(open_blocks.py); it tells the engine thread afterwards. On a device one thread copies for all
-connections (device_frames.py). Frames of an attempt that has ended are not written anywhere.
-The module is longer than 400 lines since one object carries out every action of its side: cut in
-two, an attempt had two writers.
+(open_blocks.py); it then notifies the engine thread. On a device one thread copies for all
+connections (device_frames.py). Frames of an attempt that has ended are dropped. One object carries
+out every action of its side, so that an attempt has one writer.
 """
 
 import os
@@ -118,19 +117,19 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._device_frames.start()
 
     def listen(self, transports: Sequence[KvTransport], chosen: bool) -> dict[str, str]:
-        """Opens the listeners (DataListeners.open): transport name -> address."""
+        """Open the listeners (DataListeners.open); return transport name -> address."""
         return self._listeners.open(transports, chosen)
 
     def admit(
         self, attempt: bytes, request: Request, prefill_boot: bytes, deadline: float
     ) -> Ticket | None:
-        """Promises blocks to a prompt that `prefill_boot` will send; None if decode is busy. Takes
-        the same short time whatever else is queued."""
+        """Promise blocks to a prompt that `prefill_boot` will send; return None if decode is busy.
+        The duration is short and independent of what is queued."""
         choices = sum(c.finish is None for c in request.choices) or request.params.n
         tokens = len(prefix_ids(request))
         stats = self._engine.stats()
         blocks = promise_blocks(tokens, choices, self._kv.spec.block_size)
-        blocks = min(blocks, stats.blocks.total)  # the engine knows what can never fit
+        blocks = min(blocks, stats.blocks.total)  # the engine rejects what can never fit
         available = stats.blocks.free + stats.blocks.cached + stats.parked_blocks
         if not self.promises.offer(blocks, available, stats.running):
             return None
@@ -143,7 +142,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return ticket
 
     def cancel_choices(self, attempt: bytes, choices: Sequence[int]) -> bool:
-        """Single choices are left out when the request joins the batch; False if the attempt is
+        """Cancel single choices, so that they do not join the batch; return False if the attempt is
         not live."""
         found = self.attempt(attempt)
         if found is None:
@@ -152,14 +151,14 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return True
 
     def park(self, attempt: bytes, parked: bool) -> bool:
-        """Whether the request joins the engine parked; the hand-off goes on. False if the attempt
-        is not live."""
+        """Set whether the request joins the engine parked; the hand-off continues. Return False if
+        the attempt is not live."""
         if (found := self.attempt(attempt)) is not None:
             found.parked = parked
         return found is not None
 
     def is_waiting(self, attempt: bytes) -> bool:
-        """Whether the attempt is live and has no blocks yet."""
+        """Return whether the attempt is live and has no blocks yet."""
         found = self.attempt(attempt)
         return found is not None and not found.state.holds
 
@@ -168,8 +167,9 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         return self.promises.blocks * self._kv.spec.block_size
 
     def close(self) -> None:
-        """Ends every attempt and connection. Call it on the engine thread, or after its end."""
-        self._device_frames.close()  # first: it reads the windows
+        """End every attempt and connection. Call it on the engine thread, or after that thread has
+        ended."""
+        self._device_frames.close()  # first, since it reads the windows
         self._listeners.close()
         for incoming in self.live:
             self._advance(incoming, HandoffEnded("decode stops"))
@@ -203,7 +203,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             return
         if incoming.link is None:
             incoming.link = link
-            assert link.hello is not None  # it has been introduced
+            assert link.hello is not None  # its Hello was accepted
             incoming.sender = self._compatibility.other_identity(link.hello)
             started = at - claim.age_ms / 1000
             incoming.times.claimed = max(incoming.times.admitted, started)
@@ -224,7 +224,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
 
     def _accepted(self, frame: ReceivedFrame, written: Piece | None) -> None:
         incoming, header = frame.attempt, frame.header
-        if not incoming.state.holds:  # it has ended meanwhile
+        if not incoming.state.holds:  # it has ended in the meantime
             self._late(frame)
             return
         if incoming not in self._to_ack:  # once for all frames of a poll
@@ -244,7 +244,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         self._commit_if_complete(incoming)
 
     def _again(self, frame: ReceivedFrame) -> None:
-        """A duplicate of a written frame has arrived."""
+        """Acknowledge a duplicate of a written frame."""
         if frame.attempt.state.holds:
             self._accepted(frame, None)
 
@@ -268,14 +268,14 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
             self._advance(incoming, Filled())
 
     def _cache_verified(self, incoming: IncomingHandoff) -> None:
-        """Blocks that are verified in all layers enter the prefix cache at once. They outlive the
-        attempt, so the next try begins there."""
+        """Put blocks that are verified in all layers into the prefix cache at once. They outlive
+        the attempt, so a retry begins after them."""
         if not incoming.state.holds:
             return
         tokens = incoming.newly_verified(self._kv.spec.block_size, self._clock())
         if tokens and incoming.reservation is not None:
             kept = self._engine.verified(incoming.reservation, tokens)
-            if not incoming.sender:  # KV of another identity is of use to that identity only
+            if not incoming.sender:  # only that identity can use its KV
                 before = incoming.reservation.cached_tokens
                 self._on_verified(incoming.ticket.attempt, kept, before)
 
@@ -365,7 +365,7 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
         if incoming.arrives(header):
             return True
         self._count("duplicate_frames")
-        if incoming.has(header):  # a written one is acknowledged like the first
+        if incoming.has(header):  # acknowledge a written frame like its first copy
             self._on_engine_thread(ReceivedFrame(incoming, link, header), self._again)
         return False
 
@@ -419,16 +419,16 @@ class Receiver(HandoffEndpoint[IncomingHandoff]):
     def _on_engine_thread(
         self, frame: ReceivedFrame, what: Callable[[ReceivedFrame], None], wake: bool = True
     ) -> None:
-        """Calls `what(frame)` on the engine thread."""
+        """Call `what(frame)` on the engine thread."""
         self._post(partial(self._safely, frame.attempt, lambda _: what(frame)), wake)
 
 
 def _ask_again(frame: ReceivedFrame) -> None:
-    """Prefill sends that frame again; any thread may call it."""
+    """Request that frame again from prefill; any thread may call it."""
     frame.attempt.frame_done(frame.header)
     frame.attempt.post(messages.Nack(frame.header.sequence))
 
 
 def _fail(frame: ReceivedFrame, error: Exception) -> None:
-    """Raises the error on the engine thread, where it ends only this attempt."""
+    """Raise the error on the engine thread, where it ends only this attempt."""
     raise error

@@ -1,12 +1,12 @@
-"""Prefill's side of a hand-off: it claims blocks at decode when the engine has picked the prompt,
-and sends what is computed. When a request migrates it is the source's side, and all is computed
-from the start.
+"""Prefill's side of a hand-off: claims blocks at decode when the engine has picked the prompt, and
+sends what is computed. In a migration it is the source's side, where everything is computed from
+the start.
 
 Everything runs on the engine thread except the DataLink callbacks, dialling with its first Claims,
 and the building of frames (outgoing.py). Blocks are held from Picked until decode's Complete or the
 attempt's end. A prefill_only request is never preempted (scheduling/job_table.py), so the bytes of
-a block do not change between its first frame and a resend. The module is longer than 400 lines
-since one object carries out every action of its side: cut in two, an attempt had two writers.
+a block do not change between its first frame and a resend. One object carries out every action of
+its side, so that an attempt has one writer.
 """
 
 import logging
@@ -83,7 +83,7 @@ class _DecodePeer:
 
 
 class PromptToSend(NamedTuple):
-    """Whose KV prefill computes and sends: all ids but the last one of a prefix."""
+    """A prompt whose KV prefill computes and sends: all ids except the last one of a prefix."""
 
     ids: tuple[int, ...]
     cache_salt: bytes = b""
@@ -93,7 +93,7 @@ class PromptToSend(NamedTuple):
 
 class Sender(HandoffEndpoint[OutgoingHandoff]):
     """Runs every outgoing attempt of a process; calls `on_ended(Sent)` on the engine thread, once
-    per attempt. `passes_over(key)` tells whether the engine computes other requests only."""
+    per attempt. `passes_over(key)` returns whether the engine computes other requests only."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
 
     @property
     def refusals(self) -> Counter[str]:
-        """How often each transport was tried and refused."""
+        """The number of refused tries by transport."""
         return self._dialer.refusals
 
     def start_sending(
@@ -151,8 +151,8 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         deadline: float,
         receiver: bytes = b"",
     ) -> None:
-        """Queues a prompt's prefill. `receiver`: digest of decode's KV identity; empty if it is
-        ours. Raises the engine's errors."""
+        """Queue a prompt's prefill. `receiver`: digest of decode's KV identity; empty if it is the
+        local one. Raises the engine's errors."""
         key = ticket.attempt.hex()
         self._engine.submit(
             Request(
@@ -177,8 +177,8 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         deadline: float,
         receiver: bytes = b"",
     ) -> None:
-        """Sends KV of the first `num_tokens` tokens of a request that the engine holds. Its blocks
-        are freed if decode gets them all; otherwise it keeps them. Raises KeyError."""
+        """Send the KV of the first `num_tokens` tokens of a request that the engine holds. Its
+        blocks are freed if decode gets them all; otherwise it keeps them. Raises KeyError."""
         blocks = num_blocks(self._engine.held_blocks(key))
         outgoing = self._open(ticket, address, num_tokens, deadline, receiver, key)
         outgoing.cached_tokens = outgoing.num_computed = num_tokens
@@ -188,27 +188,28 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._advance(outgoing, Picked())
 
     def hand_back(self) -> None:
-        """Ends the attempts that the engine has not begun: other workers may begin them sooner."""
+        """End the attempts that the engine has not begun: other workers may begin them sooner."""
         for outgoing in self.live:
             if outgoing.state.phase is Phase.ADMITTED:
                 self._advance(outgoing, HandoffEnded(HANDED_BACK))
 
     def on_step(self, step: Step) -> None:
-        """Takes every step of the engine; called on the engine thread."""
+        """Process a step of the engine; called on the engine thread."""
         for event in step.events:
             outgoing = self._by_key.get(event.key)
             if outgoing is not None:
                 self._safely(outgoing, partial(self._on_event, event))
 
     def close(self) -> None:
-        """Ends every attempt and connection. Call it on the engine thread, or after its end."""
+        """End every attempt and connection. Call it on the engine thread, or after that thread has
+        ended."""
         for outgoing in self.live:
             self._advance(outgoing, HandoffEnded("prefill stops"))
         self._dial_threads.shutdown()
         for transport in self._transports:
             transport.close()
         while self._inbox:
-            self._inbox.popleft()()  # a connection that was just opened
+            self._inbox.popleft()()  # may add a connection that was just opened
         self._close_links("prefill stops")
         self._stop_ticker()
 
@@ -248,7 +249,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
             case PrefillComputed(_, num_tokens, done):
                 self._computed(outgoing, num_tokens, done)
             case RequestFailed():
-                outgoing.settle()  # the engine has taken the blocks back
+                outgoing.settle()  # the engine has freed the blocks
                 self._advance(outgoing, HandoffEnded("the engine gave it up"))
 
     def _computed(self, outgoing: OutgoingHandoff, num_tokens: int, done: bool) -> None:
@@ -260,7 +261,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         self._push_computed(outgoing)
 
     def _push_computed(self, outgoing: OutgoingHandoff) -> None:
-        """Queues frames of the blocks that are computed, were asked for, and were not sent yet."""
+        """Queue frames of the blocks that are computed, granted, and not sent yet."""
         if not outgoing.next_blocks or not outgoing.state.holds or outgoing.link is None:
             return
         size = self._kv.spec.block_size
@@ -300,11 +301,11 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
             self._links[link] = None
         waiting, peer.waiting = peer.waiting, []
         for outgoing in waiting:
-            if outgoing.state.final:  # it ended while dialling, and decode does not know
+            if outgoing.state.final:  # it ended during the dial, and decode does not know
                 outgoing.link = link
                 outgoing.post(messages.Abort(outgoing.state.reason))
             elif link is not None and link.open:
-                if outgoing.link is None:  # it came after the others had been claimed
+                if outgoing.link is None:  # it joined after the others had been claimed
                     self._claim_on(outgoing, link)
                 self._claimed(outgoing)
             else:
@@ -325,7 +326,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
                 self._count("stale")
 
     def _refused(self, outgoing: OutgoingHandoff, sequence: int) -> None:
-        """Decode read something else than was signed: sends it again, a few times at most."""
+        """Resend a frame that decode read differently than signed, at most MAX_RESENDS times."""
         found = outgoing.answered(sequence)
         if found is None or not outgoing.state.holds or outgoing.link is None:
             self._count("stale")
@@ -343,7 +344,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         outgoing.answered_all()
 
     def _leave(self, outgoing: OutgoingHandoff) -> None:
-        """Gives the blocks back, once no frame reads them."""
+        """Free the blocks, once no frame reads them."""
         readable = outgoing.readable  # only this thread changes it
         outgoing.settle()
         if outgoing.migrates and outgoing.state.phase is not Phase.COMMITTED:
@@ -385,7 +386,7 @@ class Sender(HandoffEndpoint[OutgoingHandoff]):
         outgoing.post(messages.Claim(outgoing.num_tokens, min(MAX_AGE_MS, int(age_s * 1000))))
 
     def _dial(self, target: Target, peer: _DecodePeer) -> None:
-        """Connects, and claims at once: the engine thread may be computing a chunk."""
+        """Connect, and claim at once, since the engine thread may be computing a chunk."""
         hello = messages.Hello(
             self._boot, target.boot, self._identity, "", self._spec, self._encrypted
         )

@@ -1,6 +1,7 @@
-"""What a decoder-only transformer is: its geometry and the seams in which architectures differ.
+"""The configuration of a decoder-only transformer: its geometry and the points in which
+architectures differ.
 
-Plain data. Made from a config.json by `ModelSpec.parse`; nothing changes it afterwards.
+Plain data, made from a config.json by `ModelSpec.parse` and immutable afterwards.
 """
 
 from dataclasses import dataclass
@@ -12,39 +13,41 @@ from pdserve.engine.models.rope import RopeConfig
 
 
 class UnsupportedModel(ValueError):
-    """The checkpoint's config asks for something that no code here does, or is malformed."""
+    """Raised if a checkpoint's config requires an unsupported feature, or is malformed."""
 
 
 class FeedForward(Protocol):
-    """The feed-forward of a layer as a list of parts: what a mixture of experts replaces.
+    """The feed-forward of a layer as a list of parts, which a mixture of experts replaces.
 
-    It is a frozen dataclass: its fields are part of the model's configuration.
+    Implementations are frozen dataclasses: their fields are part of the model's configuration.
     """
 
     def parts(self, config: "ModelConfig", prefix: str) -> tuple[Part, ...]:
-        """From [tokens, hidden] to the same; tensor names begin with `prefix`."""
+        """Return the parts from [tokens, hidden] to [tokens, hidden]; tensor names begin with
+        `prefix`."""
 
 
 class Latent(Protocol):
-    """Attention over one vector of a token, which every head reads as its key and its value.
+    """Attention over one vector per token, which every head reads as its key and its value.
 
-    It is a frozen dataclass, as a FeedForward is.
+    Implementations are frozen dataclasses, like those of FeedForward.
     """
 
     @property
     def value_dim(self) -> int:
-        """Values of a head's result."""
+        """Number of values in a head's result."""
 
     def parts(self, config: "ModelConfig", n: int) -> tuple[Part, ...]:
-        """Of layer n, from the normed stream to the results of all heads, side by side."""
+        """Return the parts of layer n, from the normed stream to the results of all heads, side by
+        side."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What may differ from layer to layer."""
+    """The settings that may differ from layer to layer."""
 
-    rope: RopeConfig | None  # None: nothing says where a token stands
-    window: int = 0  # keys a token sees, itself included; 0: all
+    rope: RopeConfig | None  # None: no position encoding
+    window: int = 0  # number of keys that a token sees, including itself; 0: all
     feed_forward: FeedForward | None = None  # None: an MLP of ffn_size
 
 
@@ -60,7 +63,7 @@ class NormPlacement:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model. Sizes are counts of elements; lengths are in tokens."""
+    """The configuration of one model. Sizes are counts of elements; lengths are in tokens."""
 
     architecture: str  # Hugging Face class name
     vocab_size: int
@@ -77,8 +80,8 @@ class ModelConfig:
     norm_bias: bool = False  # of layer norms
     norm_offset: float = 0.0  # added to RMS norm weights at load: 1 for Gemma
     activation: Activation = "silu"
-    gated: bool = True  # down(activation(gate x) * up x), or down(activation(up x))
-    parallel: bool = False  # feed-forward on the stream that attention saw, both added at once
+    gated: bool = True  # down(activation(gate x) * up x), else down(activation(up x))
+    parallel: bool = False  # feed-forward on the same stream as attention, both added at once
     qkv_bias: bool = False
     o_bias: bool = False
     ffn_bias: bool = False
@@ -86,21 +89,22 @@ class ModelConfig:
     qk_norm: Literal["", "head", "row"] = ""
     attn_scale: float = 1.0  # of the scores
     attn_soft_cap: float = 0.0  # cap * tanh(score / cap); 0: none
-    sinks: bool = False  # a score of each head that stands for no key
+    sinks: bool = False  # one score per head that belongs to no key
     logit_soft_cap: float = 0.0
     embed_scale: float = 1.0
-    residual_scale: float = 1.0  # of what is added to the stream
+    residual_scale: float = 1.0  # factor of what is added to the stream
     logit_scale: float = 1.0
     head_bias: bool = False
     tied_head: bool = False  # the head is the embedding table
-    latent: Latent | None = None  # what is cached, in place of heads of keys and values
+    latent: Latent | None = None  # what is cached instead of heads of keys and values
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     def kv_groups(self, kv_dtype: str) -> tuple[LayerGroup, ...]:
-        """Layers by what they keep: those that see everything first, then one group a window."""
+        """Group the layers by the keys that they keep: layers that see everything first, then one
+        group per window."""
         full: Kind = "latent" if self.latent else "full"
         windows = sorted({layer.window for layer in self.layers})
         return tuple(

@@ -1,4 +1,4 @@
-"""The decoder on torch: every architecture is a list of parts, which it runs one after the other.
+"""The decoder on torch, which runs the list of parts of any architecture one after the other.
 
 Owns the weights, which never change; keys and values belong to the KvCache of the caller.
 """
@@ -22,16 +22,16 @@ from pdserve.kernels.ops import Ops
 
 
 class LayerKv(Protocol):
-    """What the decoder needs of a KvCache."""
+    """The part of a KvCache that the decoder uses."""
 
     def layer(self, n: int) -> tuple[Tensor, int]:
-        """(kv [blocks, 2, K, block_size, D] of model layer n, its group's index)."""
+        """Return (kv [blocks, 2, K, block_size, D] of model layer n, its group's index)."""
 
 
 class Decoder:
     """A decoder-only transformer on one device, computing in one dtype.
 
-    `weights` is asked once for each name of `tensor_shapes(config)`; plain numbers of `dtype` are
+    `weights` is called once for each name of `tensor_shapes(config)`; plain numbers of `dtype` are
     held on `device`, everything else is expanded at each use.
     """
 
@@ -65,14 +65,16 @@ class Decoder:
         self._head = self._embedding if config.tied_head else hold(weights(HEAD), dtype, device)
         self._head_bias = expand(weights(HEAD_BIAS), dtype, device) if config.head_bias else None
         self._ops = ops
-        # Rounded as the other weights are, which is what models were trained with.
+        # Rounded like the other weights, as in the training of the models.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
 
     @torch.inference_mode()
     def forward(self, host_batch: Batch[Ints], kv: LayerKv) -> Tensor:
-        """Write the KV of batch's tokens; final hidden states [len(batch.logit_tokens), hidden].
+        """Write the KV of batch's tokens; return final hidden states [len(batch.logit_tokens),
+        hidden].
 
-        With `batch.kv_only` the last layer stops at its keys and values and there are none.
+        With `batch.kv_only` the last layer stops after its keys and values, and the result is
+        empty.
         """
         batch = on(host_batch, self._device)
         for rope in self._ropes.values():
@@ -90,7 +92,8 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab] of what `forward` returned, or of some of it: all can be much."""
+        """Return the logits, float32 [n, vocab], of the states that `forward` returned, or of a
+        slice of them: all can need much memory."""
         weight = expand(self._head, self.dtype, self._device)
         logits = self._ops.linear(hidden, weight, self._head_bias).float()
         if self.config.logit_scale != 1:
@@ -99,7 +102,7 @@ class Decoder:
         return torch.tanh(logits / cap).mul_(cap) if cap else logits
 
     def states(self, hidden: Tensor) -> NDArray[np.float32]:
-        """float32 [n, hidden] of what `forward` returned, in the host's memory."""
+        """Return the states that `forward` returned, float32 [n, hidden], in host memory."""
         found: NDArray[np.float32] = hidden.float().cpu().numpy()
         return found
 
@@ -115,7 +118,7 @@ class _Layer:
         self._storing = 1 + next(i for i, p in enumerate(parts) if isinstance(p, Attention))
 
     def __call__(self, stream: Tensor, step: LayerStep) -> Tensor:
-        """The stream [tokens, hidden] behind this layer; of no use with `step.kv_only`."""
+        """Return the stream [tokens, hidden] after this layer; meaningless with `step.kv_only`."""
         x = held = stream
         for part in self._parts[: self._storing] if step.kv_only else self._parts:
             match part:
@@ -129,7 +132,7 @@ class _Layer:
 
 
 def on(batch: Batch[Ints], device: torch.device | str) -> Batch[Tensor]:
-    """The batch with its arrays as tensors on a device."""
+    """Return the batch with its arrays as tensors on a device."""
 
     def moved(array: Ints) -> Tensor:
         return torch.from_numpy(array).to(device)

@@ -11,21 +11,21 @@ if TYPE_CHECKING:
     from pdserve.engine.models.config import ModelConfig
 
 
-MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # its names of them
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Mixtral's names
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """Implements config.py's FeedForward."""
+    """A mixture of experts; implements config.py's FeedForward."""
 
     num_experts: int
-    size: int  # values between the products of an expert
+    size: int  # width of an expert's hidden layer
     routing: ExpertRouting
     has_correction: bool = False
-    shared_size: int = 0  # of the expert that every token goes to; 0: there is none
+    shared_size: int = 0  # of the expert that every token goes to; 0: none
     shared_gate: bool = False
-    has_bias: bool = False  # of the router and of the experts, but the shared one
-    activation: Gating | None = None  # None: the model's
+    has_bias: bool = False  # of the router and of the experts, except the shared one
+    activation: Gating | None = None  # None: the model's activation
 
     def parts(self, config: "ModelConfig", prefix: str) -> tuple[Part, ...]:
         mlp, hidden = prefix + "mlp.", config.hidden_size
@@ -57,8 +57,9 @@ class MixtureOfExperts:
 
 
 def stored_experts(config: "ModelConfig") -> dict[str, View]:
-    """Where checkpoints keep experts if not under the names above: Mixtral's names, Qwen 2's, and
-    tensors that hold all experts of a layer, with gate above up in one or each in its own."""
+    """Return views for checkpoints that store experts under other names than those above: Mixtral's
+    names, Qwen 2's names, and tensors that hold all experts of a layer, with gate above up in one
+    tensor or each in a separate one."""
     views: dict[str, View] = {}
     for n, layer in enumerate(config.layers):
         if not isinstance(layer.feed_forward, MixtureOfExperts):

@@ -1,4 +1,4 @@
-"""Names what computed a KV cache, so that KV is never mixed across weights or numerics."""
+"""Names the computation behind a KV cache, so that KV is never mixed across weights or numerics."""
 
 import hashlib
 import json
@@ -13,18 +13,19 @@ from pdserve.engine.models.rope import for_context
 
 
 def numerics_id(kernels: str, kv_dtype: str, weights: str) -> str:
-    """Kernels (with version, ISA class, compute dtype), KV dtype, tensor-parallel size, expansion.
+    """Join kernels (with version, ISA class, compute dtype), KV dtype, tensor-parallel size,
+    expansion.
 
-    Within one, the same inputs give the same floats as far as the kernels promise it.
+    Within one id, the same inputs give the same floats as far as the kernels promise it.
     """
     return f"{kernels}/{kv_dtype}/tp1/{weights}"
 
 
 def configuration_digest(config: ModelConfig, pooling: str = "") -> str:
-    """Hex digest of a ModelConfig's fields, but its context length: only rope depends on that; and
-    of how an embedding model pools.
+    """Return the hex digest of a ModelConfig's fields except its context length, on which only rope
+    depends, and of an embedding model's pooling.
 
-    Floats count as float32, since that is how GGUF stores what a config.json writes in decimals.
+    Floats count as float32, since GGUF stores a config.json's decimals as float32.
     """
     layers = [
         replace(layer, rope=layer.rope and for_context(layer.rope, config.context_len))
@@ -50,7 +51,8 @@ def _as_float32(value: Any) -> Any:
 
 
 def kv_identity(card: CardData, kv_dtype: str, numerics: str) -> KvIdentity:
-    """Its digest is equal only if KV may be shared. An override that changes KV belongs here."""
+    """Return the identity of a KV cache. Its digest is equal only if KV may be shared, so an
+    override that changes KV must be part of it."""
     parts = [card.weights_digest, card.quantization, card.config_digest, kv_dtype, numerics]
     return KvIdentity(
         digest=hashlib.sha256(json.dumps(["pdserve kv", *parts]).encode()).digest()[:16],

@@ -1,4 +1,4 @@
-"""What is known of the error that keys of 8 bits cause in a model, before it computes anything."""
+"""An estimate of the error that 8-bit keys cause in a model, before it computes anything."""
 
 from collections.abc import Callable
 
@@ -9,13 +9,13 @@ from pdserve.engine.models.layer import layer_parts
 from pdserve.engine.models.parts import Attention, HeadNorm, Linear
 from pdserve.engine.weights.format import Floats
 
-INT8_STEP = 1 / (127 * 12**0.5)  # deviation of what rounding to 8 bits changes, of the largest
-LARGEST_ERROR = 0.05  # of a score: weights, its e-th powers, then change by a twentieth
+INT8_STEP = 1 / (127 * 12**0.5)  # deviation of the rounding to 8 bits, over the largest value
+LARGEST_ERROR = 0.05  # of a score: attention weights, its exponential, then change by 5 %
 
 
 def int8_warning(config: ModelConfig, vector: Callable[[str], Floats]) -> str:
-    """What to say of a model that is served with keys of 8 bits; empty: nothing. `vector` gives
-    biases by name."""
+    """Return the warning for a model that is served with 8-bit keys; empty if there is none.
+    `vector` returns biases by name."""
     if config.latent:
         return (
             f"{config.architecture} caches one vector of a token; its dims with rope and its "
@@ -31,11 +31,12 @@ def int8_warning(config: ModelConfig, vector: Callable[[str], Floats]) -> str:
 
 
 def int8_score_error(config: ModelConfig, vector: Callable[[str], Floats]) -> float:
-    """The deviation of attention scores that keys of 8 bits cause, in the worst head.
+    """Return the standard deviation of the error of attention scores with 8-bit keys, in the worst
+    head.
 
-    A key shares one scale over its head, so a large bias makes all its steps coarse. A query is
-    taken as its bias with a value of size 1 on top in each dim. `vector` gives biases by name. 0 if
-    nothing is known: no bias, or a norm behind it.
+    A key has one scale over its head, so a large bias makes all its steps coarse. A query is
+    assumed to be its bias plus a value of size 1 in each dim. `vector` returns biases by name. The
+    result is 0 if nothing is known: no bias, or a norm after it.
     """
     worst = 0.0
     for n in range(config.num_layers):

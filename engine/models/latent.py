@@ -1,9 +1,9 @@
-"""Latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): what is cached of a token is one vector,
-of which every head's key and value are projections.
+"""Latent attention (DeepSeek-V2, arXiv:2405.04434, 2.1): the cache has one vector per token, of
+which every head's key and value are projections.
 
-The projections are absorbed: queries go through the one of keys, results through the one of values,
-so that all heads attend over the vectors themselves, in prefill as in decode. A cached vector is
-[part with rope | latent], the other way round than in checkpoints, as a query head is.
+The projections are absorbed: queries go through the projection of keys, results through that of
+values, so all heads attend over the vectors themselves, in prefill and in decode. A cached vector
+is [part with rope | latent], the reverse of the order in checkpoints; so is a query head.
 """
 
 from dataclasses import dataclass
@@ -24,24 +24,24 @@ from pdserve.engine.models.parts import (
 if TYPE_CHECKING:
     from pdserve.engine.models.config import ModelConfig
 
-NORM_EPS = 1e-6  # of both norms here, as transformers has it, whatever the others have
+NORM_EPS = 1e-6  # of both norms here, as in transformers, whatever the other norms have
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Implements config.py's Latent. Sizes are of one head, and in config.json they are called as
-    the comments say."""
+    """Latent attention; implements config.py's Latent. Sizes are of one head; each comment names
+    the field in config.json."""
 
-    q_rank: int  # q_lora_rank: of the queries' low-rank product; 0: they have one matrix
+    q_rank: int  # q_lora_rank: rank of the queries' product; 0: one full matrix
     kv_rank: int  # kv_lora_rank: values of the latent part
     nope_dim: int  # qk_nope_head_dim: dims of a query without rope
-    rope_dim: int  # qk_rope_head_dim: dims of a query, and of the key of all heads, with rope
+    rope_dim: int  # qk_rope_head_dim: dims with rope of a query, and of the key of all heads
     value_dim: int  # v_head_dim
     interleaved: bool  # checkpoints are for rope over neighbours
 
     @property
     def kv_dim(self) -> int:
-        """Values cached of a token."""
+        """Number of values cached per token."""
         return self.rope_dim + self.kv_rank
 
     @property
@@ -89,8 +89,8 @@ class LatentAttention:
         )
 
     def stored(self, config: "ModelConfig") -> dict[str, View]:
-        """Rows are stored with rope's behind the others; k_b and v_b, but in GGUF, as the rows of
-        one matrix, head by head."""
+        """Return views that reorder rows, which checkpoints store with rope's rows last, and that
+        split k_b and v_b, which all formats except GGUF store as one matrix, head by head."""
         views: dict[str, View] = {}
         heads, nope = config.num_heads, self.nope_dim
         queries = self._rope_first(heads, nope)
@@ -109,5 +109,5 @@ class LatentAttention:
         return views
 
     def _rope_first(self, heads: int, before: int) -> RopeRows:
-        """Puts the rows of rope before the `before` others of each head."""
+        """Return the view that puts the rows of rope before the `before` others of each head."""
         return RopeRows(heads, before + self.rope_dim, self.rope_dim, before, self.interleaved)

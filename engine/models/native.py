@@ -1,6 +1,6 @@
 """The decoder on the native CPU kernels: any ModelConfig, a whole step in two calls.
 
-Owns the packed weights. Keys lie [head_dim, block_size] within a block of its KV cache.
+Owns the packed weights. Keys are stored as [head_dim, block_size] within a block of its KV cache.
 """
 
 import logging
@@ -47,20 +47,20 @@ log = logging.getLogger(__name__)
 
 Floats = NDArray[np.float32]
 Weights = Callable[[str], RawTensor]
-NativePart = tuple[str, dict[str, object]]  # kind and fields, as the stack takes them
+NativePart = tuple[str, dict[str, object]]  # kind and fields, in the form of the native stack
 
 
 class ArrayKv(Protocol):
-    """What the decoder needs of a KvCache."""
+    """The part of a KvCache that the decoder uses."""
 
     spec: KvSpec
 
     def layer(self, n: int) -> tuple[NDArray[Any], int]:
-        """(blocks of model layer n, its group's index)."""
+        """Return (blocks of model layer n, its group's index)."""
 
 
 class NativeDecoder:
-    """What `Decoder` is, on packed weights; `weights` answers with tensors as they are stored."""
+    """The counterpart of `Decoder` on packed weights; `weights` returns stored tensors."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, kernels: CpuKernels, kv_dtype: str
@@ -82,7 +82,7 @@ class NativeDecoder:
             logit_scale=config.logit_scale,
             logit_soft_cap=config.logit_soft_cap,
         )
-        self._expanded: Counter[str] = Counter()  # weights, by their format
+        self._expanded: Counter[str] = Counter()  # number of expanded weights, by their format
         ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope)
         self._ropes = {rope: RopeTable(rope, config.context_len) for rope in ropes}
         self._rope_len = 0
@@ -102,7 +102,7 @@ class NativeDecoder:
             log.warning("%d weights of %s are kept as float32", count, format)
 
     def forward(self, batch: Batch[Ints], kv: ArrayKv) -> Floats:
-        """As Decoder.forward; float32. Raises ValueError for an index out of range."""
+        """Run Decoder.forward's step in float32. Raises ValueError for an index out of range."""
         if kv is not self._kv:
             self._attach(kv)
         self._reserve_positions(max(batch.kv_lens))
@@ -119,12 +119,12 @@ class NativeDecoder:
 
     @property
     def shares(self) -> int:
-        """How many threads took rows of their own through all layers in the last step; 0: the
+        """How many threads computed separate rows through all layers in the last step; 0 if the
         threads shared every operation."""
         return self._stack.shares
 
     def logits(self, hidden: Floats) -> Floats:
-        """As Decoder.logits; the memory is used again by the next call."""
+        """Return logits like Decoder.logits; the next call reuses the memory."""
         if len(hidden) > len(self._logits):
             self._logits = np.empty((len(hidden), self.config.vocab_size), np.float32)
         out = self._logits[: len(hidden)]
@@ -132,7 +132,7 @@ class NativeDecoder:
         return out
 
     def states(self, hidden: Floats) -> Floats:
-        """As Decoder.states: they are in the host's memory already."""
+        """Return the states like Decoder.states; they are already in host memory."""
         return hidden
 
     def _attach(self, kv: ArrayKv) -> None:
@@ -157,7 +157,8 @@ class NativeDecoder:
         self._stack.add_layer([one for p in parts for one in self._fields(p, weights, group)])
 
     def _fields(self, part: Part, weights: Weights, group: int) -> list[NativePart]:
-        """A part as the stack takes it. Raises UnsupportedModel for a kind that it lacks."""
+        """Convert a part to the form of the native stack. Raises UnsupportedModel for a kind that
+        it lacks."""
         match part:
             case Norm():
                 return [("norm", _norm(part, part.weight, weights))]
@@ -210,8 +211,8 @@ class NativeDecoder:
         )
 
     def _linear(self, part: Linear, weights: Weights) -> list[NativePart]:
-        """If the columns of the first weight are stored in another order, the input of all is
-        brought into it."""
+        """Convert a product; if the columns of the first weight are stored in another order,
+        reorder the input of all weights to match."""
         names = [spec.name for spec in part.weights]
         first = weights(names[0])
         matrices = [self._pack(names[0], first, first.columns)]
@@ -224,8 +225,8 @@ class NativeDecoder:
         )
 
     def _head_linear(self, part: HeadLinear, weights: Weights) -> list[NativePart]:
-        """If its columns are stored in another order, that of all heads, the input of each head is
-        brought into it."""
+        """Convert a product per head; if the columns of all heads are stored in another order,
+        reorder the input of each head to match."""
         raw = weights(part.weight.name)
         stack = [raw.matrix(n) for n in range(raw.shape[0])] if len(raw.shape) > 2 else [raw]
         matrices = [self._pack(part.weight.name, one, raw.columns) for one in stack]
@@ -238,9 +239,9 @@ class NativeDecoder:
         return [("reorder", {"order": np.concatenate((order, rest))}), linear]
 
     def _experts(self, part: Experts, weights: Weights) -> dict[str, object]:
-        """Asks for tensors in the order of the part."""
+        """Convert a mixture of experts; load the tensors in the order of the part."""
 
-        def router(spec: TensorSpec) -> _native.Matrix:  # a choice wants all bits there are
+        def router(spec: TensorSpec) -> _native.Matrix:  # choices need full precision
             return self._pack(spec.name, as_plain(weights(spec.name), "F32"))
 
         def vector(spec: TensorSpec | None) -> Floats | None:
@@ -293,8 +294,9 @@ class NativeDecoder:
     def _pack(
         self, name: str, raw: RawTensor, columns: NDArray[np.int64] | None = None
     ) -> "_native.Matrix":
-        """For an input whose values are in the order of `columns`. What no kernel can read as it is
-        stored is expanded to float32. Raises UnsupportedModel for values that no kernel takes."""
+        """Pack a tensor for an input whose values are in the order of `columns`. A tensor that no
+        kernel can read as stored is expanded to float32. Raises UnsupportedModel for values that no
+        kernel supports."""
         if raw.format not in PLAIN:
             raw = formats()[raw.format].packable(raw)
         if raw.format in GROUPED and fits_groups(raw) and same_order(raw.columns, columns):
@@ -315,7 +317,7 @@ class NativeDecoder:
 
 
 def fits_groups(raw: RawTensor) -> bool:
-    """Whether the kernels have its sizes of groups."""
+    """Return whether the kernels support the tensor's group sizes."""
     width = raw.shape[1] // raw.parts[SCALES].shape[1]
     if raw.format == "INT8" and width == 16 and ZEROS not in raw.parts:
         return raw.shape[1] % 32 == 0
@@ -330,5 +332,5 @@ def has_finite_scales(raw: RawTensor) -> bool:
 
 
 def _norm(part: Norm | HeadNorm, spec: TensorSpec, weights: Weights) -> dict[str, object]:
-    """Weight, float32 with the architecture's offset, and eps of a norm."""
+    """Return a norm's weight, float32 with the architecture's offset added, and its eps."""
     return {"weight": unpack(weights(spec.name)) + np.float32(part.offset), "eps": part.eps}

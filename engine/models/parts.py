@@ -1,9 +1,8 @@
 """The kinds of parts that a layer is made of: plain data that every backend computes.
 
-A layer has the residual stream and one value x, both [tokens, hidden] at its start, where x is the
-stream. Its parts change x one after the other; `Add` adds x to the stream and goes on with the sum.
-A kind that is added elsewhere is a subclass of `Part` and a class that computes it
-(engine/models/layers).
+A layer has the residual stream and one value x, both [tokens, hidden]; at its start x is the
+stream. Its parts change x one after the other; `Add` adds x to the stream and continues with the
+sum. To add a kind, subclass `Part` and write a class that computes it (engine/models/layers).
 """
 
 from abc import ABC, abstractmethod
@@ -13,20 +12,21 @@ from typing import Literal
 from pdserve.engine.models.rope import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
-Gating = Activation | Literal["swiglu_oai"]  # of a gate and what it gates; the last is gpt-oss's
+Gating = Activation | Literal["swiglu_oai"]  # of a gate and the gated values; the last is gpt-oss's
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor that a part asks for."""
+    """A tensor that a part loads."""
 
-    name: str  # Hugging Face's
+    name: str  # Hugging Face's name
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How queries, keys and values share a row: `q` heads, then `kv` of keys, `kv` of values."""
+    """How queries, keys and values share a row: `q` heads of queries, then `kv` of keys, `kv` of
+    values."""
 
     q: int
     kv: int
@@ -38,7 +38,7 @@ class Part(ABC):
 
     @abstractmethod
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """What it needs, in the order in which it is asked for."""
+        """Return the tensors of the part, in the order in which they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,14 @@ class SliceNorm(Part):
 
 @dataclass(frozen=True, slots=True)
 class HeadLinear(Part):
-    """A product with a matrix of its own for each head. x is [heads * (kept + inputs) + rest] and
-    becomes [heads * (kept + outputs) + rest]: the first `kept` values of a head stay, the others go
-    through the head's matrix, and what is behind the heads stays."""
+    """A product with a separate matrix for each head.
 
-    weight: TensorSpec  # [heads, outputs, inputs]; [outputs, inputs] of one head
+    x is [tokens, heads * (kept + inputs) + rest] and becomes [tokens, heads * (kept + outputs) +
+    rest]: the first `kept` values of a head stay, the others go through the head's matrix, and the
+    `rest` values after the heads stay.
+    """
+
+    weight: TensorSpec  # [heads, outputs, inputs]; [outputs, inputs] for one head
     kept: int = 0
     rest: int = 0
 
@@ -104,8 +107,8 @@ class HeadLinear(Part):
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm(Part):
-    """RMS norm over each head of q and of k, or over all heads of one as a row: the weights are as
-    long as what has a norm of its own. Times weight + offset."""
+    """RMS norm over each head of q and of k, or over all heads of one as a row, times weight +
+    offset. The length of a weight is the length of one normed slice."""
 
     heads: Heads
     q: TensorSpec
@@ -119,7 +122,7 @@ class HeadNorm(Part):
 
 @dataclass(frozen=True, slots=True)
 class Rope(Part):
-    """Rotates the heads of q and k by their position; the first is at value `begin` of x."""
+    """Rotates the heads of q and k by their position; the first begins at value `begin` of x."""
 
     heads: Heads
     config: RopeConfig
@@ -131,12 +134,11 @@ class Rope(Part):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Part):
-    """Stores k and v, and attends over the keys in the cache: [tokens, q heads * dim].
+    """Stores k and v, and attends over the keys in the cache; x becomes [tokens, q heads * dim].
 
-    A sink is a score that takes part in the softmax of a query head and stands for no key.
-    Latent attention stores keys alone, of which the last values are the value (DeepSeek-V2,
-    arXiv:2405.04434, 2.1, with the up-projections of keys and values outside): [tokens,
-    q heads * latent].
+    A sink is a score in the softmax of a query head that belongs to no key. Latent attention stores
+    keys only, whose last values are the value, and x becomes [tokens, q heads * latent]
+    (DeepSeek-V2, arXiv:2405.04434, 2.1, with the up-projections of keys and values outside).
     """
 
     heads: Heads
@@ -144,7 +146,7 @@ class Attention(Part):
     soft_cap: float
     window: int
     sinks: TensorSpec | None = None  # [q heads]
-    latent: int = 0  # values of a key that are its value; 0: it has a value of its own
+    latent: int = 0  # number of a key's values that are its value; 0: separate values
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         return (self.sinks,) if self.sinks else ()
@@ -182,7 +184,7 @@ class Scale(Part):
 
 @dataclass(frozen=True, slots=True)
 class Hold(Part):
-    """Keeps x for the next Add; x is then the residual stream again, as it was."""
+    """Keeps x for the next Add; x becomes the unchanged residual stream."""
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         return ()
@@ -190,7 +192,7 @@ class Hold(Part):
 
 @dataclass(frozen=True, slots=True)
 class Add(Part):
-    """Adds x to the residual stream, and what is held; x is then the stream."""
+    """Adds x to the residual stream, plus the held value if `held`; x is then the stream."""
 
     held: bool = False
 
@@ -203,10 +205,10 @@ class ExpertRouting:
     """Which experts a token goes to, by its router logits, and their weights in the sum.
 
     Scores are the softmax or the sigmoid of all logits. The experts with the `top_k` best sums of
-    score and correction are chosen; of equal ones the first. Where experts are in groups, those of
-    the `kept_groups` best groups take part, and a group is as good as its `group_best` best sums.
-    An expert's weight is its score: divided by the sum of the chosen ones' if `normalized`, times
-    `scale`.
+    score and correction are chosen; ties go to the first. If experts are in groups, only those of
+    the `kept_groups` best groups take part, and a group's quality is the sum of its `group_best`
+    best sums. An expert's weight is its score: divided by the sum of the chosen experts' scores if
+    `normalized`, times `scale`.
     """
 
     top_k: int
@@ -231,15 +233,15 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class Experts(Part):
-    """A mixture of experts: the weighted sum of the chosen experts' results, in the order of
-    the experts; then the shared expert's, times sigmoid of its gate if it has one.
+    """A mixture of experts: the weighted sum of the chosen experts' results, in the order of the
+    experts, plus the shared expert's result, itself times the sigmoid of its gate if it has one.
 
     The router computes in float32, with its weights as they are held.
     """
 
     router: TensorSpec  # [experts, hidden]
     router_bias: TensorSpec | None  # [experts]
-    correction: TensorSpec | None  # [experts], for the choice alone
+    correction: TensorSpec | None  # [experts], for the choice only
     experts: tuple[Expert, ...]
     shared: Expert | None
     shared_gate: TensorSpec | None  # [1, hidden]

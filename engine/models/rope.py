@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
-BY_CONTEXT = ("dynamic", "longrope")  # kinds that depend on the context that is served
+BY_CONTEXT = ("dynamic", "longrope")  # kinds that depend on the served context
 _FIRST_LEN = 2048  # positions of the first table
 
 
@@ -20,11 +20,11 @@ _FIRST_LEN = 2048  # positions of the first table
 class RopeConfig:
     """Rotary position embedding of a layer (RoFormer, arXiv:2104.09864) and its scaling.
 
-    Kinds: `default`; `linear` (positions / factor); `llama3` (Llama 3.1's smoothed factor);
-    `yarn` (arXiv:2309.00071); `factors` (a divisor per frequency, as GGUF's rope_freqs.weight).
-    Two depend on the context that is served, and not on a text's length, since keys are kept:
-    `longrope` (arXiv:2402.13753) has other factors for more than the original context, `dynamic`
-    another theta (NTK-aware scaling).
+    Kinds: `default`; `linear` (positions / factor); `llama3` (Llama 3.1's smoothed factor); `yarn`
+    (arXiv:2309.00071); `factors` (a divisor per frequency, like GGUF's rope_freqs.weight). Two
+    kinds depend on the served context, not on a text's length, since keys are cached: `longrope`
+    (arXiv:2402.13753) has other factors beyond the original context, `dynamic` another theta
+    (NTK-aware scaling).
     """
 
     theta: float
@@ -36,14 +36,15 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: whole dims as borders of the ramp
+    truncate: bool = True  # yarn: the ramp's borders are whole dims
     attention_factor: float = 1.0  # multiplies cos and sin
-    factors: tuple[float, ...] = ()  # rotary_dim / 2 divisors; longrope: of short contexts
-    long_factors: tuple[float, ...] = ()  # longrope: of long ones
+    factors: tuple[float, ...] = ()  # rotary_dim / 2 divisors; longrope: for short contexts
+    long_factors: tuple[float, ...] = ()  # longrope: for long contexts
 
 
 def for_context(rope: RopeConfig, context_len: int) -> RopeConfig:
-    """The same for a server of contexts of so many tokens: of a kind that does not depend on it."""
+    """Return the settings for a server of contexts of `context_len` tokens, as a kind that does not
+    depend on it."""
     is_long = context_len > rope.original_context_len
     if rope.kind == "longrope":
         factors = rope.long_factors if is_long else rope.factors
@@ -57,7 +58,7 @@ def for_context(rope: RopeConfig, context_len: int) -> RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig) -> Floats:
-    """Radians per position, float32 [rotary_dim / 2]; the kinds are described at RopeConfig."""
+    """Return radians per position, float32 [rotary_dim / 2]; RopeConfig describes the kinds."""
     exponent = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
     powers: Any = np.power(rope.theta, exponent.astype(np.float64))
     plain: Floats = np.float32(1) / powers.astype(np.float32)
@@ -77,7 +78,7 @@ def inverse_frequencies(rope: RopeConfig) -> Floats:
 
 
 def _llama3(plain: Floats, rope: RopeConfig) -> Floats:
-    """Long waves are divided by the factor, short ones kept, those between interpolated."""
+    """Divide long waves by the factor, keep short ones, and interpolate between."""
     turns = np.float32(rope.original_context_len) * plain / np.float32(2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor
     keep = ((turns - np.float32(low)) / np.float32(high - low)).clip(0, 1)
@@ -85,9 +86,8 @@ def _llama3(plain: Floats, rope: RopeConfig) -> Floats:
 
 
 def _yarn(plain: Floats, rope: RopeConfig) -> Floats:
-    """Dims that turn more than beta_fast times over the original context are kept, those that
-    turn less than beta_slow times are divided by the factor, with a linear ramp between.
-    """
+    """Keep dims that turn more than beta_fast times over the original context, divide those that
+    turn less than beta_slow times by the factor, with a linear ramp between."""
 
     def dim_that_turns(times: float) -> float:
         turns_of_last = math.log(rope.original_context_len / (times * 2 * math.pi))
@@ -104,7 +104,7 @@ def _yarn(plain: Floats, rope: RopeConfig) -> Floats:
 
 
 def _mixed(keep: Any, plain: Floats, rope: RopeConfig) -> Floats:
-    """`keep` of each frequency as it is, the rest divided by the factor."""
+    """Keep the share `keep` of each frequency and divide the rest by the factor."""
     mixed: Floats = keep * plain + (1 - keep) * plain / np.float32(rope.factor)
     return mixed
 

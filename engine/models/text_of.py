@@ -1,7 +1,7 @@
-"""The text model inside a multimodal checkpoint, as an architecture of its own.
+"""The text model inside a multimodal checkpoint, as a separate architecture.
 
-Its config is config.json's `text_config`; its tensors lie under another prefix, beside those of
-vision towers and projectors, which are not loaded.
+Its config is config.json's `text_config`. Its tensors have another prefix; the vision towers and
+projectors beside them are not loaded.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from pdserve.engine.models.hf_config.fields import HfConfig, table
 from pdserve.engine.models.layer import tensor_shapes
 from pdserve.engine.models.spec import ModelSpec
 
-# Where transformers puts a text model's tensors, before and since its version 4.52.
+# Prefixes of a text model's tensors in transformers, before and since its version 4.52.
 PREFIXES = {"model.": ("language_model.model.", "model.language_model."), "": ("language_model.",)}
 OTHERS = tuple(
     f"{prefix}{part}."
@@ -26,10 +26,10 @@ OTHERS = tuple(
 def text_of(
     architecture: str, spec: ModelSpec, model_type: str, defaults: Mapping[str, Any]
 ) -> ModelSpec:
-    """The spec of `architecture`, whose text model is that of `spec`.
+    """Return the spec of `architecture`, whose text model is that of `spec`.
 
-    `model_type` is what `text_config` must say; `defaults` what it may leave out, as transformers
-    fills it in.
+    `text_config` must state `model_type`; `defaults` are the fields that it may omit, with
+    transformers' values.
     """
 
     def parse(hf: HfConfig) -> ModelConfig:
@@ -46,7 +46,8 @@ def text_of(
 
 
 def inside(config: ModelConfig) -> dict[str, View]:
-    """Views of the model's tensors under the first of their prefixes that is there."""
+    """Return views of the model's tensors under the first of their prefixes that the checkpoint
+    has."""
     views: dict[str, View] = {}
     for name in tensor_shapes(config):
         own = next(prefix for prefix in PREFIXES if name.startswith(prefix))

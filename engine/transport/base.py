@@ -1,9 +1,9 @@
-"""What a KV transport is: it opens wires between a prefill and a decode process.
+"""The interface of a KV transport, which opens wires between a prefill and a decode process.
 
-A wire is a stream socket for records plus the transport's own way to move a frame's payload
-through numbered slots. A transport never sees a ticket, a block or a key: those
-are the hand-off's, which uses wires in engine/handoff/connection/link.py. Adding a transport is a
-file here with a KvTransport subclass.
+A wire is a stream socket for records plus a transport-specific way to move a frame's payload
+through numbered slots. A transport never sees a ticket, a block or a key: the hand-off owns these
+and uses wires in engine/handoff/connection/link.py. A new transport is a file in this folder with a
+KvTransport subclass.
 """
 
 import contextlib
@@ -29,28 +29,28 @@ from pdserve.engine.transport.device import Copy, Device
 log = logging.getLogger(__name__)
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
-SLOTS = 8  # frames in flight per connection: its credit, and the bound of its window
+SLOTS = 8  # frames in flight per connection: its credit, and the size of its window
 DEVICE_SLOT_BYTES = 32 << 20  # of a window on a device
 READ_AHEAD_BYTES = 1 << 10
-ACCEPT_AGAIN_S = 0.1  # after accept failed: no file descriptor was free
+ACCEPT_AGAIN_S = 0.1  # pause after accept failed because no file descriptor was free
 
 Received = TypeVar("Received", bytes, int)
 
 
 class TransportRefused(Exception):
-    """This transport cannot reach that peer; the text says why."""
+    """Raised if this transport cannot reach that peer; the text says why."""
 
 
 class WireClosed(Exception):
-    """The connection has ended, or its peer took longer than its deadline."""
+    """Raised if the connection has ended or its peer exceeded the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """Where a process listens and looks for its peers."""
+    """Where a process listens and finds its peers."""
 
     data_bind: str = "127.0.0.1:0"  # tcp
-    shm_dir: str = ""  # shm: directory of unix sockets; empty: shm is off
+    shm_dir: str = ""  # shm: directory of unix sockets; empty turns shm off
     slot_bytes: int = 1 << 20  # the largest payload; both sides derive it from their KvSpec
     device: Callable[[], Device] | None = None  # cuda_ipc: opens the pool's device; None: a CPU
     device_slot_bytes: int = DEVICE_SLOT_BYTES  # cuda_ipc: the largest payload
@@ -68,18 +68,19 @@ class DeviceSink(Protocol):
     """prefill: a slot on the device, to be filled from the pool on the device."""
 
     def copy_out(self, pages: Pages, key: bytes) -> Copy:
-        """Raises DeviceError."""
+        """Begin to copy the pages into the slot. Raises DeviceError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame to be sent."""
+    """A frame to send."""
 
     record: bytes  # signed
-    parts: list[memoryview]  # the payload; empty: it is in the sink
+    parts: list[memoryview]  # the payload; empty if it is in the sink
 
 
-# The frame for a slot, or None if it is wanted no more; its parts stay while the context lasts.
+# The frame for a slot, or None if it is no longer needed; its parts stay valid while the context
+# lasts.
 FrameJob = Callable[[int, DeviceSink | None], AbstractContextManager[Frame | None]]
 
 
@@ -87,10 +88,10 @@ class DeviceSource(Protocol):
     """decode: a slot on the device that holds a payload, or soon will."""
 
     def ready(self) -> bool:
-        """Prefill's copy is done; never waits. Raises DeviceError."""
+        """Return whether prefill's copy is done; never waits. Raises DeviceError."""
 
     def copy_in(self, pages: Pages, key: bytes) -> Copy:
-        """Straight into the pool, behind `pages.ready`. Raises DeviceError."""
+        """Begin to copy the slot into the pool, after `pages.ready`. Raises DeviceError."""
 
 
 Payload = memoryview | DeviceSource
@@ -99,8 +100,8 @@ Payload = memoryview | DeviceSource
 class Wire(ABC):
     """One connection. Reads happen on one thread and writes on one thread.
 
-    A `direct` wire moves payloads from pool to pool on a device: what it hands out for a slot is
-    a DeviceSink or a DeviceSource, and the host never sees the bytes.
+    A `direct` wire moves payloads from pool to pool on a device: its slots are DeviceSinks or
+    DeviceSources, and the host never sees the bytes.
     """
 
     direct: ClassVar[bool] = False
@@ -111,18 +112,18 @@ class Wire(ABC):
         self.deadline: float | None = None  # of the reads, until the peer has proven itself
         self.heard = time.monotonic()
         self.host = _host(sock)  # of the peer; empty on a unix socket
-        self._ahead = b""  # received, and not asked for yet
+        self._ahead = b""  # received, but not taken yet
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
     @property
     def readable(self) -> bool:
-        """A read would not wait for its first byte."""
+        """Whether a read would not wait for its first byte."""
         return bool(self._ahead) or bool(self._poll.poll(0))
 
     def take(self, size: int) -> bytes:
-        """The next `size` bytes of the stream, and whatever more is there, for the next time.
-        Raises WireClosed."""
+        """Return the next `size` bytes of the stream and buffer any further bytes that are
+        available. Raises WireClosed."""
         while len(self._ahead) < size:
             self._ahead += self._received(partial(self.sock.recv, READ_AHEAD_BYTES))
         data, self._ahead = self._ahead[:size], self._ahead[size:]
@@ -136,7 +137,7 @@ class Wire(ABC):
             filled += self._received(partial(self.sock.recv_into, out[filled:]))
 
     def _received(self, receive: Callable[[], Received]) -> Received:
-        """Bytes, or how many; not none. Raises WireClosed."""
+        """Call `receive` until it returns bytes or their number, not 0. Raises WireClosed."""
         while True:
             if self.deadline is not None:
                 left = self.deadline - time.monotonic()
@@ -155,7 +156,7 @@ class Wire(ABC):
             return found
 
     def trust(self) -> None:
-        """The peer has proven itself: no deadline any more."""
+        """Lift the deadline: the peer has proven itself."""
         self.deadline = None
         self.sock.settimeout(None)
 
@@ -166,7 +167,7 @@ class Wire(ABC):
             self.write_some(views)
 
     def write_some(self, views: deque[memoryview], flags: int = 0) -> None:
-        """Send some of the views, none of them empty, and take what is sent away from them. Raises
+        """Send some of the views, all non-empty, and remove the sent bytes from them. Raises
         WireClosed; BlockingIOError with MSG_DONTWAIT."""
         try:
             sent = self.sock.sendmsg(islice(views, IOV_MAX), [], flags)
@@ -181,64 +182,65 @@ class Wire(ABC):
 
     @abstractmethod
     def setup(self) -> None:
-        """decode: read what comes before the first record. Raises WireClosed."""
+        """decode: read what precedes the first record. Raises WireClosed."""
 
     @abstractmethod
     def proof(self) -> bytes:
-        """16 bytes that both ends see only if the payload's way works. Raises TransportRefused."""
+        """Return 16 bytes that both ends see only if payloads can get through. Raises
+        TransportRefused."""
 
     def window(self) -> bytes:
-        """decode: the peer is trusted; what it needs to open the window, if it needs anything.
-        Raises TransportRefused."""
+        """decode: return what the peer, now trusted, needs to open the window; empty if it needs
+        nothing. Raises TransportRefused."""
         return b""
 
     def open_window(self, data: bytes) -> None:
-        """prefill: what decode's `window` gave. Raises TransportRefused."""
+        """prefill: open the window by the data of decode's `window`. Raises TransportRefused."""
         raise TransportRefused("a window that nobody waits for")
 
     @property
     def writable(self) -> bool:
-        """prefill: slots can be filled; else only after `open_window`."""
+        """prefill: whether slots can be filled; if false, only after `open_window`."""
         return True
 
     def sink(self, slot: int) -> DeviceSink | None:
-        """prefill, direct: the slot, to be filled before `send_frame`."""
+        """prefill, direct: return the slot, to be filled before `send_frame`."""
         return None
 
     @abstractmethod
     def send_frame(
         self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
     ) -> None:
-        """prefill: send a frame's record and its payload, by the slot. `taken` is called as soon as
-        the parts are not needed any more, in a few milliseconds whatever the peer does. Raises
-        WireClosed."""
+        """prefill: send a frame's record and its payload through the slot. `taken` is called as
+        soon as the parts are no longer needed, within a few milliseconds whatever the peer does.
+        Raises WireClosed."""
 
     @abstractmethod
     def payload(self, slot: int, size: int) -> Payload:
-        """decode: that of the record just read. It stays as it is until the frame is credited or
-        answered, or the next record is read."""
+        """decode: return the payload of the record just read. It stays unchanged until the frame is
+        credited or answered, or the next record is read."""
 
     @abstractmethod
     def skip_payload(self, slot: int, size: int) -> None:
-        """decode: leave the payload of the record just read."""
+        """decode: skip the payload of the record just read."""
 
     def interrupt(self) -> None:
         """Wake every thread that reads or writes here; any thread may call it."""
-        with contextlib.suppress(OSError):  # not connected any more: they have woken already
+        with contextlib.suppress(OSError):  # no longer connected: the threads have woken already
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give back the socket and the window; no thread may be using them."""
+        """Release the socket and the window; no thread may be using them."""
         self.sock.close()
 
 
 def _host(sock: socket.socket) -> str:
-    """Raises OSError if the peer has gone."""
+    """Return the peer's address; empty on a unix socket. Raises OSError if the peer has gone."""
     return "" if sock.family == socket.AF_UNIX else str(sock.getpeername()[0])
 
 
 class WindowWriter(Wire):
-    """prefill's end of a connection whose payloads pass through a window, not in the stream."""
+    """prefill's end of a connection whose payloads pass through a window, not the stream."""
 
     def setup(self) -> None:
         raise WireClosed("prefill accepts no connections")
@@ -251,7 +253,7 @@ class WindowWriter(Wire):
 
 
 class WindowReader(Wire):
-    """decode's end of one."""
+    """decode's end of a connection whose payloads pass through a window."""
 
     def send_frame(
         self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
@@ -259,13 +261,13 @@ class WindowReader(Wire):
         raise WireClosed("decode does not send frames")
 
     def skip_payload(self, slot: int, size: int) -> None:
-        """Nothing of it is in the stream."""
+        """Do nothing: no part of the payload is in the stream."""
 
 
 class Listener:
-    """Accepts connections on a thread of its own until closed; owns the listening socket.
+    """Accepts connections on a dedicated thread until closed; owns the listening socket.
 
-    A process that has no descriptor or thread left for a connection accepts again when it has.
+    If the process has no descriptor or thread left for a connection, accepting resumes when it has.
     """
 
     def __init__(
@@ -303,21 +305,21 @@ class Listener:
                 continue
             try:
                 self._accepted(peer)
-            except (OSError, RuntimeError) as err:  # it has gone already; no thread for it
+            except (OSError, RuntimeError) as err:  # the peer has gone, or no thread is available
                 peer.close()
                 self._failed(str(err))
                 continue
             self._failing = ""
 
     def _failed(self, why: str) -> None:
-        """Says once why connections fail, until one succeeds."""
+        """Log once why connections fail, until one succeeds."""
         if why != self._failing:
             self._failing = why
             log.warning("cannot accept a connection on %s: %s", self.address, why)
 
 
 class KvTransport(ABC):
-    """A way from prefill to decode."""
+    """A way to move KV from prefill to decode."""
 
     name: ClassVar[str]
     preference: ClassVar[int]  # `auto` tries the lowest first
@@ -327,20 +329,20 @@ class KvTransport(ABC):
 
     @classmethod
     def applies(cls, options: TransportOptions) -> bool:
-        """Whether `auto` tries it at all where these options hold."""
+        """Return whether `auto` tries this transport with these options."""
         return True
 
     def check(self) -> None:  # noqa: B027
-        """What it needs of this process and machine is there. Raises TransportRefused."""
+        """Check what the transport needs of this process and machine. Raises TransportRefused."""
 
     def close(self) -> None:  # noqa: B027
-        """prefill: give back what dialling took; dial no more."""
+        """prefill: release what dialling allocated; no dial may follow."""
 
     @abstractmethod
     def listen(self, boot: bytes, accept: Callable[[Wire], None]) -> Listener:
-        """decode: hand every new wire to `accept`. Raises OSError, or TransportRefused if this
-        machine or these options do not have it."""
+        """decode: pass every new wire to `accept`. Raises OSError, or TransportRefused if this
+        machine or these options do not support the transport."""
 
     @abstractmethod
     def dial(self, target: Target, timeout_s: float) -> Wire:
-        """prefill: a wire to that process. Raises TransportRefused."""
+        """prefill: open a wire to that process. Raises TransportRefused."""

@@ -1,4 +1,5 @@
-"""What the cuda_ipc transport needs of a device; cuda_ipc/device_cupy.py is the one with CuPy.
+"""The interface of a device for the cuda_ipc transport; cuda_ipc/device_cupy.py implements it by
+CuPy.
 
 Ownership: decode owns windows and their signals for the life of its process; prefill opens them.
 Only decode copies into decode's pool.
@@ -11,13 +12,13 @@ from pdserve.engine.kv.pages import Pages
 from pdserve.kernels.copy_hash import TAG_BYTES
 
 HANDLE_BYTES = 64  # of cudaIpcMemHandle_t and cudaIpcEventHandle_t
-ALIGN_BYTES = 256  # a slot begins at a multiple of it
-TAIL_BYTES = ALIGN_BYTES  # behind a slot's payload: its tag, and room
+ALIGN_BYTES = 256  # a slot begins at a multiple of this
+TAIL_BYTES = ALIGN_BYTES  # after a slot's payload: its tag and padding
 assert TAG_BYTES <= TAIL_BYTES
 
 
 class DeviceError(Exception):
-    """The device did not do what it was told; the text says what, `reason` is a word for it."""
+    """Raised if a device operation failed; the text says what, `reason` is a word for it."""
 
     def __init__(self, text: str, reason: str = "no_device") -> None:
         super().__init__(text)
@@ -25,39 +26,39 @@ class DeviceError(Exception):
 
 
 class Copy(Protocol):
-    """A copy that the device has been given. `Device.copy_*` returns before it is done."""
+    """A copy that is queued on the device. `Device.copy_*` returns before it is done."""
 
     def done(self) -> bool:
-        """Raises DeviceError if the device has failed."""
+        """Return whether the copy is done. Raises DeviceError if the device has failed."""
 
     def wait(self) -> None:
-        """Until it is done. Raises DeviceError."""
+        """Wait until the copy is done. Raises DeviceError."""
 
     @property
     def intact(self) -> bool:
-        """Out of a slot, once done: the copied bytes have the tag that lies in the slot."""
+        """For a finished copy out of a slot: whether the copied bytes match the tag in the slot."""
 
 
 class Memory(Protocol):
-    """Device memory of this process, or of another one opened here."""
+    """Device memory of this process, or of another process and opened here."""
 
     address: int
     size: int
 
     def handle(self) -> bytes:
-        """HANDLE_BYTES by which another process opens it."""
+        """Return the HANDLE_BYTES by which another process opens the memory."""
 
     def close(self) -> None: ...
 
 
 class Signal(Protocol):
-    """An interprocess event: recorded by prefill behind a copy, looked at by decode."""
+    """An interprocess event that prefill records after a copy and decode polls."""
 
     def handle(self) -> bytes:
-        """HANDLE_BYTES by which another process opens it."""
+        """Return the HANDLE_BYTES by which another process opens the signal."""
 
     def done(self) -> bool:
-        """What was before the newest record is done. Never waits."""
+        """Return whether everything before the newest record is done. Never waits."""
 
     def close(self) -> None: ...
 
@@ -66,58 +67,59 @@ class CopyStream(Protocol):
     """The order in which the copies of a connection run."""
 
     def close(self) -> None:
-        """Its connection copies no more."""
+        """Leave the stream: the connection copies no more."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """A slot of a window, as this process sees it; its tag lies behind `capacity` bytes."""
+    """A slot of a window, as this process sees it; its tag follows `capacity` bytes of payload."""
 
     address: int
     capacity: int
     signal: Signal
-    stream: CopyStream | None = None  # of its copies; None: that of what is waited for at once
+    stream: CopyStream | None = None  # of its copies; None: that of blocking operations
     newest: Copy | None = None  # the memory stays until it is done
-    scratch: Any = None  # the device's own, of the slot's one copy at a time
+    scratch: Any = None  # of the device, for the slot's one copy at a time
 
 
 class Device(Protocol):
-    """Thread-safe. Everything runs beside the engine; only `Pages.ready` and waiting for a copy put
-    it in order with what the engine computes."""
+    """A device; thread-safe. Its work runs beside the engine and is ordered with the engine's work
+    only by `Pages.ready` and by waiting for a copy."""
 
-    uuid: bytes  # 16
+    uuid: bytes  # 16 bytes
     name: str
 
     def unreachable(self, uuid: bytes) -> tuple[str, str] | None:
-        """Why memory of that device cannot be opened here: (reason, text); None: it can."""
+        """Return why that device's memory cannot be opened here: (reason, text); None if it can."""
 
     def allocate(self, size: int) -> Memory:
-        """Zeroed memory that can be exported. Raises DeviceError."""
+        """Allocate zeroed memory that can be exported. Raises DeviceError."""
 
     def open_memory(self, handle: bytes, size: int) -> Memory:
-        """Raises DeviceError."""
+        """Open memory of another process. Raises DeviceError."""
 
     def make_signal(self) -> Signal: ...
 
     def open_signal(self, handle: bytes) -> Signal:
-        """Raises DeviceError."""
+        """Open a signal of another process. Raises DeviceError."""
 
     def share_stream(self) -> CopyStream:
-        """One for a connection; a bounded number of them serves all. Raises DeviceError."""
-
-    def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
-        """Pool to slot behind `pages.ready`, with its tag; the slot's signal is recorded when
-        this returns. Raises DeviceError."""
-
-    def copy_in(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
-        """Slot to pool behind `pages.ready`; the tag is of the bytes that were copied. Raises
+        """Return a stream for a connection; a bounded number of streams serves all. Raises
         DeviceError."""
 
+    def copy_out(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
+        """Begin a copy from pool to slot after `pages.ready`, with its tag; the slot's signal is
+        recorded when this returns. Raises DeviceError."""
+
+    def copy_in(self, pages: Pages, slot: Slot, key: bytes) -> Copy:
+        """Begin a copy from slot to pool after `pages.ready`; the tag is computed from the copied
+        bytes. Raises DeviceError."""
+
     def release(self, slot: Slot) -> None:
-        """Its copies are done, and there will be no more."""
+        """Release the slot's scratch memory: its copies are done, and no more will follow."""
 
     def put(self, address: int, data: bytes) -> None:
-        """Host to device memory, done on return."""
+        """Copy host to device memory; done on return."""
 
     def get(self, address: int, size: int) -> bytes:
-        """Device memory to host, done on return."""
+        """Copy device memory to the host; done on return."""

@@ -1,4 +1,4 @@
-"""The transports there are, found by looking into this folder and its subfolders."""
+"""The available transports, discovered in this folder and its subfolders."""
 
 import importlib
 import pkgutil
@@ -9,14 +9,17 @@ from pdserve.engine.transport.base import KvTransport, TransportOptions
 
 
 def transports() -> dict[str, type[KvTransport]]:
-    """name -> class, in the order in which `auto` tries them."""
+    """Return name -> class, in the order in which `auto` tries them."""
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
     return {cls.name: cls for cls in sorted(_subclasses(), key=lambda cls: cls.preference)}
 
 
 def make_transports(choice: str, options: TransportOptions) -> list[KvTransport]:
-    """The transports that `choice` (a name, or auto) allows, best first. Raises ValueError."""
+    """Return the transports that `choice` (a name, or auto) allows, best first.
+
+    Raises ValueError.
+    """
     known = transports()
     if choice != "auto" and choice not in known:
         raise ValueError(f"unknown transport {choice!r}; there are auto, {', '.join(known)}")

@@ -2,10 +2,10 @@
 
 The memfd belongs to prefill and travels once over a unix socket (SCM_RIGHTS), so it works between
 containers that share the socket's directory. It is sealed against shrinking (no SIGBUS) and
-growing. Decode verifies a slot and copies it where it lies. Nobody but prefill can write there, who
-holds the key of the tag anyhow, and it does not between a frame's record and its credit or answer;
-a writer that is frozen in the middle of a copy has not sent the record yet. Without a name there is
-no segment to leave behind; the memory goes with the last of the two processes.
+growing. Decode verifies a slot and copies it in place. Only prefill can write there: it holds the
+tag's key anyway, and does not write between a frame's record and its credit or answer. A writer
+that is frozen in the middle of a copy has not sent the record yet. The segment has no name, so none
+can be left behind; the memory is freed when the last of the two processes ends.
 """
 
 import contextlib
@@ -108,12 +108,12 @@ class ShmReader(WindowReader):
     def close(self) -> None:
         super().close()
         if self._memory is not None:
-            with contextlib.suppress(BufferError):  # unmapped with the last view that is left
+            with contextlib.suppress(BufferError):  # unmapped with its last view
                 self._memory.close()
 
 
 class ShmTransport(KvTransport):
-    """Both ends see one directory of unix sockets, named by decode's boot id."""
+    """A transport whose ends share a directory of unix sockets, named by decode's boot id."""
 
     name = "shm"
     preference = 10

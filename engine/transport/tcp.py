@@ -20,14 +20,18 @@ from pdserve.engine.transport.base import (
 )
 
 SOCKET_BUFFER_BYTES = 4 << 20
-BACKLOG = 128  # connections that wait to be accepted; the kernel has others try again after 1 s
-AT_ONCE_S = 0.005  # for what goes straight from the pool
+BACKLOG = 128  # connections that wait to be accepted; the kernel makes further ones retry after 1 s
+AT_ONCE_S = 0.005  # time limit for writing straight from the pool
 _SCRATCH_BYTES = 64 << 10
 
 
 class TcpWire(Wire):
-    """A payload goes from the pool into the socket; what that does not take in a moment is staged,
-    so that whoever frees blocks never waits for a peer. A slot number is only credit here."""
+    """A connection whose payloads go from the pool into the socket; a slot number is only credit
+    here.
+
+    What the socket does not accept within AT_ONCE_S is staged, so that a thread that frees blocks
+    never waits for a peer.
+    """
 
     def __init__(self, sock: socket.socket, slot_bytes: int) -> None:
         super().__init__(sock, slot_bytes)
@@ -35,10 +39,10 @@ class TcpWire(Wire):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
         self._staging: memoryview | None = None
-        self._private: memoryview | None = None  # the payload that is looked at
+        self._private: memoryview | None = None  # the payload that was read last
 
     def setup(self) -> None:
-        """The Hello is the first thing in the stream."""
+        """Do nothing: the Hello is the first thing in the stream."""
 
     def proof(self) -> bytes:
         return bytes(16)  # a stream that carried the Hello carries the rest
@@ -84,7 +88,7 @@ class TcpWire(Wire):
 
 
 class TcpTransport(KvTransport):
-    """One connection per (prefill boot, decode boot)."""
+    """A transport with one connection per (prefill boot, decode boot)."""
 
     name = "tcp"
     preference = 100
@@ -124,7 +128,7 @@ def _wire(sock: socket.socket, options: TransportOptions) -> TcpWire:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """host:port, [v6]:port. Raises ValueError."""
+    """Split host:port or [v6]:port. Raises ValueError."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"not an address: {address!r}")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pdserve.engine.transport.base import SLOTS, Listener, TransportRefused
 
-_MAX_PATH = 107  # sun_path less its terminating zero
+_MAX_PATH = 107  # sun_path minus its terminating zero
 
 
 def socket_path(folder: str, boot: bytes, suffix: str) -> Path:
-    """Raises TransportRefused without a folder."""
+    """Return the path of decode's socket. Raises TransportRefused without a folder."""
     if not folder:
         raise TransportRefused("no directory for its sockets (shm_dir) is set")
     return Path(folder) / f"{boot.hex()}{suffix}"
@@ -23,7 +23,7 @@ def listen_unix(
     accepted: Callable[[socket.socket], None],
     cleanup: Callable[[], None] = lambda: None,
 ) -> Listener:
-    """A listener for this user alone. Raises TransportRefused."""
+    """Open a listener that only this user can reach. Raises TransportRefused."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -46,7 +46,7 @@ def listen_unix(
 
 
 def dial_unix(path: Path, timeout_s: float) -> socket.socket:
-    """A connected socket without a timeout. Raises TransportRefused."""
+    """Return a connected socket without a timeout. Raises TransportRefused."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
@@ -61,7 +61,7 @@ def dial_unix(path: Path, timeout_s: float) -> socket.socket:
 
 @contextmanager
 def _sun_path(path: Path) -> Iterator[str]:
-    """The socket's name for bind and connect; a long one goes through its open directory."""
+    """Yield the socket's name for bind and connect; a long path goes through its open directory."""
     if len(os.fsencode(path)) <= _MAX_PATH:
         yield str(path)
         return

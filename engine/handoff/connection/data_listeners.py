@@ -1,9 +1,9 @@
-"""Where prefill processes connect to decode, and which of them are accepted.
+"""The listeners that prefill processes connect to at decode, and which connections are accepted.
 
 A connection is unproven until a message under a ticket has shown that its peer knows the ticket.
-Few unproven connections are open at a time, so nobody who merely reaches the port can take threads
-and memory without end. When there are too many, the address that has most of them loses its oldest
-one: a prefill process proves itself in milliseconds, so a flood does not shut it out.
+Only MAX_UNPROVEN unproven connections may be open, so a peer that merely reaches the port cannot
+exhaust threads and memory. Beyond that, the address with the most unproven connections loses its
+oldest one: a prefill process proves itself in milliseconds, so a flood does not shut it out.
 """
 
 from collections import Counter
@@ -19,9 +19,12 @@ MAX_UNPROVEN = 64
 
 
 class DataListeners:
-    """The listeners of one decode process. `links` belongs to the Receiver: each accepted
-    connection is added to it. `count("unproven_refused")` is called for each unproven one that is
-    closed, on the thread of a listener."""
+    """The listeners of one decode process.
+
+    `links` belongs to the Receiver: each accepted connection is added to it.
+    `count("unproven_refused")` is called for each unproven connection that is closed, on the thread
+    of a listener.
+    """
 
     def __init__(
         self,
@@ -40,9 +43,9 @@ class DataListeners:
         self._listeners: list[Listener] = []
 
     def open(self, transports: Sequence[KvTransport], chosen: bool) -> dict[str, str]:
-        """Opens the listeners: transport name -> address.
+        """Open the listeners; return transport name -> address.
 
-        A transport that was asked for by name (`chosen`) must work; otherwise one that does not
+        A transport that is configured by name (`chosen`) must work; otherwise one that does not
         work is left out. Raises TransportRefused, OSError.
         """
         opened = listen_all(transports, chosen, self._boot, self._accepted)
@@ -51,7 +54,7 @@ class DataListeners:
         return {name: listener.address for name, listener in opened.items()}
 
     def refusal(self, link: DataLink, hello: messages.Hello) -> str:
-        """Why a process that has introduced itself is refused; empty if it is not."""
+        """Return why a process that has introduced itself is refused; empty if it is accepted."""
         if hello.decode_boot != self._boot:
             return "this is another decode process than the ticket's"
         if link.direct and self._compatibility.encrypted:
@@ -59,7 +62,7 @@ class DataListeners:
         return self._compatibility.refusal(hello)
 
     def close(self) -> None:
-        """Accepts no more connections."""
+        """Accept no more connections."""
         for listener in self._listeners:
             listener.close()
 

@@ -1,4 +1,4 @@
-"""Chooses the transport of a pair: the first that works, or the one that was asked for by name.
+"""Chooses the transport of a pair: the first that works, or the one that is configured by name.
 
 Every refusal is logged with its reason and counted; no transport is replaced silently.
 """
@@ -16,12 +16,12 @@ from pdserve.engine.transport.base import KvTransport, Listener, Target, Transpo
 
 log = logging.getLogger(__name__)
 
-DIAL_S = 1.0  # for all transports together; then the attempt is lost and the router tries again
+DIAL_S = 1.0  # for all transports together; then the attempt is lost and the router retries
 
 
 def usable(transports: Sequence[KvTransport], chosen: bool) -> list[KvTransport]:
-    """The transports that can work in this process. Raises TransportRefused if one that was asked
-    for by name (`chosen`) cannot."""
+    """Return the transports that can work in this process. Raises TransportRefused if one that is
+    configured by name (`chosen`) cannot."""
     found = []
     for transport in transports:
         try:
@@ -41,8 +41,8 @@ def listen_all(
     boot: bytes,
     accept: Callable[[str, Wire], None],
 ) -> dict[str, Listener]:
-    """decode: the listeners of the transports that can listen here, by name. Raises OSError, and
-    TransportRefused if one that was asked for by name (`chosen`) cannot listen."""
+    """decode: open the listeners of the transports that can listen here, by name. Raises OSError,
+    and TransportRefused if a transport that is configured by name (`chosen`) cannot listen."""
     opened: dict[str, Listener] = {}
     for transport in transports:
         try:
@@ -65,7 +65,7 @@ class Dialer:
         self.refusals: Counter[str] = Counter()
 
     def dial(self, target: Target, hello: Hello) -> DataLink:
-        """Connects; blocks for at most DIAL_S. Raises TransportRefused with every reason."""
+        """Connect; blocks for at most DIAL_S. Raises TransportRefused with every reason."""
         end = time.monotonic() + DIAL_S
         reasons = []
         for transport in self._transports:

@@ -5,9 +5,7 @@ writer thread writes, except for records that are posted while it is idle and th
 at once. Users of a link only post. At most SLOTS frames are in flight: a slot belongs to prefill
 until its frame is sent, then to decode until its Credit arrives. Decode sends the Credit when
 nothing reads the payload any more: on a device when the copy from the slot is done, otherwise when
-the handler has returned.
-
-Over 400 lines: one connection, whose two threads share its lock and end it together.
+the handler has returned. The two threads share one lock and end the connection together.
 """
 
 import contextlib
@@ -46,23 +44,24 @@ MAX_POSTED = 4096  # control records that may wait for a peer that does not read
 
 
 class DataLinkHandler(Protocol):
-    """Is called on the link's threads and must not block. A FrameError closes the link."""
+    """Handles the events of a link on the link's threads; it must not block. A FrameError closes
+    the link."""
 
     def introduced(self, link: "DataLink", hello: messages.Hello) -> str:
-        """decode: why this peer is refused; empty if it is welcome."""
+        """decode: return why this peer is refused; empty if it is accepted."""
 
     def message(self, link: "DataLink", message: messages.Message) -> None: ...
 
     def frame(self, link: "DataLink", header: FrameHeader, covered: bytes, tag: bytes) -> bool:
-        """decode: checks the header's tag; returns whether the payload may be received. If not, it
-        is skipped, and the connection goes on."""
+        """decode: check the header's tag and return whether to receive the payload. If not, it is
+        skipped, and the connection continues."""
 
     def payload(self, link: "DataLink", header: FrameHeader, payload: Payload) -> None:
-        """decode: takes a payload that is not verified yet: bytes that stay as they are until it
-        returns, or a slot on the device, which it must `credit` when it is done with it."""
+        """decode: process an unverified payload: bytes that stay unchanged until the call returns,
+        or a slot on the device, which the handler must `credit` when it no longer reads it."""
 
     def closed(self, link: "DataLink", reason: str) -> None:
-        """The link has ended; called once, whatever the cause."""
+        """Handle the end of the link; called once, whatever the cause."""
 
 
 class DataLink:
@@ -71,7 +70,7 @@ class DataLink:
     def __init__(self, wire: Wire, transport: str, handler: DataLinkHandler) -> None:
         self.transport = transport
         self.peer = b""  # boot id, once introduced
-        self.hello: messages.Hello | None = None  # decode: what the peer said of itself
+        self.hello: messages.Hello | None = None  # decode: the peer's introduction
         self._wire = wire
         self._handler = handler
         self._wake = threading.Condition()
@@ -80,10 +79,10 @@ class DataLink:
         self._jobs: deque[FrameJob] = deque()
         self._slots = WriterSlots(SLOTS if wire.writable else 0)  # at prefill
         self._lent = ReaderSlots(SLOTS)  # at decode
-        self._credits: list[bytes] = []  # decode's reader thread: records to be posted
+        self._credits: list[bytes] = []  # decode's reader thread: records to post
         self._genuine = False
         self._reason = ""
-        self._busy_s = 0.0  # seconds of moving payloads since take_busy_s
+        self._busy_s = 0.0  # seconds spent moving payloads since take_busy_s
         self._reader = threading.Thread(target=self._read_loop, name=f"kv-{transport}-read")
         self._writer = threading.Thread(target=self._write_loop, name=f"kv-{transport}-write")
 
@@ -96,7 +95,7 @@ class DataLink:
         hello: messages.Hello,
         timeout_s: float,
     ) -> "DataLink":
-        """prefill: sends Hello on a new wire and waits for Welcome. Raises TransportRefused."""
+        """prefill: send Hello on a new wire and wait for Welcome. Raises TransportRefused."""
         link = cls(wire, transport, handler)
         link.peer = hello.decode_boot
         try:
@@ -125,8 +124,8 @@ class DataLink:
         return link
 
     def accept(self) -> None:
-        """decode: starts the threads; the reader waits for Hello. Memory stays small until
-        `trust`. Raises RuntimeError if the system has no thread for it."""
+        """decode: start the threads; the reader waits for Hello. Memory stays small until `trust`.
+        Raises RuntimeError if the system has no thread for it."""
         self._wire.deadline = time.monotonic() + INTRODUCTION_S
         self._start()
 
@@ -156,11 +155,11 @@ class DataLink:
 
     @property
     def ended(self) -> bool:
-        """Whether its threads have ended and its socket is closed."""
+        """Whether the threads have ended and the socket is closed."""
         return not self.open and not self._reader.is_alive()
 
     def take_busy_s(self) -> float:
-        """Seconds spent moving payloads since the last call."""
+        """Return the seconds spent moving payloads since the last call."""
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
@@ -169,8 +168,8 @@ class DataLink:
         return self._genuine
 
     def trust(self) -> None:
-        """decode: a message with a right tag has arrived; the handler calls it on the reader
-        thread."""
+        """decode: register that a message with a correct tag has arrived; the handler calls it on
+        the reader thread."""
         if not self._genuine:
             self._genuine = True
             self._wire.trust()
@@ -178,7 +177,8 @@ class DataLink:
                 self.post(messages.encode(messages.SlotWindow(window)))
 
     def post(self, record: bytes) -> None:
-        """Sends a control record, ahead of waiting frames. Never blocks; a closed link drops it."""
+        """Send a control record, ahead of waiting frames. Never blocks; a closed link drops the
+        record."""
         failed = ""
         with self._wake:
             self._posted.append(memoryview(record))
@@ -192,8 +192,8 @@ class DataLink:
             self.end(failed)
 
     def _write_now(self) -> str:
-        """Writes at once instead of waking the idle writer thread; called with the lock. Returns
-        why the wire is closed, if it is."""
+        """Write at once instead of waking the idle writer thread; called with the lock. Return why
+        the wire is closed, if it is."""
         if not self._reason:
             try:
                 self._wire.write_some(self._posted, socket.MSG_DONTWAIT)
@@ -204,22 +204,22 @@ class DataLink:
         return ""
 
     def push(self, *jobs: FrameJob) -> None:
-        """Queues frames; their jobs run on the writer thread, each when a slot is free."""
+        """Queue frames; their jobs run on the writer thread, each when a slot is free."""
         with self._wake:
             self._jobs.extend(jobs)
             self._wake.notify()
 
     def credit(self, header: FrameHeader) -> None:
-        """decode, direct: nothing reads that frame's slot any more. Raises KeyError if it was
-        credited before."""
+        """decode, direct: declare that nothing reads that frame's slot any more. Raises KeyError if
+        it was credited before."""
         self.post(_credit(header.slot, self._lent.credit(header.slot)))
 
     def slot_returned(self, slot: int, mark: bytes) -> bool:
-        """prefill: decode is done with that frame's slot; False if that was known already, or if
-        another frame is in the slot.
+        """prefill: record that decode no longer needs that frame's slot; return False if that was
+        known already, or if another frame is in the slot.
 
-        Both the Credit and an answer to the frame say so: a Credit may be damaged on the way, and a
-        frame of an ended attempt gets no answer.
+        Both the Credit and an answer to the frame report this: a Credit may be damaged on the way,
+        and a frame of an ended attempt gets no answer.
         """
         with self._wake:
             if not self._slots.expects(slot, mark):
@@ -229,15 +229,15 @@ class DataLink:
         return True
 
     def close(self, reason: str = "closed here") -> None:
-        """Ends the link and waits for its threads, unless it is called on one of them or they could
-        not be started."""
+        """End the link and wait for its threads, unless the caller is one of them or they could not
+        be started."""
         self.end(reason)
         own = threading.current_thread() in (self._reader, self._writer)
         if self._reader.is_alive() and not own:
             self._reader.join()
 
     def end(self, reason: str) -> None:
-        """Makes both threads end; never waits. The first reason counts."""
+        """Make both threads end; never waits. The first reason counts."""
         with self._wake:
             if self._reason:
                 return
@@ -278,7 +278,7 @@ class DataLink:
         self._wire.setup()
         try:
             hello = self._read_control(self._read_prefix())
-        except OtherVersion as err:  # the peer finds our version in the answer and says so
+        except OtherVersion as err:  # the peer finds the local version in the answer and reports it
             self._wire.write(messages.encode(messages.Refused(str(err))))
             self._skip_rest()
             raise
@@ -299,14 +299,13 @@ class DataLink:
         self.post(messages.encode(reply))
 
     def _skip_rest(self) -> None:
-        """Reads until the peer closes: closing first would reset the connection and lose the
-        answer."""
+        """Read until the peer closes: closing first would reset it and lose the answer."""
         with contextlib.suppress(WireClosed):
             while True:
                 self._wire.take(1)
 
     def _read_and_credit(self) -> None:
-        """Reads a record, then posts the credits if no more records wait."""
+        """Read a record, then post the credits if no more records wait."""
         self._read_record()
         if len(self._credits) >= SLOTS // 2 or (self._credits and not self._wire.readable):
             self.post(b"".join(self._credits))
@@ -318,7 +317,7 @@ class DataLink:
             self._read_frame(prefix)
             return
         message = self._read_control(prefix)
-        if isinstance(message, messages.Credit):  # of no use if doubled, damaged or after an answer
+        if isinstance(message, messages.Credit):  # ignored if doubled, damaged or after an answer
             self.slot_returned(message.slot, message.mark)
         elif isinstance(message, messages.SlotWindow):
             self._opened(message.data)
@@ -341,7 +340,7 @@ class DataLink:
         mark, lent = mark_of(tag), self._lent.check(header.slot)
         if not self._handler.frame(self, header, covered, tag):
             self._wire.skip_payload(header.slot, header.payload_bytes)
-            if not lent:  # otherwise it came twice, and the first one will be credited
+            if not lent:  # otherwise the frame came twice, and the first one will be credited
                 self._give_back(header.slot, mark)
             return
         self._lent.lend(header.slot, mark)
@@ -353,11 +352,11 @@ class DataLink:
             self._give_back(header.slot, self._lent.credit(header.slot))
 
     def _give_back(self, slot: int, mark: bytes) -> None:
-        """Collects a credit; several go out in one write, since each write wakes a thread."""
+        """Collect a credit; several go out in one write, since each write wakes a thread."""
         self._credits.append(_credit(slot, mark))
 
     def _opened(self, window: bytes) -> None:
-        """prefill: the window is open, so there are slots from now on."""
+        """prefill: open the window, which makes the slots available."""
         self._wire.open_window(window)
         with self._wake:
             self._slots.open(SLOTS)
@@ -384,7 +383,7 @@ class DataLink:
             return work
 
     def _ready(self) -> bytes | tuple[int, FrameJob] | None:
-        """What to write now; None if there is nothing, or if the link has ended."""
+        """Return what to write now; None if there is nothing, or if the link has ended."""
         if self._reason:
             return None
         if self._posted:

@@ -1,12 +1,12 @@
-"""Knows who owns each slot of a connection; pure.
+"""Tracks the owner of each slot of a connection; pure.
 
     free -- take --> filling -- sent --> in flight == frame ==> lent -- credit --> (Credit) --> free
                         '-- put back --> free
 
 Prefill owns a slot until its frame is sent, then decode until it credits the slot, once. An answer
-to the frame says the same, before or after the credit. A frame that is sent again takes a slot like
-any other, so never one that decode still has. A credit names its frame by a mark: if the network
-doubles a record, the second credit comes when the slot may already have another frame.
+to the frame implies the same, before or after the credit. A resent frame takes a slot like any
+other frame, so never one that decode still has. A credit names its frame by a mark: if the network
+doubles a record, the second credit may arrive when the slot already has another frame.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ class WriterSlots:
         return len(self._free)
 
     def open(self, count: int) -> None:
-        """There are slots from now on. Raises FrameError if there were some before."""
+        """Make the slots available. Raises FrameError if they were available before."""
         if self._free or self._filling or self._in_flight:
             raise FrameError("a second window")
         self._free.extend(range(count))
@@ -38,7 +38,7 @@ class WriterSlots:
         return slot
 
     def put_back(self, slot: int) -> None:
-        """Nothing was sent in the slot."""
+        """Free the slot: nothing was sent in it."""
         self._filling.remove(slot)
         self._free.appendleft(slot)
 
@@ -47,11 +47,11 @@ class WriterSlots:
         self._in_flight[slot] = mark
 
     def expects(self, slot: int, mark: bytes) -> bool:
-        """Whether the slot is in flight with that frame."""
+        """Return whether the slot is in flight with that frame."""
         return self._in_flight.get(slot) == mark
 
     def credited(self, slot: int) -> None:
-        """The slot is free again. Raises FrameError if it is not in flight."""
+        """Free the slot. Raises FrameError if it is not in flight."""
         if slot not in self._in_flight:
             raise FrameError("credit for a slot that is not in flight")
         del self._in_flight[slot]
@@ -66,17 +66,18 @@ class ReaderSlots:
         self._lent: dict[int, bytes] = {}  # the frame's mark
 
     def check(self, slot: int) -> bool:
-        """Whether the slot is lent. Raises FrameError if there is no such slot."""
+        """Return whether the slot is lent. Raises FrameError if there is no such slot."""
         if slot >= self._count:
             raise FrameError("slot out of range")
         return slot in self._lent
 
     def lend(self, slot: int, mark: bytes = b"") -> None:
-        """A frame in that slot has arrived. Raises FrameError if the slot is lent already."""
+        """Lend the slot to a frame that has arrived. Raises FrameError if it is lent already."""
         if self.check(slot):
             raise FrameError("slot used without credit")
         self._lent[slot] = mark
 
     def credit(self, slot: int) -> bytes:
-        """Returns the mark of the frame that was in it. Raises KeyError if it is not lent."""
+        """End the loan and return the mark of the slot's frame. Raises KeyError if the slot is not
+        lent."""
         return self._lent.pop(slot)

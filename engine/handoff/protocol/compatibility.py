@@ -11,7 +11,7 @@ from pdserve.engine.kv.spec import KvSpec, spec_difference
 
 @dataclass(frozen=True, slots=True)
 class HandoffCompatibility:
-    """What one process demands of its peers."""
+    """What one process requires of its peers."""
 
     identity: KvIdentity
     spec: KvSpec
@@ -19,7 +19,8 @@ class HandoffCompatibility:
     encrypted: bool
 
     def refusal(self, hello: Hello) -> str:
-        """Says what differs and is not admitted; empty if the peer fits. Raises FrameError."""
+        """Return what differs and is not admitted; empty if the peer is compatible. Raises
+        FrameError."""
         if hello.encrypted != self.encrypted:
             here, there = ("encrypted" if x else "not" for x in (self.encrypted, hello.encrypted))
             return f"KV encryption: {here} here, {there} there (--encrypt-kv)"
@@ -33,6 +34,6 @@ class HandoffCompatibility:
         return spec_difference(self.spec, theirs)
 
     def other_identity(self, hello: Hello) -> bytes:
-        """The digest of the peer's KV identity; empty if it is ours."""
+        """Return the digest of the peer's KV identity; empty if it equals the local one."""
         other = hello.identity.digest
         return other if other != self.identity.digest else b""

@@ -1,9 +1,9 @@
 """The binary records of a data connection: the prefix of every record and the header of a KV frame.
 
 Every record starts with Prefix (8 bytes). A frame's record is FRAME_BYTES long: header fields, the
-payload's tag, and the header's own tag; its payload follows in the transport's own way. Decoders
-raise FrameError and nothing else, and allocate nothing beyond the bounds given here. Physical block
-ids never travel: a frame names absolute tokens.
+payload's tag, and the header's tag. The payload follows in a way that depends on the transport.
+Decoders raise only FrameError and allocate nothing beyond the bounds given here. Physical block ids
+never travel: a frame names absolute tokens.
 """
 
 import struct
@@ -26,11 +26,11 @@ FRAME_BYTES = PREFIX_BYTES + FRAME_BODY_BYTES
 
 
 class FrameError(Exception):
-    """A peer has sent bytes that the wire format does not allow."""
+    """Raised for bytes of a peer that the wire format does not allow."""
 
 
 class OtherVersion(FrameError):
-    """A record has another version of the wire format."""
+    """Raised for a record with another version of the wire format."""
 
 
 class Prefix(NamedTuple):
@@ -58,11 +58,11 @@ class Prefix(NamedTuple):
 
 
 class FrameHeader(NamedTuple):
-    """Says what a payload is: whole blocks of a run of layers of one group."""
+    """Describes a payload: whole blocks of a run of layers of one group."""
 
     ticket: bytes
-    sequence: int  # unique per ticket: also the nonce of both tags
-    slot: int  # which of the connection's slots carries it
+    sequence: int  # unique per ticket; also the nonce of both tags
+    slot: int  # the slot of the connection that carries it
     group: int
     layers: range  # within the group
     tokens: range  # absolute; a multiple of the block size on both ends
@@ -71,7 +71,7 @@ class FrameHeader(NamedTuple):
     payload_tag: bytes
 
     def pack(self) -> bytes:
-        """Prefix and fields, without the header's tag (which covers exactly these bytes)."""
+        """Return prefix and fields, which are exactly what the header's tag covers."""
         return Prefix(FRAME_TYPE, FRAME_BODY_BYTES).pack() + _FRAME.pack(
             self.ticket,
             self.sequence,
@@ -89,7 +89,7 @@ class FrameHeader(NamedTuple):
 
     @classmethod
     def unpack(cls, record: bytes | memoryview) -> tuple["FrameHeader", bytes, bytes]:
-        """(header, the bytes that its tag covers, the tag). Raises FrameError."""
+        """Return (header, the bytes that its tag covers, the tag). Raises FrameError."""
         if len(record) != FRAME_BYTES:
             raise FrameError("short frame header")
         record = bytes(record)
@@ -107,11 +107,11 @@ class FrameHeader(NamedTuple):
 
 
 def renamed(covered: bytes, ticket: bytes) -> bytes:
-    """The bytes that the tag of a frame or message would cover if it named another ticket; in both
-    the ticket's id follows the prefix."""
+    """Return the bytes that the tag of a frame or message would cover if it named another ticket;
+    in both, the ticket's id follows the prefix."""
     return covered[:PREFIX_BYTES] + ticket + covered[PREFIX_BYTES + ID_BYTES :]
 
 
 def mark_of(record: bytes) -> bytes:
-    """MARK_BYTES that differ from those of every other record of the connection."""
+    """Return MARK_BYTES that differ from those of every other record of the connection."""
     return record[-TAG_BYTES:][:MARK_BYTES]

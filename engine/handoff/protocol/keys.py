@@ -1,9 +1,10 @@
-"""Tags of frames and control messages: keys derived from a ticket's secret, one AES-GMAC a record.
+"""Tags of frames and control messages: keys derived from a ticket's secret, one AES-GMAC per
+record.
 
-The secret never travels on the data connection. Each direction has its own key, and a nonce is
-(domain, sequence): a sequence number is used once per ticket, direction and domain. A frame that is
-sent again is a new record with a new number. Encrypted payloads have a domain of their own, so even
-processes that disagree about encryption never use one nonce for both.
+The secret never travels on the data connection. Each direction has a separate key, and a nonce is
+(domain, sequence): a sequence number is used once per ticket, direction and domain. A resent frame
+is a new record with a new number. Encrypted payloads use a separate domain, so two processes that
+disagree about encryption still never use one nonce for both.
 """
 
 import hmac
@@ -30,7 +31,8 @@ class Domain(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One attempt between one prefill boot and one decode boot. `secret` stays off the wire."""
+    """One attempt between one prefill boot and one decode boot. `secret` never travels on the data
+    connection."""
 
     id: bytes
     secret: bytes
@@ -40,8 +42,7 @@ class Ticket:
 
 
 class TagKey:
-    """Makes and checks the tags of one direction of one ticket. Thread-safe, since it has no
-    state."""
+    """Makes and checks the tags of one direction of one ticket. Stateless, hence thread-safe."""
 
     def __init__(self, key: bytes) -> None:
         self._gcm = AESGCM(key)
@@ -49,8 +50,8 @@ class TagKey:
         self._copy_key = hmac.digest(key, b"pdserve copy hash", "sha256")
 
     def tag(self, domain: Domain, sequence: int, *parts: bytes | memoryview) -> bytes:
-        """GMAC (NIST SP 800-38D) of the parts in order: AES-GCM without plaintext, where the parts
-        are the associated data."""
+        """Return the GMAC (NIST SP 800-38D) of the parts in order: AES-GCM without plaintext, with
+        the parts as associated data."""
         if len(parts) == 1:
             return self._gcm.encrypt(_nonce(domain, sequence), b"", parts[0])
         mac = Cipher(AES(self._key), GCM(_nonce(domain, sequence))).encryptor()
@@ -63,11 +64,11 @@ class TagKey:
         return hmac.compare_digest(self.tag(domain, sequence, data), tag)
 
     def seal(self, sequence: int, plain: bytes | memoryview) -> memoryview:
-        """A payload encrypted by AES-GCM: as many bytes as `plain`, then the tag."""
+        """Encrypt a payload by AES-GCM; return as many bytes as `plain`, then the tag."""
         return memoryview(self._gcm.encrypt(_nonce(Domain.SEALED, sequence), plain, None))
 
     def unseal(self, sequence: int, sealed: bytes | memoryview, tag: bytes) -> memoryview | None:
-        """The payload; None if it is not what this key has sealed."""
+        """Decrypt a payload; return None if this key did not seal it."""
         nonce = _nonce(Domain.SEALED, sequence)
         try:
             return memoryview(self._gcm.decrypt(nonce, b"".join((sealed, tag)), None))
@@ -75,13 +76,14 @@ class TagKey:
             return None
 
     def copy_key(self, sequence: int) -> bytes:
-        """The key of one frame's hash on a device (kernels/copy_hash.py): 32 bytes, used once."""
+        """Derive the key of one frame's hash on a device (kernels/copy_hash.py): 32 bytes, used
+        once."""
         return hmac.digest(self._copy_key, sequence.to_bytes(8, "little"), "sha256")
 
 
 @dataclass(frozen=True, slots=True)
 class TicketKeys:
-    """Both directions of one ticket."""
+    """The keys of both directions of one ticket."""
 
     to_decode: TagKey
     to_prefill: TagKey
@@ -90,17 +92,17 @@ class TicketKeys:
 def verified_payload(
     key: TagKey, sequence: int, payload: memoryview, tag: bytes, sealed: bool
 ) -> memoryview | None:
-    """The plain payload, or None if it is not what the key's owner tagged or sealed."""
+    """Return the plain payload, or None if the key's owner did not tag or seal it."""
     if sealed:
         return key.unseal(sequence, payload, tag)
     return payload if key.matches(Domain.PAYLOAD, sequence, payload, tag) else None
 
 
 def derive_keys(ticket: Ticket, spec_digest: bytes, identity: bytes) -> TicketKeys:
-    """Derives the keys by HKDF-SHA256 (RFC 5869) from everything that both sides must agree on.
+    """Derive the keys by HKDF-SHA256 (RFC 5869) from everything that both sides must agree on.
 
-    Another attempt, boot id, KV layout or KV identity (decode's digest) gives other keys, so frames
-    made with them fail their check. The ticket's id is the salt.
+    The ticket's id is the salt. Another attempt, boot id, KV layout or KV identity (decode's
+    digest) gives other keys, so frames made with them fail verification.
     """
     parts = (ticket.attempt, ticket.prefill_boot, ticket.decode_boot, spec_digest, identity)
     info = b"pdserve hand-off 1" + b"".join(len(p).to_bytes(2, "little") + p for p in parts)

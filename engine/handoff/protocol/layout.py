@@ -1,7 +1,7 @@
-"""Cuts a prompt's blocks into frames and knows which of them have arrived; pure.
+"""Cuts a prompt's blocks into frames and tracks which of them have arrived; pure.
 
 Invariant: a frame is whole blocks of a run of layers of one group. No frame names or writes a block
-before the first one that the receiver asked for, since those are shared prefix blocks.
+before the first one that the receiver requested: those are shared prefix blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     blocks: range  # logical: block i holds tokens [i * block_size, (i + 1) * block_size)
 
     def overlaps(self, other: "Piece") -> bool:
-        """Whether the two have a block of a layer in common."""
+        """Return whether the two have a block of a layer in common."""
         return (
             self.group == other.group
             and max(self.layers.start, other.layers.start)
@@ -39,7 +39,8 @@ class Piece(NamedTuple):
 
 
 def cut(spec: KvSpec, group: int, blocks: range, limit: int) -> Iterator[Piece]:
-    """Pieces of at most `limit` bytes that cover `blocks` of every layer of a group once."""
+    """Yield pieces of at most `limit` bytes (at least one block of one layer) that cover `blocks`
+    of every layer of a group once."""
     layer_group = spec.groups[group]
     block_bytes = layer_group.block_bytes(spec.block_size)
     num_layers = len(layer_group.layers)
@@ -52,7 +53,7 @@ def cut(spec: KvSpec, group: int, blocks: range, limit: int) -> Iterator[Piece]:
 
 
 class Bitmap:
-    """Knows which (group, layer, block) cells of one prompt have been verified and written."""
+    """Tracks which (group, layer, block) cells of one prompt are verified and written."""
 
     def __init__(self, spec: KvSpec, num_tokens: int, first_blocks: Sequence[int]) -> None:
         self._spec = spec
@@ -70,7 +71,7 @@ class Bitmap:
 
     @property
     def missing_blocks(self) -> float:
-        """The missing cells as a number of blocks of all layers."""
+        """The missing cells, counted in blocks of all layers."""
         return self._missing / sum(len(g.layers) for g in self._spec.groups)
 
     @property
@@ -79,7 +80,8 @@ class Bitmap:
 
     @property
     def num_leading(self) -> int:
-        """Leading blocks that every layer of every group has; blocks not asked for count."""
+        """The number of leading blocks that every layer of every group has; blocks that were not
+        requested count."""
         lead = self._end
         for layers, first in zip(self._have, self._first, strict=True):
             have = (1 << first) - 1
@@ -88,7 +90,8 @@ class Bitmap:
         return lead
 
     def piece(self, header: FrameHeader) -> Piece:
-        """What a frame with a good tag covers. Raises FrameError if it does not fit here."""
+        """Return the piece that a frame with a verified header covers. Raises FrameError if it
+        does not fit this prompt."""
         size = self._spec.block_size
         if header.group >= len(self._spec.groups):
             raise FrameError(f"no layer group {header.group}")
@@ -113,7 +116,7 @@ class Bitmap:
         return all(have[layer] & mask == mask for layer in piece.layers)
 
     def touches(self, piece: Piece) -> bool:
-        """Whether some of the piece is there."""
+        """Return whether any cell of the piece is present."""
         mask = self._mask(piece)
         return any(self._have[piece.group][layer] & mask for layer in piece.layers)
 

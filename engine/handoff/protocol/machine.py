@@ -11,15 +11,15 @@
     RECEIVING  holds blocks, takes frames       RECEIVING  holds blocks, pushes frames
        | Filled                                    | Filled (decode's Complete)
        v                                           v
-    COMMITTED  blocks belong to the sequence    COMMITTED  blocks are back
+    COMMITTED  blocks belong to the sequence    COMMITTED  blocks are freed
 
-Every state but the last row also goes to RELEASED, at the first of: HandoffEnded (cancel, a peer's
-Abort or Gone, a closed connection, a failed check) and what Tick finds (the deadline, a silent
-peer, a frozen peer). COMMITTED and RELEASED are final: a late event is counted and changes nothing,
-and a late Claim is answered Gone.
+Every state except the last row also goes to RELEASED, at the first of: HandoffEnded (cancel, a
+peer's Abort or Gone, a closed connection, a failed check) and what Tick finds (the deadline, a
+silent peer, a frozen peer). COMMITTED and RELEASED are final: a late event is counted and changes
+nothing, and a late Claim is answered Gone.
 
-Invariant: a state that holds blocks (or a promise) gives them back in exactly one action of the
-step that leaves it; `holds` and `promised` are functions of (side, phase), so no flag can differ.
+Invariant: a state that holds blocks (or a promise) frees them in exactly one action of the step
+that leaves it; `holds` and `promised` are functions of (side, phase), so no flag can disagree.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from enum import Enum
 
 SILENCE_S = 1.0  # without a byte from the peer, from Claim on
 FROZEN_S = 10.0  # of an unchanged liveness counter of the peer
-PROGRESS_S = 0.1  # how often each side tells its liveness counter
+PROGRESS_S = 0.1  # interval at which each side sends its liveness counter
 
 
 class Side(Enum):
@@ -44,18 +44,18 @@ class Phase(Enum):
 
 
 class Action(Enum):
-    """What the Sender or Receiver does after a step, in the order given."""
+    """What the Sender or Receiver does after a step, in the given order."""
 
-    QUEUE_CLAIM = "queue_claim"  # receive: wait for blocks, first come first served
+    QUEUE_CLAIM = "queue_claim"  # receive: wait for blocks in the ClaimQueue
     SEND_CLAIM = "send_claim"
     SEND_GRANTED = "send_granted"
     SEND_COMPLETE = "send_complete"
     SEND_ABORT = "send_abort"
     SEND_GONE = "send_gone"
-    SEND_FRAMES = "send_frames"  # send: push what Granted asked for
+    SEND_FRAMES = "send_frames"  # send: push the blocks that Granted names
     GIVE_BACK_PROMISE = "give_back_promise"
     FREE_BLOCKS = "free_blocks"
-    LEAVE_QUEUE = "leave_queue"  # send: take the request out of the engine's queue
+    LEAVE_QUEUE = "leave_queue"  # send: remove the request from the engine's queue
     COMMIT = "commit"  # receive: the reservation joins the batch
     REPORT_DONE = "report_done"
     REPORT_LOST = "report_lost"
@@ -79,12 +79,12 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class ClaimGranted:
-    """send: decode says where to send from."""
+    """send: decode granted the Claim and named the first blocks to send."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """receive: the own bitmap is complete; send: decode's Complete arrived."""
+    """receive: the local bitmap is complete; send: decode's Complete arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,11 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class PeerProgress:
-    """The liveness counter of the peer's engine thread was `liveness`; it has moved with every turn
-    of the thread, and within a step as long as the step may take (engine/liveness.py)."""
+    """The peer's engine thread reported its liveness counter.
+
+    The counter moves with every turn of that thread, and within a step for as long as the step may
+    take (engine/liveness.py).
+    """
 
     at: float
     liveness: int
@@ -110,7 +113,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class HandoffEnded:
-    """Something ends the attempt. `peer_notified`: the peer knows already or cannot be reached."""
+    """The attempt ends. `peer_notified`: the peer already knows or is unreachable."""
 
     reason: str
     peer_notified: bool = False
@@ -129,11 +132,11 @@ class Handoff:
     """The state of one attempt on one side."""
 
     side: Side
-    deadline: float  # absolute; inf: none
+    deadline: float  # absolute; inf means none
     phase: Phase = Phase.ADMITTED
     heard: float = 0.0  # last byte of the peer, from Claim on
     liveness: int = -1  # the peer's counter
-    moved: float = 0.0  # when it last changed
+    moved: float = 0.0  # when `liveness` last changed
     reason: str = ""  # of a release
 
     @property
@@ -142,24 +145,26 @@ class Handoff:
 
     @property
     def holds(self) -> bool:
-        """Whether blocks are held for this attempt."""
+        """Whether this side holds blocks for the attempt."""
         if self.side is Side.SEND:
             return self.phase in (Phase.CLAIMED, Phase.RECEIVING)
         return self.phase is Phase.RECEIVING
 
     @property
     def promised(self) -> bool:
-        """receive: whether its promise is counted."""
+        """receive: whether the attempt's promise is counted."""
         return self.side is Side.RECEIVE and self.phase in (Phase.ADMITTED, Phase.CLAIMED)
 
     @property
     def linked(self) -> bool:
-        """Whether it is between Claim and the last acknowledgement, when both send Progress."""
+        """Whether the attempt is between Claim and the last acknowledgement, when both sides send
+        Progress."""
         return self.phase in (Phase.CLAIMED, Phase.RECEIVING)
 
 
 def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
-    """The next state and what to do; total: any event is allowed in any state."""
+    """Return the next state and the actions to carry out; total: any event is allowed in any
+    state."""
     if state.final:
         late = (Action.COUNT_STALE,) if not isinstance(event, Tick | Heard | PeerProgress) else ()
         return state, (*late, Action.SEND_GONE) if isinstance(event, Claimed) else late
@@ -179,7 +184,7 @@ def step(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
 
 
 def _advance(state: Handoff, event: Event, now: float) -> tuple[Handoff, Actions]:
-    """The steps downwards in the drawing; any other event is a duplicate or stale."""
+    """Take the downward steps of the drawing; any other event is a duplicate or stale."""
     match state.side, state.phase, event:
         case Side.RECEIVE, Phase.ADMITTED, Claimed():
             return _linked(state, now), (Action.QUEUE_CLAIM,)

@@ -1,8 +1,9 @@
-"""The control messages of a data connection, bounded; those about an attempt carry a tag.
+"""The bounded control messages of a data connection; those about an attempt carry a tag.
 
-Hello (prefill) -> Welcome | Refused; then per attempt Claim -> Granted | Gone, and while it lasts
-Computed, Ack, Nack, Progress, Complete, Abort. Credit returns a slot. `decode` raises FrameError
-and nothing else; a message about an attempt is only a claim until `Signed.tag` has been checked.
+Prefill sends Hello, and decode answers Welcome or Refused. Per attempt, prefill sends Claim and
+decode answers Granted or Gone; until the attempt ends, Computed, Ack, Nack, Progress, Complete and
+Abort follow. Credit returns a slot. `decode` raises only FrameError; a message about an attempt is
+unauthenticated until `Signed.tag` is checked.
 """
 
 import struct
@@ -24,18 +25,19 @@ from pdserve.engine.kv.codec import decode_identity, encode_identity
 from pdserve.engine.kv.identity import KvIdentity
 
 MAX_SEQUENCES = 512  # of one Ack
-MAX_GROUPS = 255  # of layers, of which Granted has a block each
+MAX_GROUPS = 255  # layer groups; Granted has one block for each
 MAX_REASON_BYTES = 240
 PROOF_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """prefill -> decode, first. `spec` is the encoded KvSpec, so a refusal can say what differs."""
+    """prefill -> decode, first message. `spec` is the encoded KvSpec, so a refusal can say what
+    differs."""
 
     TYPE: ClassVar[int] = 2
     prefill_boot: bytes
-    decode_boot: bytes  # the process that it wants to talk to
+    decode_boot: bytes  # the process that prefill wants to reach
     identity: KvIdentity
     transport: str
     spec: bytes
@@ -58,7 +60,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """decode -> prefill: the attempt of this ticket is unknown or has ended."""
+    """decode -> prefill: the ticket's attempt is unknown or has ended."""
 
     TYPE: ClassVar[int] = 5
     ticket: bytes
@@ -66,7 +68,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """decode -> prefill: decode is done with the frame that has this mark, so its slot is free."""
+    """decode -> prefill: decode no longer needs the frame with this mark, so its slot is free."""
 
     TYPE: ClassVar[int] = 6
     slot: int
@@ -75,7 +77,8 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class SlotWindow:
-    """decode -> prefill, after a genuine Claim: what a device transport opens the window with."""
+    """decode -> prefill, after a genuine Claim: the data that a device transport opens the window
+    with."""
 
     TYPE: ClassVar[int] = 7
     data: bytes
@@ -83,16 +86,16 @@ class SlotWindow:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """prefill -> decode: prefill holds blocks for `num_tokens` tokens and wants decode's."""
+    """prefill -> decode: prefill holds blocks for `num_tokens` tokens and requests as many."""
 
     TYPE: ClassVar[int] = 16
     num_tokens: int
-    age_ms: int  # since prefill began; decode counts that time as prefill, not as queueing
+    age_ms: int  # since prefill began; decode counts this time as prefill, not as queueing
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """decode -> prefill: per layer group, the first logical block to send."""
+    """decode -> prefill: the first logical block to send, per layer group."""
 
     TYPE: ClassVar[int] = 17
     first_blocks: tuple[int, ...]
@@ -100,7 +103,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """prefill -> decode: the last chunk is computed; what follows is only transfer."""
+    """prefill -> decode: the last chunk is computed; only transfer remains."""
 
     TYPE: ClassVar[int] = 18
     cached_tokens: int  # from prefill's own prefix cache
@@ -125,7 +128,7 @@ class Nack:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Both ways, every 100 ms from Claim to the last acknowledgement: the liveness counter of the
-    sender's engine thread, and whether its step has rows of other requests only."""
+    sender's engine thread, and whether its step has only rows of other requests."""
 
     TYPE: ClassVar[int] = 21
     liveness: int
@@ -134,7 +137,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """decode -> prefill: every block is there and verified. It acknowledges all frames."""
+    """decode -> prefill: every block is present and verified. It acknowledges all frames."""
 
     TYPE: ClassVar[int] = 22
 
@@ -153,7 +156,7 @@ Body = Claim | Granted | Computed | Ack | Nack | Progress | Complete | Abort
 
 @dataclass(frozen=True, slots=True)
 class Signed:
-    """A message about an attempt, its tag not yet checked."""
+    """A message about an attempt whose tag is not checked yet."""
 
     ticket: bytes
     sequence: int
@@ -171,19 +174,20 @@ _ENVELOPE = struct.Struct("<16sQ")
 
 
 def encode(message: Plain) -> bytes:
-    """A whole record of an untagged message."""
+    """Encode an untagged message as a whole record. Raises FrameError if it is too long."""
     return _record(message.TYPE, _pack(message))
 
 
 def sign(body: Body, ticket: bytes, sequence: int, key: TagKey) -> bytes:
-    """A whole record of a message about an attempt."""
+    """Encode a message about an attempt as a whole record, with its tag. Raises FrameError if it
+    is too long."""
     content = _ENVELOPE.pack(ticket, sequence) + _pack(body)
     covered = _record(body.TYPE, content, TAG_BYTES)
     return covered + key.tag(Domain.CONTROL, sequence, covered)
 
 
 def decode(record: bytes) -> Message:
-    """A whole record, prefix included. Raises FrameError."""
+    """Decode a whole record, prefix included. Raises FrameError."""
     prefix = Prefix.unpack(record[:PREFIX_BYTES])
     if len(record) != PREFIX_BYTES + prefix.length:
         raise FrameError("record length")

@@ -1,20 +1,20 @@
 """Checks the event logs of processes against the machine that they run; pure.
 
-Each side of an attempt is replayed (replay.py): phases and actions of every record must be those
-of machine.step. On top of that:
+Each side of an attempt is replayed (replay.py): phases and actions of every record must be those of
+machine.step. In addition:
 
-- blocks are taken once, and given back or handed to the sequence once, when the machine says so;
+- blocks are taken once, and freed or handed to the sequence once, when the machine says so;
   no frame is sent or written while the side has no blocks; an orderly end leaves nothing alive
-- receive commits only when the new cells of its frames sum up to what it asked for
+- receive commits only when the new cells of its frames sum up to what it requested
 - what one side learns from the other was recorded there first: Picked before Claimed, Reserved
   before Granted, receive's Filled before send's; a frame was sent before it is written, with no
   fewer cells; one process sends an attempt and one receives it
 - a router opens an attempt before decode has it, and closes it once
-- a follower (services/decode/single_flight) is handed no KV, its wait ends once, and nobody waits
-  at an orderly end
+- a follower (services/decode/single_flight) is handed no KV, its wait ends once, and no follower
+  waits at an orderly end
 
-Records that were overwritten, or never written because a process died, are no violation: rules
-that need them are not applied to their attempt.
+Records that were overwritten, or never written because a process died, are no violation: rules that
+need them are not applied to their attempt.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,10 +25,10 @@ from pdserve.engine.handoff.recorder.event_log import FOLLOW, ROUTE, Recording, 
 from pdserve.engine.handoff.recorder.replay import Replay
 from pdserve.engine.handoff.recorder.timeline import Entry, Timeline, describe, event_name, merge
 
-AROUND = 4  # records of the attempt that a violation shows before it and after it
+AROUND = 4  # records of the attempt shown before and after a violation
 SEND, RECEIVE = Side.SEND.value, Side.RECEIVE.value
 
-# The first is noted before the second.
+# In each pair, the first is recorded before the second.
 ORDER = (
     ((SEND, "picked"), (RECEIVE, "claimed")),
     ((RECEIVE, "reserved"), (SEND, "claim granted")),
@@ -37,7 +37,7 @@ ORDER = (
     ((ROUTE, "opened"), (RECEIVE, "opened")),
     ((ROUTE, "opened"), (FOLLOW, "opened")),
 )
-# Beside the machine's events, only the engine thread records these.
+# Besides the machine's events, only the engine thread records these.
 BY_ENGINE = (RecordKind.OPENED, RecordKind.TAKEN, RecordKind.END)
 
 NO_BEGINNING = "nothing says that it was opened"
@@ -48,7 +48,7 @@ Sides = dict[str, dict[int, list[Entry]]]  # by side and recording
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A record that breaks a rule, with lines of text about the attempt's records around it."""
+    """A record that breaks a rule, with text lines about the attempt's records around it."""
 
     attempt: bytes
     rule: str
@@ -60,7 +60,7 @@ class Violation:
 
 
 def check(recordings: Iterable[Recording]) -> list[Violation]:
-    """Everything that is wrong; empty if these processes did what the machine says."""
+    """Return every violation; empty if these processes did what the machine says."""
     timeline = merge(recordings)
     ends = [_end(recording) for recording in timeline.recordings]
     found = []
@@ -73,7 +73,7 @@ def check(recordings: Iterable[Recording]) -> list[Violation]:
 
 
 def _end(recording: Recording) -> tuple[int, bool]:
-    """(sequence of the engine thread's last record, whether the process ended in order)."""
+    """Return (sequence of the engine thread's last record, whether the process ended in order)."""
     for record in reversed(recording.records):
         if record.event is not None or record.kind in BY_ENGINE:
             return record.sequence, recording.records[-1].kind is RecordKind.END
@@ -100,7 +100,7 @@ def _by_side(entries: Sequence[Entry]) -> Sides:
 
 
 def _alone(timeline: Timeline, sides: Sides, ends: Sequence[tuple[int, bool]]) -> Iterator[Wrong]:
-    """Checks each side in each process by itself."""
+    """Check each side in each process separately."""
     for side, sources in sides.items():
         for source, entries in sources.items():
             recording = timeline.recordings[source]
@@ -123,7 +123,7 @@ def _alone(timeline: Timeline, sides: Sides, ends: Sequence[tuple[int, bool]]) -
 
 
 def _opened_and_closed(recording: Recording, entries: Sequence[Entry]) -> Iterator[Wrong]:
-    """Checks that OPENED comes once, then CLOSED once."""
+    """Check that OPENED comes once, then CLOSED once."""
     if recording.damaged:
         return
     opened = closed = False
@@ -141,7 +141,7 @@ def _opened_and_closed(recording: Recording, entries: Sequence[Entry]) -> Iterat
 
 
 def _together(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
-    """Checks what the sides say about each other."""
+    """Check what the sides say about each other."""
     for entries in sides.get(FOLLOW, {}).values():
         if RECEIVE in sides:
             yield entries[0], "it waits for the KV of another, and is handed its own"
@@ -164,7 +164,8 @@ def _together(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
 
 
 def _complete(timeline: Timeline, sides: Sides, side: str) -> list[Entry] | None:
-    """The entries of a side in a process that has all of them; None if there is no such process."""
+    """Return the entries of a side in a process that has all of them; None if there is no such
+    process."""
     for entries in sides.get(side, {}).values():
         if entries[0].record.kind is RecordKind.OPENED and not timeline.of(entries[0]).damaged:
             return entries
@@ -176,7 +177,7 @@ def _first(entries: Sequence[Entry], event: str) -> Entry | None:
 
 
 def _frames(timeline: Timeline, sides: Sides) -> Iterator[Wrong]:
-    """Checks that a frame is written after it was sent."""
+    """Check that a frame is written after it was sent."""
     sent = _complete(timeline, sides, SEND)
     written = _complete(timeline, sides, RECEIVE)
     if sent is None or written is None:

@@ -10,12 +10,12 @@
     28-31   check              CRC-32 of the 28 bytes before; a torn record is ignored
 
 Eight bytes are enough to name an attempt: a few rings hold at most 10^6 attempts, and two of them
-are alike with probability 3e-8. So a record takes half a cache line. The codes of phases, events
-and actions follow the machine's own order. A ring therefore carries VOCABULARY, a digest of their
-names, and a reader with another vocabulary refuses it.
+collide with probability 3e-8. So a record takes half a cache line. The codes of phases, events and
+actions follow the machine's order. A ring therefore carries VOCABULARY, a digest of their names,
+and a reader with another vocabulary refuses it.
 
 Steps that change nothing (bytes heard, progress, ticks that find nothing) are not recorded. The
-checker (conform.py) finds what it needs of them in the reason of the tick that ended the attempt.
+checker (conform.py) derives what it needs from the reason of the tick that ended the attempt.
 """
 
 import struct
@@ -34,21 +34,21 @@ MAX_ARGUMENT = (1 << 32) - 1  # of a deadline: none
 
 
 class RecordKind(IntEnum):
-    """What is recorded beside the machine's steps: (detail modulo 2^16, argument)."""
+    """What is recorded besides the machine's steps: (detail modulo 2^16, argument)."""
 
     OPENED = 128  # a side has the attempt (blocks promised, ms to its deadline); a router's route
     #               has (which try, number of the request); a follower's wait has (blocks awaited,
     #               the first four bytes of the attempt that computes them)
-    TAKEN = 129  # blocks were allocated (how many, cells to be filled; a cell: a block of a layer)
-    FREED = 130  # the blocks were given back
+    TAKEN = 129  # blocks were allocated (number, cells to fill; a cell is one layer of a block)
+    FREED = 130  # the blocks were freed
     HANDED = 131  # the blocks belong to the sequence now
-    UNDONE = 132  # the commit has raised, so the step before it is void
+    UNDONE = 132  # the commit raised, so the step before it is void
     SENT = 133  # a frame was read and signed (its sequence, its cells)
     WRITTEN = 134  # a verified frame is in the blocks (its sequence, its new cells)
     LATE = 135  # a frame of an ended attempt was dropped or not counted (its sequence, 0)
     GONE = 136  # a late Claim was answered Gone
-    CLOSED = 137  # the router or the follower is done with it (number of the reason, 0)
-    END = 138  # the process ended in order; this belongs to no attempt
+    CLOSED = 137  # the router or the follower has finished (number of the reason, 0)
+    END = 138  # the process ended in order; belongs to no attempt
 
 
 EVENTS: tuple[type, ...] = get_args(Event)
@@ -67,7 +67,7 @@ _NAMES = (
 )
 VOCABULARY = crc32(" ".join(_NAMES).encode())
 
-# Enum members hash in Python; their ids do not.
+# Enum members hash in Python code; their ids hash in C.
 _CODE = {event: number for number, event in enumerate(EVENTS)}
 _SIDE = {id(side): number << 12 for number, side in enumerate(Side)}
 _PHASE = {id(phase): number for number, phase in enumerate(PHASES)}
@@ -97,7 +97,7 @@ class Record(NamedTuple):
 
     @property
     def kind(self) -> RecordKind | None:
-        """None if the record is a step of the machine."""
+        """The RecordKind; None if the record is a step of the machine."""
         return RecordKind(self.code) if self.code >= RecordKind.OPENED else None
 
     @property
@@ -127,14 +127,14 @@ def pack(
     detail: int,
     argument: int,
 ) -> bytes:
-    """The RECORD_BYTES bytes of a Record; only the first eight bytes of `attempt` are kept."""
+    """Return the RECORD_BYTES bytes of a Record; of `attempt`, only eight bytes are kept."""
     time_and_code = time_ns << 8 | code
     body = _BODY.pack(time_and_code, attempt, sequence & 0xFFFFFFFF, state, detail, argument)
     return body + _CHECK.pack(crc32(body))
 
 
 def unpack(data: bytes) -> Record | None:
-    """The inverse of `pack`; None if the record is torn, damaged or was never written."""
+    """Invert `pack`; return None if the record is torn, damaged or was never written."""
     body = data[: _BODY.size]
     if len(data) != RECORD_BYTES or crc32(body) != _CHECK.unpack_from(data, _BODY.size)[0]:
         return None
@@ -149,7 +149,7 @@ def unpack(data: bytes) -> Record | None:
 
 
 def action_bits(actions: Actions) -> int:
-    """The argument of a machine event's record."""
+    """Return the argument of a machine event's record."""
     bits = 0
     for action in actions:
         bits |= _BIT[id(action)]
@@ -158,7 +158,7 @@ def action_bits(actions: Actions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The event log of one process, as far as its ring still has it."""
+    """The event log of one process, as far as its ring still holds it."""
 
     role: str
     boot: bytes  # id of this start of the process
@@ -167,27 +167,27 @@ class Recording:
     wall_ns: int  # time of day at time 0
     reasons: tuple[str, ...]
     records: list[Record]
-    lost: int = 0  # older records that were overwritten
-    damaged: int = 0  # records that should be there and are not whole
+    lost: int = 0  # number of older records that were overwritten
+    damaged: int = 0  # number of records that should be present and whole but are not
 
     @property
     def name(self) -> str:
         return f"{self.role}-{self.boot.hex()[:6]}"
 
     def reason(self, detail: int) -> str:
-        """The text that a record's detail names."""
+        """Return the text that a record's detail names."""
         number = detail & ~PEER_NOTIFIED
         return self.reasons[number] if number < len(self.reasons) else "?"
 
 
 class RecordSink(Protocol):
-    """Where records go; any thread may call it."""
+    """Stores records; any thread may call it."""
 
     def append(self, code: int, attempt: bytes, state: int, detail: int, argument: int) -> None:
-        """Adds a record under the next sequence number and the time now."""
+        """Add a record with the next sequence number and the current time."""
 
     def reason_number(self, text: str) -> int:
-        """The number of a text in this sink; it is below PEER_NOTIFIED."""
+        """Return the number of a text in this sink; it is below PEER_NOTIFIED."""
 
 
 class EventLog:
@@ -199,7 +199,7 @@ class EventLog:
     def step(
         self, attempt: bytes, event: Event, before: Handoff, after: Handoff, actions: Actions
     ) -> None:
-        """Records a step of the machine, before its actions are carried out."""
+        """Record a step of the machine, before its actions are carried out."""
         sink = self._sink
         if sink is None or not (actions or before.phase is not after.phase):
             return
@@ -215,7 +215,7 @@ class EventLog:
     def record(
         self, kind: RecordKind, attempt: bytes, state: Handoff, detail: int = 0, argument: int = 0
     ) -> None:
-        """Records something beside the machine's steps, in the attempt's present phase."""
+        """Record something besides the machine's steps, in the attempt's present phase."""
         if self._sink is not None:
             phase = _PHASE[id(state.phase)] * 65  # before and after are the same
             side_and_phase = _SIDE[id(state.side)] | phase
@@ -223,23 +223,24 @@ class EventLog:
             self._sink.append(kind, attempt, side_and_phase, detail & MAX_DETAIL, bounded)
 
     def route(self, attempt: bytes, number: int, request: int) -> None:
-        """Records that the router begins the try `number` of its request number `request`."""
+        """Record that the router begins try `number` of its request number `request`."""
         if self._sink is not None:
             tries, which = number & MAX_DETAIL, request & MAX_ARGUMENT
             self._sink.append(RecordKind.OPENED, attempt, _ROUTE, tries, which)
 
     def unroute(self, attempt: bytes, reason: str) -> None:
-        """Records that the router is done with it; `reason` says why it is lost, if it is."""
+        """Record that the router has finished with the attempt; `reason` says why it is lost, if it
+        is."""
         self._close(attempt, _ROUTE, reason)
 
     def follow(self, attempt: bytes, blocks: int, leader: bytes) -> None:
-        """Records that decode has it wait for that many blocks of the attempt `leader`."""
+        """Record that decode makes the attempt wait for `blocks` blocks of the attempt `leader`."""
         if self._sink is not None:
             other = int.from_bytes(leader[:4], "big")
             self._sink.append(RecordKind.OPENED, attempt, _FOLLOW, blocks & MAX_DETAIL, other)
 
     def unfollow(self, attempt: bytes, reason: str) -> None:
-        """Records that this wait is over."""
+        """Record that this wait is over."""
         self._close(attempt, _FOLLOW, reason)
 
     def _close(self, attempt: bytes, side: int, reason: str) -> None:

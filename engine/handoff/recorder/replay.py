@@ -29,15 +29,15 @@ from pdserve.engine.handoff.recorder.event_log import (
 from pdserve.engine.handoff.recorder.timeline import Entry
 
 INF = float("inf")
-SLACK_S = 0.1  # at most between reading a clock and writing the record
+SLACK_S = 0.1  # maximum time between reading a clock and writing the record
 OWES = {Action.FREE_BLOCKS: RecordKind.FREED, Action.COMMIT: RecordKind.HANDED}
 
 
 class Replay:
-    """Takes the entries of one side in order, the first one too.
+    """Replays the entries of one side in order, including the first one.
 
-    `whole`: the recording has every record of the attempt. `begins`: the first entry is one that
-    an attempt may begin with, given what the recording has lost.
+    `whole`: the recording has every record of the attempt. `begins`: an attempt may begin with the
+    first entry, given what the recording has lost.
     """
 
     def __init__(self, recording: Recording, first: Entry) -> None:
@@ -56,7 +56,7 @@ class Replay:
         self._cells = 0
 
     def take(self, entry: Entry) -> Iterator[str]:
-        """Takes the next record and yields what is wrong with it."""
+        """Process the next record and yield the rules that it breaks."""
         self._last = entry
         record = entry.record
         if record.event is not None:
@@ -65,10 +65,10 @@ class Replay:
             yield from self._kind(entry)
 
     def end(self, engine_sequence: int, orderly: bool) -> Iterator[tuple[Entry, str]]:
-        """Yields what is missing at the end of the recording.
+        """Yield what is missing at the end of the recording.
 
         `engine_sequence`: sequence of the last record that the engine thread made. `orderly`: the
-        process has ended in order.
+        process ended in order.
         """
         if not self.whole:
             return
@@ -100,7 +100,7 @@ class Replay:
             yield from self._obliged(actions, entry)
 
     def _input(self, record: Record, now: float) -> tuple[Handoff, Event]:
-        """The state and event that the process had, as far as the step depends on them."""
+        """Return the state and event that the process had, as far as the step depends on them."""
         reason = self._recording.reason(record.detail)
         state = replace(self.state, deadline=INF, heard=now, moved=now)
         if record.event is Tick:
@@ -119,7 +119,7 @@ class Replay:
         return state, event
 
     def _too_early(self, record: Record, at_ns: int) -> Iterator[str]:
-        """Yields if a tick has found an end that could not have come yet."""
+        """Yield if a tick found an end that could not have been reached yet."""
         reason = self._recording.reason(record.detail)
         linked_s = (at_ns - self._linked_ns) / 1e9 + SLACK_S
         if record.event is not Tick or not self.whole:
@@ -135,7 +135,7 @@ class Replay:
                 yield "its deadline is later"
 
     def _obliged(self, actions: Actions, entry: Entry) -> Iterator[str]:
-        """Notes what the process must now do with the blocks, and yields if it cannot."""
+        """Note what the process must now do with the blocks, and yield if it cannot."""
         owed = [OWES[action] for action in actions if action in OWES]
         if owed and not self._has_blocks:
             yield "it has no blocks"

@@ -1,4 +1,5 @@
-"""A ring of records in a memory-mapped file that survives SIGKILL (event_log.py has the record).
+"""A ring of records in a memory-mapped file that survives SIGKILL (event_log.py defines the
+record).
 
     0      magic "PDSVRING", version, vocabulary, capacity, epoch, wall, boot, host, role, check
     112    position: the sequence of the newest record that is whole
@@ -6,9 +7,8 @@
     4096   capacity records; sequence s lies in slot s modulo capacity
 
 The kernel keeps what was written to the mapping when the process dies, so nothing is flushed. A
-record is written in one copy of 32 bytes, and the position after it. So a kill can only tear the
-record after the position, and its checksum shows that. A lock on the file says that its writer is
-alive.
+record is written in one copy of 32 bytes, and then the position. So a kill can only tear the record
+after the position, which its checksum reveals. A lock on the file shows that its writer is alive.
 """
 
 import fcntl
@@ -47,7 +47,7 @@ REASONS_AT = 128
 REASON_BYTES = 64
 NUM_REASONS = (HEADER_BYTES - REASONS_AT) // REASON_BYTES
 MORE = "(a reason that did not fit into the ring)"
-# The reasons that the machine itself gives come first, so that there is always room for them.
+# The machine's reasons come first, so that there is always room for them.
 FIRST_REASONS = ("", MORE, "deadline", "peer silent", "peer frozen")
 
 _HEADER = struct.Struct("<8sIIQQQ16s16s16s")
@@ -56,14 +56,15 @@ _EMPTY = bytes(RECORD_BYTES)
 
 
 class RingError(Exception):
-    """A file is not a ring that can be read here; the message names the file and says why."""
+    """Raised if a file is not a ring that can be read here; the message names the file and the
+    reason."""
 
 
 class Ring:
-    """Writes a ring. Any thread may append; one lock orders the records, so times never go back.
+    """Writes a ring. Any thread may append; one lock orders the records, so times never decrease.
 
-    Raises OSError if the file cannot be made or its bytes cannot be allocated at once: a page that
-    is missing later would kill the process.
+    Raises OSError if the file cannot be created or its bytes cannot be allocated at once: a page
+    that is missing later would kill the process.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Ring:
             return number
 
     def close(self) -> None:
-        """Records that the process ends in order. What is appended later is dropped."""
+        """Record that the process ends in order. Later records are dropped."""
         self.append(RecordKind.END, b"", 0, 0, 0)
         with self._lock:
             if not self._map.closed:
@@ -140,7 +141,7 @@ class Ring:
 
 
 def host_boot() -> bytes:
-    """The 16-byte id of the running kernel, whose monotonic clock all its processes share."""
+    """Return the 16-byte id of the running kernel, whose processes share a monotonic clock."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text()
         return bytes.fromhex(text.strip().replace("-", ""))[:ID_BYTES]
@@ -149,9 +150,12 @@ def host_boot() -> bytes:
 
 
 def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | None:
-    """Makes the ring of a process in `folder`, and the folder if it is missing. Returns None
-    without a folder or a size, and with a warning if there is no room: a server serves without.
-    Removes all but the newest rings of dead processes."""
+    """Create the ring of a process in `folder`, and the folder if it is missing. Remove all except
+    the newest rings of dead processes.
+
+    Return None without a folder or a size, and also, with a warning, if the ring cannot be
+    created: the server runs without it.
+    """
     if not folder or not megabytes:
         return None
     path = Path(folder) / f"{role}-{boot.hex()[:12]}{SUFFIX}"
@@ -167,7 +171,7 @@ def open_ring(folder: str, role: str, boot: bytes, megabytes: int) -> Ring | Non
 
 
 def sweep(folder: Path, kept: int = KEPT) -> None:
-    """Removes the oldest rings of this user whose writers have died."""
+    """Remove the oldest rings of this user whose writers have died; keep the newest `kept`."""
     dead: list[tuple[float, Path]] = []
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError):
@@ -185,7 +189,7 @@ def sweep(folder: Path, kept: int = KEPT) -> None:
 
 
 def read_ring(path: Path) -> Recording:
-    """Reads a ring whose writer may be alive or dead. Raises RingError."""
+    """Read a ring whose writer may be alive or dead. Raises RingError."""
     if path.exists() and not path.is_file():
         raise RingError(f"{path}: not a file")
     try:
@@ -200,10 +204,10 @@ def read_ring(path: Path) -> Recording:
 
 
 def read_rings(paths: Iterable[Path]) -> list[Recording]:
-    """Reads several rings as they were at one moment, even while their processes run.
+    """Read several rings as they were at one moment, even while their processes run.
 
-    Records of this host that are younger than the start of the call are left out, so no record is
-    there without its cause. Raises RingError.
+    Records of this host that are younger than the start of the call are left out, so every record
+    comes with its cause. Raises RingError.
     """
     now, here = time.monotonic_ns(), host_boot()
     found = []
@@ -218,7 +222,8 @@ def read_rings(paths: Iterable[Path]) -> list[Recording]:
 
 
 def parse_ring(data: bytes) -> Recording:
-    """Parses the bytes of a ring; if the end is missing, its records are. Raises RingError."""
+    """Parse the bytes of a ring; if the end is missing, its records are missing too. Raises
+    RingError."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
         raise RingError("no ring")
     head = data[: _HEADER.size]

@@ -1,9 +1,9 @@
 """Turns a timeline of a real run into a scenario of the cluster simulation; pure.
 
-The simulation (tests/simulation) is another, smaller cluster with its own tokens, so the scenario
+The simulation (tests/simulation) is another, smaller cluster with different tokens, so the scenario
 is not the run itself. It has as many requests at the same times, with prompts of as many blocks.
-For whatever ended an attempt it has the fault that looks most alike, at the request and phase that
-it met. A dying process ends several attempts, so there is one fault for each kind and second.
+Each event that ended an attempt becomes the most similar fault, at the request and phase that it
+hit. A dying process ends several attempts, so there is one fault for each kind and second.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ BLOCK = 4  # tokens of a block in the simulation
 MAX_BLOCKS = 11  # of a prompt in the simulation
 MAX_PROCESSES = 2  # of one role in the simulation
 MAX_TOKENS = 10
-# Part of a reason -> fault; the first that fits is taken. SILENT has the faults of silent peers.
+# Part of a reason -> fault; the first match is used. SILENT has the faults of silent peers.
 REASONS = (
     ("cancelled", "client closes"),
     ("deadline", "deadline"),
@@ -37,7 +37,7 @@ SILENT = {Side.RECEIVE.value: "SIGSTOP prefill", Side.SEND.value: "SIGSTOP decod
 
 
 def scenario(timeline: Timeline, attempts: Mapping[bytes, Sequence[Entry]]) -> dict[str, Any]:
-    """The scenario of these attempts, of plain values that can be written as JSON."""
+    """Return the scenario of these attempts, made of plain values that can be written as JSON."""
     requests = _requests(attempts)
     first = min((tries[0][0].at_ns for tries in requests.values()), default=0)
     owners = _owners(requests)
@@ -73,7 +73,7 @@ def _processes(timeline: Timeline, role: str) -> int:
 
 
 def _requests(attempts: Mapping[bytes, Sequence[Entry]]) -> dict[str, list[Sequence[Entry]]]:
-    """The tries of each request; an attempt that no router recorded is a request of its own."""
+    """Group the tries by request; an attempt that no router recorded is a separate request."""
     found: dict[str, list[Sequence[Entry]]] = {}
     for attempt, entries in attempts.items():
         opened = [
@@ -85,7 +85,8 @@ def _requests(attempts: Mapping[bytes, Sequence[Entry]]) -> dict[str, list[Seque
 
 
 def _owners(requests: Mapping[str, Sequence[Sequence[Entry]]]) -> dict[str, str]:
-    """The request whose prompt each request has: itself, or the one whose KV it waited for."""
+    """Map each request to the request whose prompt it has: itself, or the one whose KV it waited
+    for."""
     names = {t[0].record.attempt[:4]: name for name, tries in requests.items() for t in tries}
     owners: dict[str, str] = {}
     for name, tries in requests.items():
@@ -96,7 +97,7 @@ def _owners(requests: Mapping[str, Sequence[Sequence[Entry]]]) -> dict[str, str]
 
 
 def _ask(name: str, at_s: float, owner: str, tries: Sequence[Sequence[Entry]]) -> dict[str, Any]:
-    """One request of the scenario; `tries` are those of the owner of its prompt."""
+    """Return one request of the scenario; `tries` are those of the owner of its prompt."""
     taken = [e.record.detail for t in tries for e in t if e.record.kind is RecordKind.TAKEN]
     length = BLOCK * min(max([1, *taken]), MAX_BLOCKS)
     seed = crc32(owner.encode())
@@ -106,12 +107,13 @@ def _ask(name: str, at_s: float, owner: str, tries: Sequence[Sequence[Entry]]) -
 
 
 def _fault(timeline: Timeline, entries: Sequence[Entry]) -> tuple[str, Entry]:
-    """(the fault that ended an attempt, the entry that says so); the fault is empty without one."""
+    """Return (the fault that ended an attempt, the entry that shows it); without a fault the first
+    is empty."""
     for entry in entries:
         record = entry.record
         released = record.event is not None and record.after is Phase.RELEASED
         if record.side == FOLLOW or (not released and record.kind is not RecordKind.CLOSED):
-            continue  # a wait that is over is no fault
+            continue  # the end of a wait is no fault
         reason = timeline.of(entry).reason(record.detail & ~PEER_NOTIFIED)
         if not reason or reason == "busy":
             continue
@@ -125,7 +127,8 @@ def _fault(timeline: Timeline, entries: Sequence[Entry]) -> tuple[str, Entry]:
 
 
 def _died(timeline: Timeline, entries: Sequence[Entry], role: str, end: Entry) -> bool:
-    """Whether a process of the attempt recorded nothing after `end` and did not end in order."""
+    """Return whether a process of the attempt recorded nothing after `end` and did not end in
+    order."""
     for entry in entries:
         recording = timeline.of(entry)
         if recording.role == role and recording.records[-1].kind is not RecordKind.END:
@@ -136,7 +139,7 @@ def _died(timeline: Timeline, entries: Sequence[Entry], role: str, end: Entry) -
 
 
 def _phase(entries: Sequence[Entry], end: Entry, kind: str) -> tuple[str, int]:
-    """(the simulation's name of the attempt's phase, index of the frame or token in it)."""
+    """Return (the simulation's name of the attempt's phase, index of the frame or token in it)."""
     names = [event_name(e.record) for e in entries if e.at_ns <= end.at_ns]
     sides = {(e.record.side, event_name(e.record)) for e in entries if e.at_ns <= end.at_ns}
     frames = names.count("sent")

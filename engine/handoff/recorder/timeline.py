@@ -1,8 +1,8 @@
 """Merges the recordings of several processes into one timeline and describes records; pure.
 
 Processes on one host share a monotonic clock, so their records merge in the order in which they
-were made. With more than one host the time of day decides, and the order between hosts means
-little.
+were made. Records of several hosts merge by the time of day, so the order between hosts is not
+reliable.
 """
 
 import re
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Every record of some recordings, in order of time."""
+    """All records of some recordings, in order of time."""
 
     recordings: tuple[Recording, ...]
     entries: tuple[Entry, ...]
@@ -41,7 +41,8 @@ class Timeline:
         return self.recordings[entry.source]
 
     def attempts(self) -> dict[bytes, list[Entry]]:
-        """The entries by the attempt's first eight bytes; the attempt that began first is first."""
+        """Return the entries by the attempt's first eight bytes, in the order in which the attempts
+        began."""
         found: dict[bytes, list[Entry]] = {}
         for entry in self.entries:
             if entry.record.code != RecordKind.END:
@@ -50,7 +51,7 @@ class Timeline:
 
 
 def merge(recordings: Iterable[Recording]) -> Timeline:
-    """Merges recordings, each of which has its records in order, into one timeline."""
+    """Merge recordings, each with its records in order, into one timeline."""
     all_of = tuple(recordings)
     one_host = len({recording.host for recording in all_of}) < 2
     entries = [
@@ -63,7 +64,7 @@ def merge(recordings: Iterable[Recording]) -> Timeline:
 
 
 def describe(recording: Recording, record: Record) -> str:
-    """One line of text about a record, without its time and attempt."""
+    """Describe a record in one line of text, without its time and attempt."""
     detail, argument = record.detail, record.argument
     match record.kind:
         case None:
@@ -110,7 +111,8 @@ def _step(recording: Recording, record: Record) -> str:
 
 
 def event_name(record: Record) -> str:
-    """The machine event ("claim granted", "tick", ...) or kind ("opened", ...) in lower case."""
+    """Return the machine event ("claim granted", "tick", ...) or kind ("opened", ...) in lower
+    case."""
     if record.event is None:
         return RecordKind(record.code).name.lower()
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", record.event.__name__).lower()

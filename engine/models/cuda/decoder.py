@@ -26,8 +26,11 @@ from pdserve.kernels.cuda.layer.heads import Rotation
 
 
 class CudaDecoder:
-    """What `Decoder` is, on kernels of its own. A token's result is the same bits whatever else is
-    in the batch, and in whichever chunks its sequence is computed."""
+    """The counterpart of `Decoder` on pdserve's CUDA kernels.
+
+    A token's result has the same bits whatever else is in the batch, and however its sequence is
+    cut into chunks.
+    """
 
     def __init__(
         self,
@@ -39,8 +42,8 @@ class CudaDecoder:
         numerics: str = "",
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """`stream`: where it launches. It becomes the current one of each thread that calls a
-        method, so that what is done with the results is in order. None: whichever is current."""
+        """`stream`: the stream to launch on. It becomes the current stream of each thread that
+        calls a method, so that operations on the results are in order. None: the current stream."""
         self.config = config
         self.kv_groups: tuple[LayerGroup, ...] = config.kv_groups(kv_dtype)
         self.numerics = numerics
@@ -60,17 +63,17 @@ class CudaDecoder:
             for n, one in enumerate(self._launches)
             if isinstance(one, LaunchedHeads) and one.stores
         ]
-        self._storing = storing[-1] + 1  # so many launches give all keys and values
+        self._storing = storing[-1] + 1  # this many launches produce all keys and values
         self._norm = LaunchedNorm(final_norm(config), setup)
         self._head = held.product(head(config).weights, head(config).biases)
         plain = self._head.matrices[0].plain if config.tied_head else None
         self._embedding = held.plain(EMBEDDING) if plain is None else plain
-        # Rounded as the other weights are, which is what models were trained with.
+        # Rounded like the other weights, as in the training of the models.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()
 
     @torch.inference_mode()
     def forward(self, batch: Batch[Ints], kv: LayerKv) -> Tensor:
-        """As Decoder.forward."""
+        """Run a step like Decoder.forward."""
         self._make_current()
         graphs = self._graphs if kv is self._graphs_kv else None
         if graphs is not None and (shape := graphs.shape_of(batch)) is not None:
@@ -79,7 +82,7 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def record(self, recorder: Recorder, kv: KvCache, max_rows: int) -> None:
-        """Records the steps of decode rows alone, up to max_rows of them, over that cache."""
+        """Record the steps that have only decode rows, up to max_rows of them, over that cache."""
         self._make_current()
         self._graphs = DecodeGraphs(
             lambda inputs: self._run(inputs, kv, False),
@@ -105,7 +108,7 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """As Decoder.logits."""
+        """Return logits like Decoder.logits."""
         self._make_current()
         logits = self._head(hidden, out_dtype=torch.float32)
         if self.config.logit_scale != 1:
@@ -114,13 +117,13 @@ class CudaDecoder:
         return torch.tanh(logits / cap).mul_(cap) if cap else logits
 
     def states(self, hidden: Tensor) -> NDArray[np.float32]:
-        """As Decoder.states."""
+        """Return the states like Decoder.states."""
         self._make_current()
         found: NDArray[np.float32] = hidden.float().cpu().numpy()
         return found
 
     def synchronize(self) -> None:
-        """As DeviceModel.synchronize."""
+        """Wait for the stream like DeviceModel.synchronize."""
         if self._device.type == "cuda":
             (self._stream or torch.cuda.current_stream(self._device)).synchronize()
 
@@ -130,13 +133,13 @@ class CudaDecoder:
 
 
 def _tied(weights: Weights) -> Weights:
-    """Answers twice with the embedding, which is the head as well, and asks once."""
+    """Return weights that load the embedding once and use it for the head as well."""
     embedding = weights(EMBEDDING)
     return lambda name: embedding if name == EMBEDDING else weights(name)
 
 
 def _rotation(rope: RopeConfig, context_len: int, device: torch.device) -> Rotation:
-    """Of all positions, since a recorded graph keeps the tables' addresses."""
+    """Return the tables of all positions, since a recorded graph keeps the tables' addresses."""
     table = RopeTable(rope, context_len)
     table.reserve(context_len)
     return Rotation(torch.from_numpy(table.cos).to(device), torch.from_numpy(table.sin).to(device))

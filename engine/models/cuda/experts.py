@@ -1,4 +1,4 @@
-"""A mixture of experts: all on the device, in a number of launches that depends on no token."""
+"""A mixture of experts: all on the device, in a number of launches that no token changes."""
 
 from dataclasses import asdict
 
@@ -16,7 +16,7 @@ from pdserve.kernels.cuda.layer.activation import gated
 
 
 class SharedExpert:
-    """One gated MLP, which every token goes to."""
+    """The gated MLP that every token goes to."""
 
     def __init__(self, expert: Expert, activation: Gating, weights: DeviceWeights) -> None:
         self._gate_up = weights.product(expert.gate_up.weights, expert.gate_up.biases)
@@ -28,7 +28,7 @@ class SharedExpert:
 
 
 class RoutedExperts:
-    """The gated MLPs that tokens are sent to."""
+    """The gated MLPs that tokens are routed to."""
 
     def __init__(self, part: Experts, weights: DeviceWeights) -> None:
         self._count = len(part.experts)
@@ -43,7 +43,7 @@ class RoutedExperts:
     def __call__(
         self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> Tensor:
-        """The weighted sum of the chosen experts' results, and the shared one's."""
+        """Return the weighted sum of the chosen experts' results, plus the shared expert's."""
         tiles = tile_tokens(self._stacks, chosen.numel(), self._count)
         groups = group(chosen, self._count, tiles)
         between = gated(self._gate_up(x, groups, by_pair=False), self._activation)
@@ -51,7 +51,7 @@ class RoutedExperts:
 
 
 class LaunchedExperts:
-    """x [T, hidden] to the same. Scores are float32, and so are the router's products."""
+    """Maps x [T, hidden] to [T, hidden]. Scores and the router's products are float32."""
 
     def __init__(self, part: Experts, weights: DeviceWeights) -> None:
         self._routing = asdict(part.routing)

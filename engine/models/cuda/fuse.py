@@ -1,7 +1,7 @@
-"""Which parts of a model one launch computes together. Pure: parts in, parts out.
+"""Decides which parts of a model one launch computes together. Pure: parts in, parts out.
 
 All layers become one list, so that the sum at the end of a layer and the norm at the beginning of
-the next are one part as well.
+the next are also one part.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,8 +30,8 @@ from pdserve.engine.models.rope import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class PrepareHeads(Part):
-    """Norm and rope of the heads of q and k that begin at column `begin` of x, and new keys and
-    values into the cache of `layer`. Without a layer all heads stay in x."""
+    """Applies norm and rope to the heads of q and k that begin at column `begin` of x, and stores
+    new keys and values in the cache of `layer`. Without a layer all heads stay in x."""
 
     heads: Heads
     begin: int = 0
@@ -46,7 +46,7 @@ class PrepareHeads(Part):
 
 @dataclass(frozen=True, slots=True)
 class Attend(Part):
-    """Attention over the cache of `layer`, where this step's keys and values are already."""
+    """Attention over the cache of `layer`, which already has this step's keys and values."""
 
     attention: Attention
     layer: int
@@ -57,8 +57,8 @@ class Attend(Part):
 
 @dataclass(frozen=True, slots=True)
 class AddNorm(Part):
-    """Adds x * factor to the residual stream, and what is held; x is then the stream's norm, or the
-    stream."""
+    """Adds x * factor to the residual stream, plus the held value if `held`; x is then the stream's
+    norm, or the stream if `norm` is None."""
 
     held: bool
     factor: float
@@ -70,7 +70,7 @@ class AddNorm(Part):
 
 @dataclass(frozen=True, slots=True)
 class SplitLinear(Part):
-    """A product whose splits the next part adds."""
+    """A product whose split sums the next part adds."""
 
     linear: Linear
 
@@ -79,7 +79,7 @@ class SplitLinear(Part):
 
 
 def fused_parts(config: ModelConfig) -> list[Part]:
-    """The parts of all layers."""
+    """Return the fused parts of all layers."""
     layers = ((n, part) for n in range(config.num_layers) for part in layer_parts(config, n))
     parts = list(_fused(list(layers)))
     return [
@@ -110,7 +110,7 @@ def _fused(parts: Sequence[tuple[int, Part]]) -> Iterator[Part]:
 
 
 def _is_of_rows(norm: HeadNorm) -> bool:
-    """Whether all heads of q, and all of k, have one norm."""
+    """Return whether all heads of q, or all of k, share one norm."""
     return norm.q.shape[0] != norm.heads.dim or norm.k.shape[0] != norm.heads.dim
 
 
@@ -123,7 +123,8 @@ def _row_norms(norm: HeadNorm) -> Iterator[Part]:
 
 
 def _heads(parts: Iterable[tuple[int, Part]]) -> tuple[list[Part], int]:
-    """What begins with a norm of heads, rope or attention, and how many parts it takes."""
+    """Fuse parts that begin with a norm of heads, rope or attention; return also how many parts are
+    consumed."""
     rest = list(parts)
     norm = rope = None
     taken = 0
@@ -150,7 +151,7 @@ def _agrees(attention: Attention, heads: Heads, rope: Rope | None) -> bool:
 
 
 def _sum(parts: Sequence[tuple[int, Part]]) -> tuple[list[Part], int]:
-    """What begins with a scale or a sum, and how many parts it takes."""
+    """Fuse parts that begin with a scale or a sum; return also how many parts are consumed."""
     rest = [part for _, part in parts]
     factor, taken = 1.0, 0
     if isinstance(rest[0], Scale):

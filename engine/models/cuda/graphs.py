@@ -1,8 +1,8 @@
 """Recorded decode steps: one launch in place of hundreds.
 
-A graph is recorded for a number of rows and for the keys that its rows may have; a step takes the
-smallest one that holds it, padded with rows that have no keys and write nothing. All graphs read
-their numbers from one array, where they lie by the graph's shape.
+A graph is recorded for a number of rows and for the keys that its rows may have. A step uses the
+smallest graph that holds it, padded with rows that have no keys and write nothing. All graphs read
+their numbers from one array, at offsets that the graph's shape determines.
 """
 
 from bisect import bisect_left
@@ -19,29 +19,29 @@ from pdserve.engine.execution.batch import Batch, GroupTable, Ints, UnreadTokens
 from pdserve.engine.kv.spec import KvSpec
 from pdserve.engine.models.cuda.inputs import InputBuffer, StepInputs
 
-KEYS_FACTOR = 4  # from the keys of one graph to those of the next
+KEYS_FACTOR = 4  # ratio of the keys of successive graphs
 FIRST_KEYS = 512
 
 
 class Recorder(Protocol):
-    """Records what a function launches."""
+    """Records the launches of a function."""
 
     def record(self, launch: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """What launches the same again; the tensor is the one that was recorded."""
+        """Return a function that repeats the launches; it returns the recorded tensor."""
 
 
 class CudaRecorder:
-    """CUDA graphs, which share the memory of their results: one is read before the next runs."""
+    """CUDA graphs, which share the memory of their results: read one before the next runs."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, launch: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        launch()  # compiles and allocates what a recording must not
+        launch()  # compiles and allocates, which a recording must not do
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may call CUDA meanwhile.
+        # Other threads of the process may call CUDA during the recording.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
@@ -56,10 +56,10 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """What a graph holds."""
+    """The capacity of a graph."""
 
     rows: int
-    keys: int  # of a row, at most
+    keys: int  # maximum of a row
 
 
 class DecodeGraphs:
@@ -74,8 +74,8 @@ class DecodeGraphs:
         max_rows: int,
         context_len: int,
     ) -> None:
-        """Records them. `launch` runs a whole step of decode rows on its inputs: their final hidden
-        states."""
+        """Record the graphs. `launch` runs a whole step of decode rows on its inputs and returns
+        their final hidden states."""
         self._buffer = buffer = InputBuffer(device)
         self._block_size = block_size = spec.block_size
         num_groups = len(spec.groups)
@@ -89,7 +89,7 @@ class DecodeGraphs:
                 self._replays[shape] = recorder.record(partial(launch, inputs))
 
     def shape_of(self, batch: Batch[Ints]) -> GraphShape | None:
-        """The smallest graph that holds a step; None if no graph does."""
+        """Return the smallest graph that holds a step; None if no graph does."""
         rows, keys = batch.num_decode_rows, max(batch.kv_lens)
         is_plain = rows == len(batch.kv_lens) == len(batch.logit_tokens)
         if not is_plain or rows > self._rows[-1] or keys > self._keys[-1]:
@@ -99,13 +99,13 @@ class DecodeGraphs:
         )
 
     def run(self, batch: Batch[Ints], shape: GraphShape) -> Tensor:
-        """Final hidden states [rows, hidden] of a step that `shape` holds."""
+        """Return the final hidden states [rows, hidden] of a step that `shape` holds."""
         self._buffer.put(padded(batch, shape, self._block_size), shape.keys)
         return self._replays[shape]()[: batch.num_decode_rows]
 
 
 def row_counts(most: int) -> list[int]:
-    """Powers of two, from 16 on with one between, up to one that holds `most`."""
+    """Return powers of two, from 16 on with one count between, up to one that holds `most`."""
     counts = [1, 2, 4, 8, 16]
     while counts[-1] < most:
         power = 1 << counts[-1].bit_length() - 1
@@ -114,7 +114,8 @@ def row_counts(most: int) -> list[int]:
 
 
 def key_counts(context_len: int) -> list[int]:
-    """From FIRST_KEYS on, each KEYS_FACTOR times the one before; the last is the context."""
+    """Return key counts from FIRST_KEYS, each KEYS_FACTOR times the previous; the last is the
+    context."""
     counts = [min(FIRST_KEYS, context_len)]
     while counts[-1] < context_len:
         counts.append(min(counts[-1] * KEYS_FACTOR, context_len))
@@ -122,7 +123,7 @@ def key_counts(context_len: int) -> list[int]:
 
 
 def padded(batch: Batch[Ints], shape: GraphShape, block_size: int) -> Batch[Ints]:
-    """The step with as many rows, and as wide tables, as the graph has."""
+    """Return the step with as many rows, and as wide tables, as the graph has."""
     missing = shape.rows - batch.num_decode_rows
     width = -(-shape.keys // block_size)
 
@@ -151,7 +152,7 @@ def padded(batch: Batch[Ints], shape: GraphShape, block_size: int) -> Batch[Ints
 
 
 def _nothing(shape: GraphShape, num_groups: int, block_size: int) -> Batch[Ints]:
-    """A step without rows, padded."""
+    """Return a step without rows, padded."""
     none = np.zeros(0, np.int64)
     group = GroupTable(np.zeros((0, 0), np.int64), none)
     batch = Batch(none, none, (0,), (), 0, (group,) * num_groups, none)

@@ -1,7 +1,7 @@
-"""One step's whole numbers on the device: everything that its launches read of the batch.
+"""One step's integers on the device: everything that its launches read of the batch.
 
-They lie in one array of int32, so that a step costs one copy. Where a launch finds its numbers
-depends on the step's shape alone, so that a recorded graph finds them again.
+They are in one array of int32, so that a step costs one copy. The offsets of a launch's numbers
+depend only on the step's shape, so that a recorded graph finds them again.
 """
 
 from collections.abc import Sequence
@@ -22,37 +22,37 @@ Numbers = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
-    """Where keys and values of one layer group lie."""
+    """The locations of keys and values of one layer group."""
 
     rows: Rows
-    slots: Tensor  # [tokens]; negative: nowhere
+    slots: Tensor  # [tokens]; negative: not stored
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Tensors are int32 on the device."""
+    """The inputs of one step; tensors are int32 on the device."""
 
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens]
-    outputs: Tensor  # [outputs]: tokens whose hidden states are wanted
+    outputs: Tensor  # [outputs]: tokens whose hidden states are returned
     groups: tuple[GroupInputs, ...]
     picks: Tensor  # [rows]: of UnreadTokens
 
     def take(self, tokens: Tensor) -> None:
-        """Puts tokens that the host has not read where the token ids are; a failed pick, which is
-        negative, as some token: its row's result is dropped."""
+        """Write tokens that the host has not read over the token ids. A failed pick, which is
+        negative, becomes an arbitrary token: its row's result is dropped."""
         self.token_ids.copy_(tokens.index_select(0, self.picks).clamp_(min=0))
 
 
 class InputBuffer:
-    """Memory for the inputs of one step after the other, always the same."""
+    """Memory for the inputs of one step after the other, at constant addresses."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._numbers: Tensor | None = None
 
     def put(self, batch: Batch[Ints], max_kv_len: int) -> StepInputs:
-        """As `upload`; the first step must be the largest."""
+        """Upload a batch like `upload`; the first step must be the largest."""
         arrays = _arrays(batch)
         staged, offsets = _staged(arrays, self._device)
         if self._numbers is None:
@@ -62,7 +62,7 @@ class InputBuffer:
 
 
 def upload(batch: Batch[Ints], device: torch.device) -> StepInputs:
-    """The batch in memory of its own."""
+    """Return the batch in newly allocated memory."""
     arrays = _arrays(batch)
     staged, offsets = _staged(arrays, device)
     moved = staged.to(device, non_blocking=True)
@@ -87,7 +87,7 @@ def _arrays(batch: Batch[Ints]) -> list[Numbers]:
 
 
 def _staged(arrays: Sequence[Numbers], device: torch.device) -> tuple[Tensor, list[int]]:
-    """All numbers in memory that the device can read, and where each array begins."""
+    """Return all numbers in memory that the device can read, and where each array begins."""
     offsets, total = list[int](), 0
     for array in arrays:
         offsets.append(total)

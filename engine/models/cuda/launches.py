@@ -1,4 +1,4 @@
-"""What each part of a model launches. None of it waits for the device."""
+"""The launches of each part of a model. None of them waits for the device."""
 
 from dataclasses import dataclass
 
@@ -32,14 +32,15 @@ from pdserve.kernels.cuda.layer.norm import add, add_norm, norm
 
 @dataclass(frozen=True, slots=True)
 class LaunchSetup:
-    """What launches are made with."""
+    """The objects that launches are made from."""
 
     weights: DeviceWeights
     ropes: dict[RopeConfig, Rotation]  # of every position of a context
 
 
 def launch_of(part: Part, setup: LaunchSetup) -> Launch:
-    """What computes a part. Raises UnsupportedModel for a kind that nothing here computes."""
+    """Make the object that computes a part. Raises UnsupportedModel for a kind that no class
+    computes."""
     match part:
         case Norm() | LayerNorm():
             return LaunchedNorm(part, setup)
@@ -73,12 +74,12 @@ def launch_of(part: Part, setup: LaunchSetup) -> Launch:
 
 
 def hold(run: Run) -> None:
-    """Keeps x for the next sum."""
+    """Keep x for the next sum."""
     run.x, run.held = run.residual, run.x
 
 
 class LaunchedNorm:
-    """x becomes its norm."""
+    """Replaces x by its norm."""
 
     def __init__(self, part: Norm | LayerNorm, setup: LaunchSetup) -> None:
         self.eps = part.eps
@@ -136,7 +137,7 @@ class LaunchedSliceNorm:
 
 
 class LaunchedLinear:
-    """x [T, N] to [T, rows of all weights]."""
+    """Maps x [T, N] to [T, rows of all weights]."""
 
     def __init__(self, part: Linear, setup: LaunchSetup) -> None:
         self._product = setup.weights.product(part.weights, part.biases)
@@ -146,7 +147,7 @@ class LaunchedLinear:
 
 
 class LaunchedSplitLinear:
-    """The same for a part that takes x or the sums of its splits."""
+    """Maps like LaunchedLinear, before a part that accepts x or the sums of its splits."""
 
     def __init__(self, part: SplitLinear, setup: LaunchSetup) -> None:
         self._product = setup.weights.product(part.linear.weights, part.linear.biases)
@@ -156,7 +157,7 @@ class LaunchedSplitLinear:
 
 
 class LaunchedHeadLinear:
-    """A product for each head: x [T, heads * (kept + inputs) + rest] to [T, heads * (kept +
+    """A product for each head: maps x [T, heads * (kept + inputs) + rest] to [T, heads * (kept +
     outputs) + rest]."""
 
     def __init__(self, part: HeadLinear, setup: LaunchSetup) -> None:
@@ -183,11 +184,11 @@ class LaunchedHeadLinear:
 
 
 class LaunchedHeads:
-    """Changes q in place, and k if it is not stored; what is stored stays in x as it was."""
+    """Changes q in place, and k if it is not stored; stored heads stay unchanged in x."""
 
     def __init__(self, part: PrepareHeads, setup: LaunchSetup) -> None:
         heads, self._layer = part.heads, part.layer
-        if self._layer is None:  # all stay in x, as queries do
+        if self._layer is None:  # all stay in x, like queries
             self._range = HeadRange(part.begin, heads.q + heads.kv, 0, 0, heads.dim)
         else:
             values = heads.kv if part.has_values else 0
@@ -209,7 +210,8 @@ class LaunchedHeads:
 
 
 class LaunchedAttention:
-    """x [T, columns], queries first, to [T, q heads * dim], or of latent values their size."""
+    """Maps x [T, columns], queries first, to [T, q heads * dim]; if latent, to [T, q heads *
+    latent]."""
 
     def __init__(self, part: Attend, setup: LaunchSetup) -> None:
         self._part, self._layer = part.attention, part.layer
@@ -239,7 +241,7 @@ class LaunchedAttention:
 
 
 class LaunchedGate:
-    """x [T, 2 N] to [T, N]."""
+    """Maps x [T, 2 N] to [T, N]."""
 
     def __init__(self, part: Gate) -> None:
         self._activation = part.activation
@@ -249,7 +251,7 @@ class LaunchedGate:
 
 
 class LaunchedActivation:
-    """x [T, N] to its activation."""
+    """Maps x [T, N] to its activation."""
 
     def __init__(self, part: Activate) -> None:
         self._activation = part.activation
@@ -259,7 +261,7 @@ class LaunchedActivation:
 
 
 class LaunchedScale:
-    """x times a number, rounded to its dtype."""
+    """Multiplies x by a number, rounded to x's dtype."""
 
     def __init__(self, part: Scale) -> None:
         self._factor = part.factor

@@ -1,4 +1,4 @@
-"""What goes from launch to launch within a step."""
+"""The values that pass from launch to launch within a step."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ from pdserve.kernels.cuda.linear.product import SplitSums
 
 class Run:
     """One pass over the parts: `residual` is the residual stream [tokens, hidden], which sums
-    change in place; `kv` has by model layer its blocks and its group."""
+    change in place; `kv` has, by model layer, its blocks and its group."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Run:
 
     @property
     def x(self) -> Tensor:
-        """What the next part takes."""
+        """The input of the next part."""
         assert not isinstance(self._x, SplitSums), "its splits are not added yet"
         return self._x
 
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def sums(self) -> Tensor | SplitSums:
-        """x, for a part that adds splits itself."""
+        """x, for a part that adds the splits itself."""
         return self._x
 
 

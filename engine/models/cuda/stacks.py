@@ -1,5 +1,5 @@
-"""Weights of all experts of a layer as the CUDA kernels hold them: matrices of one shape and layout
-one after the other in memory."""
+"""Weights of all experts of a layer as the CUDA kernels hold them: matrices of one shape and
+layout, contiguous in memory."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +16,16 @@ from pdserve.kernels.cuda.linear.packing import DeviceMatrix
 
 @dataclass(frozen=True, slots=True)
 class ExpertProduct:
-    """A matrix of each expert, of parts that lie side by side: [pairs, N] to [pairs, rows]."""
+    """A product with a matrix of each expert, or with several side by side: [pairs, N] to [pairs,
+    rows]."""
 
-    stacks: tuple[tuple[int, MatrixStack], ...]  # behind the first row that each gives
+    stacks: tuple[tuple[int, MatrixStack], ...]  # (first output row, stack)
     rows: int
     bias: Tensor | None  # float32 [experts, rows]
 
     def __call__(self, x: Tensor, groups: Groups, *, by_pair: bool) -> Tensor:
-        """x is [pairs, N] in the order of the groups if `by_pair`, and else [tokens, N]."""
+        """Return the product; x is [pairs, N] in the order of the groups if `by_pair`, else
+        [tokens, N]."""
         out = torch.empty((len(groups.pairs), self.rows), dtype=x.dtype, device=x.device)
         for begin, stack in self.stacks:
             end = begin + stack.first.rows
@@ -33,8 +35,8 @@ class ExpertProduct:
 
 
 class ExpertMatrices:
-    """Collects the matrices of one expert after the other: each is copied to its place, so that one
-    expert is held twice at a time. Of experts whose formats differ, each format is a stack."""
+    """Collects the matrices of one expert after the other. Each matrix is copied to its place, so
+    only one expert is held twice at a time. If experts' formats differ, each format is a stack."""
 
     def __init__(self, weights: DeviceWeights, experts: int) -> None:
         self._weights = weights
@@ -44,7 +46,7 @@ class ExpertMatrices:
         self._biases: list[Tensor] = []
 
     def add(self, expert: int, linear: Linear) -> None:
-        """Matrices whose columns are in an order of their own become plain numbers."""
+        """Add an expert's matrices; columns in a different order are stored as plain numbers."""
         weights = self._weights
         raws = [weights.stored(spec.name) for spec in linear.weights]
         begin = 0
@@ -66,7 +68,7 @@ class ExpertMatrices:
 
 
 class _Stack:
-    """Room for a matrix of each expert."""
+    """Space for a matrix of each expert."""
 
     def __init__(self, first: DeviceMatrix, experts: int) -> None:
         self._first = first
@@ -85,7 +87,7 @@ class _Stack:
 
     def made(self) -> MatrixStack:
         count, tensors = len(self._experts), tuple(self._tensors)
-        if count < self._of:  # the others are in another stack: gives back their room
+        if count < self._of:  # the others are in another stack: free their space
             tensors = tuple(None if room is None else room[:count].clone() for room in tensors)
         numbers = torch.full((self._of,), -1, dtype=torch.int32)
         numbers[self._experts] = torch.arange(count, dtype=torch.int32)
@@ -100,6 +102,6 @@ def _tensors(matrix: DeviceMatrix) -> Sequence[Tensor | None]:
 
 
 def _kind(matrix: DeviceMatrix) -> Hashable:
-    """What matrices of one stack have in common."""
+    """Return what matrices of one stack have in common."""
     tensors = tuple(None if t is None else (t.shape, t.dtype) for t in _tensors(matrix))
     return matrix.rows, matrix.cols, matrix.dtype, matrix.layout, matrix.group_blocks, tensors

@@ -1,5 +1,5 @@
 """Stored weights as the CUDA kernels hold them: packed on the device, or expanded to plain numbers
-where the kernels have no packed form."""
+if the kernels have no packed form."""
 
 import logging
 from collections import Counter
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Matrices over one input, side by side: x [T, N] to [T, rows of all]."""
+    """A product with matrices over one input, side by side: x [T, N] to [T, rows of all]."""
 
     matrices: tuple[DeviceMatrix, ...]
     bias: Tensor | None  # float32 [rows of all]
-    columns: Tensor | None  # int64 [N]: the input's values in the order that the matrices want
+    columns: Tensor | None  # int64 [N]: the order of the input's values for the matrices
 
     def __call__(
         self, x: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """In x's dtype, or in another one, or into `out`."""
+        """Return the product in x's dtype or in `out_dtype`, or write it to `out`."""
         if self.columns is not None:
             x = x.index_select(1, self.columns)
         if out is None:
@@ -49,7 +49,7 @@ class Product:
         return out
 
     def split(self, x: Tensor) -> Tensor | SplitSums:
-        """The same, or the sums of splits of a single matrix."""
+        """Return the product, or the sums of splits if there is a single matrix."""
         if len(self.matrices) > 1:
             return self(x)
         if self.columns is not None:
@@ -59,30 +59,31 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeights:
-    """Where the weights of a model go. Asks `stored` once for each name."""
+    """Places a model's weights on the device. Calls `stored` once for each name."""
 
     stored: Weights
-    dtype: torch.dtype  # that is computed in
+    dtype: torch.dtype  # of the computation
     device: torch.device
     expanded: Counter[str] = field(default_factory=Counter)  # by format: held as plain numbers
 
     def vector(self, spec: TensorSpec, offset: float = 0.0) -> Tensor:
-        """Float32, with the offset added."""
+        """Return a tensor as float32, with the offset added."""
         return torch.from_numpy(unpack(self.stored(spec.name))).to(self.device) + offset
 
     def plain(self, name: str) -> Tensor:
-        """A matrix in the dtype that is computed in."""
+        """Return a matrix in the dtype of the computation."""
         values = as_plain(self.stored(name), HELD[self.dtype]).parts[VALUES]
         return torch.from_numpy(np.ascontiguousarray(values)).view(self.dtype).to(self.device)
 
     def product(self, weights: Sequence[TensorSpec], biases: Sequence[TensorSpec] = ()) -> Product:
-        """The matrices of that name over one input; rows of one format become one matrix."""
+        """Return the product with these matrices over one input; rows of one format become one
+        matrix."""
         raws = [self.stored(spec.name) for spec in weights]
         bias = torch.cat([self.vector(spec) for spec in biases]) if biases else None
         return self.product_of(raws, bias)
 
     def product_of(self, raws: Sequence[RawTensor], bias: Tensor | None = None) -> Product:
-        """The same of matrices at hand."""
+        """Return the product with matrices that are already loaded."""
         columns = raws[0].columns
         order = None if columns is None else torch.from_numpy(columns).to(self.device)
         return Product(self.matrices(raws, columns), bias, order)
@@ -90,18 +91,19 @@ class DeviceWeights:
     def matrices(
         self, raws: Sequence[RawTensor], columns: NDArray[np.int64] | None
     ) -> tuple[DeviceMatrix, ...]:
-        """The same for an input whose values are in the order of `columns`; None: in their own."""
+        """Pack matrices for an input whose values are in the order of `columns`; None: in the
+        original order."""
         held = [self._ordered(raw, columns) for raw in raws]
         joined = [_joined(held)] if _can_join(held) else held
         return tuple(map(self._packed, joined))
 
     def float32_product(self, spec: TensorSpec, bias: Tensor | None = None) -> Product:
-        """A matrix whose products are computed in float32."""
+        """Return the product with a matrix, computed in float32."""
         raw = as_plain(self.stored(spec.name), "F32")
         return Product((self._pack(raw, torch.float32),), bias, None)
 
     def _ordered(self, raw: RawTensor, columns: NDArray[np.int64] | None) -> RawTensor:
-        """In a form that `pack` may take, for an input whose values are in the order of
+        """Convert to a form that `pack` may accept, for an input whose values are in the order of
         `columns`."""
         if raw.format not in PLAIN:
             raw = formats()[raw.format].packable(raw)
@@ -116,14 +118,14 @@ class DeviceWeights:
         return RawTensor({VALUES: values}, plain, raw.shape)
 
     def _packed(self, raw: RawTensor) -> DeviceMatrix:
-        """Plain numbers where the kernels have not its sizes of groups."""
+        """Pack a matrix; as plain numbers if the kernels do not support its group sizes."""
         try:
             return self._pack(raw, self.dtype)
         except ValueError:
             if raw.format in PLAIN:
                 raise
             self._note_expanded(raw.format)
-            stored = RawTensor(raw.parts, raw.format, raw.shape)  # columns as they lie
+            stored = RawTensor(raw.parts, raw.format, raw.shape)  # columns stay in stored order
             return self._pack(as_plain(stored, HELD[self.dtype]), self.dtype)
 
     def _note_expanded(self, format: str) -> None:
@@ -137,7 +139,7 @@ class DeviceWeights:
 
 
 def _can_join(raws: Sequence[RawTensor]) -> bool:
-    """Whether their rows can be those of one matrix."""
+    """Return whether the rows can form one matrix."""
     kinds = {
         (raw.format, *((name, p.shape[1:], p.dtype) for name, p in sorted(raw.parts.items())))
         for raw in raws
@@ -146,7 +148,7 @@ def _can_join(raws: Sequence[RawTensor]) -> bool:
 
 
 def _joined(raws: Sequence[RawTensor]) -> RawTensor:
-    """The rows of all, in order."""
+    """Join the rows of all, in order."""
     if len(raws) == 1:
         return raws[0]
     parts = {name: np.concatenate([raw.parts[name] for raw in raws]) for name in raws[0].parts}

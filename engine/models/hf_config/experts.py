@@ -1,4 +1,5 @@
-"""What config.json says about a mixture of experts. What is malformed raises UnsupportedModel."""
+"""Reads the fields of a mixture of experts from config.json. A malformed field raises
+UnsupportedModel."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,20 +18,21 @@ _MAX_SCALE = 1e6
 
 
 def num_experts(hf: HfConfig) -> int:
-    """Under whichever of its names."""
+    """Return the number of experts, from the first of its names that the config has."""
     name = next((name for name in _NAMES if hf.get(name) is not None), _NAMES[0])
     return integer(hf, name, maximum=_MAX_EXPERTS)
 
 
 def routing(hf: HfConfig, **own: Any) -> ExpertRouting:
-    """`num_experts_per_tok` of them; `own` are further fields."""
+    """Return a routing to `num_experts_per_tok` experts; `own` are further fields."""
     return ExpertRouting(integer(hf, "num_experts_per_tok", maximum=num_experts(hf)), **own)
 
 
 def grouped_routing(
     hf: HfConfig, scores: Literal["softmax", "sigmoid"] = "sigmoid", group_best: int = 2
 ) -> ExpertRouting:
-    """As DeepSeek V3 has it: groups by the sum of their two best (arXiv:2412.19437, 2.1.2)."""
+    """Return DeepSeek V3's routing: groups by the sum of their two best experts (arXiv:2412.19437,
+    2.1.2)."""
     count = num_experts(hf)
     groups = integer(hf, "n_group", 1)
     kept = integer(hf, "topk_group", 1, maximum=groups)
@@ -51,7 +53,7 @@ def grouped_routing(
 
 
 def sparse_layers(hf: HfConfig) -> Collection[int]:
-    """Which layers have experts: every `decoder_sparse_step`th but `mlp_only_layers`."""
+    """Return the layers with experts: every `decoder_sparse_step`th except `mlp_only_layers`."""
     step = integer(hf, "decoder_sparse_step", 1)
     dense = hf.get("mlp_only_layers") or []
     if not isinstance(dense, list | tuple):
@@ -62,7 +64,7 @@ def sparse_layers(hf: HfConfig) -> Collection[int]:
 def with_experts(
     config: ModelConfig, mixture: MixtureOfExperts, layers: Collection[int]
 ) -> ModelConfig:
-    """The same with experts in some layers."""
+    """Return the config with experts in `layers`."""
     wanted = set(layers)
     if len(wanted) * mixture.num_experts > _MAX_MATRICES:
         raise UnsupportedModel(f"{mixture.num_experts} experts in {len(wanted)} layers")

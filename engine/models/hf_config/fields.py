@@ -1,6 +1,6 @@
-"""Reading of single config.json fields, each with its bounds.
+"""Reads single config.json fields, each with its bounds.
 
-Whatever is malformed raises UnsupportedModel naming the field.
+A malformed field raises UnsupportedModel that names the field.
 """
 
 import sys
@@ -12,13 +12,13 @@ from pdserve.engine.models.config import UnsupportedModel
 HfConfig = Mapping[str, Any]
 
 _MAX_FLOAT = sys.float_info.max  # integers of JSON may be larger
-MAX_SIZE = 1 << 30  # a bound on every count, so that products stay in 64 bits
+MAX_SIZE = 1 << 30  # a bound on every count, so that products fit in 64 bits
 
 
 def integer(
     hf: HfConfig, key: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_SIZE
 ) -> int:
-    """hf[key] in [minimum, maximum]; `default` if it is absent or null."""
+    """Return hf[key] in [minimum, maximum]; `default` if it is absent or null."""
     value = hf.get(key)
     if value is None:
         value = default
@@ -30,7 +30,7 @@ def integer(
 def positive(
     hf: HfConfig, key: str, default: float | None = None, most: float = _MAX_FLOAT
 ) -> float:
-    """hf[key] as a number > 0, at most `most`; `default` if it is absent or null."""
+    """Return hf[key] as a number > 0, at most `most`; `default` if it is absent or null."""
     value = hf.get(key)
     found = _positive(key, default if value is None else value)
     if found > most:
@@ -39,7 +39,7 @@ def positive(
 
 
 def positives(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
-    """hf[key] as `count` finite numbers > 0."""
+    """Return hf[key] as `count` finite numbers > 0."""
     values = hf.get(key)
     if not isinstance(values, list | tuple) or len(values) != count:
         raise UnsupportedModel(f"config field {key}: want {count} numbers")
@@ -47,7 +47,7 @@ def positives(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
 
 
 def table(hf: HfConfig, key: str) -> HfConfig:
-    """hf[key] as a mapping; empty if it is absent or null."""
+    """Return hf[key] as a mapping; empty if it is absent or null."""
     value = hf.get(key)
     if value is None:
         return {}

@@ -1,7 +1,7 @@
-"""Reading of rope settings from config.json, in the nested, the flat and the older form.
+"""Reads rope settings from config.json, in the nested, the flat and the older form.
 
 Nested: `rope_parameters[layer_type]`; flat: `rope_parameters`; older: `rope_theta` with
-`rope_scaling`. What scaling we do not compute is refused by name.
+`rope_scaling`. Unsupported scaling is refused by name.
 """
 
 import math
@@ -29,11 +29,10 @@ def read_rope(
     default_theta: float = 10_000.0,
     scaled: bool = True,
 ) -> RopeConfig:
-    """Rope of the layers of one type; in the older form `theta_key` names their theta, and
-    `rope_scaling` holds for them if `scaled`. Raises UnsupportedModel.
-    """
+    """Return the rope of the layers of one type. In the older form `theta_key` names their theta,
+    and `rope_scaling` applies to them if `scaled`. Raises UnsupportedModel."""
     given = _settings(hf, layer_type, theta_key, scaled)
-    if given.get("rope_type", given.get("type")) == "su":  # what longrope was called first
+    if given.get("rope_type", given.get("type")) == "su":  # the first name of longrope
         given["rope_type"] = "longrope"
     share = min(positive(given, "partial_rotary_factor", 1.0), 2.0)
     rotary_dim = int(round(head_dim * share, 6))  # 30 of 44 dims stay 30
@@ -94,7 +93,8 @@ def read_rope(
 
 
 def _longrope(hf: HfConfig, given: HfConfig, rope: RopeConfig) -> RopeConfig:
-    """Its multiplier of cos and sin follows from how much longer the context is, if not given."""
+    """Return longrope settings; if not given, the multiplier of cos and sin follows from the ratio
+    of the contexts."""
     whole = integer(hf, "max_position_embeddings")
     outside = integer(hf, "original_max_position_embeddings", whole)
     original_len = integer(given, "original_max_position_embeddings", outside, minimum=2)
@@ -110,7 +110,7 @@ def _longrope(hf: HfConfig, given: HfConfig, rope: RopeConfig) -> RopeConfig:
 
 
 def _settings(hf: HfConfig, layer_type: str, theta_key: str, scaled: bool) -> dict[str, Any]:
-    """The settings of one layer type in the flat form, whichever form the config has."""
+    """Return the settings of one layer type in the flat form, whichever form the config has."""
     parameters = table(hf, "rope_parameters")
     if parameters:
         given = dict(table(parameters, layer_type) or parameters)
@@ -124,8 +124,8 @@ def _settings(hf: HfConfig, layer_type: str, theta_key: str, scaled: bool) -> di
 
 
 def scores_magnitude(hf: HfConfig) -> float:
-    """What yarn multiplies attention scores by where a config states mscale_all_dim, and cos and
-    sin do not (DeepSeek)."""
+    """Return yarn's factor of attention scores if the config states mscale_all_dim, else 1; cos and
+    sin do not include it (DeepSeek)."""
     given = _settings(hf, "", "rope_theta", scaled=True)
     kind = given.get("rope_type") or given.get("type")
     if kind != "yarn" or not given.get("mscale_all_dim"):
@@ -138,7 +138,7 @@ def _magnitude(weight: float, factor: float) -> float:
 
 
 def _yarn_attention_factor(given: HfConfig, factor: float) -> float:
-    """The multiplier of cos and sin: given, or 0.1 ln(factor) + 1 (arXiv:2309.00071, 3.4)."""
+    """Return the factor of cos and sin: given, or 0.1 ln(factor) + 1 (arXiv:2309.00071, 3.4)."""
     if given.get("attention_factor") is not None:
         return positive(given, "attention_factor")
     if given.get("mscale") and given.get("mscale_all_dim"):

@@ -1,6 +1,6 @@
-"""What config.json says in the same words for most architectures.
+"""Reads the config.json fields that most architectures share.
 
-Whatever is malformed or unknown raises UnsupportedModel naming the field.
+A malformed or unknown value raises UnsupportedModel that names the field.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ _MAX_LAYERS = 10_000
 
 
 def soft_cap(hf: HfConfig, key: str) -> float:
-    """hf[key] > 0, or 0 for none."""
+    """Return hf[key] > 0, or 0 if it is absent or null."""
     return positive(hf, key) if hf.get(key) is not None else 0.0
 
 
 def activation(hf: HfConfig) -> Activation:
-    """The activation of the gate, under either of its two names."""
+    """Return the activation of the gate, under either of its two names."""
     name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
     if not isinstance(name, str) or name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
@@ -38,7 +38,7 @@ def activation(hf: HfConfig) -> Activation:
 
 
 def head_dim(hf: HfConfig) -> int:
-    """The given head size, or hidden_size / num_attention_heads."""
+    """Return the given head size, or hidden_size / num_attention_heads."""
     return integer(hf, "head_dim", integer(hf, "hidden_size") // integer(hf, "num_attention_heads"))
 
 
@@ -47,7 +47,7 @@ def num_layers(hf: HfConfig) -> int:
 
 
 def windowed(hf: HfConfig, default: Sequence[bool]) -> Sequence[bool]:
-    """Per layer, whether it has a window: from `layer_types`, or else `default`."""
+    """Return whether each layer has a window: from `layer_types`, else `default`."""
     names = hf.get("layer_types")
     if names is None:
         return default
@@ -59,18 +59,18 @@ def windowed(hf: HfConfig, default: Sequence[bool]) -> Sequence[bool]:
 
 
 def sliding_window(hf: HfConfig, default: int = 0) -> int:
-    """`sliding_window` in tokens; 0 if null; `default` if absent."""
+    """Return `sliding_window` in tokens; 0 if null; `default` if absent."""
     return integer(hf, "sliding_window", 0, minimum=0) if "sliding_window" in hf else default
 
 
 def plain_layers(hf: HfConfig, windows: Sequence[int]) -> tuple[LayerConfig, ...]:
-    """Layers that differ in nothing but the window."""
+    """Return layers that differ only in the window."""
     rope = read_rope(hf, head_dim(hf))
     return tuple(LayerConfig(rope, window) for window in windows)
 
 
 def standard(hf: HfConfig, **own: Any) -> ModelConfig:
-    """The Llama-like reading of a config; `own` are the fields in which an architecture differs."""
+    """Read a Llama-like config; `own` are the fields in which an architecture differs."""
     heads = integer(hf, "num_attention_heads")
     kv_heads = integer(hf, "num_key_value_heads", heads)
     if heads % kv_heads:

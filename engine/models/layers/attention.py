@@ -11,7 +11,7 @@ from pdserve.engine.models.parts import Attention, HeadNorm, Heads, Rope, SliceN
 
 
 def in_heads(x: Tensor, heads: Heads) -> Tensor:
-    """x as [tokens, q + 2 kv, dim], sharing its memory."""
+    """Return x as [tokens, q + 2 kv, dim], sharing its memory."""
     return x.view(len(x), -1, heads.dim)
 
 
@@ -70,7 +70,7 @@ class TorchRope:
 
 @computes(Attention)
 class TorchAttention:
-    """Owns no keys or values: they go to the cache that comes with each step."""
+    """Computes attention. Owns no keys or values: the cache comes with each step."""
 
     def __init__(self, part: Attention, setup: Setup) -> None:
         self._part = part
@@ -78,8 +78,8 @@ class TorchAttention:
         self._sinks = setup.vector(part.sinks) if part.sinks else None
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
-        """Stores keys and values; [T, q heads * dim] of what the queries attend to, or nothing
-        where only keys and values are wanted of the batch's last layer."""
+        """Store keys and values; return the attention result [T, q heads * dim], or no rows if the
+        step only stores keys and values in this layer."""
         part, batch = self._part, step.batch
         rows, first_v = in_heads(x, part.heads), part.heads.q + part.heads.kv
         k, v = rows[:, part.heads.q : first_v], None if part.latent else rows[:, first_v:]
@@ -98,4 +98,4 @@ class TorchAttention:
             part.soft_cap,
             self._sinks,
         )
-        return attended[:, :, -part.latent :].flatten(1)  # of latent 0 all
+        return attended[:, :, -part.latent :].flatten(1)  # all of them if latent is 0

@@ -25,7 +25,7 @@ class TorchExpert:
 
 @computes(Experts)
 class TorchExperts:
-    """x [T, hidden] to the same; one expert after the other, each on all of its tokens."""
+    """Maps x [T, hidden] to [T, hidden]; one expert after the other, each on all of its tokens."""
 
     def __init__(self, part: Experts, setup: Setup) -> None:
         self._routing = part.routing

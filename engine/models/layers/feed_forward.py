@@ -1,4 +1,4 @@
-"""What lies between the products of a feed-forward, and the scale of its result."""
+"""The operations between the products of a feed-forward, and the scale of its result."""
 
 from torch import Tensor
 

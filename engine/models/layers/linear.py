@@ -1,4 +1,5 @@
-"""Linear layers: over one or several weights that share their input, or with one for each head."""
+"""Linear layers: over one or several weights that share their input, or with a weight for each
+head."""
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from pdserve.engine.models.parts import HeadLinear, Linear
 class TorchLinear:
     """y = x W^T + b for the rows of all weights in order.
 
-    With stored (quantized) weights each use expands them: slow, and the oracle for kernels that
+    Stored (quantized) weights are expanded at each use: slow, and the reference for kernels that
     compute on the blocks.
     """
 
@@ -24,7 +25,7 @@ class TorchLinear:
         self._bias = torch.cat(biases) if biases else None
 
     def __call__(self, x: Tensor, step: LayerStep | None = None) -> Tensor:
-        """x [T, N] to [T, rows of all weights]."""
+        """Map x [T, N] to [T, rows of all weights]."""
         ops, dtype, device = self._setup.ops, self._setup.dtype, self._setup.device
         if len(self._parts) == 1:
             return ops.linear(x, expand(self._parts[0], dtype, device), self._bias)
@@ -45,7 +46,7 @@ class TorchHeadLinear:
         self._weight = hold(setup.weights(part.weight.name), setup.dtype, setup.device)
 
     def __call__(self, x: Tensor, step: LayerStep | None = None) -> Tensor:
-        """x [T, heads * (kept + inputs) + rest] to [T, heads * (kept + outputs) + rest]."""
+        """Map x [T, heads * (kept + inputs) + rest] to [T, heads * (kept + outputs) + rest]."""
         weight = expand(self._weight, self._setup.dtype, self._setup.device)
         weight = weight.view(self._heads, self._outputs, self._inputs)
         size = self._heads * (self._kept + self._inputs)

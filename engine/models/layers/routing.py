@@ -1,18 +1,21 @@
-"""Which experts of a mixture each token goes to."""
+"""Chooses the experts of a mixture for each token."""
 
 import torch
 from torch import Tensor
 
 from pdserve.engine.models.parts import ExpertRouting
 
-LEAST_SUM = 1e-20  # what normalized weights are divided by at least
+LEAST_SUM = 1e-20  # lower bound of the divisor of normalized weights
 
 
 def choose_experts(
     logits: Tensor, correction: Tensor | None, routing: ExpertRouting
 ) -> tuple[Tensor, Tensor]:
-    """float32 [T, experts], [experts] -> experts int64 [T, top_k] and their weights, float32 [T,
-    top_k]; the best first. Source: arXiv:2412.19437, 2.1.2."""
+    """Choose experts by logits, float32 [T, experts], and correction, [experts].
+
+    Return the experts, int64 [T, top_k], best first, and their weights, float32 [T, top_k].
+    Source: arXiv:2412.19437, 2.1.2.
+    """
     scores = torch.softmax(logits, -1) if routing.scores == "softmax" else torch.sigmoid(logits)
     ranks = scores if correction is None else scores + correction
     if routing.groups > 1:
@@ -29,5 +32,5 @@ def choose_experts(
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    """Where the `count` largest of each row are; of equal ones the first come first."""
+    """Return the indices of the `count` largest values of each row; ties go to the first."""
     return torch.sort(values, dim=-1, descending=True, stable=True).indices[:, :count]

@@ -1,4 +1,4 @@
-"""Stored weights as torch holds them: as tensors, or as stored and expanded at each use."""
+"""Stored weights as torch holds them: as tensors, or in stored form and expanded at each use."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,18 +11,18 @@ from pdserve.engine.weights.unpack import unpack
 
 HELD = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 Weight = Tensor | RawTensor
-Weights = Callable[[str], RawTensor]  # by Hugging Face name, each asked for once
+Weights = Callable[[str], RawTensor]  # by Hugging Face name; called once per name
 
 
 def hold(raw: RawTensor, dtype: torch.dtype, device: torch.device) -> Weight:
-    """Plain numbers of `dtype` become a tensor on the device; all else stays as it is stored."""
+    """Turn plain numbers of `dtype` into a tensor on the device; keep everything else as stored."""
     if raw.format != HELD[dtype]:
         return raw
     return torch.from_numpy(raw.parts[VALUES]).view(dtype).to(device)
 
 
 def expand(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values in `dtype`; what is stored is expanded anew at each call, which is slow."""
+    """Return the values in `dtype`; a stored weight is expanded at each call, which is slow."""
     if isinstance(weight, Tensor):
         return weight
     return torch.from_numpy(unpack(weight)).to(device, dtype)
@@ -31,7 +31,8 @@ def expand(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor:
 def stack(
     raws: Sequence[RawTensor], dtype: torch.dtype, device: torch.device
 ) -> tuple[Weight, ...]:
-    """Matrices over one input as one, so that they cost one product; stored ones stay apart."""
+    """Join matrices over one input, so that they cost one product; if any is in stored form, they
+    stay separate."""
     weights = [hold(raw, dtype, device) for raw in raws]
     tensors = [weight for weight in weights if isinstance(weight, Tensor)]
     if len(tensors) < len(weights):
@@ -40,7 +41,7 @@ def stack(
 
 
 def rows(weight: Weight, index: Ints, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rows [T] of a matrix [V, N] in `dtype`: [T, N]; only those are expanded."""
+    """Return rows [T] of a matrix [V, N] in `dtype`, as [T, N]; only those are expanded."""
     if isinstance(weight, Tensor):
         return weight.index_select(0, torch.from_numpy(index).to(device))
     return expand(weight.rows(index), dtype, device)

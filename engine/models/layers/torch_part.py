@@ -1,6 +1,6 @@
-"""What the torch decoder needs of whatever computes a part, and which class computes which kind.
+"""The interface of classes that compute a part on torch, and the registry of these classes by kind.
 
-Every module of this folder is found by discovery; a module elsewhere uses `computes` as well.
+Every module of this folder is discovered; a module elsewhere uses `computes` as well.
 """
 
 import pkgutil
@@ -23,8 +23,8 @@ from pdserve.kernels.ops import Ops
 
 @dataclass(slots=True)
 class RopeTensors:
-    """cos and sin on a device, float32 [positions, rotary_dim / 2]; all layers of a kind share
-    one."""
+    """cos and sin on a device, float32 [positions, rotary_dim / 2]; layers with equal settings
+    share one."""
 
     table: RopeTable
     device: torch.device
@@ -41,7 +41,7 @@ class RopeTensors:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What parts are made with."""
+    """The objects that parts are made from."""
 
     ops: Ops
     weights: Weights
@@ -50,7 +50,8 @@ class Setup:
     ropes: dict[RopeConfig, RopeTensors]
 
     def vector(self, spec: TensorSpec, offset: float = 0.0) -> Tensor:
-        """A tensor as norms take it: float32, the architecture's offset added."""
+        """Return a tensor in the form that norms need: float32, with the architecture's offset
+        added."""
         return expand(self.weights(spec.name), torch.float32, self.device) + offset
 
 
@@ -59,16 +60,16 @@ class LayerStep:
     """One step as a layer sees it."""
 
     batch: Batch[Tensor]
-    kv: Tensor  # this layer's, [blocks, 2, K, block_size, D]
-    group: int  # its index in batch.groups
-    kv_only: bool = False  # nothing but keys and values is wanted of this layer
+    kv: Tensor  # of this layer, [blocks, 2, K, block_size, D]
+    group: int  # index of the layer's group in batch.groups
+    kv_only: bool = False  # compute only keys and values in this layer
 
 
 class TorchPart(Protocol):
     """A part, ready to run."""
 
     def __call__(self, x: Tensor, step: LayerStep) -> Tensor:
-        """x [tokens, ...] to what the part makes of it; it may change x."""
+        """Map x [tokens, ...] to the part's result; it may change x."""
 
 
 _kinds: dict[type[Part], Callable[[Any, Setup], TorchPart]] = {}
@@ -76,8 +77,8 @@ Maker = TypeVar("Maker", bound=Callable[[Any, Setup], TorchPart])
 
 
 def computes(kind: type[Part]) -> Callable[[Maker], Maker]:
-    """Decorates the class that computes a kind of part; it is made of (part, setup). Raises
-    ValueError if another class computes that kind."""
+    """Register the decorated class as the one that computes a kind of part; it is called with
+    (part, setup). Raises ValueError if another class computes that kind."""
 
     def note(maker: Maker) -> Maker:
         if kind in _kinds:
@@ -96,7 +97,8 @@ def _discover() -> None:
 
 
 def made(part: Part, setup: Setup) -> TorchPart:
-    """What computes a part. Raises UnsupportedModel for a kind that nothing here computes."""
+    """Make the object that computes a part. Raises UnsupportedModel for a kind that no class
+    computes."""
     _discover()
     if type(part) not in _kinds:
         raise UnsupportedModel(f"the reference kernels cannot compute {type(part).__name__}")

@@ -1,7 +1,7 @@
-"""A CUDA device for cuda_ipc, by CuPy: see device.py for what each method promises.
+"""A CUDA device for cuda_ipc, implemented by CuPy; device.py specifies each method.
 
-A thin shell: no protocol is decided here. CuPy is the optional extra `cuda` and is imported only
-when a pool lies on a CUDA device; the kernel is compiled then (NVRTC; CuPy caches it on disk).
+A thin shell without protocol decisions. CuPy is the optional extra `cuda` and is imported only when
+a pool lies on a CUDA device; the kernel is compiled then (NVRTC; CuPy caches it on disk).
 """
 
 import ctypes
@@ -23,14 +23,14 @@ from pdserve.kernels.cuda.copy_hash import INTACT, SHARE_BYTES, SHARES_AT, CopyH
 _LOCAL, _INTERPROCESS = 2, 2 | 4  # cudaEventDisableTiming, and cudaEventInterprocess
 _NOT_READY = 600  # cudaErrorNotReady
 _VERDICT_BYTES = 16
-# What cudaMalloc takes from the driver at a time: an exported handle opens all of it to the other
-# process, so nothing else of ours may lie in it.
+# The unit that cudaMalloc takes from the driver: an exported handle opens all of it to the other
+# process, so it must hold no other data of this process.
 EXPORT_BYTES = 2 << 20
-MAX_STREAMS = 8  # of connections; more of them share
+MAX_STREAMS = 8  # of connections; further connections share them
 
 
 def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
-    """What opens the device that a pool lies on; None: it lies in host memory."""
+    """Return the function that opens the device of a pool; None if the pool lies in host memory."""
     index = kv.device
     if index is None:
         return None
@@ -48,14 +48,15 @@ def opener(kv: KvCache, *, encrypted: bool) -> Callable[[], Device] | None:
 
 
 class CudaDevice:
-    """Copies run on the stream of their connection.
+    """A CUDA device whose copies run on the streams of their connections.
 
-    Its streams are non-blocking, so nothing on them is ordered with the legacy default stream,
-    on which torch computes: memory is zeroed on the stream that uses it next, or waited for.
+    The streams are non-blocking, so nothing on them is ordered with the legacy default stream, on
+    which torch computes: memory is zeroed on the stream that uses it next, or the zeroing is waited
+    for.
     """
 
     def __init__(self, index: int) -> None:
-        """Raises DeviceError without CuPy, a driver or the device."""
+        """Open the device. Raises DeviceError without CuPy, a driver or the device."""
         try:
             import cupy
         except ImportError as err:
@@ -73,17 +74,18 @@ class CudaDevice:
             self._streams: list[
                 _CudaStream
             ] = []  # of connections; they live as long as the process
-            self._aside = self._make_stream()  # what is waited for at once
+            self._aside = self._make_stream()  # for operations that are waited for at once
 
     @contextmanager
     def active(self) -> Iterator[Any]:
-        """The CUDA runtime, on this device in this thread; what it raises is a DeviceError."""
+        """Yield the CUDA runtime, on this device in this thread; what it raises becomes a
+        DeviceError."""
         try:
             self._cuda.setDevice(self._index)
             yield self._cuda
         except DeviceError:
             raise
-        except Exception as err:  # CuPy has several kinds, without a base of their own
+        except Exception as err:  # CuPy's exceptions have no common base class
             raise DeviceError(f"{type(err).__name__}: {err}") from err
 
     def unreachable(self, uuid: bytes) -> tuple[str, str] | None:
@@ -102,7 +104,7 @@ class CudaDevice:
             address = int(cuda.malloc(-(-size // EXPORT_BYTES) * EXPORT_BYTES))
             try:
                 cuda.memsetAsync(address, 0, size, self._aside)
-                cuda.streamSynchronize(self._aside)  # whoever opens it may write at once
+                cuda.streamSynchronize(self._aside)  # a process that opens it may write at once
             except Exception:
                 cuda.free(address)
                 raise
@@ -155,7 +157,7 @@ class CudaDevice:
 
     def get(self, address: int, size: int) -> bytes:
         target = np.empty(size, np.uint8)
-        with self.active() as cuda:  # not on the legacy stream, behind the engine's steps
+        with self.active() as cuda:  # not on the legacy stream, which waits for the engine's steps
             kind = cuda.memcpyDeviceToHost
             cuda.memcpyAsync(target.ctypes.data, address, size, kind, self._aside)
             cuda.streamSynchronize(self._aside)
@@ -173,7 +175,7 @@ class CudaDevice:
     def _launch(
         self, pages: Pages, slot: Slot, key: bytes, signal: "_Event | None" = None
     ) -> "_Copy":
-        """Copies into the slot and records `signal`; without one, out of the slot."""
+        """Begin a copy into the slot and record `signal`; without a signal, out of the slot."""
         with self.active() as cuda:
             stream = self._stream_of(slot)
             if pages.ready is not None:
@@ -192,12 +194,12 @@ class CudaDevice:
         plan = expand_key(key).tobytes() + np.array(pages.blocks, np.int32).tobytes()
         tiles = -(-pages.num_bytes // TILE_BYTES)
         scratch = self._scratch(slot, len(plan), SHARES_AT + tiles * SHARE_BYTES)
-        slot.scratch = None  # nobody's, if the device fails below: what it has done is unknown
+        slot.scratch = None  # unowned if the device fails below, since its state is unknown then
         upload = scratch.host + _VERDICT_BYTES
         ctypes.memmove(upload, plan, len(plan))
         scratch.verdict.value = 0
         try:
-            if scratch.copy is None:  # no tile has ended
+            if scratch.copy is None:  # the first launch: the sums are not zeroed yet
                 cuda.memsetAsync(scratch.shares, 0, scratch.shares_bytes, stream)
             cuda.memcpyAsync(scratch.plan, upload, len(plan), cuda.memcpyHostToDevice, stream)
             self._kernel.launch(
@@ -214,7 +216,7 @@ class CudaDevice:
                 cuda.eventRecord(signal.number, stream)  # first: a copy is done when all of it is
             cuda.eventRecord(scratch.event.number, stream)
         except Exception:
-            with suppress(Exception):  # nobody waits for what has been launched
+            with suppress(Exception):  # its launched work has no other waiter
                 cuda.streamSynchronize(stream)
             raise
         scratch.copy = _Copy(scratch)
@@ -222,7 +224,7 @@ class CudaDevice:
         return scratch.copy
 
     def _scratch(self, slot: Slot, plan_bytes: int, shares_bytes: int) -> "_Scratch":
-        """The slot's, its copy before being done; another one where it is too small."""
+        """Return the slot's scratch, after its previous copy; replace one that is too small."""
         found: _Scratch | None = slot.scratch
         if found is not None and not found.fits(plan_bytes, shares_bytes):
             self.release(slot)
@@ -260,7 +262,7 @@ class _Memory:
     device: CudaDevice
     address: int
     size: int
-    free: str  # the runtime's function
+    free: str  # name of the runtime's function
 
     def handle(self) -> bytes:
         with self.device.active() as cuda:
@@ -274,7 +276,7 @@ class _Memory:
 @dataclass(eq=False, slots=True)
 class _CudaStream:
     device: CudaDevice
-    number: int  # cudaStream_t
+    number: int  # its cudaStream_t
     num_users: int = 0  # connections
 
     def close(self) -> None:
@@ -284,7 +286,7 @@ class _CudaStream:
 @dataclass(slots=True)
 class _Event:
     device: CudaDevice
-    number: int  # cudaEvent_t
+    number: int  # its cudaEvent_t
 
     def handle(self) -> bytes:
         with self.device.active() as cuda:
@@ -294,8 +296,8 @@ class _Event:
         with self.device.active() as cuda:
             status = int(cuda.eventQuery(self.number))
             try:
-                # Raises, and takes the error from the thread: torch's next check reports the last
-                # one, whoever left it, where both use one libcudart.
+                # Raises and clears the thread's error: otherwise torch's next check would report
+                # it, if both use one libcudart.
                 cuda.check_status(status)
             except Exception:
                 if status != _NOT_READY:
@@ -313,15 +315,16 @@ class _Event:
 
 @dataclass(eq=False, slots=True)
 class _Scratch:
-    """What one launch at a time uses; lives as long as the process, in one slot after another."""
+    """The memory that one launch at a time uses; lives as long as the process, in one slot after
+    another."""
 
     plan: int  # device: lanes and block numbers
     plan_bytes: int
     shares: int  # device: sums of tiles
     shares_bytes: int
-    host: int  # pinned: the verdict, then the plan before it is uploaded
+    host: int  # pinned: the verdict, then the plan before its upload
     verdict: ctypes.c_uint32
-    event: _Event  # recorded behind the newest launch
+    event: _Event  # recorded after the newest launch
     copy: "_Copy | None" = None  # of the newest launch
 
     def fits(self, plan_bytes: int, shares_bytes: int) -> bool:
@@ -329,7 +332,8 @@ class _Scratch:
 
 
 class _Copy:
-    """Reads its verdict when it is seen to be done, which is before its scratch is used again."""
+    """A queued copy. It reads its verdict when it is found to be done, before its scratch is
+    reused."""
 
     def __init__(self, scratch: _Scratch) -> None:
         self._scratch: _Scratch | None = scratch

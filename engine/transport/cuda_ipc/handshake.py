@@ -1,9 +1,12 @@
-"""What the two ends of a cuda_ipc connection tell each other before the first record.
+"""The messages that the two ends of a cuda_ipc connection exchange before the first record. Pure.
 
-prefill: ProcessPlace, and beside it an eventfd, which it writes when it has closed its window.
-decode: Answer, and if it does not refuse, a HandshakeOffer of 4 KiB. prefill copies random bytes
-into them with the transport's own kernel: Answer. decode copies them out again and compares:
-Answer. Whoever refuses says why with one of REASONS; both ends log it. Pure.
+1. prefill sends its ProcessPlace, with an eventfd that it writes when it has closed its window.
+2. decode sends an answer (Refusal) and, if it does not refuse, its ProcessPlace and a
+   HandshakeOffer of 4 KiB.
+3. prefill copies random bytes into the 4 KiB with the transport's kernel, and sends an answer.
+4. decode copies them out again, compares, and sends an answer.
+
+The end that refuses gives one of REASONS; both ends log it.
 """
 
 import struct
@@ -37,7 +40,7 @@ PLACE_BYTES, ANSWER_BYTES, OFFER_BYTES = _PLACE.size, _ANSWER.size, _OFFER.size
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Where a process runs. A namespace is (device, inode) of its file in /proc/self/ns."""
+    """The place of a process. A namespace is (device, inode) of its file in /proc/self/ns."""
 
     uuid: bytes
     pid_namespace: tuple[int, int]
@@ -51,7 +54,7 @@ class ProcessPlace:
 
     @classmethod
     def unpack(cls, data: bytes) -> "ProcessPlace":
-        """Raises ValueError."""
+        """Decode a place. Raises ValueError."""
         if len(data) != PLACE_BYTES or data[:4] != _MAGIC:
             raise ValueError("not a cuda_ipc peer")
         _, version, uuid, p0, p1, i0, i1 = _PLACE.unpack(data)
@@ -60,7 +63,7 @@ class ProcessPlace:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why not; without a reason: go on."""
+    """An answer: the reason for a refusal; without a reason the handshake continues."""
 
     reason: str = ""
     text: str = ""
@@ -71,7 +74,7 @@ class Refusal:
 
     @classmethod
     def unpack(cls, data: bytes) -> "Refusal":
-        """Raises ValueError."""
+        """Decode an answer. Raises ValueError."""
         if len(data) != ANSWER_BYTES:
             raise ValueError("not an answer")
         reason, text = (part.rstrip(b"\0").decode() for part in _ANSWER.unpack(data))
@@ -82,11 +85,11 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class HandshakeOffer:
-    """4 KiB of decode's device memory, and the signal and the key to use for them."""
+    """An offer of 4 KiB of decode's device memory, with the signal and the key to use for them."""
 
     memory: bytes
     memory_bytes: int
-    offset: int  # of the 4 KiB, whose tag lies behind them
+    offset: int  # of the 4 KiB, which their tag follows
     signal: bytes
     key: bytes
 
@@ -99,7 +102,7 @@ class HandshakeOffer:
 
 
 def namespace_refusal(ours: ProcessPlace, theirs: ProcessPlace) -> Refusal:
-    """decode's part of the comparison."""
+    """Return decode's refusal if the versions or namespaces differ."""
     if ours.version != theirs.version:
         return Refusal("version", f"handshake {ours.version} here, {theirs.version} there")
     for name in ("pid_namespace", "ipc_namespace"):

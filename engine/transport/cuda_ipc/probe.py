@@ -1,7 +1,7 @@
 """Decode's 4 KiB cells, into which a peer proves that its copies arrive before it gets a window.
 
-A peer that has proven nothing yet costs a cell and two tiny copies, whatever it does: cells are
-allocated once, lent for one handshake each, and a key is used for one handshake only.
+A peer that has proven nothing costs at most a cell and two tiny copies: cells are allocated once
+and lent for one handshake each, and a key is used for one handshake only.
 """
 
 import secrets
@@ -16,19 +16,19 @@ from pdserve.engine.transport.cuda_ipc.handshake import PROBE_BYTES, HandshakeOf
 from pdserve.engine.transport.device import TAIL_BYTES, Device, DeviceError, Memory, Slot
 from pdserve.kernels.copy_hash import KEY_BYTES
 
-MAX_PROBES = 16  # handshakes at once
-SPIN_S = 0.0002  # between two looks at the peer's copy
-_CELL_BYTES = 2 * PROBE_BYTES + TAIL_BYTES  # what prefill writes, its tag, decode's copy of it
+MAX_PROBES = 16  # concurrent handshakes
+SPIN_S = 0.0002  # between two polls of the peer's copy
+_CELL_BYTES = 2 * PROBE_BYTES + TAIL_BYTES  # prefill's bytes, their tag, decode's copy of the bytes
 
 
 def probe_pages(address: int) -> Pages:
-    """4 KiB as one block."""
+    """Return 4 KiB at `address` as one block."""
     return Pages(address, PROBE_BYTES, PROBE_BYTES, range(1), (0,))
 
 
 @dataclass(slots=True)
 class Cell:
-    """Where one handshake takes place."""
+    """The memory of one handshake."""
 
     memory: Memory
     offset: int
@@ -45,7 +45,8 @@ class Cell:
         )
 
     def verify(self, device: Device, end: float) -> Refusal:
-        """Wait for the peer's copy until `end` (time.monotonic), and take it."""
+        """Wait for the peer's copy until `end` (time.monotonic), then copy it out and check its
+        tag."""
         try:
             while not self.slot.signal.done():
                 if time.monotonic() > end:
@@ -79,7 +80,7 @@ class Probes:
 
     @contextmanager
     def lend(self) -> Iterator[Cell | None]:
-        """A cell with a fresh key; None: all are lent."""
+        """Yield a cell with a fresh key; None if all are lent."""
         with self._lock:
             lent = self._free.pop() if self._free and not self._closed else None
         try:
@@ -93,7 +94,7 @@ class Probes:
                     self._release_if_over()
 
     def close(self) -> None:
-        """Free them, or leave that to the last handshake."""
+        """Free the cells, or let the last handshake free them."""
         with self._lock:
             self._closed = True
             self._release_if_over()

@@ -1,12 +1,11 @@
 """KV from pool to pool on one GPU, through a window of decode's device memory (CUDA IPC).
 
-Prefill's kernel copies blocks into a slot of the window and leaves a keyed hash of what it copied
-behind them; the frame's record follows on the socket once the slot's event has been recorded.
-Decode looks at the event (its streams never wait for another process), copies the slot into its
-own blocks, whatever the engine computes meanwhile, with a kernel that hashes what it copies, and
-takes the frame only if the tags agree.
-So a writer that is frozen or dies can spoil the window, and nothing else. What is said before the
-first record is in handshake.py; who may write into which window in windows.py.
+Prefill's kernel copies blocks into a slot of the window and appends a keyed hash of what it copied;
+the frame's record follows on the socket once the slot's event has been recorded. Decode polls the
+event (its streams never wait for another process) and copies the slot into its blocks, concurrently
+with the engine's work, with a kernel that hashes what it copies. It accepts the frame only if the
+tags agree. So a writer that is frozen or dies can spoil the window, and nothing else. handshake.py
+has the messages before the first record; windows.py tracks who may write into which window.
 
 Payloads never pass the host, so GPUs and processes must see each other: one host, one PID and one
 IPC namespace, one GPU or two with peer access.
@@ -37,7 +36,7 @@ from pdserve.engine.transport.unix_socket import dial_unix, listen_unix, socket_
 
 
 class CudaIpcTransport(KvTransport):
-    """Both ends see one directory of unix sockets, each other, and decode's device."""
+    """A transport whose ends see one directory of unix sockets, each other, and decode's device."""
 
     name = "cuda_ipc"
     preference = 5
@@ -46,7 +45,7 @@ class CudaIpcTransport(KvTransport):
         super().__init__(options)
         self._lock = threading.Lock()
         self._device: Device | None = None
-        self._sources: list[Memory] = []  # of prefill's 4 KiB, when no handshake uses them
+        self._sources: list[Memory] = []  # prefill's 4 KiB buffers that no handshake uses
 
     @classmethod
     def applies(cls, options: TransportOptions) -> bool:
@@ -128,7 +127,7 @@ class CudaIpcTransport(KvTransport):
 
 
 def make_window(device: Device, slot_bytes: int) -> DeviceWindow:
-    """SLOTS slots side by side, each with room for its tag. Raises DeviceError."""
+    """Allocate a window of SLOTS adjacent slots, each with room for its tag. Raises DeviceError."""
     slots = []
     with ExitStack() as made:
         memory = device.allocate(SLOTS * slot_stride(slot_bytes))

@@ -1,10 +1,10 @@
-"""Decode's windows on its device, and who may still write into each.
+"""Decode's windows on its device, and which processes may still write into each.
 
 Ownership: a window is spare, lent to one writer (a process), or left by writers that may still
-write, since they are frozen or their copies are on their way. A left window is lent again to the
-same process, whose late writes can only spoil its own frames, or to anybody once all its writers
-have said that they closed it or have exited. Only then is it freed, at `close`: what another
-process has open is left to the end of this one.
+write, since they are frozen or their copies are in flight. A left window is lent again to the same
+process, whose late writes can only spoil its frames, or to any process once all its writers have
+reported that they closed it or have exited. Only then is it freed, at `close`; a window that
+another process still has open stays until this process ends.
 """
 
 import logging
@@ -18,7 +18,7 @@ from pdserve.engine.transport.device import HANDLE_BYTES, CopyStream, Memory, Sl
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 2.0  # in all, for writers that close their windows when their connections end
+CLOSE_S = 2.0  # total wait for writers that close their windows when their connections end
 _LOOK_S = 0.005
 
 
@@ -28,7 +28,7 @@ class Writer(Protocol):
     pid: int
 
     def gone(self) -> bool:
-        """It has said that it closed the window, or it has exited."""
+        """Return whether the process reported that it closed the window, or has exited."""
 
     def close(self) -> None: ...
 
@@ -38,14 +38,14 @@ class DeviceWindow:
     memory: Memory
     slots: list[Slot] = field(repr=False)
     stream: CopyStream
-    writers: list[Writer] = field(default_factory=list)  # that may have it open; the last has it
+    writers: list[Writer] = field(default_factory=list)  # may have it open; newest last
 
     def handles(self) -> bytes:
-        """What prefill opens: the memory, then a signal for each slot."""
+        """Return what prefill opens: the memory's handle, then one signal handle per slot."""
         return self.memory.handle() + b"".join(slot.signal.handle() for slot in self.slots)
 
     def left(self) -> bool:
-        """Nobody has it open."""
+        """Forget the writers that have gone; return whether no process has the window open."""
         for writer in [writer for writer in self.writers if writer.gone()]:
             self.writers.remove(writer)
             writer.close()
@@ -63,17 +63,17 @@ def handles_bytes(num_slots: int) -> int:
 
 
 class DeviceWindows:
-    """Thread-safe. `make` allocates; what it raises passes through."""
+    """Lends windows to writers; thread-safe. `make` allocates one; its errors pass through."""
 
     def __init__(self, make: Callable[[], DeviceWindow]) -> None:
         self._make = make
         self._lock = threading.Lock()
         self._spare: list[DeviceWindow] = []
         self._left: list[DeviceWindow] = []
-        self._end: float | None = None  # once closed: until when writers are waited for
+        self._end: float | None = None  # once closed: deadline of the wait for writers
 
     def prepare(self) -> None:
-        """A window is there for the next writer."""
+        """Ensure that a spare window exists for the next writer."""
         with self._lock:
             if self._end is None and not self._spare and not self._reclaim():
                 self._spare.append(self._make())
@@ -90,7 +90,7 @@ class DeviceWindows:
             return window
 
     def give_back(self, window: DeviceWindow) -> None:
-        """Its connection has ended; its writer may not have."""
+        """Take back a window whose connection has ended; its writer may still be alive."""
         with self._lock:
             if self._end is None:
                 self._left.append(window)
@@ -98,7 +98,7 @@ class DeviceWindows:
         self._free(window)
 
     def close(self) -> None:
-        """Frees what is not lent, and the rest as it comes back."""
+        """Free what is not lent, and the rest as it is returned."""
         with self._lock:
             self._end = time.monotonic() + CLOSE_S
             windows = self._spare + self._left
@@ -118,7 +118,7 @@ class DeviceWindows:
         window.close()
 
     def _reclaim(self) -> bool:
-        """Windows that nobody has open are spare again; whether there is a spare one."""
+        """Make windows that no process has open spare again; return whether a spare one exists."""
         free = [window for window in self._left if window.left()]
         self._left = [window for window in self._left if window.writers]
         self._spare += free

@@ -1,8 +1,8 @@
 """The two ends of a cuda_ipc connection: see transport.py.
 
-Ownership: decode's end borrows a window from DeviceWindows when its peer is trusted and gives it
-back when it is closed; prefill's end has it mapped as long as a copy of its own runs, and then says
-so by an eventfd that decode has got with the first bytes.
+Ownership: decode's end borrows a window from DeviceWindows when its peer is trusted and returns it
+on close. Prefill's end keeps it mapped while one of its copies runs, and then reports the unmapping
+by an eventfd that decode received with the first bytes.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ _PEERCRED = struct.Struct("3i")
 
 @dataclass(slots=True)
 class _DeviceSlot:
-    """A slot, for a pool to copy into (DeviceSink) or out of (DeviceSource)."""
+    """A slot that a pool is copied into (DeviceSink) or out of (DeviceSource)."""
 
     device: Device
     slot: Slot
@@ -82,11 +82,11 @@ class _DeviceSlot:
 
 
 class PeerProcess:
-    """The process at the other end of a unix socket; a reused pid is never taken for it."""
+    """The process at the other end of a unix socket; safe against a reused pid."""
 
     def __init__(self, sock: socket.socket, said: int | None = None) -> None:
-        """`said`: the peer's eventfd, which it writes when it has closed its window; it is owned
-        from now on. Raises OSError if the peer is not in this PID namespace."""
+        """`said`: the peer's eventfd, which it writes when it has closed its window; this object
+        owns it. Raises OSError if the peer is not in this PID namespace."""
         data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
         self.pid = int(_PEERCRED.unpack(data)[0])
         self._fds = [os.pidfd_open(self.pid)]  # readable when it has exited
@@ -115,12 +115,12 @@ class CudaWriter(WindowWriter):
         self._memory: Memory | None = None
         self._stream: CopyStream | None = None
         self._slots: list[Slot] = []
-        self._said = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # decode has it, too
+        self._said = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # decode has a copy
         self._proof = b""
 
     def introduce(self, source: Memory) -> None:
-        """The handshake, with PROBE_BYTES of this process. Raises TransportRefused, WireClosed,
-        ValueError."""
+        """Do the handshake, with PROBE_BYTES of this process's memory. Raises TransportRefused,
+        WireClosed, ValueError."""
         self._send_place()
         _raise_if_refused(_answer(self))
         theirs = ProcessPlace.unpack(self.take(PLACE_BYTES))
@@ -160,7 +160,7 @@ class CudaWriter(WindowWriter):
     def send_frame(
         self, record: bytes, slot: int, parts: Sequence[memoryview], taken: Callable[[], None]
     ) -> None:
-        taken()  # what copies from the pool is known to the attempt
+        taken()  # the attempt tracks the copies from the pool
         self.write(record)
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class CudaWriter(WindowWriter):
         for slot in self._slots:
             if slot.newest is not None:
                 with contextlib.suppress(DeviceError):
-                    slot.newest.wait()  # the window is mapped as long as a copy runs
+                    slot.newest.wait()  # the window stays mapped while a copy runs
             self._device.release(slot)
             with contextlib.suppress(DeviceError):
                 slot.signal.close()
@@ -208,7 +208,7 @@ class CudaWriter(WindowWriter):
 
 
 class CudaReader(WindowReader):
-    """decode's end: lends a window to its peer once that is trusted."""
+    """decode's end: lends a window to its peer once the peer is trusted."""
 
     direct = True
 
@@ -226,7 +226,7 @@ class CudaReader(WindowReader):
         self._probes = probes
         self._peer: PeerProcess | None = None
         self._window: DeviceWindow | None = None
-        self._said: int | None = None  # what came with prefill's place, until the peer has it
+        self._said: int | None = None  # eventfd of prefill, until `_peer` owns it
         self._proof = b""
 
     def setup(self) -> None:
@@ -238,7 +238,7 @@ class CudaReader(WindowReader):
                 if not refusal.reason:
                     refusal = self._prepare(cell)
                 self._send_answer(refusal)
-                assert cell is not None  # else refused as busy
+                assert cell is not None  # otherwise refused as busy
                 self.write(ours.pack(), cell.offer().pack())
                 _raise_if_refused(_answer(self))
                 end = self.deadline or time.monotonic() + 1.0
@@ -278,7 +278,7 @@ class CudaReader(WindowReader):
             self._peer.close()
 
     def _take_place(self) -> bytes:
-        """With the eventfd beside it."""
+        """Return the bytes of prefill's place; store the eventfd that comes with them."""
 
         def receive() -> bytes:
             flags = socket.MSG_CMSG_CLOEXEC
@@ -290,7 +290,8 @@ class CudaReader(WindowReader):
         return self.take(PLACE_BYTES)
 
     def _prepare(self, cell: Cell | None) -> Refusal:
-        """Refused now, while prefill can still choose another transport, rather than later."""
+        """Check the peer and prepare its window now, while prefill can still choose another
+        transport."""
         if cell is None:
             return Refusal("busy", f"{MAX_PROBES} handshakes at once")
         try:
@@ -303,7 +304,7 @@ class CudaReader(WindowReader):
         return Refusal()
 
     def _send_answer(self, refusal: Refusal) -> None:
-        """Sends decode's answer. Raises WireClosed if it refuses."""
+        """Send decode's answer. Raises WireClosed if it refuses."""
         self.write(refusal.pack())
         if refusal.reason:
             log.info("transport cuda_ipc refused: %s: %s", refusal.reason, refusal.text)
@@ -311,13 +312,13 @@ class CudaReader(WindowReader):
 
 
 def here(device: Device) -> ProcessPlace:
-    """This process."""
+    """Return the place of this process."""
     pid, ipc = (os.stat(f"/proc/self/ns/{name}") for name in ("pid", "ipc"))
     return ProcessPlace(device.uuid, (pid.st_dev, pid.st_ino), (ipc.st_dev, ipc.st_ino))
 
 
 def slot_stride(slot_bytes: int) -> int:
-    """From a slot of a window to the next: the payload, then its tag."""
+    """Return the distance of a window's slots in bytes: the payload, then its tag."""
     return -(-slot_bytes // ALIGN_BYTES) * ALIGN_BYTES + TAIL_BYTES
 
 
