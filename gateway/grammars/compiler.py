@@ -63,10 +63,7 @@ class GrammarCompiler:
         )
 
     def compile(self, structure: Structure) -> str:
-        """Compile a structure to Grammar.source (protos/common.proto).
-
-        Raises TextError that names the field if the structure cannot be compiled.
-        """
+        """Compile to Grammar.source of protos/common.proto. Raises TextError with the field."""
         text = self._source(structure)
         wrong = self._wrong(text)
         if wrong and (eased := self._eased(structure)) != structure:
@@ -77,10 +74,7 @@ class GrammarCompiler:
         return text
 
     def _source(self, structure: Structure) -> str:
-        """Return the grammar of a structure.
-
-        Raises TextError that names the field if the grammar is invalid or too large.
-        """
+        """Return the grammar of a structure. Raises TextError that names the field."""
         try:
             text = source(structure, self._tokens)
             size = len(text.encode())
@@ -94,8 +88,7 @@ class GrammarCompiler:
         return text
 
     def _eased(self, structure: Structure) -> Structure:
-        """Return the structure with schemas without parts that cannot be compiled and need not be
-        enforced."""
+        """Drop parts of schemas that cannot be compiled and need not be enforced."""
         value = structure.value
         if structure.kind == "json_schema":
             return replace(structure, value=self._eased_schema(value, structure.lenient))
@@ -177,10 +170,7 @@ def _flagged(added: AddedToken, lstrip: bool = False, rstrip: bool = False) -> A
 
 
 def _words(tokenizer: Tokenizer) -> LLTokenizer:
-    """Return the tokens as a worker uses them.
-
-    Raises ValueError if the model has no eos token or llguidance does not support its vocabulary.
-    """
+    """Return the tokens as a worker uses them. Raises ValueError for an unsupported vocabulary."""
     card = tokenizer.card
     if not card.eos_ids:
         raise ValueError("the model has no token that ends a text")

@@ -63,9 +63,7 @@ Why = Callable[[Mapping[str, Any]], str]  # why a schema cannot be compiled; emp
 
 def guided(schema: Any, *, lenient: bool, whitespace: bool) -> dict[str, Any]:
     """Return the schema with the server's llguidance options; a client's options are dropped.
-
-    Raises TextError if the schema is neither an object nor true.
-    """
+    Raises TextError if the schema is neither an object nor true."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
@@ -94,10 +92,8 @@ def enforceable(schema: Any, most: int) -> Any:
 
 
 def without_annotations(schemas: Sequence[Any], most: int) -> list[Any]:
-    """Return copies without keywords that constrain nothing, often most of a schema's text.
-
-    Schemas of more than `most` keywords in total are returned unchanged.
-    """
+    """Return copies without keywords that constrain nothing, often most of a schema's text. Schemas
+    of more than `most` keywords in total are returned unchanged."""
     todo: list[tuple[Mapping[str, Any], dict[str, Any]]] = []
 
     def begun(schema: Any) -> Any:
@@ -200,11 +196,8 @@ def _is_any_text(schema: Any) -> bool:
 
 
 def _are_apart(options: Any, root: Mapping[str, Any]) -> bool:
-    """Return whether no value matches two of the schemas.
-
-    This holds if they have different types, or if each requires a different constant of the same
-    property, as in a discriminated union.
-    """
+    """Return whether no value matches two of the schemas. This holds if they have different types,
+    or if each requires a different constant of the same property, as in a discriminated union."""
     if not isinstance(options, list) or not options:
         return False
     options = [_resolved(option, root) for option in options]
@@ -279,10 +272,8 @@ def _target(reference: Any, root: Mapping[str, Any]) -> Any:
 
 
 def without_faults(schema: Any, why: Why, *, lenient: bool) -> Any:
-    """Return a copy without valid parts that cannot be compiled; the rest is still enforced.
-
-    If the schema is not lenient, only annotations are dropped.
-    """
+    """Return a copy without valid parts that cannot be compiled; the rest is still enforced. If the
+    schema is not lenient, only annotations are dropped."""
     if not isinstance(schema, Mapping):
         return schema
     copy: dict[str, Any] = json.loads(json.dumps(schema))
@@ -382,10 +373,8 @@ def _drop_annotations(root: Mapping[str, Any], inners: Sequence[dict[str, Any]],
 
 
 def _drop_patterns(schema: dict[str, Any], patterns: Mapping[str, Any], why: Why) -> None:
-    """Drop name patterns that cannot be compiled, or all if they overlap.
-
-    Properties that match a dropped pattern may have any value.
-    """
+    """Drop name patterns that cannot be compiled, or all if they overlap. Properties that match a
+    dropped pattern may have any value."""
     kept = {name: one for name, one in patterns.items() if not why(_with_patterns([name]))}
     if why(_with_patterns(kept)):
         kept = {}
@@ -400,10 +389,10 @@ def _with_patterns(names: Iterable[str]) -> dict[str, Any]:
 
 
 def fault(schema: Any, why: Why) -> tuple[str, str]:
-    """Return the path of a schema's fault and the reason, or "", "" if none is found.
+    """Return the path of a schema's fault and the reason; "", "" if none is found.
 
-    Looks first for a regular expression or divisor that cannot be compiled, then for an unknown
-    type or a reference without target, which have no reason ("").
+    Looks first for a regular expression or divisor that cannot be compiled, then, without a reason,
+    for an unknown type or a reference without target.
     """
     inners = list(_subschemas(schema))
     for path, inner in inners:
@@ -426,9 +415,7 @@ def fault(schema: Any, why: Why) -> tuple[str, str]:
 
 def where(schema: Any, keyword: str, value: Any = None) -> str:
     """Return the path of the first such keyword (with `value`, unless None); empty if none exists.
-
-    Example: ".properties.a.not".
-    """
+    Example: ".properties.a.not"."""
     for path, inner in _subschemas(schema):
         if keyword in inner and value in (None, inner[keyword]):
             return f"{path}.{keyword}"

@@ -52,8 +52,8 @@ def source(structure: Structure, tokens: ModelTokens) -> str:
 def _has_tokens(structure: Structure, split: Split) -> bool:
     """Return whether client text in the structure may contain a token that matches no text.
 
-    If so, the option `no_forcing` is needed: without it, where a grammar allows only one text,
-    llguidance forces the tokens of its usual encoding, including such a token.
+    If so, the option `no_forcing` is needed: otherwise, where a grammar allows only one text,
+    llguidance forces its usual tokens, including such a token.
     """
     value = structure.value
     if structure.kind in ("regex", "lark", "grammar"):
@@ -128,10 +128,8 @@ def _as_lark(regex: str) -> str:
 
 
 def _of_any(text: str) -> str:
-    """Return a Lark grammar unchanged and a GBNF grammar as Lark.
-
-    Raises TextError if the GBNF is invalid.
-    """
+    """Return a Lark grammar unchanged and a GBNF grammar as Lark. Raises TextError if the GBNF is
+    invalid."""
     if not _GBNF.search(text):
         return text
     try:
@@ -180,9 +178,9 @@ def _tagged(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]:
 def _only_tags(value: Mapping[str, Any], split: Split) -> list[str]:
     """Return the rules of tags with only white space between them.
 
-    Instead of another tag, a model may write a few characters of text, which end the answer:
-    without this exit, small models repeat tags until they run out of tokens. The exit is omitted if
-    a tag has no end, because the text would become part of the tag.
+    Instead of another tag, a model may write a few characters, which end the answer: otherwise
+    small models repeat tags until they run out of tokens. A tag without an end rules this out,
+    because the text would become part of the tag.
     """
     tags = value["structures"]
     lines = [
@@ -248,10 +246,8 @@ def _ended(number: int, tag: Mapping[str, Any], split: Split) -> str:
 
 
 def _beginnings(triggers: Iterable[Sequence[str | int]]) -> dict[int, list[str]]:
-    """Return the texts that complete a trigger after its first special token, by that token.
-
-    Omits tokens that are a trigger alone.
-    """
+    """Return the texts that complete a trigger after its first special token, by that token. Omits
+    tokens that are a trigger alone."""
     found: dict[int, list[str]] = {}
     bare = {trigger[0] for trigger in triggers if len(trigger) == 1}
     for first, *rest in triggers:
@@ -266,10 +262,8 @@ def _literal(text: str) -> str:
 
 
 def _triggered(number: int, trigger: Sequence[str | int], lines: list[str]) -> str:
-    """Return the Lark of free text up to the end of a trigger; adds its rule to `lines`.
-
-    With a special token in the trigger, only the part from that token on is matched.
-    """
+    """Return the Lark of free text up to the end of a trigger; adds its rule to `lines`. With a
+    special token in the trigger, only the part from that token on is matched."""
     at = next((n for n, part in enumerate(trigger) if isinstance(part, int)), None)
     if at is not None:
         return f"TEXT {_words(trigger[at:])}"

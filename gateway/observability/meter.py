@@ -135,10 +135,7 @@ class Meter:
         self._itl = self._metrics.itl.of(model)
 
     def next_round(self, prompt_tokens: int) -> None:
-        """Start another round of generation with tool results; earlier finish reasons are dropped.
-
-        `prompt_tokens` is added to the total.
-        """
+        """Start another round with tool results; drops the finish reasons of the last round."""
         self._prompt_tokens += prompt_tokens
         self._last.clear()
         self._finishes.clear()

@@ -13,10 +13,8 @@ MAX_SHOWN = 200  # on the page, of open requests and of ended requests each
 
 
 class RequestLog:
-    """A bounded log: AdmissionLimits bound the open requests, MAX_ENDED the ended ones.
-
-    Above MAX_ENDED, the oldest ended request of the tenant with the most ended requests is dropped.
-    """
+    """A bounded log: AdmissionLimits bound the open requests, MAX_ENDED the ended ones. Above
+    MAX_ENDED, the oldest ended request of the tenant with the most ended requests is dropped."""
 
     def __init__(self) -> None:
         self._open: dict[int, Meter] = {}  # in the order of arrival

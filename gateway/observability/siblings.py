@@ -21,10 +21,8 @@ Answer = Callable[[bytes, str], bytes]
 
 
 class Siblings:
-    """The siblings of gateway process `index` of `num`; without a folder there are none.
-
-    Call `start` after all `answer` calls, and `close` at the end.
-    """
+    """The siblings of gateway process `index` of `num`; without a folder there are none. Call
+    `start` after all `answer` calls, and `close` at the end."""
 
     def __init__(self, folder: Path | None = None, index: int = 0, num: int = 1) -> None:
         """Raises OSError if the folder cannot be opened."""

@@ -30,10 +30,8 @@ def timeline(
     elapsed_s: float,
     phases: Phases | None,
 ) -> list[RequestPhase]:
-    """Return the phases of a request whose body took `receive_s` to receive.
-
-    The other times count from the end of the body. Times and phases not known yet are None.
-    """
+    """Return the phases of a request whose body took `receive_s` to receive. The other times count
+    from the end of the body. Times and phases not known yet are None."""
     found: list[RequestPhase] = []
 
     def add(name: str, duration_s: float) -> None:

@@ -69,9 +69,7 @@ class _Key(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
     """The query of a report over [start, end) in seconds, with sums per `bucket_s` seconds.
-
-    `group_by`: columns of UsageRow. `models` and `sessions` filter the rows unless empty.
-    """
+    `group_by`: columns of UsageRow. `models` and `sessions` filter the rows unless empty."""
 
     start: int
     end: int
@@ -112,11 +110,8 @@ class UsageLog:
 
     @in_own_task
     async def flush(self) -> None:
-        """Write all counted usage exactly once.
-
-        A cancelled flush continues, and the next one waits for it. Raises ServiceError if the
-        database fails; the rows not written are kept.
-        """
+        """Write all counted usage once. A cancelled flush continues, and the next one waits for it.
+        Raises ServiceError; the rows not written are kept."""
         async with self._flushing:
             unwritten, self._counts = self._counts, {}
             rows = list(unwritten.items())
@@ -151,8 +146,7 @@ class UsageLog:
 
     @in_own_task
     async def was_used(self, tenant: str, model: str) -> bool:
-        """Return whether the written usage has an answer of the model for the tenant in the last
-        day."""
+        """Return whether the written usage of the last day has an answer of the model."""
         if not may_be_id(model, len(model)):
             return False
         since = int(self._clock()) - DAY_S
@@ -163,10 +157,8 @@ class UsageLog:
             return await session.scalar(wanted.limit(1)) is not None
 
     async def forget(self, keep_s: int) -> None:
-        """Delete usage older than `keep_s` seconds; several gateways may do so concurrently.
-
-        Raises ServiceError if the database fails.
-        """
+        """Delete usage older than `keep_s`; several gateways may do so at once. Raises
+        ServiceError."""
         while await self._forget_some(keep_s):
             pass
 

@@ -46,10 +46,8 @@ class ChoiceText:
         self._offset = offset
 
     def push_text(self, id_: int) -> str | None:
-        """Return the text of one token that does not end the choice; may be empty.
-
-        Returns None and does not consume the token if the choice has stop strings.
-        """
+        """Return the text of one token that does not end the choice; may be empty. Returns None and
+        does not consume the token if the choice has stop strings."""
         if self._stops.active:
             return None
         text = self._detokenizer.push((id_,))

@@ -132,10 +132,8 @@ def _arguments(written: object) -> CallArguments:
 
 
 def content_text(content: object, param: str) -> str:
-    """Return the content of a message as one string.
-
-    Raises TextError that names the field if the content is not text.
-    """
+    """Return the content of a message as one string. Raises TextError that names the field if the
+    content is not text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -155,9 +153,7 @@ def content_text(content: object, param: str) -> str:
 
 
 def final_text(conversation: TemplateInput) -> str:
-    """Return the text of the last message, which the answer continues.
-
-    Raises TextError if its content is not text.
-    """
+    """Return the text of the last message, which the answer continues. Raises TextError if its
+    content is not text."""
     content = conversation.messages[-1].get("content")
     return "" if content is None else content_text(content, conversation.messages_field)

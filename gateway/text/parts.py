@@ -23,10 +23,8 @@ class ReasoningPart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPart:
-    """A piece of a tool call; the first piece of a call has its id and name.
-
-    `cut`: the answer was cut off in this call.
-    """
+    """A piece of a tool call; the first piece of a call has its id and name. `cut`: the answer was
+    cut off in this call."""
 
     index: int  # of the call in its choice, from 0
     id: str = ""
@@ -49,10 +47,8 @@ def reasoning_of(content: Sequence[ContentPart]) -> str:
 
 
 def arguments_object(text: str, *, cut: bool = False) -> dict[str, Any]:
-    """Parse the arguments of a call; with `cut`, accept an incomplete object.
-
-    Raises ValueError if the text is not a JSON object.
-    """
+    """Parse the arguments of a call; with `cut`, accept an incomplete object. Raises ValueError if
+    the text is not a JSON object."""
     value = from_json(text or "{}", allow_inf_nan=False, allow_partial=cut)
     if not isinstance(value, dict):
         raise ValueError("the arguments of a call are no object")

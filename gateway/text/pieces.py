@@ -1,7 +1,7 @@
 """Maps tokens to bytes; a text is the UTF-8 decoding of its tokens' joined bytes.
 
-The mapping is read from the tokenizer's decoder once and cached per token, so decoding never calls
-the tokenizers library.
+The mapping is read from the tokenizer's decoder once and cached by token, so decoding makes no call
+per token into the tokenizers library.
 """
 
 import re

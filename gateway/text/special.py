@@ -18,9 +18,7 @@ class SpecialTokens:
 
     def __init__(self, added: Mapping[int, tokenizers.AddedToken]) -> None:
         """Initialize with the tokenizer's added tokens by id; ignores those that are not special.
-
-        Raises UnsupportedTokenizer if a token is longer than MAX_SPECIAL_CHARS.
-        """
+        Raises UnsupportedTokenizer if a token is longer than MAX_SPECIAL_CHARS."""
         self.ids = frozenset(i for i, token in added.items() if token.special)
         self.texts = {added[i].content: i for i in self.ids if len(added[i].content) > 1}
         self._lstrip = {i for i in self.ids if added[i].lstrip}

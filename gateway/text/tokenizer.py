@@ -31,10 +31,8 @@ class Rendered:
 
 
 class Tokenizer(Vocabulary):
-    """A tokenizer.json and the model's special ids.
-
-    Splits special tokens off itself; the tokenizers library encodes the plain text between them.
-    """
+    """A tokenizer.json and the model's special ids. This class splits off special tokens; the
+    tokenizers library encodes the plain text between them."""
 
     def __init__(self, tokenizer_json: bytes, card: TextCard) -> None:
         """Raises UnsupportedTokenizer if tokenizer.json is invalid or unsupported."""
@@ -85,10 +83,8 @@ class Tokenizer(Vocabulary):
         return self._framed(self._encode(parts), add_special_tokens)
 
     def encode_within(self, text: str) -> list[int]:
-        """Encode a text that continues other text, and parse its special tokens.
-
-        Raises TextError if the text is not valid Unicode.
-        """
+        """Encode a text that continues other text, and parse its special tokens. Raises TextError
+        if the text is not valid Unicode."""
         ids: list[int] = []
         for part in self.special.split(text):
             ids += [part] if isinstance(part, int) else self._plain(part, self._within)

@@ -42,10 +42,8 @@ class Vocabulary:
         self._skipped: dict[frozenset[str], frozenset[int]] = {}  # by the kept texts
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of all ids, as `incremental` produces it.
-
-        Raises TextError if an id is outside [0, vocab_size).
-        """
+        """Return the text of all ids, as `incremental` produces it. Raises TextError if an id is
+        outside [0, vocab_size)."""
         self.check_ids(ids)
         detokenizer = self.incremental(skip_special_tokens=skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.flush()
@@ -57,11 +55,8 @@ class Vocabulary:
         keep: frozenset[str] = frozenset(),
         continues: bool = False,
     ) -> IncrementalDetokenizer:
-        """Return a detokenizer for one choice.
-
-        `keep`: texts of special tokens that are not skipped. `continues`: keep a leading space,
-        since a prompt precedes.
-        """
+        """Return a detokenizer for one choice. `keep`: texts of special tokens that are not
+        skipped. `continues`: keep a leading space, since a prompt precedes."""
         skip = self._special_but(keep) if skip_special_tokens else frozenset()
         return IncrementalDetokenizer(self._pieces, skip, continues)
 
@@ -109,10 +104,8 @@ class StoredTokens:
 
 
 def store(tokens: Sequence[str | None]) -> tuple[bytes, bytes]:
-    """Return the sizes and the text of StoredTokens.
-
-    Raises UnsupportedTokenizer if a token is longer than MAX_TOKEN_CHARS.
-    """
+    """Return the sizes and the text of StoredTokens. Raises UnsupportedTokenizer if a token is
+    longer than MAX_TOKEN_CHARS."""
     longest = max((len(token or "") for token in tokens), default=0)
     if longest > MAX_TOKEN_CHARS:
         raise UnsupportedTokenizer(f"tokenizer.json: a token of {longest} characters")
@@ -123,8 +116,6 @@ def store(tokens: Sequence[str | None]) -> tuple[bytes, bytes]:
 def stored_vocabulary(
     card: TextCard, decoder: Mapping[str, Any], special_ids: Sequence[int], tokens: StoredTokens
 ) -> Vocabulary:
-    """Build a Vocabulary; `decoder` is the state of the tokenizer's decoder (pieces.py).
-
-    Raises UnsupportedTokenizer if the decoder is not supported.
-    """
+    """Build a Vocabulary; `decoder` is the state of the tokenizer's decoder (pieces.py). Raises
+    UnsupportedTokenizer if the decoder is not supported."""
     return Vocabulary(card, Pieces(tokens, decoder), frozenset(special_ids))

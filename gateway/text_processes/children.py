@@ -1,4 +1,4 @@
-"""A pool of text process children for one kind of work, with a fair queue of waiting requests."""
+"""A pool of text process children for one kind of work, with a fair queue of requests."""
 
 import asyncio
 import logging
@@ -15,10 +15,8 @@ class Children:
     """Lends children to requests, one request per child at a time; owners take turns."""
 
     def __init__(self, fork: Callable[["Children"], None], most: int, wait_s: float) -> None:
-        """Initialize the pool with at most `most` children; a request waits up to `wait_s` for one.
-
-        `fork` starts a child, which is later passed to `offer`; it raises OSError on failure.
-        """
+        """Make a pool of at most `most` children; a request waits up to `wait_s` for one. `fork`
+        starts a child that is later passed to `offer`, or raises OSError."""
         self._fork = fork
         self._most = most
         self._free = most  # number of children that may still be started
@@ -27,10 +25,7 @@ class Children:
         self._waiting: FairQueue[asyncio.Future[TextChild]] = FairQueue()
 
     async def take(self, owner: bytes) -> TextChild:
-        """Return an idle child, waiting for one if needed.
-
-        Raises ServiceError UNAVAILABLE if none is idle within `wait_s` or none can be started.
-        """
+        """Wait for an idle child. Raises ServiceError UNAVAILABLE if there is none in time."""
         while self._idle:
             if not (child := self._idle.pop()).has_ended:
                 return child
@@ -63,14 +58,13 @@ class Children:
         self._idle.append(child)
 
     def replace(self) -> None:
-        """Account for a child that has ended, and start another if requests wait."""
+        """Account for an ended child, and start another if requests wait."""
         self._free += 1
         if self._waiting:
             self._start()
 
     def _start(self) -> None:
-        """Start a child. If that fails, the running children serve the waiting requests; if none
-        runs, all waiting requests fail."""
+        """Start a child. On failure, running children serve the queue; if none runs, fail it."""
         try:
             self._fork(self)
         except OSError as error:
@@ -81,7 +75,7 @@ class Children:
             self._free -= 1
 
     def fail(self, why: Callable[[], ServiceError]) -> None:
-        """Fail all waiting requests with the error that `why` makes."""
+        """Fail all waiting requests with `why()`."""
         while self._waiting:
             waiting = self._waiting.pop()
             if not waiting.done():

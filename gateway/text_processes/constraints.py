@@ -15,11 +15,8 @@ from pdserve.protos.common_pb2 import Grammar, SamplingParams, ThinkingBudget, T
 
 
 async def prepared(requested: RequestedSampling, text: LoadedText, owner: bytes) -> Constraints:
-    """Return the constraints of a request, with texts as token ids and its grammar compiled.
-
-    Raises TextError that names the field if one is invalid; ServiceError UNAVAILABLE if the text
-    processes are not available.
-    """
+    """Tokenize the texts and compile the grammar of a request's constraints. Raises TextError that
+    names the field; ServiceError UNAVAILABLE."""
     structure = requested.structure
     if structure is not None:
         check_structure(requested, structure)

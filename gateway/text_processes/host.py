@@ -39,10 +39,7 @@ TOO_LONG = {
 
 class MessageStream(asyncio.Protocol):
     """Sends and receives messages over one end of a socket pair; one caller receives at a time.
-
-    Applies backpressure: reading pauses above MAX_UNREAD messages or MAX_UNREAD_BYTES bytes while
-    no caller receives.
-    """
+    Reading pauses above MAX_UNREAD messages or MAX_UNREAD_BYTES while no caller receives."""
 
     def __init__(self) -> None:
         self._reader = MessageReader()
@@ -68,10 +65,8 @@ class MessageStream(asyncio.Protocol):
         return len(self._messages)
 
     def send(self, message: TextMessage) -> None:
-        """Send a message; buffers without limit, since the sender waits for each answer.
-
-        Raises OSError if the peer is gone.
-        """
+        """Send a message; buffers without limit, since the sender waits for each answer. Raises
+        OSError if the peer is gone."""
         if self._gone:
             raise ConnectionResetError(self._gone)
         assert self._transport is not None
@@ -142,10 +137,8 @@ class TextChild:
         return self.code.done() or self.stream.gone
 
     async def ask(self, message: TextMessage, limit_s: float) -> TextMessage:
-        """Send a message and return the answer, within `limit_s` seconds.
-
-        Raises TextError if the work cannot be done, ServiceError if it may succeed later.
-        """
+        """Send a message and return the answer. Raises TextError if the work cannot be done,
+        ServiceError if it may succeed later."""
         try:
             if self.stream.num_unread:
                 raise OSError("it has said something that nobody asked for")
@@ -224,7 +217,7 @@ class TextHost:
                 await self.stream.receive()
                 received = True
                 answer = await self.stream.receive()
-        except OSError:  # a TimeoutError, too
+        except OSError:  # includes TimeoutError
             if not received:
                 raise no_process() from None
             raise UnsupportedTokenizer("its files need too much time or memory") from None

@@ -50,10 +50,8 @@ class TextProcesses:
     def __init__(
         self, host: TextHost, most: int, limit_s: float, wait_s: float, spent: Spent
     ) -> None:
-        """Initialize with at most `most` children for prompts and one for grammars.
-
-        Work waits up to `wait_s` for a child and may take `limit_s` in it.
-        """
+        """Use at most `most` children for prompts and one for grammars. Work waits up to `wait_s`
+        for a child and may take `limit_s` in it."""
         self.alive = True
         self._host = host
         self._limit_s = limit_s
@@ -81,10 +79,8 @@ class TextProcesses:
         max_len: int,
         parse_special: bool = True,
     ) -> list[int]:
-        """Return the token ids of a text. Raises as `_ids` does.
-
-        Without `parse_special`, the text of special tokens is plain text.
-        """
+        """Return the token ids of a text. Raises as `_ids` does. Without `parse_special`, the text
+        of special tokens is plain text."""
         head = {
             "op": "text",
             "add_special_tokens": add_special_tokens,
@@ -102,11 +98,8 @@ class TextProcesses:
         return await self._ids(owner, TextMessage(head), len(texts), most)
 
     async def grammar(self, owner: bytes, structure: Structure) -> str:
-        """Compile a structure to Grammar.source; results are cached.
-
-        Raises TextError that names the structure's field if it cannot be compiled; ServiceError
-        UNAVAILABLE.
-        """
+        """Compile a structure to Grammar.source; results are cached. Raises TextError that names
+        the structure's field; ServiceError UNAVAILABLE."""
         data = structure.encoded()
         key = hashlib.sha256(data).digest()
         known = self._compiled.get(key, self._now())
@@ -151,11 +144,8 @@ class TextProcesses:
     async def _ids(
         self, owner: bytes, message: TextMessage, count: int, max_len: int
     ) -> list[list[int]]:
-        """Return `count` sequences of token ids; owners take turns.
-
-        Raises TextError if a prompt is invalid, has more than `max_len` ids, or a template writes
-        more than `max_len` characters; ServiceError UNAVAILABLE.
-        """
+        """Return `count` sequences of token ids; owners take turns. Raises TextError, also for more
+        than `max_len` ids or, from a template, characters; ServiceError UNAVAILABLE."""
         child = await self._take(owner, self._prompts)
         return await self._finish(
             self._ask(
@@ -203,10 +193,8 @@ class TextProcesses:
         message: TextMessage,
         read: Callable[[TextMessage], T],
     ) -> T:
-        """Send the message to the child and return `read(answer)`.
-
-        `read` raises ValueError if the answer is malformed; the child is then replaced.
-        """
+        """Send the message to the child and return `read(answer)`. `read` raises ValueError if the
+        answer is malformed; the child is then replaced."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         keep = False
@@ -285,11 +273,8 @@ class TextPool:
         wait_s: float = WAIT_S,
         log_format: str = "text",
     ) -> None:
-        """Initialize the pool.
-
-        `num_children`: children for prompts per model. `spent`: called with the owner and the
-        seconds of each piece of work. `wait_s`: how long work may wait for a child.
-        """
+        """Use up to `num_children` children for prompts per model. `spent` receives the owner and
+        the seconds of each piece of work; `wait_s` bounds the wait for a child."""
         self._limits = limits
         self._spent = spent
         self._num_children = num_children
@@ -303,11 +288,8 @@ class TextPool:
             self._spare = asyncio.create_task(TextHost.start(self._limits, self._log_format))
 
     async def load(self, card: TextCard, files: Mapping[str, bytes]) -> LoadedText:
-        """Load tokenizer, template and generation defaults of a model.
-
-        Raises UnsupportedTokenizer if the files are unusable; ServiceError UNAVAILABLE if no
-        process can be started.
-        """
+        """Load tokenizer, template and generation defaults of a model. Raises UnsupportedTokenizer;
+        ServiceError UNAVAILABLE if no process can be started."""
         self.prepare()
         assert self._spare is not None
         spare, self._spare = self._spare, None

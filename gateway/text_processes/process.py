@@ -78,10 +78,8 @@ class TextModel:
         self._no_grammars = ""
 
     def probe(self, limits: TextLimits) -> None:
-        """Probe the template in a child under the limits of a prompt.
-
-        A template that exceeds them gets default capabilities, and its prompts fail.
-        """
+        """Probe the template in a child under the limits of a prompt. A template that exceeds them
+        gets default capabilities, and its prompts fail."""
         if self.template is None:
             return
         read, write = os.pipe()
@@ -110,10 +108,8 @@ class TextModel:
         return self._compiler is not None or self._no_grammars != ""
 
     def load_grammars(self) -> None:
-        """Load the grammar compiler once: about 3 us and 2 KB per token of the vocabulary.
-
-        Only the child that compiles grammars calls it.
-        """
+        """Load the grammar compiler once: about 3 us and 2 KB per token of the vocabulary. Only the
+        child that compiles grammars calls it."""
         if self.has_loaded_grammars:
             return
         from pdserve.gateway.grammars.compiler import GrammarCompiler  # llguidance imports slowly
@@ -147,10 +143,8 @@ class TextModel:
 
 
 def main() -> None:
-    """Run the process until the gateway closes the socket or dies.
-
-    Arguments: the socket's descriptor, TextLimits as JSON, and the format of log lines.
-    """
+    """Run the process until the gateway closes the socket or dies. Arguments: the socket's
+    descriptor, TextLimits as JSON, and the format of log lines."""
     show_as("text")
     configure_logging("text", log_format=sys.argv[3])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -161,10 +155,7 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, limits: TextLimits) -> None:
-    """Load the model of the first message, then serve forks.
-
-    Raises ConnectionError if the gateway is gone.
-    """
+    """Load the model of the first message, then serve forks. Raises ConnectionError."""
     asked = _receive(control)
     if asked is None:
         return
@@ -191,10 +182,7 @@ def _serve(control: socket.socket, limits: TextLimits) -> None:
 
 
 def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
-    """Fork a child for each received socket, and report how each child ends.
-
-    Raises ConnectionError if the gateway is gone.
-    """
+    """Fork a child for each received socket, and report how it ends. Raises ConnectionError."""
     here = os.getpid()
     running: dict[int, int] = {}  # pidfd: pid
     while True:
@@ -247,7 +235,7 @@ def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
 
 
 def _answer(asked: TextMessage, model: TextModel, limits: TextLimits) -> TextMessage:
-    """Do the work of one message. Raises TextError if it cannot be done."""
+    """Do the work of one message. Raises TextError."""
     head = asked.head
     if head["op"] == "grammar":
         if not model.has_loaded_grammars:  # loading does not count toward a grammar's limits
@@ -266,7 +254,7 @@ def _answer(asked: TextMessage, model: TextModel, limits: TextLimits) -> TextMes
 
 
 def _prompt(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[int]:
-    """Return the token ids of a prompt. Raises TextError if it is invalid."""
+    """Return the token ids of a prompt. Raises TextError."""
     head = asked.head
     if head["op"] == "text":
         _set_timer(PROMPT_SIGNAL, limits.prompt_s)

@@ -59,10 +59,8 @@ def head_of(data: bytes) -> dict[str, Any]:
 
 
 def part_sizes(head: Mapping[str, Any]) -> list[int]:
-    """Return the sizes of the parts after a head.
-
-    Raises ValueError if they are missing, or exceed MAX_PARTS or MAX_BYTES.
-    """
+    """Return the sizes of the parts after a head. Raises ValueError if they are missing, or exceed
+    MAX_PARTS or MAX_BYTES."""
     sizes = head.get("sizes")
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError("a head without the sizes of its pieces")
@@ -85,10 +83,8 @@ class MessageReader:
         return len(self._data)
 
     def feed(self, data: bytes) -> list[TextMessage]:
-        """Add bytes and return the messages that they complete.
-
-        Raises ValueError or RecursionError if the bytes are not a message or it is too large.
-        """
+        """Add bytes and return the messages that they complete. Raises ValueError or RecursionError
+        if the bytes are not a message or it is too large."""
         self._data += data
         found = []
         while (message := self._next()) is not None:
@@ -124,10 +120,8 @@ def subject(asked: "TextMessage") -> str:
 
 
 def answered(answer: "TextMessage", max_bytes: int) -> bytes:
-    """Return the only part of an answer.
-
-    Raises TextError if the answer is an error, ValueError if it is malformed or too large.
-    """
+    """Return the only part of an answer. Raises TextError if the answer is an error, ValueError if
+    it is malformed or too large."""
     if "error" in answer.head:
         texts = [answer.head["error"], answer.head.get("param", "")]
         if not all(isinstance(text, str) for text in texts):

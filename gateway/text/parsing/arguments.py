@@ -99,11 +99,8 @@ class CallArguments:
         return self._types is not None and key in self._types.properties
 
     def typed(self, key: str, text: str) -> Any:
-        """Convert a text to a value of its schema's type.
-
-        Returns the text if the schema has no type, the text does not match it, or the value is
-        nested too deeply.
-        """
+        """Convert a text to a value of its schema's type. Returns the text if the schema has no
+        type, the text does not match it, or the value is nested too deeply."""
         types = self._types.of(key) if self._types is not None else _NOTHING
         if not types or types == {"string"}:
             return text
@@ -170,11 +167,8 @@ class CallArguments:
 
 
 class _Form:
-    """The form of one value's text.
-
-    Starts undecided, then becomes "string", "value" (streamed; "over" after its last bracket or
-    where it is malformed) or "whole" (converted when complete).
-    """
+    """The form of one value's text. Starts undecided, then becomes "string", "value" (streamed;
+    "over" after its last bracket or where it is malformed) or "whole" (converted when complete)."""
 
     def __init__(self, types: frozenset[str], *, quoted: bool) -> None:
         self._types = types
@@ -267,10 +261,8 @@ class _Budget:
 
 
 class _ArgumentTypes:
-    """The type names allowed for each argument of one tool.
-
-    Empty if the schema does not name any or the budget does not suffice to find them.
-    """
+    """The type names allowed for each argument of one tool. Empty if the schema does not name any
+    or the budget does not suffice to find them."""
 
     def __init__(
         self,

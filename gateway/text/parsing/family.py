@@ -1,4 +1,4 @@
-"""The plug-in types of gateway/text/tools and gateway/text/reasoning, and shared call readers."""
+"""The plug-in types of gateway/text/tools and gateway/text/reasoning, and call readers; pure."""
 
 import re
 from collections.abc import Callable, Generator, Sequence
@@ -33,10 +33,8 @@ Calls = Generator[CallPiece | None, None, None]  # None: needs more text
 
 
 class ContentParser(Protocol):
-    """Parses text in pieces of any size to content; `finish` returns the content held back.
-
-    `cut`: the answer reached its length limit, and so may end inside a call.
-    """
+    """Parses text in pieces of any size to content; `finish` returns the content held back. `cut`:
+    the answer reached its length limit, and so may end inside a call."""
 
     def push(self, text: str) -> list[ContentPart]: ...
 
@@ -115,10 +113,8 @@ class ReasoningFamily:
 
 
 def call_of(value: Any, schemas: ToolSchemas, *, needs_arguments: bool = False) -> CallPiece:
-    """Return the call of an object {"name": ..., "arguments" or "parameters": ...}.
-
-    Raises Malformed if the object is not a call, e.g. if it defines a tool.
-    """
+    """Return the call of an object {"name": ..., "arguments" or "parameters": ...}. Raises
+    Malformed if the object is not a call, e.g. if it defines a tool."""
     if not isinstance(value, dict):
         raise Malformed
     function = value.get("function")
@@ -203,10 +199,8 @@ def json_call(reader: BlockReader, schemas: ToolSchemas, *, needs_arguments: boo
 def grammar_call(
     reader: BlockReader, schemas: ToolSchemas, end: str
 ) -> Generator[CallPiece | None, None, bool]:
-    """Read a call in the form of a grammar, a JSON object, and its end tag.
-
-    Returns whether one begins here. Raises CutOff, Malformed.
-    """
+    """Read a call in the form of a grammar, a JSON object, and its end tag. Returns whether one
+    begins here. Raises CutOff, Malformed."""
     yield from reader.space()
     if (yield from reader.first()) != "{":
         return False
@@ -226,10 +220,8 @@ class _CallHead:
         self._depth = 0
 
     def read(self) -> Reading[bool]:
-        """Read up to the arguments; return whether arguments of a known tool follow.
-
-        Raises CutOff, Malformed.
-        """
+        """Read up to the arguments; return whether arguments of a known tool follow. Raises CutOff,
+        Malformed."""
         reader = self._reader
         opens = True
         while True:
@@ -263,9 +255,7 @@ class _CallHead:
 
     def _may_be_schema(self) -> Reading[bool]:
         """Return whether the next object looks like a JSON schema instead of arguments of the tool.
-
-        Raises CutOff.
-        """
+        Raises CutOff."""
         reader = self._reader
         start = reader.at
         key = ""
@@ -386,11 +376,8 @@ CALL_KEYS = frozenset((*NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id")
 
 
 def bare_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Read a call that is a JSON object without tags.
-
-    Recognizes it by its first key, so that an answer that begins with another object is not held
-    back. Raises CutOff, Malformed.
-    """
+    """Read a call that is a JSON object without tags. Recognizes it by its first key, so that an
+    answer that begins with another object is not held back. Raises CutOff, Malformed."""
     yield from reader.space()
     while (key := _FIRST_KEY.match(reader.text, reader.at)) is None:
         rest = reader.text[reader.at : reader.at + 64]
@@ -403,10 +390,8 @@ def bare_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
 
 
 def bare_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Read a sequence or a list of calls that are JSON objects without tags.
-
-    Raises CutOff, Malformed.
-    """
+    """Read a sequence or a list of calls that are JSON objects without tags. Raises CutOff,
+    Malformed."""
     if (yield from reader.taken("[")):
         end = ","
         while end == ",":

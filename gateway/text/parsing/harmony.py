@@ -34,10 +34,8 @@ _BEGINNINGS = (CHANNEL, MESSAGE, START, " to=", "to=", "assistant" + CHANNEL)
 
 
 class HarmonyStream:
-    """Parses one choice; with `calls`, messages to functions are calls, otherwise text.
-
-    Streams calls of the tools in `schemas` and yields others whole; without `schemas`, streams all.
-    """
+    """Parses one choice; with `calls`, messages to functions are calls, otherwise text. Streams
+    calls of the tools in `schemas` and yields others whole; without `schemas`, streams all."""
 
     def __init__(
         self,
@@ -115,9 +113,7 @@ class HarmonyStream:
 
     def _header(self) -> Generator[None, None, str]:
         """Return the next header; text that is not a header is emitted as text, without tags.
-
-        Raises CutOff at the end.
-        """
+        Raises CutOff at the end."""
         reader = self._reader
         while True:
             start = reader.at

@@ -51,10 +51,8 @@ def read_invokes(
     schemas: ToolSchemas,
     value: Value = _without_lines,
 ) -> Calls:
-    """Read the calls of a block up to its end tag.
-
-    `prefix` follows the bracket of each inner tag; `value` reads an argument that is not JSON.
-    """
+    """Read the calls of a block up to its end tag. `prefix` follows the bracket of each inner tag;
+    `value` reads an argument that is not JSON."""
     if (yield from grammar_call(reader, schemas, end)):
         return
     begin = f"<{prefix}invoke name="
@@ -90,10 +88,8 @@ def read_head(reader: BlockReader) -> Reading[tuple[str, bool]]:
 def read_members(
     reader: BlockReader, words: tuple[str, str], known: CallArguments, value: Value
 ) -> Pieces[None]:
-    """Read the arguments of an invocation up to its end tag.
-
-    `words`: the tag names of an invocation and of an argument.
-    """
+    """Read the arguments of an invocation up to its end tag. `words`: the tag names of an
+    invocation and of an argument."""
     invoke, parameter = words
     close = f"</{invoke}>"
     gap = ""

@@ -170,10 +170,8 @@ def _last_word(head: str, text: str) -> str:
 
 
 def _json_word(text: str, *, as_written: bool = True) -> str:
-    """Convert a number or a name to JSON; with `as_written`, keep valid JSON unchanged.
-
-    An invalid number that begins as a long number becomes a string. Raises Malformed.
-    """
+    """Convert a number or a name to JSON; with `as_written`, keep valid JSON unchanged. An invalid
+    number that begins as a long number becomes a string. Raises Malformed."""
     if len(text) > MAX_NAME_CHARS:
         raise Malformed
     try:
@@ -187,9 +185,7 @@ def _json_word(text: str, *, as_written: bool = True) -> str:
 
 def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
     """Yield the JSON object that is encoded in the JSON string that begins here; {} if empty.
-
-    Always reads the whole string. Raises CutOff, Malformed.
-    """
+    Always reads the whole string. Raises CutOff, Malformed."""
     yield from reader.expect('"')
     inner = BlockReader("")
     pieces = _object_pieces(inner)
@@ -263,10 +259,8 @@ def _object_pieces(reader: BlockReader) -> Pieces[None]:
 
 
 def _unquoted(reader: BlockReader) -> Reading[str]:
-    """Read and decode the available part of a JSON string; return "" at its end.
-
-    Raises CutOff, Malformed.
-    """
+    """Read and decode the available part of a JSON string; return "" at its end. Raises CutOff,
+    Malformed."""
     while True:
         found = _WHOLE_CHARS.match(reader.text, reader.at)
         assert found is not None  # the pattern also matches ""
@@ -297,11 +291,8 @@ class LiteralPieces:
         self._values_left = max_values
 
     def value(self, head: str = "", depth: int = 0) -> Pieces[None]:
-        """Yield the next value as JSON.
-
-        `head` is yielded with the value's beginning: a bracket, a quote, or a whole number or name;
-        or when a long number begins. Raises CutOff, Malformed.
-        """
+        """Yield the next value as JSON. `head` is yielded with the value's beginning: a bracket, a
+        quote, or a whole number or name; or when a long number begins. Raises CutOff, Malformed."""
         reader = self._reader
         self._values_left -= 1
         if depth > MAX_DEPTH or self._values_left < 0:

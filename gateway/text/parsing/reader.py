@@ -56,10 +56,8 @@ def held(text: str, marks: Sequence[str]) -> int:
 
 
 class BlockReader:
-    """A text with a read position: `text` from `at` on is unread.
-
-    `feed` adds text; `ended` marks the end of the input.
-    """
+    """A text with a read position: `text` from `at` on is unread. `feed` adds text; `ended` marks
+    the end of the input."""
 
     def __init__(self, text: str, at: int = 0, *, ended: bool = False) -> None:
         self.text = text
@@ -74,11 +72,8 @@ class BlockReader:
         self.text = whole
 
     def drop_read(self) -> None:
-        """Drop the text before `at`.
-
-        Call it only after a generator yields a piece, not None: a waiting generator may keep a
-        position.
-        """
+        """Drop the text before `at`. Call it only after a generator yields a piece, not None: a
+        waiting generator may keep a position."""
         self.text = self.text[self.at :]
         self.at = 0
 
@@ -123,10 +118,8 @@ class BlockReader:
         return (yield from self.takes(*marks))
 
     def closes(self, mark: str) -> Reading[bool]:
-        """Read the end mark of a call, or its beginning if the answer ends in it.
-
-        Returns whether it was read.
-        """
+        """Read the end mark of a call, or its beginning if the answer ends in it. Returns whether
+        it was read."""
         if (yield from self.takes(mark)):
             return True
         if not self.ended or not mark.startswith(self.text[self.at :]):
@@ -166,10 +159,8 @@ class BlockReader:
             yield from self.more()
 
     def pieces_until(self, *marks: str) -> Pieces[str]:
-        """Stream the text before the first of the marks, then read and return that mark.
-
-        No mark may be part of another. Raises CutOff.
-        """
+        """Stream the text before the first of the marks, then read and return that mark. No mark
+        may be part of another. Raises CutOff."""
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
             found = pattern.search(self.text, self.at)
@@ -183,10 +174,8 @@ class BlockReader:
             yield from self.more()
 
     def name(self) -> Reading[str]:
-        """Read a function's name.
-
-        Raises CutOff, also if the text ends right after the name; Malformed.
-        """
+        """Read a function's name. Raises CutOff, also if the text ends right after the name;
+        Malformed."""
         while True:
             found = _NAME.match(self.text, self.at)
             end = found.end() if found else self.at
@@ -198,20 +187,16 @@ class BlockReader:
             yield from self.more()
 
     def string(self) -> Reading[str]:
-        """Read the JSON string that begins here; return it with its quotes.
-
-        Raises CutOff, Malformed.
-        """
+        """Read the JSON string that begins here; return it with its quotes. Raises CutOff,
+        Malformed."""
         yield from self.expect('"')
         start = self.at - 1
         self.at = yield from self._past_string('"', self.at)
         return self.text[start : self.at]
 
     def balanced(self, strings: str = "json") -> Reading[str]:
-        """Read the bracketed text that begins here, up to its last bracket.
-
-        Raises CutOff; Malformed if a tag outside strings comes first.
-        """
+        """Read the bracketed text that begins here, up to its last bracket. Raises CutOff;
+        Malformed if a tag outside strings comes first."""
         outside = _OUTSIDE[strings]
         start = scanned = self.at
         depth = 0

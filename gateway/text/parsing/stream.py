@@ -35,8 +35,7 @@ class CallStream:
     White space is held until text follows, and dropped at the end of an answer with calls. Tags
     around text are dropped at its beginning and end and before a call; elsewhere they are text.
     Tags in fenced code are text. A fence opens with a line that begins with three or more backticks
-    and has no others; it closes with a line that begins with at least as many and no word after
-    them.
+    and has no others, and closes with a line that begins with as many and no word after them.
     """
 
     def __init__(
@@ -49,11 +48,11 @@ class CallStream:
         calls_first: bool = False,
         around: Sequence[str] = (),
     ) -> None:
-        """Initialize the parser.
+        """Parse for `family`, or None for answers without calls.
 
-        `family`: None for answers without calls. `parallel`: if false, calls after the first are
-        dropped. `only_calls`: text after a call is dropped. `calls_first`: an answer that does not
-        begin with a tag has no calls. `around`: tags around text, in addition to the family's.
+        Without `parallel`, drop calls after the first. `only_calls`: drop text after a call.
+        `calls_first`: an answer without a tag at its beginning has no calls. `around`: more tags
+        around text.
         """
         self._family = family
         self._schemas = schemas
@@ -147,7 +146,7 @@ class CallStream:
         return parts
 
     def _in_text(self) -> bool:
-        """Process text outside a block; return whether the pending text needs more processing."""
+        """Process text outside a block; return whether there is more to process."""
         if self._calls_first and not self._num_calls:
             start = self._pending[self._at :].lstrip()
             tags = (*self._around, *self._openers)
@@ -300,10 +299,8 @@ class CallStream:
         return self._cut
 
     def _called(self, piece: CallPiece) -> None:
-        """Emit a piece of a call.
-
-        Raises Malformed for an unknown tool if the block has no opener: it may be any JSON.
-        """
+        """Emit a piece of a call. Raises Malformed for an unknown tool if the block has no opener:
+        it may be any JSON."""
         if piece.name:
             if not (self._opener or self._has_called or piece.name in self._schemas):
                 raise Malformed

@@ -44,10 +44,8 @@ def json_between(
 def python_between(
     name: str, tags: Mapping[str, str], matches: Matches, *, bare: str = ""
 ) -> ToolFamily:
-    """Return a family whose calls are a sequence or list of Python calls.
-
-    `tags` as for `json_between`, `bare` as for ToolFamily. Under a grammar, calls are JSON.
-    """
+    """Return a family whose calls are a sequence or list of Python calls. `tags` as for
+    `json_between`, `bare` as for ToolFamily. Under a grammar, calls are JSON."""
 
     def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from reader.space()

@@ -26,10 +26,10 @@ class ThoughtStream:
         answers: Sequence[str] = (),
         several: bool = False,
     ) -> None:
-        """Initialize the parser.
+        """Parse reasoning between `begin` and `end`; with `open`, the prompt ends with `begin`.
 
-        `open`: the prompt ends with `begin`. `answers`: texts that begin the answer and so end open
-        reasoning. `several`: more reasoning may follow; a line break joins the parts.
+        `answers`: texts that begin the answer and so end open reasoning. `several`: more reasoning
+        may follow, joined by a line break.
         """
         self._begin = begin
         self._end = end

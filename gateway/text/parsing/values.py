@@ -36,9 +36,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 def json_value(text: str) -> Any:
     """Parse JSON; strings may contain bare control characters, since models write line breaks.
-
-    Raises Malformed if the text is not JSON or is nested too deeply.
-    """
+    Raises Malformed if the text is not JSON or is nested too deeply."""
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError:

@@ -253,10 +253,8 @@ def _in_list(message: Message) -> Message:
 
 
 def _shows_several(fill: Fill, tools: Tools, call: Message, result: Message) -> bool:
-    """Return whether the template shows several calls of one turn and their results.
-
-    Also true if it does not show them with one call per turn either.
-    """
+    """Return whether the template shows several calls of one turn and their results. Also true if
+    it does not show them with one call per turn either."""
     first, second = (_copied(call, number) for number in "12")
     both = {**first, "tool_calls": [*first["tool_calls"], *second["tool_calls"]]}
     results = [_copied(result, number) for number in "12"]

@@ -78,10 +78,7 @@ class ChatTemplate:
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Compile the template. With an empty `source`, `render` fails. `now` is for
-        `strftime_now`.
-
-        Raises UnsupportedTokenizer if the template does not parse.
-        """
+        `strftime_now`. Raises UnsupportedTokenizer if the template does not parse."""
         self._template = compiled(source, now) if source else None
         self._capabilities: Capabilities | None = None
         self._tokenizer = tokenizer
@@ -121,10 +118,8 @@ class ChatTemplate:
         return self._template is not None and self.capabilities.tools
 
     def render(self, request: TemplateInput) -> Rendered:
-        """Render the prompt of a conversation.
-
-        Raises TextError if the messages are invalid, or with the error that the template raises.
-        """
+        """Render the prompt of a conversation. Raises TextError if the messages are invalid, or
+        with the error that the template raises."""
         field = request.messages_field
         if self._template is None:
             raise TextError("this model has no chat template; use completions", field)
@@ -150,10 +145,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         messages: Sequence[Mapping[str, Any]],
     ) -> Rendered:
-        """Render with tools, calls and results as text.
-
-        The tools are in the system turn, or in the user turn if the template has no system turn.
-        """
+        """Render with tools, calls and results as text. The tools are in the system turn, or in the
+        user turn if the template has no system turn."""
         form = _form(request)
         turns = plain_turns(with_texts(messages), form)
         text = described(tools, form)
@@ -185,10 +178,8 @@ class ChatTemplate:
     def _first_filled(
         self, request: TemplateInput, conversations: Iterable[Conversation]
     ) -> Rendered | None:
-        """Render the first conversation that the template accepts; None if it refuses all.
-
-        Raises TextError for errors other than a refusal.
-        """
+        """Render the first conversation that the template accepts; None if it refuses all. Raises
+        TextError for errors other than a refusal."""
         for conversation in conversations:
             with suppress(_Refusal):
                 return self._filled(request, conversation)
@@ -259,10 +250,8 @@ class ChatTemplate:
         lost: set[int],
         **variables: Any,
     ) -> str | None:
-        """Return the text of a conversation; None if the template fails on it.
-
-        Adds to `lost` the special tokens in the text that are not known to come from the template.
-        """
+        """Return the text of a conversation; None if the template fails on it. Adds to `lost` the
+        special tokens in the text that are not known to come from the template."""
         try:
             rendered = _plain(self._text(messages, tools, **variables, add_generation_prompt=True))
         except Exception:
@@ -294,10 +283,8 @@ def _with_end(content: str) -> TemplateText:
 
 
 def _until_end(written: TemplateText, content: str) -> Rendered:
-    """Return a prompt up to the end of its last message.
-
-    Raises TextError if the template dropped the last message.
-    """
+    """Return a prompt up to the end of its last message. Raises TextError if the template dropped
+    the last message."""
     at = origin_of(written).rfind(LAST)
     if at < 0:
         raise TextError("the chat template leaves the last message out", "continue_final_message")

@@ -29,10 +29,8 @@ def described(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
 def plain_turns(
     messages: Sequence[Message], form: CallForm, *, calls: bool = True, results: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the messages with tool `calls` and `results` (role `tool`) as text.
-
-    User turns that become adjacent through this are joined, for templates whose roles alternate.
-    """
+    """Return the messages with tool `calls` and `results` (role `tool`) as text. User turns that
+    become adjacent through this are joined, for templates whose roles alternate."""
     turns: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of called functions, by the ids of calls
     result_before = False

@@ -39,10 +39,8 @@ _INSERTING = frozenset(("join", "replace"))
 
 
 def compiled(source: str, now: Callable[[], datetime]) -> jinja2.Template:
-    """Compile the source of a template, which then renders a TemplateText.
-
-    Raises UnsupportedTokenizer if the source is too long or does not parse.
-    """
+    """Compile the source of a template, which then renders a TemplateText. Raises
+    UnsupportedTokenizer if the source is too long or does not parse."""
     if len(source) > MAX_SOURCE_CHARS:
         raise UnsupportedTokenizer(
             f"the chat template is longer than {MAX_SOURCE_CHARS} characters"
@@ -156,7 +154,7 @@ class _Generation(Extension):
 def _join(
     context: EvalContext, value: Iterable[Any], d: Any = "", attribute: str | int | None = None
 ) -> str:
-    """Join as jinja2's filter, with the default separator as template text."""
+    """Join as jinja2's filter, with a TemplateText as separator so that origins are kept."""
     if type(d) is str:
         d = TemplateText(d)
     return sync_do_join(context, value, d, attribute)
@@ -164,7 +162,7 @@ def _join(
 
 @jinja2.pass_eval_context
 def _replace(context: EvalContext, s: Any, old: Any, new: Any, count: int | None = None) -> str:
-    """Replace as jinja2's filter, and keep origins also in client text."""
+    """Replace as jinja2's filter, and keep origins of replacements in client text."""
     if context.autoescape:
         return do_replace(context, s, old, new, count)
     text = str(s)

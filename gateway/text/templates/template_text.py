@@ -1,6 +1,6 @@
 """Tracks which characters of a text a template wrote; pure.
 
-A template handles client text as plain str and its text as TemplateText, a str with an origin.
+To a template, client text is plain str; the text that it writes is TemplateText, a str with origin.
 Invariant: an operation that does not track the origin returns a plain str, which counts as client
 text, so no operation turns client text into a special token.
 """
@@ -172,10 +172,8 @@ def constant(text: str) -> TemplateText:
 
 
 class SafeText(Markup):
-    """A TemplateText marked by jinja2's `safe`.
-
-    It keeps its origin in output; its operations are Markup's, whose results have no origin.
-    """
+    """A TemplateText marked by jinja2's `safe`. It keeps its origin in output; its operations are
+    Markup's, whose results have no origin."""
 
     __slots__ = ("_origin",)
     _origin: str
@@ -195,10 +193,8 @@ def origin_of(text: str) -> str:
 
 
 def recased(source: TemplateText, text: str) -> TemplateText:
-    """Return `text`, which is `source` in another case, with its origin.
-
-    If the length changes, which is rare, the text counts as client text.
-    """
+    """Return `text`, which is `source` in another case, with its origin. If the length changes,
+    which is rare, the text counts as client text."""
     if len(text) != len(source):
         return TemplateText(text)
     pairs = zip(text, origin_of(source), strict=True)
@@ -206,10 +202,8 @@ def recased(source: TemplateText, text: str) -> TemplateText:
 
 
 def formatted(form: str, text: str, value_of: Callable[[str], Any]) -> TemplateText:
-    """Return `text`, the result of str.format on `form`, with its origin.
-
-    `value_of` returns the value of a field.
-    """
+    """Return `text`, the result of str.format on `form`, with its origin. `value_of` returns the
+    value of a field."""
     if not _is_own(origin_of(form)):
         return TemplateText(text)
     return _checked(text, _fields(form, value_of))

@@ -50,10 +50,8 @@ def text_of(message: Message) -> str:
 
 
 def alternatives(first: Conversation) -> list[list[Conversation]]:
-    """Return equivalent conversations to try if a template refuses the first one.
-
-    They are grouped by number of changes, fewest first; at most 15 in total.
-    """
+    """Return equivalent conversations to try if a template refuses the first one. They are grouped
+    by number of changes, fewest first; at most 15 in total."""
     groups: list[list[Conversation]] = []
     made = [first]
     changes = [change for change in _CHANGES if change(first) != first]
@@ -74,10 +72,8 @@ def alternatives(first: Conversation) -> list[list[Conversation]]:
 
 
 def with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages with one call per turn, each followed by its results.
-
-    A result without a known call id belongs to the first call without a result.
-    """
+    """Return the messages with one call per turn, each followed by its results. A result without a
+    known call id belongs to the first call without a result."""
     turns: list[list[dict[str, Any]]] = []  # each with its results
     of_calls: list[list[dict[str, Any]]] = []  # turns of the last message with calls
     for message in messages:
@@ -217,10 +213,8 @@ def _alternating(given: Conversation) -> Conversation:
 
 
 def _group(groups: list[list[Message]], messages: Sequence[Message]) -> None:
-    """Add each message to the last group if alternating roles require it, else as a new group.
-
-    Adds an empty question before an answer that would come first.
-    """
+    """Add each message to the last group if alternating roles require it, else as a new group. Adds
+    an empty question before an answer that would come first."""
     for message in messages:
         role, before = message["role"], groups[-1][0] if groups else {"role": "system"}
         joins = {"user": ("user", "tool"), "assistant": ("assistant",)}.get(role, ())
@@ -264,10 +258,8 @@ def _whole_schema(schema: Message) -> dict[str, Any]:
 
 
 def _whole_value(schema: Message) -> dict[str, Any]:
-    """Return a schema without nulls and with single types and items.
-
-    Nested objects without `additionalProperties` get one that allows strings.
-    """
+    """Return a schema without nulls and with single types and items. Nested objects without
+    `additionalProperties` get one that allows strings."""
     whole = {
         key: value for key, value in schema.items() if value is not None or key in _MAY_BE_NULL
     }
@@ -299,7 +291,7 @@ def _has_type(schema: Message) -> bool:
 
 
 _MAY_BE_NULL = ("default", "const")
-_ORDERS = (_system_first, _rules_joined, _alternating)  # one of them at most
+_ORDERS = (_system_first, _rules_joined, _alternating)  # at most one is applied
 _CHANGES: tuple[Callable[[Conversation], Conversation], ...] = (
     _whole_tools,
     _one_thought,
