@@ -1,6 +1,6 @@
-"""Compiles the structures that clients ask for, so that no worker gets a grammar that does not.
+"""Compiles the structures of requests, so that workers get only grammars that compile.
 
-It runs in the text processes: a grammar comes from strangers, and can take much time and memory.
+Runs in the text processes, because grammars are untrusted and can take much time and memory.
 """
 
 import json
@@ -32,7 +32,7 @@ from pdserve.gateway.text.tokenizer import Tokenizer
 
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
 _REGEX = re.compile(r"^\s*error: (.*)", re.MULTILINE)
-# Errors of llguidance by their beginning: the keywords that have them, and other words for them.
+# Errors of llguidance by their prefix: the keywords that cause them, and a clearer message.
 _FAULTS = (
     ("oneOf", ("oneOf",), "it can be enforced only for schemas that exclude each other"),
     ("min/maxProperties", ("minProperties", "maxProperties"), ""),
@@ -41,13 +41,13 @@ _FAULTS = (
 
 
 class GrammarCompiler:
-    """Compiles for the tokens of one model."""
+    """Compiles structures to grammars for the tokens of one model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for a vocabulary that llguidance cannot use."""
+        """Raises ValueError if llguidance does not support the vocabulary."""
         card = tokenizer.card
         self._words = _words(tokenizer)
-        # Some that tokenizer.json does not flag are special to llguidance, too.
+        # llguidance also treats some tokens as special that tokenizer.json does not flag.
         special = {
             token: added
             for token, added in tokenizer.added.items()
@@ -63,7 +63,7 @@ class GrammarCompiler:
         )
 
     def compile(self, structure: Structure) -> str:
-        """Grammar.source of protos/common.proto. Raises TextError that names the field."""
+        """Compile to Grammar.source of protos/common.proto. Raises TextError with the field."""
         text = self._source(structure)
         wrong = self._wrong(text)
         if wrong and (eased := self._eased(structure)) != structure:
@@ -74,7 +74,7 @@ class GrammarCompiler:
         return text
 
     def _source(self, structure: Structure) -> str:
-        """Raises TextError that names the field."""
+        """Return the grammar of a structure. Raises TextError that names the field."""
         try:
             text = source(structure, self._tokens)
             size = len(text.encode())
@@ -88,7 +88,7 @@ class GrammarCompiler:
         return text
 
     def _eased(self, structure: Structure) -> Structure:
-        """Its schemas without what cannot be compiled and need not bind."""
+        """Drop parts of schemas that cannot be compiled and need not be enforced."""
         value = structure.value
         if structure.kind == "json_schema":
             return replace(structure, value=self._eased_schema(value, structure.lenient))
@@ -108,12 +108,12 @@ class GrammarCompiler:
         return without_faults(schema, self._why, lenient=lenient)
 
     def _why(self, schema: Mapping[str, Any]) -> str:
-        """Why a schema cannot be compiled by itself, even if it is lenient; empty if it can."""
+        """Return why a schema alone cannot be compiled, even leniently; empty if it can."""
         guided = {**schema, "x-guidance": {"lenient": True}}
         return self._wrong(json.dumps({"grammars": [{"json_schema": guided}]}))
 
     def _wrong(self, text: str) -> str:
-        """Why no answer can follow a grammar; empty if one can."""
+        """Return why no answer can match a grammar; empty if one can."""
         matcher = LLMatcher(self._words, text, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
         if not matcher.is_error():
             matcher.compute_bitmask()
@@ -124,7 +124,7 @@ class GrammarCompiler:
         return ""
 
     def _error(self, structure: Structure, wrong: str) -> TextError:
-        """What is wrong, and where in the schema that has it."""
+        """Return the error with the path of the faulty part of the schema."""
         param, path, schema = structure.param, structure.path or structure.param, None
         if structure.kind == "json_schema":
             schema = structure.value
@@ -144,7 +144,7 @@ class GrammarCompiler:
         return TextError(f"{path}{at}: {why}", param)
 
     def _fault(self, schema: Any, wrong: str) -> tuple[str, str]:
-        """Where in a schema its fault is, and what it is; an empty path if that is not known."""
+        """Return the path of the fault in a schema, empty if unknown, and the reason."""
         schema = enforceable(schema, MAX_STRUCTURE_VALUES)
         if found := _UNIMPLEMENTED.search(wrong):
             return where(schema, json.loads(found[1])[0]), "this keyword cannot be enforced"
@@ -157,7 +157,7 @@ class GrammarCompiler:
 
 
 def _plain(message: str) -> str:
-    """An error of llguidance without the grammar that it quotes in further lines."""
+    """Return an error of llguidance without the grammar that it quotes in further lines."""
     if message.startswith("NoExtension"):
         return "no text matches it"
     if found := _REGEX.search(message):
@@ -170,7 +170,7 @@ def _flagged(added: AddedToken, lstrip: bool = False, rstrip: bool = False) -> A
 
 
 def _words(tokenizer: Tokenizer) -> LLTokenizer:
-    """The tokens as a worker has them. Raises ValueError."""
+    """Return the tokens as a worker uses them. Raises ValueError for an unsupported vocabulary."""
     card = tokenizer.card
     if not card.eos_ids:
         raise ValueError("the model has no token that ends a text")
@@ -180,4 +180,4 @@ def _words(tokenizer: Tokenizer) -> LLTokenizer:
     except ValueError as error:
         if "too small" not in str(error):
             raise
-        return LLTokenizer(text, eos_token=eos)  # it has more ids than the model
+        return LLTokenizer(text, eos_token=eos)  # the tokenizer has more ids than the model

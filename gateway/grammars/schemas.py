@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance compiles them, and where in one a keyword stands. Pure."""
+"""Rewrites JSON schemas to the keywords that llguidance compiles, and locates keywords. Pure."""
 
 import json
 import re
@@ -10,8 +10,8 @@ from urllib.parse import unquote, urljoin
 
 from pdserve.gateway.text.errors import TextError
 
-# Between two tokens of JSON at most once: a space, or a line break and the next line's indentation.
-# A model that would write spaces forever goes on with the JSON instead.
+# White space between two JSON tokens: one space, or a line break and the next line's indentation.
+# The bound keeps a model from writing white space forever.
 WHITESPACE = r"\x20?|\n\x20{0,20}|\n\t{0,8}"
 
 # Keywords by what their value holds: a schema, a list of them, or schemas by name.
@@ -25,12 +25,12 @@ _ANNOTATIONS = frozenset(
      "writeOnly", "contentEncoding", "contentMediaType", "contentSchema", "$vocabulary",
      "$dynamicAnchor", "$recursiveAnchor")
 )  # fmt: skip
-# Formats that llguidance enforces. By JSON Schema a format is an annotation.
+# Formats that llguidance enforces. In JSON Schema, format is only an annotation.
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
 _TYPES = frozenset(("string", "number", "integer", "boolean", "array", "object", "null"))
-# Names that Python and Gemini's programs give types; None: any value.
+# Type names of Python and of Gemini clients; None: any value.
 _OTHER_TYPES = {
     "str": "string", "float": "number", "double": "number", "int": "integer", "long": "integer",
     "bool": "boolean", "list": "array", "tuple": "array", "dict": "object", "any": None,
@@ -41,7 +41,7 @@ _OF_TEXT = ("type", "format", "pattern", "minLength", "maxLength", "enum", "cons
 _COUNTS = frozenset(
     ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 )
-# Keywords that llguidance lacks, by the type of the values that they bind.
+# Keywords that llguidance lacks, by the type of the values that they constrain.
 _OF_TYPE = {
     "uniqueItems": "array",
     "contains": "array",
@@ -55,15 +55,15 @@ _IN_PLACE = frozenset(
     ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 )
 _PLAIN_NAME = re.compile(r"[\w$-]+")
-MAX_REFS = 8  # from one to the next
+MAX_REFS = 8  # length of a chain of references
 MAX_DIGITS = 8  # of an index in a reference
 
-Why = Callable[[Mapping[str, Any]], str]  # a schema cannot be compiled; empty: it can
+Why = Callable[[Mapping[str, Any]], str]  # why a schema cannot be compiled; empty: it can
 
 
 def guided(schema: Any, *, lenient: bool, whitespace: bool) -> dict[str, Any]:
-    """The schema with our options for llguidance in it; a client's are dropped. Raises TextError
-    for what is no schema of an answer."""
+    """Return the schema with the server's llguidance options; a client's options are dropped.
+    Raises TextError if the schema is neither an object nor true."""
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
@@ -77,9 +77,11 @@ def guided(schema: Any, *, lenient: bool, whitespace: bool) -> dict[str, Any]:
 
 
 def enforceable(schema: Any, most: int) -> Any:
-    """A copy in the keywords that llguidance has, as far as they say the same: without those that
-    bind nothing, `not: {}` within it as false, and a oneOf of alternatives that exclude each other
-    as anyOf. Schemas of more than `most` keywords stay as they are."""
+    """Return an equivalent copy in the keywords that llguidance has, as far as possible.
+
+    The copy lacks keywords that constrain nothing, has false for an inner `not: {}`, and anyOf for
+    a oneOf of disjoint alternatives. A schema of more than `most` keywords is returned unchanged.
+    """
     (copy,) = without_annotations([schema], most)
     if copy is schema or not isinstance(copy, dict):
         return copy
@@ -90,8 +92,8 @@ def enforceable(schema: Any, most: int) -> Any:
 
 
 def without_annotations(schemas: Sequence[Any], most: int) -> list[Any]:
-    """Copies without keywords that bind nothing, which are most of many schemas' text; what has
-    more than `most` keywords in all is given back as it is."""
+    """Return copies without keywords that constrain nothing, often most of a schema's text. Schemas
+    of more than `most` keywords in total are returned unchanged."""
     todo: list[tuple[Mapping[str, Any], dict[str, Any]]] = []
 
     def begun(schema: Any) -> Any:
@@ -123,7 +125,7 @@ def without_annotations(schemas: Sequence[Any], most: int) -> list[Any]:
 
 
 def _binding(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of one schema that bind something."""
+    """Return the keywords of one schema that constrain something."""
     kept = {
         key: value
         for key, value in schema.items()
@@ -178,12 +180,12 @@ def _binds_nothing(key: str, schema: Mapping[str, Any]) -> bool:
 
 
 def _is_any(schema: Any) -> bool:
-    """Whether every value matches a schema, at a look."""
+    """Return whether every value obviously matches a schema."""
     return schema is True or (isinstance(schema, Mapping) and _ANNOTATIONS.issuperset(schema))
 
 
 def _is_any_text(schema: Any) -> bool:
-    """The same of every text."""
+    """Return whether every string obviously matches a schema."""
     if not isinstance(schema, Mapping):
         return False
     types = schema.get("type")
@@ -194,8 +196,8 @@ def _is_any_text(schema: Any) -> bool:
 
 
 def _are_apart(options: Any, root: Mapping[str, Any]) -> bool:
-    """Whether no two schemas have a value in common: they have other types, or each requires
-    another constant of the same property, as the alternatives of a discriminated union do."""
+    """Return whether no value matches two of the schemas. This holds if they have different types,
+    or if each requires a different constant of the same property, as in a discriminated union."""
     if not isinstance(options, list) or not options:
         return False
     options = [_resolved(option, root) for option in options]
@@ -209,7 +211,7 @@ def _are_apart(options: Any, root: Mapping[str, Any]) -> bool:
 
 
 def _types(schema: Any) -> set[str]:
-    """The types that a schema names; empty if it leaves them open."""
+    """Return the types that a schema names; empty if it allows any."""
     named = schema.get("type") if isinstance(schema, Mapping) else None
     names = [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -218,7 +220,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a schema that is a reference refers to."""
+    """Follow the references of a schema, at most MAX_REFS."""
     for _ in range(MAX_REFS):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             break
@@ -237,7 +239,7 @@ def _have_apart_tags(options: Sequence[Any], root: Mapping[str, Any]) -> bool:
 
 
 def _constants(schema: Any, root: Mapping[str, Any]) -> dict[str, set[str]]:
-    """The constants that a property which the schema requires may have, by its name."""
+    """Return the allowed constants of each required property, by name."""
     schema = _resolved(schema, root)
     if not isinstance(schema, Mapping) or schema.get("type") != "object":
         return {}
@@ -255,7 +257,7 @@ def _constants(schema: Any, root: Mapping[str, Any]) -> dict[str, set[str]]:
 
 
 def _target(reference: Any, root: Mapping[str, Any]) -> Any:
-    """What a reference within the schema points to; None if it is not found."""
+    """Return the target of a reference within the schema; None if it does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     found: Any = root
@@ -270,8 +272,8 @@ def _target(reference: Any, root: Mapping[str, Any]) -> Any:
 
 
 def without_faults(schema: Any, why: Why, *, lenient: bool) -> Any:
-    """A copy without what cannot be compiled although it is valid; the rest binds. If the schema is
-    not lenient, only annotations are left out."""
+    """Return a copy without valid parts that cannot be compiled; the rest is still enforced. If the
+    schema is not lenient, only annotations are dropped."""
     if not isinstance(schema, Mapping):
         return schema
     copy: dict[str, Any] = json.loads(json.dumps(schema))
@@ -283,7 +285,7 @@ def without_faults(schema: Any, why: Why, *, lenient: bool) -> Any:
 
 
 def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], why: Why) -> None:
-    """Drops keywords of the schemas within `root`."""
+    """Drop keywords that cannot be compiled from the schemas within `root`."""
     documents = {_document(root, inner.get("$id")) for inner in inners} - {""}
     anchors = [inner.get("$anchor") for inner in inners]
     for inner in inners:
@@ -299,14 +301,14 @@ def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], wh
         if isinstance(reference, str):
             document, _, place = reference.partition("#")
             if document and _document(root, document) not in documents:
-                if why({"$ref": reference}):  # nothing is fetched
+                if why({"$ref": reference}):  # external documents are not fetched
                     del inner["$ref"]
             elif place and place[0] != "/" and place not in anchors:
                 del inner["$ref"]
         patterns = inner.get("patternProperties")
         if isinstance(patterns, Mapping):
             _drop_patterns(inner, patterns, why)
-    if why(root).startswith("circular"):  # of references with keywords beside them
+    if why(root).startswith("circular"):  # caused by references with sibling keywords
         for inner in inners:
             if "$ref" in inner:
                 for key in inner.keys() - {"$ref", "$defs", "definitions"}:
@@ -314,7 +316,7 @@ def _drop_keywords(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], wh
 
 
 def _rename_types(schema: dict[str, Any]) -> None:
-    """Rename types of other languages to JSON Schema's. Delete `type` if one means any value."""
+    """Rename types of other languages to JSON Schema's; drop `type` if one means any value."""
     listed = isinstance(schema["type"], list)
     names = [_type_name(name) for name in (schema["type"] if listed else [schema["type"]])]
     if None in names:
@@ -324,7 +326,7 @@ def _rename_types(schema: dict[str, Any]) -> None:
 
 
 def _type_name(name: Any) -> Any:
-    """Return JSON Schema's name of a type; None for any value; an unknown name unchanged."""
+    """Return JSON Schema's name of a type, None for any value, or an unknown name unchanged."""
     lower = name.lower() if isinstance(name, str) else name
     if not isinstance(lower, str):
         return name
@@ -338,13 +340,13 @@ def _has_known_types(schema: Mapping[str, Any]) -> bool:
 
 
 def _is_dangling(reference: Any, root: Mapping[str, Any]) -> bool:
-    """Whether a reference into the schema itself points to nothing."""
+    """Return whether a reference into the schema itself has no target."""
     within = isinstance(reference, str) and reference.startswith("#/")
     return within and _target(reference, root) is None
 
 
 def _document(root: Mapping[str, Any], reference: Any) -> str:
-    """The address of the document that a reference names; empty if it names none."""
+    """Return the address of the document of a reference; empty if it names none."""
     base = root.get("$id")
     try:
         address = urljoin(base, reference) if isinstance(base, str) else reference
@@ -354,7 +356,7 @@ def _document(root: Mapping[str, Any], reference: Any) -> str:
 
 
 def _drop_annotations(root: Mapping[str, Any], inners: Sequence[dict[str, Any]], why: Why) -> None:
-    """Drops formats that leave no text which the other keywords take, and unknown dialects."""
+    """Drop unknown dialects, and formats that no text matches together with the other keywords."""
     for inner in inners:
         if "$schema" in inner and why({"$schema": inner["$schema"]}):
             del inner["$schema"]
@@ -363,7 +365,7 @@ def _drop_annotations(root: Mapping[str, Any], inners: Sequence[dict[str, Any]],
             del keywords["format"]
             if not why(keywords):
                 del inner["format"]
-    if why(root):  # perhaps by formats that stand apart from the other keywords
+    if why(root):  # possibly due to formats in other subschemas than the keywords
         formats = [(inner, inner.pop("format")) for inner in inners if "format" in inner]
         if why(root):
             for inner, form in formats:
@@ -371,8 +373,8 @@ def _drop_annotations(root: Mapping[str, Any], inners: Sequence[dict[str, Any]],
 
 
 def _drop_patterns(schema: dict[str, Any], patterns: Mapping[str, Any], why: Why) -> None:
-    """Drops patterns of names that cannot be compiled, or all if they overlap. The names that they
-    match may then have any value."""
+    """Drop name patterns that cannot be compiled, or all if they overlap. Properties that match a
+    dropped pattern may have any value."""
     kept = {name: one for name, one in patterns.items() if not why(_with_patterns([name]))}
     if why(_with_patterns(kept)):
         kept = {}
@@ -387,8 +389,11 @@ def _with_patterns(names: Iterable[str]) -> dict[str, Any]:
 
 
 def fault(schema: Any, why: Why) -> tuple[str, str]:
-    """The path of the first regular expression or divisor that cannot be compiled, and why; else
-    that of the first unknown type or missing target of a reference, with no reason; else "", ""."""
+    """Return the path of a schema's fault and the reason; "", "" if none is found.
+
+    Looks first for a regular expression or divisor that cannot be compiled, then, without a reason,
+    for an unknown type or a reference without target.
+    """
     inners = list(_subschemas(schema))
     for path, inner in inners:
         if "pattern" in inner and (wrong := why({"pattern": inner["pattern"]})):
@@ -409,8 +414,8 @@ def fault(schema: Any, why: Why) -> tuple[str, str]:
 
 
 def where(schema: Any, keyword: str, value: Any = None) -> str:
-    """The path of the first keyword of that name (with that value, if it is not None), such as
-    ".properties.a.not"; empty if there is none."""
+    """Return the path of the first such keyword (with `value`, unless None); empty if none exists.
+    Example: ".properties.a.not"."""
     for path, inner in _subschemas(schema):
         if keyword in inner and value in (None, inner[keyword]):
             return f"{path}.{keyword}"
@@ -418,7 +423,7 @@ def where(schema: Any, keyword: str, value: Any = None) -> str:
 
 
 def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
-    """All objects that are schemas, with their paths."""
+    """Yield all subschemas that are objects, with their paths."""
     todo = [("", schema)]
     while todo:
         path, schema = todo.pop()
@@ -438,5 +443,5 @@ def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _step(name: str) -> str:
-    """A name as a part of a path."""
+    """Return a name as a step of a path."""
     return f".{name}" if _PLAIN_NAME.fullmatch(name) else f"[{json.dumps(name)}]"

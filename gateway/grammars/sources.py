@@ -1,6 +1,6 @@
-"""A structure as a grammar of llguidance: JSON of a list of grammars in Lark or of JSON schemas.
+"""Converts a structure to an llguidance grammar: a JSON list of Lark grammars and JSON schemas.
 
-Pure. What is returned need not compile (compiler.py).
+Pure. The result may not compile (compiler.py checks it).
 """
 
 import json
@@ -16,22 +16,21 @@ from pdserve.gateway.grammars.schemas import enforceable, guided
 from pdserve.gateway.requests.structure import Structure
 from pdserve.gateway.text.errors import TextError
 
-Split = Callable[[str], Sequence[str | int]]  # a text at some tokens
+Split = Callable[[str], Sequence[str | int]]  # splits a text at certain tokens
 
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # a rule
 _ANY = r"/(.|\n)*/"  # free text, in Lark
-MAX_BETWEEN = 8  # white space characters between two tags that no text may surround
-MAX_LAST = 16  # characters of text behind these; most tokens have fewer
+MAX_BETWEEN = 8  # white space characters between two tags without free text
+MAX_LAST = 16  # characters of text after such tags; most tokens have fewer
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTokens:
-    """The tokens of a model that match no text in a grammar: those that are flagged special, and
-    further added ones.
+    """The tokens of a model that match no text in a grammar: special and some other added tokens.
 
-    `split`: a text at all of them. `plain`: at those that are not flagged, which a client may
-    write. `free`: those that text without a form may have.
+    `split`: splits a text at all of them. `plain`: splits at those not flagged special, which a
+    client may write. `free`: those allowed in free text.
     """
 
     split: Split
@@ -40,7 +39,7 @@ class ModelTokens:
 
 
 def source(structure: Structure, tokens: ModelTokens) -> str:
-    """Raises TextError for what is no such structure."""
+    """Return the grammar of a structure. Raises TextError if the structure is invalid."""
     grammars = _grammars(structure, tokens)
     options = '%llguidance {"no_forcing": true}\n' if _has_tokens(structure, tokens.split) else ""
     if structure.lead or options:
@@ -51,9 +50,11 @@ def source(structure: Structure, tokens: ModelTokens) -> str:
 
 
 def _has_tokens(structure: Structure, split: Split) -> bool:
-    """Whether a client's text may contain the text of a token that matches no text. Where a grammar
-    leaves only one text, llguidance forces its usual tokens, and so this one, without the option
-    `no_forcing`."""
+    """Return whether client text in the structure may contain a token that matches no text.
+
+    If so, the option `no_forcing` is needed: otherwise, where a grammar allows only one text,
+    llguidance forces its usual tokens, including such a token.
+    """
     value = structure.value
     if structure.kind in ("regex", "lark", "grammar"):
         return True
@@ -66,18 +67,18 @@ def _has_tokens(structure: Structure, split: Split) -> bool:
 
 
 def tag_source(tag: Mapping[str, Any], structure: Structure) -> str:
-    """The grammar of the schema of one tag alone."""
+    """Return the grammar of the schema of one tag alone."""
     return _joined([_json(tag["schema"], structure, is_lenient(tag, structure))])
 
 
 def is_lenient(tag: Mapping[str, Any], structure: Structure) -> bool:
-    """Whether the schema of one tag is."""
+    """Return whether the schema of one tag is lenient; defaults to the structure's setting."""
     own = tag.get("lenient")
     return structure.lenient if own is None else bool(own)
 
 
 def other_form(structure: Structure) -> Structure | None:
-    """What a text matches instead of the tags; None: it must have them."""
+    """Return the structure that a text may match instead of the tags; None: tags are required."""
     other = structure.value.get("or") if structure.kind == "structural_tag" else None
     return None if other is None else Structure(**other)
 
@@ -116,7 +117,7 @@ def _json(schema: Any, structure: Structure, lenient: bool) -> dict[str, Any]:
 
 
 def _as_lark(regex: str) -> str:
-    """A regular expression as it is written between slashes."""
+    """Escape a regular expression for use between slashes in Lark."""
 
     def written(found: re.Match[str]) -> str:
         if found[0].endswith("\n"):
@@ -127,20 +128,21 @@ def _as_lark(regex: str) -> str:
 
 
 def _of_any(text: str) -> str:
-    """Lark as it is, GBNF as Lark. Raises TextError."""
+    """Return a Lark grammar unchanged and a GBNF grammar as Lark. Raises TextError if the GBNF is
+    invalid."""
     if not _GBNF.search(text):
         return text
     try:
         return gbnf_to_lark(_ESCAPE.sub(_plain_escape, text))
     except RecursionError:
         raise TextError("the grammar is nested too deeply") from None
-    except Exception as error:  # the library raises bare Exception, and IndexError at an odd end
+    except Exception as error:  # bare Exception, or IndexError at an unexpected end
         raise TextError(f"the grammar is not valid GBNF: {error}") from None
 
 
 def _plain_escape(found: re.Match[str]) -> str:
-    r"""An escape of GBNF in a form that the converter reads well: it drops zeros of \u0041, and
-    does not know \-."""
+    r"""Rewrite a GBNF escape for the converter, which drops zeros of \u0041 and does not know
+    \-."""
     escape = found[1]
     if escape == "-":
         return r"\x2d"
@@ -153,7 +155,7 @@ def _plain_escape(found: re.Match[str]) -> str:
 
 
 def _tagged(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]:
-    """Tags, in free text if none is required."""
+    """Return the grammars of tags, within free text unless tags are required."""
     value = structure.value
     tags, triggers = value["structures"], value["triggers"]
     for tag in tags:
@@ -174,11 +176,11 @@ def _tagged(structure: Structure, tokens: ModelTokens) -> list[dict[str, Any]]:
 
 
 def _only_tags(value: Mapping[str, Any], split: Split) -> list[str]:
-    """The rules of tags with nothing but white space between them.
+    """Return the rules of tags with only white space between them.
 
-    Where another tag could begin, a model may write a few characters of text, which end it all: one
-    that can only end or go on with tags repeats them until it has no tokens left, if it is small.
-    Behind a tag without an end that text would be part of the tag.
+    Instead of another tag, a model may write a few characters, which end the answer: otherwise
+    small models repeat tags until they run out of tokens. A tag without an end rules this out,
+    because the text would become part of the tag.
     """
     tags = value["structures"]
     lines = [
@@ -199,17 +201,17 @@ def _only_tags(value: Mapping[str, Any], split: Split) -> list[str]:
 
 
 def _tags_in_text(value: Mapping[str, Any], tokens: ModelTokens) -> list[str]:
-    """The rules of free text in which a trigger begins one of the tags that begin with it."""
+    """Return the rules of free text in which each trigger starts one of its tags."""
     split = tokens.split
     tags, triggers = value["structures"], value["triggers"]
     started = [split(trigger) for trigger in triggers]
-    # A trigger that begins with a special token is not written as text either.
+    # Free text must not spell out a trigger that begins with a special token.
     unwritten = [t for t, parts in zip(triggers, started, strict=True) if isinstance(parts[0], int)]
     text = _ANY
     if unwritten:
         text += f" & ~/(.|\\n)*({'|'.join(map(_literal, unwritten))})(.|\\n)*/"
-    # Special tokens that free text may have: those of no trigger, and the first of one before what
-    # is not the rest of it.
+    # Special tokens allowed in free text: those in no trigger, and the first token of a trigger if
+    # the rest of the trigger does not follow.
     others = ",".join(map(str, sorted(set(tokens.free).difference(*started))))
     lines = [f"TEXT: {text}"]
     passed = [f"<[{others}]> TEXT"] if others else []
@@ -239,13 +241,13 @@ def _tags_in_text(value: Mapping[str, Any], tokens: ModelTokens) -> list[str]:
 
 
 def _ended(number: int, tag: Mapping[str, Any], split: Split) -> str:
-    """What a tag has after its beginning."""
+    """Return the Lark of a tag after its beginning."""
     return f"@schema_{number} {_words(split(tag['end']))}"
 
 
 def _beginnings(triggers: Iterable[Sequence[str | int]]) -> dict[int, list[str]]:
-    """The texts that make triggers of special tokens, by the token; none for one that is a trigger
-    whatever follows."""
+    """Return the texts that complete a trigger after its first special token, by that token. Omits
+    tokens that are a trigger alone."""
     found: dict[int, list[str]] = {}
     bare = {trigger[0] for trigger in triggers if len(trigger) == 1}
     for first, *rest in triggers:
@@ -255,13 +257,13 @@ def _beginnings(triggers: Iterable[Sequence[str | int]]) -> dict[int, list[str]]
 
 
 def _literal(text: str) -> str:
-    """A regular expression of a text."""
+    """Return a regular expression that matches a text literally."""
     return _as_lark("".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text))
 
 
 def _triggered(number: int, trigger: Sequence[str | int], lines: list[str]) -> str:
-    """Free text up to the end of a trigger; its rule is added to `lines`. A special token in it is
-    what triggers: text before it may be any."""
+    """Return the Lark of free text up to the end of a trigger; adds its rule to `lines`. With a
+    special token in the trigger, only the part from that token on is matched."""
     at = next((n for n, part in enumerate(trigger) if isinstance(part, int)), None)
     if at is not None:
         return f"TEXT {_words(trigger[at:])}"
@@ -270,5 +272,5 @@ def _triggered(number: int, trigger: Sequence[str | int], lines: list[str]) -> s
 
 
 def _words(parts: Sequence[str | int]) -> str:
-    """Texts and special tokens one after the other, in Lark."""
+    """Return the concatenation of texts and special tokens in Lark."""
     return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)

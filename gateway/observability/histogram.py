@@ -1,7 +1,7 @@
-"""Prometheus histograms, by the label model_name, of what is observed with every token.
+"""Prometheus histograms with the label model_name, for values observed with every token.
 
-An observation in prometheus_client's own takes two locks, which is a tenth of what a token costs.
-Ours has no series with the time of its creation.
+prometheus_client's Histogram takes two locks per observation, a tenth of the cost of a token. These
+histograms export no `_created` series.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,10 @@ from pdserve.services.host.metrics.observations import Observations
 
 
 class Observer(Protocol):
-    """Takes what is observed of one model."""
+    """Records the observations of one model."""
 
     def observe(self, value: float, times: int) -> None:
-        """A value within a bucket's bound, or equal to it, is in that bucket."""
+        """Record a value `times` times; a bucket includes its upper bound."""
 
 
 class TokenHistogram(Protocol):
@@ -26,13 +26,13 @@ class TokenHistogram(Protocol):
 
 
 class MemoryHistogram(Collector):
-    """Kept in memory, for a gateway that is one process."""
+    """A histogram in memory, for a gateway of one process."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name = name
         self._text = text
         self._bounds = bounds
-        self._models: dict[str, Observations] = {}  # which the loop's thread changes
+        self._models: dict[str, Observations] = {}  # only the event loop's thread changes it
 
     def of(self, model: str) -> Observer:
         found = self._models.get(model)
@@ -48,7 +48,7 @@ class MemoryHistogram(Collector):
 
 
 class FileHistogram:
-    """Of several processes, whose figures prometheus_client keeps in files."""
+    """A histogram of several processes, which prometheus_client keeps in files."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram

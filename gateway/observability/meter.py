@@ -1,6 +1,6 @@
-"""Follows one request for metrics and for its line in the log.
+"""Measures one request for metrics, usage and its log line.
 
-Invariant: `close` is called once and counts the request once, however it ended.
+Invariant: `close` is called once and counts the request once, however it ends.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from pdserve.services.host.tracing import NO_SPAN, TraceSpan
 
 log = logging.getLogger("pdserve.gateway.request")
 
-MAX_ATTEMPTS = 16  # that are kept of one request
+MAX_ATTEMPTS = 16  # recorded per request
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """What one request has used of a model, in tokens."""
+    """The tokens that one request has used."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -33,45 +33,45 @@ class RequestUsage:
 
 @dataclass(frozen=True, slots=True)
 class PlacedAttempt:
-    """Workers that a request was given to, by their addresses."""
+    """The addresses of the workers that one attempt of a request was placed on."""
 
     attempt: bytes
     at_s: float  # since the request arrived
     decode: str
-    prefill: str  # empty: none was chosen
+    prefill: str  # empty: no prefill worker was chosen
 
 
 @dataclass(frozen=True, slots=True)
 class MeteredRequest:
-    """How far one request is, or how it ended; times in seconds since it arrived.
+    """A snapshot of one request; times in seconds since it arrived.
 
-    `phase` is "preparing" (its text becomes tokens), "placing" (no worker has it yet), "prefill",
-    "decode" or "ended". `phases` are known once it has ended.
+    `phase` is "preparing" (tokenizing the prompt), "placing" (no worker has it yet), "prefill",
+    "decode" or "ended". `phases` is known once the request has ended.
     """
 
-    request_id: str  # as its client knows it
+    request_id: str  # shown to the client
     tenant: bytes
     model: str
     phase: str
-    prefill_at: str  # "local", or how the KV came; empty until it is known
-    decode_at: str  # address of the worker; empty until one has it
+    prefill_at: str  # "local", or the transport of the KV transfer; empty until known
+    decode_at: str  # address of the decode worker; empty until placed
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    arrived: float  # by the clock
+    arrived: float  # time of the meter's clock
     prepared_s: float | None
     first_token_s: float | None
     elapsed_s: float  # until now, or until its end
     phases: Phases
     finish: str  # finish reasons, or the code of an error; empty until it has ended
-    ids: tuple[str, ...]  # all by which its client may know it
+    ids: tuple[str, ...]  # all ids by which its client may know it
     trace_id: str  # of its OpenTelemetry trace, or empty
-    receive_s: float  # from its head until it arrived: what the body took
+    receive_s: float  # time to receive the body: from the request's head to its arrival
     attempts: tuple[PlacedAttempt, ...]  # the first MAX_ATTEMPTS
-    first_phases: Phases | None  # of the prompt that gave the first token, once they are known
+    first_phases: Phases | None  # of the prompt with the first token, once known
 
     def timeline(self) -> list[RequestPhase]:
-        """Where its time went."""
+        """Return the phases of the request in order."""
         times = self.prepared_s, self.first_token_s, self.elapsed_s
         return timeline(self.receive_s, *times, self.first_phases)
 
@@ -81,11 +81,11 @@ CountUsage = Callable[[Caller, str, RequestUsage], None]
 
 
 def uncounted(caller: Caller, model: str, usage: RequestUsage) -> None:
-    """The CountUsage of a gateway that keeps no usage."""
+    """Discard the usage: the CountUsage of a gateway without a usage log."""
 
 
 class Meter:
-    """Measures one request with the clock that it is given (seconds); its ids go to the log."""
+    """Measures one request with `clock`, in seconds, and logs its ids."""
 
     def __init__(
         self,
@@ -135,13 +135,13 @@ class Meter:
         self._itl = self._metrics.itl.of(model)
 
     def next_round(self, prompt_tokens: int) -> None:
-        """The model is asked again, with the results of tools; how it ended before is no end."""
+        """Start another round with tool results; drops the finish reasons of the last round."""
         self._prompt_tokens += prompt_tokens
         self._last.clear()
         self._finishes.clear()
 
     def cut_short(self) -> None:
-        """The answer ends although the model asked for tools."""
+        """End the answer with finish reason "length" although the model called tools."""
         self._finishes[:] = ["length"]
 
     def placed(self, placed: Placed) -> None:
@@ -170,15 +170,15 @@ class Meter:
         self._finishes.append(finish)
 
     def finished(self, event: Finished, counts: Mapping[int, int]) -> None:
-        """One of its prompts has ended; `counts` are the returned tokens of its choices."""
+        """Record the end of a prompt; `counts` has the number of returned tokens by choice."""
         self._counted += sum(counts.values())
-        if not event.HasField("phases"):  # no worker has said its end
+        if not event.HasField("phases"):  # no worker has reported the end
             return
         if self._first_phases is None and (not counts or self._first_choice in counts):
             self._first_phases = Phases()
             self._first_phases.CopyFrom(
                 event.phases
-            )  # not the message, which holds its whole batch
+            )  # a copy: the message would keep its whole batch alive
         self._cached += event.cached_tokens
         self._where[event.transport or "remote" if event.remote else "local"] = None
         for name in ("queue_s", "prefill_s", "transfer_s", "first_token_s"):
@@ -186,7 +186,7 @@ class Meter:
             setattr(self._phases, name, slowest)
 
     def close(self, error: BaseException | None) -> None:
-        """The request has ended: with an answer, or with an error."""
+        """End the request with an answer or an error: update metrics and usage, and log it."""
         now = self._ended = self._clock()
         self._note_usage(error)
         if error is None:
@@ -212,7 +212,7 @@ class Meter:
             self._end_span("" if error is None else self._finish)
 
     def state(self) -> MeteredRequest:
-        """How far it is now."""
+        """Return a snapshot of the request."""
         end = self._clock() if self._ended is None else self._ended
         received = self._caller.received
         phase = "decode"
@@ -251,7 +251,7 @@ class Meter:
         for phase in state.timeline():
             began, ended = received + phase.start_s, received + phase.end_s
             self.span.set(**{f"pdserve__phase__{phase.name}_ms": 1e3 * phase.duration_s})
-            if phase.name in ("receive", "prepare"):  # router and workers show the others
+            if phase.name in ("receive", "prepare"):  # router and workers report the others
                 self.span.phase(phase.name, began, ended)
         self.span.set(
             pdserve__request=self._caller.request_id,
@@ -270,7 +270,7 @@ class Meter:
         self.span.end(error)
 
     def _note_usage(self, error: BaseException | None) -> None:
-        """An answer that was cut off is counted, too, as far as it came."""
+        """Count the usage, including the tokens generated before an error."""
         if error is None:
             usage = RequestUsage(self._prompt_tokens, self._cached, self._counted)
         elif self.num_generated:
@@ -280,14 +280,14 @@ class Meter:
         self._count_usage(self._caller, self._model, usage)
 
     def _token_counts(self) -> str:
-        """The model, and how many tokens came in and went out."""
+        """Return the log text with the model and the counts of input and output tokens."""
         return (
             f"{self._model}: {self._prompt_tokens} tokens in ({self._cached} cached), "
             f"{self._counted} out,"
         )
 
     def _phase_times(self) -> str:
-        """Where the request went, and how long each phase of it took."""
+        """Return the log text with the workers and the time of each phase."""
         first = "-" if self._first is None else f"{self._first - self.arrived:.3f}s"
         phases = self._phases
         return (
@@ -320,5 +320,5 @@ class Meter:
 def _code(error: BaseException) -> str:
     if isinstance(error, ServiceError):
         return ErrorCode.Name(error.code)
-    left = isinstance(error, asyncio.CancelledError | GeneratorExit)  # the client did
+    left = isinstance(error, asyncio.CancelledError | GeneratorExit)  # the client disconnected
     return "CANCELLED" if left else "INTERNAL"

@@ -1,5 +1,5 @@
-"""Says whether the gateway can answer: a router must be there, with a live decode worker, and the
-tokenizer of its model must be loaded."""
+"""Decides whether the gateway is ready: a router responds, has a live decode worker, and the
+tokenizer of the worker's model is loaded."""
 
 import asyncio
 from typing import NamedTuple
@@ -15,8 +15,8 @@ LOAD_S = 0.5  # how long one check waits for the first tokenizer
 
 
 class Found(NamedTuple):
-    """What a check has found: sorted names of the models that can be asked; if there is none, the
-    reason as a sentence for people."""
+    """The result of a check: the sorted names of the available models; if there are none, the
+    reason as text for people."""
 
     models: list[str]
     why_not: str = ""
@@ -26,7 +26,7 @@ ENDING = Found([], "the server is shutting down")
 
 
 class Readiness:
-    """Ready while some model can be asked, until `drain` is called."""
+    """Ready while some model is available, until `drain` is called."""
 
     def __init__(self, upstream: Upstream, catalog: Catalog) -> None:
         self._upstream = upstream
@@ -35,15 +35,15 @@ class Readiness:
         self._checking: asyncio.Task[Found] | None = None
 
     def drain(self) -> None:
-        """Be not ready from now on: the process is about to end."""
+        """Stop being ready, because the process is about to end."""
         self._draining = True
 
     async def models(self) -> list[str]:
-        """The models that can be asked now; none: not ready."""
+        """Return the available models; empty if not ready."""
         return (await self.check()).models
 
     async def check(self) -> Found:
-        """Asks the routers; calls that come meanwhile share the answer."""
+        """Query the routers; concurrent calls share one query."""
         if self._draining:
             return ENDING
         if self._checking is None or self._checking.done():
@@ -63,7 +63,7 @@ class Readiness:
 
 
 def _live(view: FleetView) -> dict[str, ModelCard]:
-    """The models of live decode workers, by name; of two cards the first, as in ListModels."""
+    """Return the models of live decode workers by name; the first card wins, as in ListModels."""
     cards: dict[str, ModelCard] = {}
     for worker in view.workers:
         if worker.hello.role == DECODE and worker.state == "live":

@@ -1,6 +1,6 @@
-"""The requests that are open in this gateway, and those that ended last.
+"""The open requests of this gateway, and those that ended last.
 
-Ownership: the Service alone adds and ends requests; whoever reads gets copies.
+Ownership: only the Service adds and ends requests; readers get snapshots.
 """
 
 from collections import deque
@@ -8,13 +8,13 @@ from itertools import islice
 
 from pdserve.gateway.observability.meter import Meter, MeteredRequest
 
-MAX_ENDED = 1000  # about 1 KB each, at most 8: ids, attempts and finish reasons are bounded
-MAX_SHOWN = 200  # on the page, of those that are open and of those that have ended
+MAX_ENDED = 1000  # about 1 KB each, at most 8 KB: ids, attempts and finish reasons are bounded
+MAX_SHOWN = 200  # on the page, of open requests and of ended requests each
 
 
 class RequestLog:
-    """Bounded: open requests by the AdmissionLimits, ended ones by MAX_ENDED. Beyond it the tenant
-    that has most of these loses its oldest."""
+    """A bounded log: AdmissionLimits bound the open requests, MAX_ENDED the ended ones. Above
+    MAX_ENDED, the oldest ended request of the tenant with the most ended requests is dropped."""
 
     def __init__(self) -> None:
         self._open: dict[int, Meter] = {}  # in the order of arrival
@@ -22,11 +22,11 @@ class RequestLog:
         self._num_ended = 0
 
     def began(self, meter: Meter) -> None:
-        """A request was admitted."""
+        """Add an admitted request."""
         self._open[id(meter)] = meter
 
     def ended(self, meter: Meter) -> None:
-        """Its meter is closed. One that was not admitted is ignored."""
+        """Move a request with a closed meter to the ended ones; ignores one not admitted."""
         if self._open.pop(id(meter), None) is None:
             return
         self._ended.setdefault(meter.tenant, deque()).append(meter.state())
@@ -39,17 +39,17 @@ class RequestLog:
                 del self._ended[most]
 
     def find(self, tenant: bytes, id_: str) -> MeteredRequest | None:
-        """The tenant's latest request with one of its ids."""
-        for meter in reversed(self._open.values()):  # one that is open came last
+        """Return the tenant's latest request with this id, or None."""
+        for meter in reversed(self._open.values()):  # open requests are later than ended ones
             if meter.tenant == tenant and id_ in meter.ids:
                 return meter.state()
         mine = reversed(self._ended.get(tenant, ()))
         return next((state for state in mine if id_ in state.ids), None)
 
     def open_of(self, tenant: bytes) -> list[MeteredRequest]:
-        """The open requests of one tenant, oldest first."""
+        """Return the open requests of one tenant, oldest first."""
         return [meter.state() for meter in self._open.values() if meter.tenant == tenant]
 
     def ended_of(self, tenant: bytes) -> list[MeteredRequest]:
-        """The last MAX_SHOWN of those that were the tenant's, latest first."""
+        """Return the last MAX_SHOWN ended requests of one tenant, latest first."""
         return list(islice(reversed(self._ended.get(tenant, ())), MAX_SHOWN))

@@ -1,7 +1,7 @@
-"""The other gateway processes behind the same port, asked for what only they know.
+"""Queries the other gateway processes behind the same port for state that only they hold.
 
-Each listens at a Unix socket in a folder that is theirs alone. A question is a JSON line, an answer
-is a line, too. One that is dead, or late, has no answer.
+Each process listens on a Unix socket in a private folder. A query is a JSON line and its answer is
+one line. A dead or late process counts as having no answer.
 """
 
 import asyncio
@@ -14,35 +14,35 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 ANSWER_S = 1.0
-MAX_QUESTION_BYTES = 1 << 18  # the head of an HTTP request has the word, and JSON escapes it
+MAX_QUESTION_BYTES = 1 << 18  # the word comes from an HTTP request's head, and JSON escapes it
 
-# Of a tenant and a word that says more; a JSON text, or nothing.
+# Maps a tenant and a word with details to a JSON text, or to nothing.
 Answer = Callable[[bytes, str], bytes]
 
 
 class Siblings:
-    """Those of the process `index` of `num`; without a folder there are none. `start` it when all
-    kinds of answers are there, `close` it at the end."""
+    """The siblings of gateway process `index` of `num`; without a folder there are none. Call
+    `start` after all `answer` calls, and `close` at the end."""
 
     def __init__(self, folder: Path | None = None, index: int = 0, num: int = 1) -> None:
-        """Raises OSError."""
+        """Raises OSError if the folder cannot be opened."""
         self._folder = folder
         self._index = index
         self._num = num
         self._answers: dict[str, Answer] = {}
         self._server: asyncio.Server | None = None
-        # By its descriptor, for the path of a socket has at most 107 bytes.
+        # Sockets are addressed through this descriptor: a socket path has at most 107 bytes.
         self._fd = -1 if folder is None else os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)
 
     def answer(self, kind: str, answer: Answer) -> None:
-        """The others get this for questions of that kind."""
+        """Answer the siblings' queries of this kind with `answer`."""
         self._answers[kind] = answer
 
     async def start(self) -> None:
-        """Raises OSError."""
+        """Start listening. Raises OSError if the socket cannot be created."""
         if self._folder is None:
             return
-        (self._folder / self._name(self._index)).unlink(missing_ok=True)  # of one that died
+        (self._folder / self._name(self._index)).unlink(missing_ok=True)  # of a dead process
         self._server = await asyncio.start_unix_server(
             self._serve, self._path(self._index), limit=MAX_QUESTION_BYTES
         )
@@ -55,7 +55,7 @@ class Siblings:
             self._fd = -1
 
     async def ask(self, kind: str, tenant: bytes, word: str = "") -> list[bytes]:
-        """What those answer that know something, within ANSWER_S."""
+        """Query all siblings and return the non-empty answers received within ANSWER_S."""
         others = [index for index in range(self._num) if index != self._index]
         asked = [self._ask_one(index, [kind, tenant.hex(), word]) for index in others]
         return [answer for answer in await asyncio.gather(*asked) if answer]
@@ -67,7 +67,7 @@ class Siblings:
                 try:
                     writer.write(json.dumps(question).encode() + b"\n")
                     line = await reader.read()
-                    return line.rstrip(b"\n") if line.endswith(b"\n") else b""  # it has died
+                    return line.rstrip(b"\n") if line.endswith(b"\n") else b""  # the sibling died
                 finally:
                     writer.close()
         except (OSError, TimeoutError) as error:
@@ -79,7 +79,7 @@ class Siblings:
             async with asyncio.timeout(ANSWER_S):
                 line = await reader.readline()
                 if not line.endswith(b"\n"):
-                    return  # who asked has gone
+                    return  # the caller is gone
                 kind, tenant, word = json.loads(line)
                 writer.write(self._answers[kind](bytes.fromhex(tenant), word) + b"\n")
                 await writer.drain()

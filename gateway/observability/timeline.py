@@ -1,8 +1,8 @@
-"""The phases of one request, in order, without gaps: up to the first token their sum is the time to
-it.
+"""The phases of one request, in order and without gaps.
 
-The gateway measures the first two, router and decode say the next ones (protos/common.proto), and
-"return" is what is left: the ways between the processes, there and back.
+Invariant: the phases before the first token sum to the time to first token. The gateway measures
+the first two; router and decode worker report the next (protos/common.proto). "return" is the
+remainder: the communication between the processes in both directions.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pdserve.protos.common_pb2 import Phases
 
 @dataclass(frozen=True, slots=True)
 class RequestPhase:
-    """Seconds; `start_s` is since the request's head had come."""
+    """One phase, in seconds; `start_s` counts from the arrival of the request's head."""
 
     name: str
     start_s: float
@@ -30,8 +30,8 @@ def timeline(
     elapsed_s: float,
     phases: Phases | None,
 ) -> list[RequestPhase]:
-    """Of a request whose body took `receive_s`; the other times are since then. What did not happen
-    yet, or is not known, is None."""
+    """Return the phases of a request whose body took `receive_s` to receive. The other times count
+    from the end of the body. Times and phases not known yet are None."""
     found: list[RequestPhase] = []
 
     def add(name: str, duration_s: float) -> None:
@@ -45,7 +45,7 @@ def timeline(
     add("prepare", prepared_s)
     until_s = elapsed_s if first_token_s is None else first_token_s
     if phases is None:
-        add("wait", until_s - prepared_s)  # router and decode have not said more
+        add("wait", until_s - prepared_s)  # router and decode worker have not reported yet
     else:
         add("route", phases.route_s)
         add("queue", max(0.0, phases.queue_s - phases.route_s))

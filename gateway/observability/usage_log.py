@@ -1,7 +1,7 @@
-"""What keys have used, by hour, model and session: counted in memory, written once a second.
+"""The usage of API keys by hour, model and session, counted in memory and written once a second.
 
-No request waits for it. A gateway that is killed loses what it has counted since its last write,
-at most FLUSH_S; one that stops in order loses nothing.
+No request waits for a write. A killed gateway loses the usage since its last write, at most FLUSH_S
+seconds; a graceful stop loses nothing.
 """
 
 import asyncio
@@ -37,14 +37,14 @@ log = logging.getLogger("pdserve.gateway.usage")
 FLUSH_S = 1.0
 HOUR_S = 3600
 DAY_S = 86400
-MAX_SESSIONS = 10_000  # of one key and model in an hour; what others use counts under no session
-MAX_UNWRITTEN = 100_000  # rows that wait for a database that cannot be used
+MAX_SESSIONS = 10_000  # per key, model and hour; further ones count under no session
+MAX_UNWRITTEN = 100_000  # rows held while the database is unavailable
 ROWS_AT_ONCE = 500
 COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 
 class UsageRow(Base):
-    """Sums of one hour (`start`, seconds since the epoch)."""
+    """The sums of one hour, beginning at `start` (seconds since the epoch)."""
 
     __tablename__ = "usage"
     tenant: Mapped[str] = mapped_column(String(32), primary_key=True)
@@ -68,8 +68,8 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """What a report is of: [start, end) in seconds, sums of `bucket_s` each, apart by `group_by`
-    (columns of UsageRow) and only of these models and sessions, if any are named."""
+    """The query of a report over [start, end) in seconds, with sums per `bucket_s` seconds.
+    `group_by`: columns of UsageRow. `models` and `sessions` filter the rows unless empty."""
 
     start: int
     end: int
@@ -80,7 +80,7 @@ class UsageQuery:
 
 
 class UsageLog:
-    """`count` is a CountUsage; `run` is the task that writes."""
+    """Counts and reports usage; `count` is a CountUsage, `run` is the task that writes."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._db = database
@@ -91,7 +91,7 @@ class UsageLog:
         self._sessions: dict[tuple[str, str], set[str]] = {}  # of this hour, by key and model
 
     def count(self, caller: Caller, model: str, usage: RequestUsage) -> None:
-        """One more request."""
+        """Count one request."""
         tenant, start = caller.tenant.id.hex(), int(self._clock()) // HOUR_S * HOUR_S
         session = self._known(start, tenant, model, without_nul(caller.session))
         self._add(
@@ -100,7 +100,7 @@ class UsageLog:
         )
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Write the usage every FLUSH_S until cancelled."""
         while True:
             await asyncio.sleep(FLUSH_S)
             try:
@@ -110,8 +110,8 @@ class UsageLog:
 
     @in_own_task
     async def flush(self) -> None:
-        """Everything is written, once: one that is cancelled goes on, and the next one waits for
-        it. Raises ServiceError; what is not written then is kept."""
+        """Write all counted usage once. A cancelled flush continues, and the next one waits for it.
+        Raises ServiceError; the rows not written are kept."""
         async with self._flushing:
             unwritten, self._counts = self._counts, {}
             rows = list(unwritten.items())
@@ -126,9 +126,9 @@ class UsageLog:
 
     @in_own_task
     async def report(self, tenant: str, query: UsageQuery, most: int) -> Sequence[Row[Any]]:
-        """Rows with `bucket` (the start of one), the columns of `group_by` and the sums, in order
-        of time; at most so many."""
-        # As a parameter PostgreSQL would not see that it is the same in each place.
+        """Return at most `most` rows with `bucket` (its start), the columns of `group_by` and the
+        sums, ordered by time."""
+        # A literal: with parameters, PostgreSQL would not see that the expressions are equal.
         width: ColumnElement[int] = literal_column(str(int(query.bucket_s)))
         bucket = (UsageRow.start - UsageRow.start % width).label("bucket")
         groups = [bucket, *(getattr(UsageRow, name) for name in query.group_by)]
@@ -146,8 +146,7 @@ class UsageLog:
 
     @in_own_task
     async def was_used(self, tenant: str, model: str) -> bool:
-        """Whether the tenant has had answers of the model in the last day, as far as they are
-        written."""
+        """Return whether the written usage of the last day has an answer of the model."""
         if not may_be_id(model, len(model)):
             return False
         since = int(self._clock()) - DAY_S
@@ -158,18 +157,19 @@ class UsageLog:
             return await session.scalar(wanted.limit(1)) is not None
 
     async def forget(self, keep_s: int) -> None:
-        """Removes what was used longer ago. Gateways may do so at once. Raises ServiceError."""
+        """Delete usage older than `keep_s`; several gateways may do so at once. Raises
+        ServiceError."""
         while await self._forget_some(keep_s):
             pass
 
     @in_own_task
     async def _forget_some(self, keep_s: int) -> bool:
-        """Whether there may be more."""
+        """Delete up to ROWS_AT_ONCE rows; return whether there may be more."""
         keys = (UsageRow.tenant, UsageRow.start, UsageRow.model, UsageRow.session)
         async with self._db.changing() as session:
             before = await self._db.now_s(session) - keep_s - HOUR_S
             old = select(*keys).where(UsageRow.start < before).order_by(*keys).limit(ROWS_AT_ONCE)
-            # On PostgreSQL another gateway may remove the same rows: each takes its own.
+            # Another gateway may be deleting rows: on PostgreSQL, skip those that it has locked.
             mine = old.with_for_update(skip_locked=True)
             gone: CursorResult[Any] = await session.execute(  # type: ignore[assignment]
                 delete(UsageRow)
@@ -190,13 +190,13 @@ class UsageLog:
 
     def _add(self, key: _Key, counts: Sequence[int]) -> None:
         if key not in self._counts and len(self._counts) >= MAX_UNWRITTEN:
-            key = key._replace(session="")  # what is used still counts, under no session
+            key = key._replace(session="")  # the usage still counts, under no session
         held = self._counts.setdefault(key, [0] * len(COUNTS))
         for index, count in enumerate(counts):
             held[index] += count
 
     async def _write(self, rows: Sequence[tuple[_Key, list[int]]]) -> None:
-        # Gateways that write at once lock rows in one order: none waits for another that waits.
+        # Concurrent gateways lock rows in the same order, so they cannot deadlock.
         values = [{**k._asdict(), **dict(zip(COUNTS, c, strict=True))} for k, c in sorted(rows)]
         insert = (sqlite if self._db.is_file else postgresql).insert(UsageRow)
         added = {name: getattr(UsageRow, name) + insert.excluded[name] for name in COUNTS}

@@ -1,6 +1,6 @@
-"""The text of one choice, from its token ids, up to the token or stop string that ends it; pure.
+"""Turns the token ids of one choice into text, up to the token or stop string that ends it; pure.
 
-Nothing comes after the update that carries `finish`.
+Invariant: the update with `finish` is the last one.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,10 +11,10 @@ from pdserve.gateway.text.stop import StopMatcher
 
 
 class TextUpdate(NamedTuple):
-    """New text, and how the choice has ended: "stop", "length", or None while it goes on.
+    """New text of a choice, and its finish reason: "stop", "length", or None while it runs.
 
-    `offsets` has one entry for each token that counts: the characters of the choice before it.
-    Tokens after the one that completed a stop string do not count. `stop` is that stop string.
+    `offsets` has one entry per counted token: the number of characters of the choice before it.
+    Tokens after the one that completes a stop string are not counted. `stop` is that stop string.
     """
 
     text: str
@@ -24,11 +24,11 @@ class TextUpdate(NamedTuple):
 
 
 class ChoiceText:
-    """Joins a detokenizer and stop strings.
+    """Combines a detokenizer with stop string matching.
 
-    `stop_ids`: the eos and stop tokens, whose text is left out where they end a choice, unless
-    `include_stop`; a choice that a grammar ends has none. `offset`: characters that stand before
-    the first token's, e.g. an echoed prompt.
+    `stop_ids`: the eos and stop tokens. The text of one that ends the choice is omitted unless
+    `include_stop` is set. A choice that a grammar ends has no such token.
+    `offset`: number of characters before the first token, e.g. of an echoed prompt.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class ChoiceText:
         self._offset = offset
 
     def push_text(self, id_: int) -> str | None:
-        """The text of one token that ends nothing, may be empty. None, and the token is not taken,
-        while a stop string could end the choice."""
+        """Return the text of one token that does not end the choice; may be empty. Returns None and
+        does not consume the token if the choice has stop strings."""
         if self._stops.active:
             return None
         text = self._detokenizer.push((id_,))
@@ -55,9 +55,12 @@ class ChoiceText:
         return text
 
     def push(self, ids: Sequence[int], finish: str | None) -> TextUpdate:
-        """The next tokens. `finish` says how the engine ended the choice with the last of them:
-        "stop" by an eos or stop token or where a grammar ends, "length", or None if it has not."""
-        if finish is None and len(ids) == 1 and not self._stops.active:  # as nearly always
+        """Add tokens and return the new text.
+
+        `finish`: how the engine ended the choice with the last token: "stop" (eos token, stop
+        token or end of a grammar), "length", or None if the choice continues.
+        """
+        if finish is None and len(ids) == 1 and not self._stops.active:  # the common case
             text, offset = self._detokenizer.push(ids), self._offset
             self._offset += len(text)
             return TextUpdate(text, (offset,), None)

@@ -1,7 +1,7 @@
-"""Token ids to text, as they come.
+"""Converts a stream of token ids to text.
 
-The deltas of a stream, joined, are the text of all its ids whatever the division, and no delta
-ends within a character: bytes that may still become one are held back.
+Invariant: the joined deltas are the text of all ids, however the ids are split into calls. No delta
+ends inside a character; bytes of an unfinished character are held back.
 """
 
 import codecs
@@ -11,22 +11,23 @@ from pdserve.gateway.text.pieces import Pieces
 
 
 class IncrementalDetokenizer:
-    """Text of one choice; O(1) a token, since only the bytes of an unfinished character wait.
+    """Detokenizes one choice in O(1) per token; buffers only the bytes of an unfinished character.
 
-    Bytes that can be no character become U+FFFD, one for each maximal part of an ill-formed
-    sequence (Unicode 15, section 3.9), as soon as that is certain.
+    Invalid bytes become U+FFFD, one per maximal part of an ill-formed sequence (Unicode 15,
+    section 3.9), as soon as they are known to be invalid.
     """
 
     def __init__(self, pieces: Pieces, skip: Collection[int] = (), continues: bool = False) -> None:
-        """`skip`: ids without text. `continues`: text stands before, so nothing is stripped."""
+        """Initialize with `skip`, the ids without text; `continues` disables stripping, because
+        other text precedes."""
         self._pieces = pieces
         self._skip = skip
         self._strip = 0 if continues else pieces.strip
-        self._waits = False  # the decoder has bytes that may become a character
+        self._waits = False  # the decoder holds bytes of an unfinished character
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain after these ids; may be empty."""
+        """Add ids and return the text that is now final; may be empty."""
         parts = []
         for token in ids:
             if token not in self._skip:
@@ -37,13 +38,13 @@ class IncrementalDetokenizer:
             try:
                 return data.decode()
             except UnicodeDecodeError:
-                self._waits = True  # or the bytes are no text: the decoder tells
+                self._waits = True  # or the bytes are invalid; the decoder decides
         text = self._decoder.decode(data)
         self._waits = bool(self._decoder.getstate()[0])
         return text
 
     def flush(self) -> str:
-        """The end: U+FFFD if bytes wait for a character that will not come, else nothing."""
+        """End the text: return U+FFFD if an unfinished character is held back, else ""."""
         return self._decoder.decode(b"", True)
 
     def _stripped(self, data: bytes) -> bytes:

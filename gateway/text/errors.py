@@ -1,8 +1,8 @@
-"""Errors of text handling: a TextError is the client's fault, UnsupportedTokenizer the model's."""
+"""Errors of text handling: TextError is the client's fault, UnsupportedTokenizer the model's."""
 
 
 class TextError(Exception):
-    """A request's text cannot be used; `str(error)` is public, `param` names the field."""
+    """The text of a request is invalid; `str(error)` is public, `param` names the field."""
 
     def __init__(self, message: str, param: str = "") -> None:
         super().__init__(message)
@@ -10,4 +10,4 @@ class TextError(Exception):
 
 
 class UnsupportedTokenizer(Exception):
-    """A model's tokenizer or chat template cannot be used; says why."""
+    """A model's tokenizer or chat template cannot be used; `str(error)` is the reason."""

@@ -1,4 +1,4 @@
-"""Sampling defaults that a model's authors recommend: generation_config.json, read once."""
+"""Reads the sampling defaults that a model's authors recommend from generation_config.json."""
 
 import json
 import logging
@@ -22,10 +22,10 @@ _KINDS: dict[str, type] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Used where a request says nothing; None: the file says nothing either.
+    """Defaults for params that a request omits; None if the file omits them too.
 
-    The file's max_new_tokens and max_length are ignored: the default is what is left of the
-    context. So is do_sample, which files leave at false beside a recommended temperature.
+    The file's max_new_tokens and max_length are ignored: the default is the rest of the context.
+    do_sample is ignored because files leave it at false beside a recommended temperature.
     """
 
     temperature: float | None = None
@@ -36,11 +36,10 @@ class GenerationDefaults:
 
     @classmethod
     def from_json(cls, data: bytes | str) -> "GenerationDefaults":
-        """From the text of generation_config.json; empty text gives no defaults.
+        """Parse the text of generation_config.json; empty text means no defaults.
 
-        A value that no client could ask for is left out with a warning, so that it does not take
-        the model down.
-        Raises UnsupportedTokenizer if the text is not a JSON object.
+        Logs a warning and drops a value that a request could not have either, so that the model
+        still loads. Raises UnsupportedTokenizer if the text is not a JSON object.
         """
         if not data.strip():
             return cls()

@@ -1,4 +1,4 @@
-"""Chat messages as clients send them, made into what every template understands; pure."""
+"""Normalizes the chat messages of a request to a form that every template understands; pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from pdserve.gateway.text.errors import TextError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-REASONING = (  # names of a thought
+REASONING = (  # message fields that hold reasoning
     "reasoning_content", "reasoning", "thinking", "thoughts", "thought", "tool_plan",
 )  # fmt: skip
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning
@@ -19,19 +19,19 @@ VERBOSITIES = ("low", "medium", "high")  # of the answer
 
 @dataclass(frozen=True, slots=True)
 class TemplateInput:
-    """What a chat template is filled with."""
+    """The input of a chat template."""
 
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True  # opens the assistant's turn
-    continue_final_message: bool = False  # leaves the last message open, for the answer to go on
-    variables: Mapping[str, Any] = field(default_factory=dict)  # of the template's own
-    suggested: Mapping[str, Any] = field(default_factory=dict)  # more of them, if allowed
+    continue_final_message: bool = False  # leaves the last message open; the answer continues it
+    variables: Mapping[str, Any] = field(default_factory=dict)  # specific to the template
+    suggested: Mapping[str, Any] = field(default_factory=dict)  # variables used where allowed
     tools: Sequence[Mapping[str, Any]] | None = None
-    tool_parser: str = ""  # of calls as plain text, where the template has no place for them
-    messages_field: str = "messages"  # as the client calls it
+    tool_parser: str = ""  # for calls as plain text, if the template does not support calls
+    messages_field: str = "messages"  # the client's name of the field
 
     def __post_init__(self) -> None:
-        """Raises TextError for a message that cannot be continued."""
+        """Raises TextError if the last message cannot be continued."""
         if not self.continue_final_message:
             return
         if self.add_generation_prompt:
@@ -48,7 +48,7 @@ class TemplateInput:
 
 
 def suggested_variables(effort: str | None, verbosity: str | None) -> dict[str, Any]:
-    """Variables of a template: how much to think, and how much to say."""
+    """Return the template variables for a reasoning effort and a verbosity."""
     suggested: dict[str, Any] = {}
     if effort is not None:
         suggested["reasoning_effort"] = effort
@@ -60,22 +60,22 @@ def suggested_variables(effort: str | None, verbosity: str | None) -> dict[str, 
 
 
 class CallArguments(NamedTuple):
-    """The arguments of a call that a model has written."""
+    """The arguments of a tool call as the model wrote them."""
 
     text: str
-    value: Mapping[str, Any] | None  # None: the text is no JSON object
+    value: Mapping[str, Any] | None  # None: the text is not a JSON object
 
 
 def normalized(
     messages: Sequence[Mapping[str, Any]], field: str = "messages"
 ) -> list[dict[str, Any]]:
-    """Messages in the form that templates/turns.py makes into what one template can render.
+    """Normalize messages to the form that templates/turns.py adapts to a template.
 
-    Roles are known ones, contents are texts or lists of text parts, arguments of calls are
-    CallArguments, a thought is `reasoning_content`; other fields are kept, those that are null are
-    left out. Only the assistant and a tool may have no content, and only the assistant's then stays
-    without one, where it has calls. Raises TextError that names `field`, the client's name of the
-    messages, or a part of it.
+    In the result, roles are known, contents are strings or lists of text parts, arguments of calls
+    are CallArguments and reasoning is in `reasoning_content`. Other fields are kept; null fields
+    are dropped. Only assistant and tool messages may lack content; without tool calls, the missing
+    content becomes "". `field` is the client's name of the messages. Raises TextError that names
+    `field` or a part of it if a message is invalid.
     """
     if not messages:
         raise TextError(f"{field} must not be empty", field)
@@ -94,7 +94,7 @@ def _message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
     thoughts = [made.pop(name) for name in REASONING if name in made]
     if thoughts:
         made["reasoning_content"] = next(filter(None, thoughts), "")
-    calls = made.pop("tool_calls", None)  # a template may only ask whether there is the key
+    calls = made.pop("tool_calls", None)  # a template may test only for the key
     if calls:
         made["tool_calls"] = _tool_calls(calls, f"{param}.tool_calls")
     if "content" in made or role not in ("assistant", "tool"):
@@ -105,7 +105,7 @@ def _message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
 
 
 def _tool_calls(calls: object, param: str) -> list[dict[str, Any]]:
-    """Calls of functions."""
+    """Return the calls with their arguments as CallArguments."""
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise TextError("tool_calls must be a list", param)
     made = []
@@ -119,9 +119,9 @@ def _tool_calls(calls: object, param: str) -> list[dict[str, Any]]:
 
 
 def _arguments(written: object) -> CallArguments:
-    """What a model has written need be no JSON; its turn stays part of the conversation."""
+    """Parse arguments, tolerating invalid JSON: the turn is still part of the conversation."""
     if isinstance(written, str) and written.strip():
-        try:  # bounds the depth, and takes no NaN
+        try:  # from_json bounds the depth and rejects NaN
             value = from_json(written, allow_inf_nan=False)
         except ValueError:
             value = None
@@ -132,7 +132,8 @@ def _arguments(written: object) -> CallArguments:
 
 
 def content_text(content: object, param: str) -> str:
-    """A message's content as one string. Raises TextError that names the field."""
+    """Return the content of a message as one string. Raises TextError that names the field if the
+    content is not text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -152,6 +153,7 @@ def content_text(content: object, param: str) -> str:
 
 
 def final_text(conversation: TemplateInput) -> str:
-    """The text of the last message, with which an answer goes on. Raises TextError."""
+    """Return the text of the last message, which the answer continues. Raises TextError if its
+    content is not text."""
     content = conversation.messages[-1].get("content")
     return "" if content is None else content_text(content, conversation.messages_field)

@@ -1,4 +1,4 @@
-"""The kinds of content that an answer has; pure data."""
+"""The content parts of an answer; pure data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPart:
-    """A piece of what the model thinks before it answers."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPart:
-    """A piece of the call of a tool; the first one of a call has its id and name. `cut`: the answer
-    was cut off in this call."""
+    """A piece of a tool call; the first piece of a call has its id and name. `cut`: the answer was
+    cut off in this call."""
 
     index: int  # of the call in its choice, from 0
     id: str = ""
@@ -37,18 +37,18 @@ ContentPart = TextPart | ReasoningPart | ToolCallPart
 
 
 def text_of(content: Sequence[ContentPart]) -> str:
-    """The text of a content, without reasoning and calls."""
+    """Return the text of the content, without reasoning and calls."""
     return "".join(part.text for part in content if isinstance(part, TextPart))
 
 
 def reasoning_of(content: Sequence[ContentPart]) -> str:
-    """What the model thinks in a content."""
+    """Return the reasoning in the content."""
     return "".join(part.text for part in content if isinstance(part, ReasoningPart))
 
 
 def arguments_object(text: str, *, cut: bool = False) -> dict[str, Any]:
-    """The arguments of a call as an object; of a call that was cut off, what is there. Raises
-    ValueError for what is none."""
+    """Parse the arguments of a call; with `cut`, accept an incomplete object. Raises ValueError if
+    the text is not a JSON object."""
     value = from_json(text or "{}", allow_inf_nan=False, allow_partial=cut)
     if not isinstance(value, dict):
         raise ValueError("the arguments of a call are no object")
@@ -56,7 +56,7 @@ def arguments_object(text: str, *, cut: bool = False) -> dict[str, Any]:
 
 
 def calls_of(content: Sequence[ContentPart]) -> list[ToolCallPart]:
-    """The calls of a content, each in one part."""
+    """Return the calls in the content, each joined into one part."""
     calls: dict[int, list[ToolCallPart]] = {}
     for part in content:
         if isinstance(part, ToolCallPart):

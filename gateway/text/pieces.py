@@ -1,7 +1,7 @@
-"""How a tokenizer's tokens spell bytes; a text is the UTF-8 of its tokens' bytes joined.
+"""Maps tokens to bytes; a text is the UTF-8 decoding of its tokens' joined bytes.
 
-Read from the tokenizer's decoder once, so that decoding needs no call per token into the
-tokenizers library and no second look at tokens that were decoded before.
+The mapping is read from the tokenizer's decoder once and cached by token, so decoding makes no call
+per token into the tokenizers library.
 """
 
 import re
@@ -11,28 +11,31 @@ from typing import Any
 from pdserve.gateway.text.errors import UnsupportedTokenizer
 
 MAX_STEPS = 16  # of a decoder; known models have up to 5
-MAX_REWRITE = 64  # characters that a decoder may write for what it replaces
-MAX_TOKEN_CHARS = 4096  # of one token, as tokenizer.json writes it and as it is spelled
+MAX_REWRITE = 64  # characters in the replacement of a decoder step
+MAX_TOKEN_CHARS = 4096  # of one token, both in tokenizer.json and decoded
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte (GPT-2, 2019)."""
+    """Return the byte of each printable character that byte-level BPE uses (GPT-2, 2019)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 class Pieces:
-    """Bytes of single tokens, and what a text loses at its very start.
+    """Bytes of single tokens, and the number of spaces to strip at the start of a text.
 
-    strip: spaces that a text loses at its start, because its encoding put them there.
-    strip_within_first: only the first token's, however many.
+    strip: maximum number of spaces to strip, because the encoding added them.
+    strip_within_first: strip spaces of the first token only.
     """
 
     def __init__(self, token: Callable[[int], str | None], decoder: Mapping[str, Any]) -> None:
-        """`token` gives a token as tokenizer.json writes it; `decoder` is the state of its decoder.
-        Raises UnsupportedTokenizer for one that does not spell bytes token by token."""
+        """Initialize with `token`, which returns a token as tokenizer.json writes it, and
+        `decoder`, the decoder's state.
+
+        Raises UnsupportedTokenizer if the decoder does not map single tokens to bytes.
+        """
         self._token = token
         self._cache: dict[int, bytes] = {}
         self._byte_level: dict[str, int] | None = None
@@ -74,11 +77,11 @@ class Pieces:
                 )
 
     def piece_of(self, token: int) -> str:
-        """One token as tokenizer.json writes it; empty for an id that it does not know."""
+        """Return a token as tokenizer.json writes it; "" for an unknown id."""
         return self._token(token) or ""
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of one token; none for an id that the tokenizer does not know."""
+        """Return the bytes of a token; b"" for an unknown id."""
         found = self._cache.get(token)
         if found is None:
             found = self._cache[token] = self._spell(self.piece_of(token))
@@ -86,12 +89,12 @@ class Pieces:
 
     def _spell(self, piece: str) -> bytes:
         for rewrite in self._rewrites:
-            piece = rewrite(piece)[:MAX_TOKEN_CHARS]  # only a hostile decoder writes so much
+            piece = rewrite(piece)[:MAX_TOKEN_CHARS]  # only a hostile decoder exceeds this
         if self._byte_fallback and (match := _BYTE.fullmatch(piece)):
             return bytes.fromhex(match[1])
         if self._byte_level is not None:
             try:
                 return bytes(self._byte_level[char] for char in piece)
             except KeyError:
-                pass  # an added token, written as it is
+                pass  # an added token, in plain text
         return piece.encode()

@@ -1,6 +1,6 @@
-"""Special tokens as text: where a text has them.
+"""Finds special tokens in text.
 
-In a prompt that a chat template made, only what the template itself wrote is parsed for them.
+Invariant: in a rendered prompt, special tokens are parsed only in text that the template wrote.
 """
 
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ import tokenizers
 from pdserve.gateway.text.errors import UnsupportedTokenizer
 from pdserve.gateway.text.templates.template_text import CLIENT, LAST
 
-MAX_SPECIAL_CHARS = 1024  # of one special token; those of today have at most some 40
+MAX_SPECIAL_CHARS = 1024  # of one special token; known ones have at most about 40
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer; those of a single character are never parsed."""
+    """The special tokens of a tokenizer; tokens of one character are never parsed."""
 
     def __init__(self, added: Mapping[int, tokenizers.AddedToken]) -> None:
-        """`added`: the tokenizer's added tokens by id; those that are not special are left out.
-        Raises UnsupportedTokenizer for one above MAX_SPECIAL_CHARS."""
+        """Initialize with the tokenizer's added tokens by id; ignores those that are not special.
+        Raises UnsupportedTokenizer if a token is longer than MAX_SPECIAL_CHARS."""
         self.ids = frozenset(i for i, token in added.items() if token.special)
         self.texts = {added[i].content: i for i in self.ids if len(added[i].content) > 1}
         self._lstrip = {i for i in self.ids if added[i].lstrip}
@@ -35,9 +35,11 @@ class SpecialTokens:
             )
 
     def split(self, text: str, origin: str | None = None) -> list[str | int]:
-        """Plain texts and the ids between them, in order; leftmost, longest token first. With the
-        origin of a text (templates/template_text.py), special tokens are in it where all their
-        characters are the template's."""
+        """Split text into plain texts and special token ids, in order.
+
+        The leftmost, then longest token wins. With `origin` (templates/template_text.py), a special
+        token counts only if the template wrote all its characters.
+        """
         parts: list[str | int] = []
         start = 0
         searched = text if origin is None else origin
@@ -56,7 +58,7 @@ class SpecialTokens:
         return [part for part in parts if part != ""] if parts != [""] else []
 
     def _found(self, text: str) -> list[tuple[int, int]]:
-        """(position, length) of the longest special token at every position that begins one."""
+        """Return (position, length) of the longest special token at each position with one."""
         found = []
         for first, lengths in self._lengths.items():
             at = text.find(first)

@@ -1,7 +1,7 @@
 """Finds stop strings in a stream of text, across token borders; pure.
 
-Text is emitted exactly once and in order; what is held back is always the longest suffix that may
-still become a stop string, and nothing more.
+Invariant: text is emitted exactly once and in order. The held text is exactly the longest suffix
+that may still become a stop string.
 """
 
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 
 class Emitted(NamedTuple):
-    """What one push sets free.
+    """The text that one push releases.
 
     `stop` is the stop string that ended the text, or None. `num_tokens` counts the tokens pushed
-    so far, and once stopped, those up to and with the token that completed the stop string.
+    so far; once stopped, those up to and including the token that completed the stop string.
     """
 
     text: str
@@ -21,7 +21,7 @@ class Emitted(NamedTuple):
 
 
 class _Pattern:
-    """One stop string as a Knuth-Morris-Pratt automaton, `matched` characters into it."""
+    """One stop string as a Knuth-Morris-Pratt automaton; `matched` characters have matched."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -45,16 +45,16 @@ class _Pattern:
 
     @property
     def held(self) -> int:
-        """Characters at the end of the text that a later match could begin with."""
+        """Number of characters at the end of the text that may begin a match."""
         return self._fallback[-1] if self.matched == len(self.text) else self.matched
 
 
 class StopMatcher:
-    """Stop strings of one choice.
+    """Matches the stop strings of one choice.
 
-    The stop string that is complete first ends the text; of several complete at the same character
-    the longest. So the result depends on the text alone, not on its division into tokens, but for
-    `min_tokens`: a stop string completed by one of the first `min_tokens` tokens does not count.
+    The stop string that is complete first ends the text; the longest wins if several complete at
+    the same character. The result depends only on the text, not on its split into tokens, except
+    that a stop string completed by one of the first `min_tokens` tokens is ignored.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class StopMatcher:
 
     @property
     def active(self) -> bool:
-        """Whether there are any; without them each push gives its own text."""
+        """Whether there are stop strings; without them each push returns its text unchanged."""
         return bool(self._patterns)
 
     def push(self, text: str) -> Emitted:
-        """Take the text of one token, which may be empty. Once stopped, emits nothing more."""
+        """Add the text of one token, which may be empty. Once stopped, emits nothing more."""
         if self._stop is None:
             self._num_tokens += 1
         return self._take(text)
 
     def flush(self, text: str = "") -> Emitted:
-        """The end: take text that belongs to no new token and set free what is held back."""
+        """End the text: add text that belongs to no new token and release the held text."""
         taken = self._take(text)
         rest, self._pending = self._pending, ""
         return Emitted(taken.text + rest, taken.stop, taken.num_tokens)

@@ -1,7 +1,7 @@
-"""Text to token ids and back, for one model.
+"""Converts text to token ids and back, for one model.
 
-Text that a client wrote never becomes a special token: only `parse_special` and the parts of a
-rendered prompt that its template wrote do. Immutable once built, so threads may share it.
+Invariant: client text never becomes a special token, except with `parse_special`. In a rendered
+prompt only text that the template wrote does. Immutable once built, so threads may share it.
 """
 
 import json
@@ -23,7 +23,7 @@ Step = TypeVar("Step", tokenizers.normalizers.Normalizer, tokenizers.pre_tokeniz
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt made by a chat template; `origin` says which of its characters the template wrote
+    """A prompt rendered by a chat template; `origin` marks the characters that the template wrote
     (templates/template_text.py)."""
 
     text: str
@@ -31,13 +31,11 @@ class Rendered:
 
 
 class Tokenizer(Vocabulary):
-    """A tokenizer.json with the ids that matter to a server.
-
-    Special tokens are split off here, and the library encodes what lies between as plain text.
-    """
+    """A tokenizer.json and the model's special ids. This class splits off special tokens; the
+    tokenizers library encodes the plain text between them."""
 
     def __init__(self, tokenizer_json: bytes, card: TextCard) -> None:
-        """Raises UnsupportedTokenizer if the file cannot be read or used."""
+        """Raises UnsupportedTokenizer if tokenizer.json is invalid or unsupported."""
         try:
             self._first = tokenizers.Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # the library raises bare Exception
@@ -53,15 +51,15 @@ class Tokenizer(Vocabulary):
         pieces = Pieces(self._first.id_to_token, self.decoder)
         super().__init__(card, pieces, self.special.ids)
         self._prefix, self._suffix = self._frame()
-        self._first.encode_special_tokens = True  # special tokens' text is text
-        self._within = _without_prefix(self._first)  # for what goes on with a text
-        # A Metaspace of scheme "first" puts its space before the first text, a normalizer before
-        # every text between special tokens.
+        self._first.encode_special_tokens = True  # encode the text of special tokens as plain text
+        self._within = _without_prefix(self._first)  # for text that continues other text
+        # A Metaspace of scheme "first" adds its space before the first text only, a normalizer
+        # before every text between special tokens.
         prefixed = _normalizers(self._first) != _normalizers(self._within)
         self._rest = self._first if prefixed else self._within
 
     def _frame(self) -> tuple[list[int], list[int]]:
-        """The ids that the post-processor puts before and after a text."""
+        """Return the ids that the post-processor adds before and after a text."""
         framed = self._first.encode("a", add_special_tokens=True)
         added = framed.special_tokens_mask
         text = [index for index, mask in enumerate(added) if not mask] or [len(added)]
@@ -71,22 +69,22 @@ class Tokenizer(Vocabulary):
         return prefix, suffix
 
     def encode(self, text: str, *, add_special_tokens: bool, parse_special: bool) -> list[int]:
-        """Ids of a text; with `parse_special`, special tokens' text in it becomes their ids.
+        """Encode a text; with `parse_special`, the text of special tokens becomes their ids.
 
-        `add_special_tokens` puts bos (and what else the model wants) around it, but never a second
-        bos. Raises TextError for text that is not Unicode (lone surrogates).
+        `add_special_tokens` adds bos and the model's other framing tokens, but never a second bos.
+        Raises TextError if the text is not valid Unicode (lone surrogates).
         """
         parts = self.special.split(text) if parse_special else [text]
         return self._framed(self._encode(parts), add_special_tokens)
 
     def encode_rendered(self, rendered: Rendered, *, add_special_tokens: bool = False) -> list[int]:
-        """Ids of a prompt made by a template; as a rule the template writes bos itself."""
+        """Encode a rendered prompt; templates usually write bos themselves."""
         parts = self.special.split(rendered.text, rendered.origin)
         return self._framed(self._encode(parts), add_special_tokens)
 
     def encode_within(self, text: str) -> list[int]:
-        """Ids of a text that goes on with another, special tokens in it parsed. Raises TextError
-        for text that is not Unicode."""
+        """Encode a text that continues other text, and parse its special tokens. Raises TextError
+        if the text is not valid Unicode."""
         ids: list[int] = []
         for part in self.special.split(text):
             ids += [part] if isinstance(part, int) else self._plain(part, self._within)
@@ -108,8 +106,8 @@ class Tokenizer(Vocabulary):
         return ids
 
     def _plain(self, text: str, pipeline: tokenizers.Tokenizer) -> list[int]:
-        """Ids of plain text, with no special token even where the model's own merges make one."""
-        try:  # by batch: that releases the interpreter lock, which `encode` holds all along
+        """Encode plain text without special tokens, even if the model's merges produce one."""
+        try:  # the batch call releases the interpreter lock; `encode` holds it
             ids = list(pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         except (TypeError, UnicodeEncodeError):
             raise TextError("the text is not valid Unicode: it has a lone surrogate") from None
@@ -120,15 +118,15 @@ class Tokenizer(Vocabulary):
             if self.special.texts.get(text[start:end]) == token:
                 left = self._plain(text[: start + 1], pipeline)
                 return left + self._plain(text[start + 1 :], self._within)
-        return ids  # the special one is the id of what the model cannot write
+        return ids  # the special token is the model's unknown token
 
     def token_name(self, token: int | None) -> str | None:
-        """A token as tokenizer.json writes it; None if there is none."""
+        """Return a token as tokenizer.json writes it; None for None or an unknown id."""
         return None if token is None else self._first.id_to_token(token)
 
 
 def _normalizers(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The steps of its normalizer, as tokenizer.json has them."""
+    """Return the steps of the normalizer in the format of tokenizer.json."""
     if tokenizer.normalizer is None:
         return []
     state: dict[str, Any] = json.loads(tokenizer.normalizer.__getstate__())
@@ -137,8 +135,11 @@ def _normalizers(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def _without_prefix(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same tokenizer without the space that it puts before a text: itself if it puts none;
-    shares the vocabulary."""
+    """Return the tokenizer without the space that it adds before a text.
+
+    Shares the vocabulary; returns `first` itself if it adds no space. Raises UnsupportedTokenizer
+    if the added tokens do not keep their ids.
+    """
     steps = _normalizers(first)
     kept = [step for step in steps if step["type"] != "Prepend"]
     state = first.pre_tokenizer.__getstate__() if first.pre_tokenizer else b""
@@ -155,7 +156,7 @@ def _without_prefix(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
         without = json.loads(state.replace(_FIRST, b'"prepend_scheme":"never"'))
         rest.pre_tokenizer = _restored(tokenizers.pre_tokenizers.Metaspace(), without)
     added = sorted(first.get_added_tokens_decoder().items())
-    # In order of their ids, which follow from it, and as few calls as may be: each looks at all.
+    # The order of the calls determines the ids. Few calls, since each scans all added tokens.
     for special, run in groupby((token for _, token in added), lambda token: bool(token.special)):
         (rest.add_special_tokens if special else rest.add_tokens)(list(run))
     for token_id, token in added:
@@ -168,6 +169,6 @@ def _without_prefix(first: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _restored(step: Step, state: dict[str, Any]) -> Step:
-    """A step of a tokenizer made into another by its state."""
+    """Set the state of a tokenizer step and return the step."""
     step.__setstate__(json.dumps(state).encode())
     return step

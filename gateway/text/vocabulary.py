@@ -1,4 +1,4 @@
-"""A model's tokens as text: what an answer needs of its tokenizer, without the tokenizer.
+"""Maps a model's token ids to text without its tokenizer, for decoding answers.
 
 Immutable once built, so threads may share it.
 """
@@ -16,14 +16,14 @@ from pdserve.gateway.text.pieces import MAX_TOKEN_CHARS, Pieces
 
 @dataclass(frozen=True, slots=True)
 class TextCard:
-    """What must be known of a model beside its tokenizer.json.
+    """Text properties of a model beyond its tokenizer.json.
 
-    A gateway takes it from the proto ModelCard, `pdserve.LLM` from CardData.
+    The gateway builds it from the proto ModelCard, `pdserve.LLM` from CardData.
 
-    vocab_size: rows of the model's embedding; may exceed what the tokenizer knows.
+    vocab_size: rows of the model's embedding; may exceed the tokenizer's vocabulary.
     eos_ids: any of them ends a text; the first is the template's `eos_token`.
-    bos_id: the template's `bos_token`; None when the model has none.
-    adds_bos: a prompt that no template made begins with bos_id.
+    bos_id: the template's `bos_token`; None if the model has none.
+    adds_bos: a prompt without a template begins with bos_id.
     """
 
     vocab_size: int
@@ -33,16 +33,17 @@ class TextCard:
 
 
 class Vocabulary:
-    """Token ids to text, for one model."""
+    """Converts token ids to text, for one model."""
 
     def __init__(self, card: TextCard, pieces: Pieces, special_ids: frozenset[int]) -> None:
         self.card = card
         self._pieces = pieces
         self._special_ids = special_ids
-        self._skipped: dict[frozenset[str], frozenset[int]] = {}  # by the texts that are kept
+        self._skipped: dict[frozenset[str], frozenset[int]] = {}  # by the kept texts
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids; as `incremental` gives it, all at once. Raises as `check_ids` does."""
+        """Return the text of all ids, as `incremental` produces it. Raises TextError if an id is
+        outside [0, vocab_size)."""
         self.check_ids(ids)
         detokenizer = self.incremental(skip_special_tokens=skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.flush()
@@ -54,13 +55,13 @@ class Vocabulary:
         keep: frozenset[str] = frozenset(),
         continues: bool = False,
     ) -> IncrementalDetokenizer:
-        """A detokenizer for one choice. `keep`: texts of special tokens that are not skipped;
-        `continues` keeps a leading space, after a prompt."""
+        """Return a detokenizer for one choice. `keep`: texts of special tokens that are not
+        skipped. `continues`: keep a leading space, since a prompt precedes."""
         skip = self._special_but(keep) if skip_special_tokens else frozenset()
         return IncrementalDetokenizer(self._pieces, skip, continues)
 
     def _special_but(self, keep: frozenset[str]) -> frozenset[int]:
-        """The ids of special tokens with other texts. Parsers ask for few sets of them."""
+        """Return the ids of special tokens not in `keep`; cached, as parsers use few sets."""
         found = self._skipped.get(keep)
         if found is None:
             kept = {i for i in self._special_ids if keep and self.token_piece(i) in keep}
@@ -68,31 +69,31 @@ class Vocabulary:
         return found
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Raises TextError for an id outside [0, vocab_size)."""
+        """Raises TextError if an id is outside [0, vocab_size)."""
         size = self.card.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < size):
             wrong = next(token for token in ids if not 0 <= token < size)
             raise TextError(f"token id {wrong} is outside the vocabulary of {size} tokens")
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token, which need not be whole characters."""
+        """Return the bytes of one token; they may contain partial characters."""
         return self._pieces.bytes_of(token)
 
     def token_piece(self, token: int) -> str:
-        """One token as the vocabulary writes it, such as "\u0120hello"; empty if it has none."""
+        """Return a token as the vocabulary writes it, e.g. "\u0120hello"; "" if it has none."""
         return self._pieces.piece_of(token)
 
     def token_text(self, token: int) -> str:
-        """The text of one token by itself; U+FFFD stands for parts of characters."""
+        """Return the text of one token alone; partial characters become U+FFFD."""
         return self._pieces.bytes_of(token).decode("utf-8", "replace")
 
 
 class StoredTokens:
-    """The tokens of a vocabulary in one piece of memory, by id; those without a text are empty."""
+    """The tokens of a vocabulary by id, in one buffer; tokens without text are empty."""
 
     def __init__(self, sizes: bytes, text: bytes) -> None:
-        """`sizes`: bytes of each token, as unsigned 32-bit integers of this machine; `text`: all
-        tokens in UTF-8, one after the other."""
+        """Initialize with `sizes`, the byte length of each token as native unsigned 32-bit
+        integers, and `text`, all tokens concatenated in UTF-8."""
         self._ends = array("Q", accumulate(memoryview(sizes).cast("I"), initial=0))
         self._text = text
 
@@ -103,8 +104,8 @@ class StoredTokens:
 
 
 def store(tokens: Sequence[str | None]) -> tuple[bytes, bytes]:
-    """The sizes and the text of StoredTokens. Raises UnsupportedTokenizer for a token that is too
-    long."""
+    """Return the sizes and the text of StoredTokens. Raises UnsupportedTokenizer if a token is
+    longer than MAX_TOKEN_CHARS."""
     longest = max((len(token or "") for token in tokens), default=0)
     if longest > MAX_TOKEN_CHARS:
         raise UnsupportedTokenizer(f"tokenizer.json: a token of {longest} characters")
@@ -115,5 +116,6 @@ def store(tokens: Sequence[str | None]) -> tuple[bytes, bytes]:
 def stored_vocabulary(
     card: TextCard, decoder: Mapping[str, Any], special_ids: Sequence[int], tokens: StoredTokens
 ) -> Vocabulary:
-    """`decoder`: the state of the tokenizer's decoder (pieces.py). Raises UnsupportedTokenizer."""
+    """Build a Vocabulary; `decoder` is the state of the tokenizer's decoder (pieces.py). Raises
+    UnsupportedTokenizer if the decoder is not supported."""
     return Vocabulary(card, Pieces(tokens, decoder), frozenset(special_ids))

@@ -1,4 +1,4 @@
-"""Children of a text process that do one kind of work, and who waits for one of them."""
+"""A pool of text process children for one kind of work, with a fair queue of requests."""
 
 import asyncio
 import logging
@@ -12,20 +12,20 @@ log = logging.getLogger(__name__)
 
 
 class Children:
-    """Each child does one piece of work at a time; owners take turns."""
+    """Lends children to requests, one request per child at a time; owners take turns."""
 
     def __init__(self, fork: Callable[["Children"], None], most: int, wait_s: float) -> None:
-        """`fork` begins one, to be offered here; it raises OSError. There are `most` at once, for
-        one of which work may wait `wait_s`."""
+        """Make a pool of at most `most` children; a request waits up to `wait_s` for one. `fork`
+        starts a child that is later passed to `offer`, or raises OSError."""
         self._fork = fork
         self._most = most
-        self._free = most  # that may still be started
+        self._free = most  # number of children that may still be started
         self._wait_s = wait_s
         self._idle: list[TextChild] = []
         self._waiting: FairQueue[asyncio.Future[TextChild]] = FairQueue()
 
     async def take(self, owner: bytes) -> TextChild:
-        """One that has nothing to do. Raises ServiceError UNAVAILABLE."""
+        """Wait for an idle child. Raises ServiceError UNAVAILABLE if there is none in time."""
         while self._idle:
             if not (child := self._idle.pop()).has_ended:
                 return child
@@ -40,31 +40,31 @@ class Children:
                     return await mine
                 except asyncio.CancelledError:
                     if mine.done() and not mine.cancelled() and mine.exception() is None:
-                        self.offer(mine.result())  # it came at the same time
+                        self.offer(mine.result())  # a child arrived together with the cancellation
                     raise
         except TimeoutError:
             raise late() from None
 
     def offer(self, child: TextChild) -> None:
-        """A child that has nothing to do."""
+        """Add an idle child, or replace it if it has ended."""
         if child.has_ended:
             self.replace()
             return
         while self._waiting:
             waiting = self._waiting.pop()
-            if not waiting.done():  # otherwise its client has gone
+            if not waiting.done():  # otherwise the client has disconnected
                 waiting.set_result(child)
                 return
         self._idle.append(child)
 
     def replace(self) -> None:
-        """A child has gone."""
+        """Account for an ended child, and start another if requests wait."""
         self._free += 1
         if self._waiting:
             self._start()
 
     def _start(self) -> None:
-        """Begins one of the free children. If that fails, those that run serve all who wait."""
+        """Start a child. On failure, running children serve the queue; if none runs, fail it."""
         try:
             self._fork(self)
         except OSError as error:
@@ -75,7 +75,7 @@ class Children:
             self._free -= 1
 
     def fail(self, why: Callable[[], ServiceError]) -> None:
-        """Nobody waits any more."""
+        """Fail all waiting requests with `why()`."""
         while self._waiting:
             waiting = self._waiting.pop()
             if not waiting.done():

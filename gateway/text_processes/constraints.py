@@ -1,4 +1,4 @@
-"""What binds an answer beside its sampling: made with a model's text processes, for its workers."""
+"""Prepares an answer's constraints (bad words, grammar, thinking budget) in the text processes."""
 
 from collections.abc import Sequence
 
@@ -15,14 +15,15 @@ from pdserve.protos.common_pb2 import Grammar, SamplingParams, ThinkingBudget, T
 
 
 async def prepared(requested: RequestedSampling, text: LoadedText, owner: bytes) -> Constraints:
-    """Raises TextError that names the field; ServiceError UNAVAILABLE."""
+    """Tokenize the texts and compile the grammar of a request's constraints. Raises TextError that
+    names the field; ServiceError UNAVAILABLE."""
     structure = requested.structure
     if structure is not None:
         check_structure(requested, structure)
     texts = texts_of(requested)
     found = await text.processes.sequences(owner, texts) if texts else []
     ids = dict(zip(texts, found, strict=True))
-    # Before the grammar is compiled, which takes longer than all else that may be refused.
+    # Check the rest first: compiling the grammar takes longest.
     constraints_of(requested, ids, "", text.vocabulary)
     grammar = "" if structure is None else await text.processes.grammar(owner, structure)
     return constraints_of(requested, ids, grammar, text.vocabulary)
@@ -36,7 +37,7 @@ def bind(
     *,
     continues: bool,
 ) -> None:
-    """Adds them to the parameters of a prompt."""
+    """Add the constraints to the sampling params of one prompt."""
     its = constraints.of_prompt(prompt, vocabulary, continues=continues)
     params.bad_words.extend(TokenSequence(ids=ids) for ids in its.bad_words)
     if its.grammar:

@@ -1,4 +1,4 @@
-"""A model's text process and its children, as the gateway talks to them over sockets."""
+"""The gateway's connections to a model's text process and its children, over sockets."""
 
 import asyncio
 import json
@@ -27,10 +27,10 @@ from pdserve.services.host.errors import MAX_QUOTED, ServiceError, cut
 
 log = logging.getLogger(__name__)
 
-MAX_UNREAD, MAX_UNREAD_BYTES = 8, 1 << 16  # while nobody receives
-# All that a text process hears of the gateway's environment, which has secrets.
+MAX_UNREAD, MAX_UNREAD_BYTES = 8, 1 << 16  # while no caller receives
+# The variables that a text process inherits; the gateway's environment holds secrets.
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
-ENDED_S = 1.0  # for the news how a child ended, once its socket is closed
+ENDED_S = 1.0  # wait for a child's exit code after its socket has closed
 TOO_LONG = {
     -protocol.RENDER_SIGNAL: "the chat template ran for too long",
     -protocol.PROMPT_SIGNAL: "the {} takes too long to be prepared",
@@ -38,16 +38,14 @@ TOO_LONG = {
 
 
 class MessageStream(asyncio.Protocol):
-    """Messages over one end of a socket pair; one caller receives at a time.
-
-    While nobody receives, no more than some bytes and messages are taken from the other side.
-    """
+    """Sends and receives messages over one end of a socket pair; one caller receives at a time.
+    Reading pauses above MAX_UNREAD messages or MAX_UNREAD_BYTES while no caller receives."""
 
     def __init__(self) -> None:
         self._reader = MessageReader()
-        self._messages: deque[TextMessage] = deque()  # that nobody has received yet
+        self._messages: deque[TextMessage] = deque()  # not received yet
         self._receiving: asyncio.Future[None] | None = None
-        self._gone = ""  # why nothing more comes
+        self._gone = ""  # why the stream has ended; empty while it is open
         self._paused = False
         self._transport: asyncio.Transport | None = None
 
@@ -58,24 +56,24 @@ class MessageStream(asyncio.Protocol):
 
     @property
     def gone(self) -> bool:
-        """Whether the other side has closed it, or has sent what is no message."""
+        """Whether the peer has closed the stream or sent an invalid message."""
         return bool(self._gone)
 
     @property
     def num_unread(self) -> int:
-        """Messages that nobody has received."""
+        """Number of messages that no caller has received."""
         return len(self._messages)
 
     def send(self, message: TextMessage) -> None:
-        """Raises OSError if the other side has gone. What it does not take stays in memory: its
-        peer waits for an answer to each message."""
+        """Send a message; buffers without limit, since the sender waits for each answer. Raises
+        OSError if the peer is gone."""
         if self._gone:
             raise ConnectionResetError(self._gone)
         assert self._transport is not None
         self._transport.write(pack(message))
 
     async def receive(self) -> TextMessage:
-        """Raises OSError if the other side has gone, or sends what is no message."""
+        """Return the next message. Raises OSError if the peer is gone or sends an invalid one."""
         assert self._receiving is None or self._receiving.done(), "somebody receives already"
         while not self._messages:
             if self._gone:
@@ -127,7 +125,7 @@ class MessageStream(asyncio.Protocol):
 
 
 class TextChild:
-    """A process that was forked to prepare prompts."""
+    """A forked process that prepares prompts or compiles grammars."""
 
     def __init__(self, stream: MessageStream) -> None:
         self.stream = stream
@@ -135,11 +133,12 @@ class TextChild:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing can be asked of it any more."""
+        """Whether the child can take no more work."""
         return self.code.done() or self.stream.gone
 
     async def ask(self, message: TextMessage, limit_s: float) -> TextMessage:
-        """Raises TextError for what cannot be prepared, ServiceError for what could be later."""
+        """Send a message and return the answer. Raises TextError if the work cannot be done,
+        ServiceError if it may succeed later."""
         try:
             if self.stream.num_unread:
                 raise OSError("it has said something that nobody asked for")
@@ -167,7 +166,7 @@ class TextChild:
 
 
 class TextHost:
-    """The process of a model, or of none yet (process.py)."""
+    """A text process (process.py), before or after it loads its model."""
 
     def __init__(self, process: Process, control: socket.socket, stream: MessageStream) -> None:
         self.control = control
@@ -176,7 +175,7 @@ class TextHost:
 
     @classmethod
     async def start(cls, limits: TextLimits, log_format: str) -> "TextHost":
-        """Raises OSError if the machine has no room for it."""
+        """Start a process. Raises OSError if the machine cannot start one."""
         with ExitStack() as undo:
             ours, theirs = map(undo.enter_context, socket.socketpair())
             stream = await MessageStream.over(ours.dup())
@@ -188,14 +187,14 @@ class TextHost:
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-                start_new_session=True,  # a terminal's Ctrl-C is for the gateway
+                start_new_session=True,  # a terminal's Ctrl-C is for the gateway only
             )
             undo.pop_all()
         theirs.close()
         return cls(process, ours, stream)
 
     def fork(self) -> socket.socket:
-        """The socket of a new child. Raises OSError if there can be none now."""
+        """Request a new child and return its socket. Raises OSError if that fails."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -206,8 +205,11 @@ class TextHost:
         return ours
 
     async def load(self, message: TextMessage, limit_s: float) -> TextMessage:
-        """The answer to a model's files. Raises UnsupportedTokenizer, also if they kill the
-        process; ServiceError UNAVAILABLE if it has died before it had them."""
+        """Send a model's files and return the answer.
+
+        Raises UnsupportedTokenizer if the files are unusable, kill the process or take longer than
+        `limit_s`; ServiceError UNAVAILABLE if the process ended before it received them.
+        """
         received = False
         try:
             async with asyncio.timeout(limit_s):
@@ -215,7 +217,7 @@ class TextHost:
                 await self.stream.receive()
                 received = True
                 answer = await self.stream.receive()
-        except OSError:  # a TimeoutError, too
+        except OSError:  # includes TimeoutError
             if not received:
                 raise no_process() from None
             raise UnsupportedTokenizer("its files need too much time or memory") from None
@@ -224,12 +226,12 @@ class TextHost:
         return answer
 
     def kill(self) -> None:
-        """Ends the process, and with it its children."""
+        """Kill the process; its children end with it."""
         with suppress(ProcessLookupError):
             self._process.kill()
 
     async def close(self) -> None:
-        """As `kill`, and returns when it has ended."""
+        """Close the sockets, kill the process and wait until it has ended."""
         self.stream.close()
         self.control.close()
         self.kill()

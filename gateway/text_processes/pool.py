@@ -1,7 +1,7 @@
-"""The gateway's side of the text processes: a model's processes, and a spare one for the next.
+"""The gateway's side of the text processes: one set per model, and a spare for the next model.
 
 Ownership: `TextPool` owns the spare process, each `TextProcesses` the process of its model, and
-that process its children. A child does one piece of work at a time; one that dies or is late is
+that process its children. A child does one piece of work at a time; a dead or late child is
 replaced.
 """
 
@@ -36,22 +36,22 @@ from pdserve.services.host.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
-SLACK_S = 2.0  # for the kernel to have killed a child that is late
+SLACK_S = 2.0  # for the kernel to kill a late child
 WAIT_S = 60.0  # of a prompt, for a child
-DEATH_S = 60.0  # for which a grammar that has ended its child is not tried again
-MAX_CHAR_IDS = 16  # token ids that a character may have
+DEATH_S = 60.0  # how long a grammar that ended its child is not retried
+MAX_CHAR_IDS = 16  # token ids per character
 Spent = Callable[[bytes, float], None]  # (owner, seconds)
 T = TypeVar("T")
 
 
 class TextProcesses:
-    """The processes of one model, which turn its prompts into token ids and compile grammars."""
+    """The processes of one model; they tokenize its prompts and compile its grammars."""
 
     def __init__(
         self, host: TextHost, most: int, limit_s: float, wait_s: float, spent: Spent
     ) -> None:
-        """`most` children for prompts, and one for grammars; work may take `limit_s` in one, after
-        `wait_s` for it."""
+        """Use at most `most` children for prompts and one for grammars. Work waits up to `wait_s`
+        for a child and may take `limit_s` in it."""
         self.alive = True
         self._host = host
         self._limit_s = limit_s
@@ -59,13 +59,13 @@ class TextProcesses:
         self._children: dict[int, TextChild] = {}  # by pid
         self._starting: deque[tuple[socket.socket, Children]] = deque()
         self._prompts = Children(self._fork, most, wait_s)
-        self._grammars = Children(self._fork, 1, wait_s)  # so that prompts wait for no grammar
+        self._grammars = Children(self._fork, 1, wait_s)  # separate: prompts do not wait for it
         self._compiled = StructureCache()
-        self._asking: set[asyncio.Task[Any]] = set()  # the loop keeps weak references only
+        self._asking: set[asyncio.Task[Any]] = set()  # the event loop keeps only weak references
         self._listening = asyncio.create_task(self._listen(), name="text processes")
 
     async def chat_ids(self, owner: bytes, asked: TemplateInput, *, max_len: int) -> list[int]:
-        """The token ids of a conversation. See `_ids`."""
+        """Render a conversation and return its token ids. Raises as `_ids` does."""
         conversation = {part.name: getattr(asked, part.name) for part in fields(asked)}
         head = {"op": "chat", "conversation": conversation, "max_len": max_len}
         return (await self._ids(owner, TextMessage(head), 1, max_len))[0]
@@ -79,8 +79,8 @@ class TextProcesses:
         max_len: int,
         parse_special: bool = True,
     ) -> list[int]:
-        """The token ids of a text; without `parse_special`, what special tokens look like in it is
-        text. See `_ids`."""
+        """Return the token ids of a text. Raises as `_ids` does. Without `parse_special`, the text
+        of special tokens is plain text."""
         head = {
             "op": "text",
             "add_special_tokens": add_special_tokens,
@@ -91,15 +91,15 @@ class TextProcesses:
         return (await self._ids(owner, message, 1, max_len))[0]
 
     async def sequences(self, owner: bytes, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text as it goes on with another, special tokens in it parsed. See
-        `_ids`."""
+        """Return the token ids of each text as a continuation of other text, with special tokens
+        parsed. Raises as `_ids` does."""
         head = {"op": "sequences", "texts": list(texts)}
         most = MAX_CHAR_IDS * sum(map(len, texts))
         return await self._ids(owner, TextMessage(head), len(texts), most)
 
     async def grammar(self, owner: bytes, structure: Structure) -> str:
-        """Grammar.source of a structure; of what was asked before it is known. Raises TextError
-        that names the structure's field; ServiceError UNAVAILABLE."""
+        """Compile a structure to Grammar.source; results are cached. Raises TextError that names
+        the structure's field; ServiceError UNAVAILABLE."""
         data = structure.encoded()
         key = hashlib.sha256(data).digest()
         known = self._compiled.get(key, self._now())
@@ -111,7 +111,7 @@ class TextProcesses:
 
     async def _compile(self, owner: bytes, key: bytes, data: bytes, param: str) -> str | TextError:
         child = await self._take(owner, self._grammars)
-        known = self._compiled.get(key, self._now())  # another may have asked meanwhile
+        known = self._compiled.get(key, self._now())  # another request may have compiled it
         if known is not None:
             self._grammars.offer(child)
             return known
@@ -130,7 +130,7 @@ class TextProcesses:
                 )
             except TextError as error:
                 found = TextError(str(error), error.param or param)
-                if not error.param:  # its child has died, perhaps for another reason
+                if not error.param:  # the child ended, perhaps for another reason
                     until_s = self._now() + DEATH_S
             self._compiled.put(key, found, until_s)
             return found
@@ -144,8 +144,8 @@ class TextProcesses:
     async def _ids(
         self, owner: bytes, message: TextMessage, count: int, max_len: int
     ) -> list[list[int]]:
-        """So many sequences; owners take turns. Raises TextError, also for more than `max_len` ids,
-        and for more characters of a template; ServiceError UNAVAILABLE."""
+        """Return `count` sequences of token ids; owners take turns. Raises TextError, also for more
+        than `max_len` ids or, from a template, characters; ServiceError UNAVAILABLE."""
         child = await self._take(owner, self._prompts)
         return await self._finish(
             self._ask(
@@ -163,7 +163,7 @@ class TextProcesses:
         return await children.take(owner)
 
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the work returns; it goes on though the client goes, as its child is busy."""
+        """Await the work; it continues if the client disconnects, because its child is busy."""
         asking = asyncio.create_task(work)
         self._asking.add(asking)
         asking.add_done_callback(self._asked)
@@ -172,10 +172,10 @@ class TextProcesses:
     def _asked(self, asking: asyncio.Task[Any]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled():
-            asking.exception()  # its client may have gone, and asyncio would log it
+            asking.exception()  # retrieve it, or asyncio logs it if the client has disconnected
 
     async def close(self) -> None:
-        """Ends the processes, and fails the prompts that they work on."""
+        """End the processes and fail the prompts and grammars in progress."""
         self.alive = False
         self._listening.cancel()
         for child in self._children.values():
@@ -193,13 +193,14 @@ class TextProcesses:
         message: TextMessage,
         read: Callable[[TextMessage], T],
     ) -> T:
-        """What `read` makes of the answer; it raises ValueError for one that is none."""
+        """Send the message to the child and return `read(answer)`. `read` raises ValueError if the
+        answer is malformed; the child is then replaced."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         keep = False
         try:
             answer = await child.ask(message, self._limit_s)
-            keep = "last" not in answer.head  # otherwise it ends, with what it holds
+            keep = "last" not in answer.head  # "last": the child ends, to free its memory
             return read(answer)
         except TextError:
             raise
@@ -220,11 +221,11 @@ class TextProcesses:
                 children.replace()
 
     def _fork(self, children: Children) -> None:
-        """Raises OSError."""
+        """Request a child. Raises OSError if that fails."""
         self._starting.append((self._host.fork(), children))
 
     async def _listen(self) -> None:
-        """Hears of children that begin and end."""
+        """Handle the start and exit of children until the process ends."""
         try:
             while True:
                 head = (await self._host.stream.receive()).head
@@ -239,7 +240,7 @@ class TextProcesses:
                     child.stream.close()
         except (OSError, LookupError, TypeError) as error:
             log.error("the text processes of a model have ended: %s", error)
-            self._host.kill()  # if it has not ended, but sends what it must not
+            self._host.kill()  # it may still run and have sent an invalid message
         finally:
             self.alive = False
             self._fail_waiting()
@@ -250,19 +251,19 @@ class TextProcesses:
 
 
 class LoadedText(NamedTuple):
-    """What a model's text files say."""
+    """The loaded text files of a model."""
 
     processes: TextProcesses
     vocabulary: Vocabulary
     has_template: bool
     defaults: GenerationDefaults
     tool_parser: str  # of the template's family; empty: the template shows no tools
-    reasoning_parser: str  # likewise; empty: the model does not think
+    reasoning_parser: str  # of the template's family; empty: the model does not reason
 
 
 class TextPool:
-    """Starts text processes; `prepare` begins one before its model is known, since imports take a
-    while."""
+    """Starts text processes; `prepare` starts one before its model is known, because imports are
+    slow."""
 
     def __init__(
         self,
@@ -272,8 +273,8 @@ class TextPool:
         wait_s: float = WAIT_S,
         log_format: str = "text",
     ) -> None:
-        """`num_children`: of each model; `spent` hears whose prompt took how many seconds;
-        `wait_s`: how long a prompt may wait for a child; `log_format`: of their log lines."""
+        """Use up to `num_children` children for prompts per model. `spent` receives the owner and
+        the seconds of each piece of work; `wait_s` bounds the wait for a child."""
         self._limits = limits
         self._spent = spent
         self._num_children = num_children
@@ -282,13 +283,13 @@ class TextPool:
         self._spare: asyncio.Task[TextHost] | None = None
 
     def prepare(self) -> None:
-        """Starts a process for the next `load`, unless one waits for it."""
+        """Start a process for the next `load` unless there is a spare one."""
         if self._spare is None:
             self._spare = asyncio.create_task(TextHost.start(self._limits, self._log_format))
 
     async def load(self, card: TextCard, files: Mapping[str, bytes]) -> LoadedText:
-        """Loads tokenizer, template and generation defaults. Raises UnsupportedTokenizer, and
-        ServiceError UNAVAILABLE if there is no process for it now."""
+        """Load tokenizer, template and generation defaults of a model. Raises UnsupportedTokenizer;
+        ServiceError UNAVAILABLE if no process can be started."""
         self.prepare()
         assert self._spare is not None
         spare, self._spare = self._spare, None
@@ -320,7 +321,7 @@ class TextPool:
         )
 
     async def close(self) -> None:
-        """Ends the spare process."""
+        """End the spare process."""
         if self._spare is not None:
             with suppress(OSError):
                 await (await self._spare).close()

@@ -1,9 +1,9 @@
-"""A text process: it loads one model's tokenizer and template, and forks children that use them.
+"""A text process: loads one model's tokenizer and template, and forks children that use them.
 
-A model's files come from strangers, and one operation of theirs can take all memory or never end
-(a regular expression, a comparison of nested lists). So they are used here only, under limits that
-the kernel holds: a child that passes one of time is killed by its timer's signal. Children share
-the memory of what was loaded. Messages come one at a time, so a process has one thread.
+A model's files are untrusted: one operation (a regular expression, a comparison of nested lists)
+can exhaust memory or never end. They are used only here, under limits that the kernel enforces: a
+timer's signal kills a child that exceeds a time limit. Children share the loaded memory. Messages
+are handled one at a time, so a process has one thread.
 """
 
 import gc
@@ -53,14 +53,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_FILES = 256  # that a text process may have open: a few, and one for each child
+MAX_FILES = 256  # open files: a few, and one per child
 
 
 class TextModel:
-    """What a child has: everything that a model's files say about text."""
+    """The loaded text files of a model, shared by the children."""
 
     def __init__(self, card: TextCard, files: dict[str, bytes]) -> None:
-        """Raises UnsupportedTokenizer; a panic of a Rust library is a BaseException."""
+        """Raises UnsupportedTokenizer if a file is unusable; BaseException if a Rust library
+        panics."""
         self.tokenizer = Tokenizer(files["tokenizer"], card)
         self.template: ChatTemplate | None = None
         self._family = self.reasoning_parser = ""
@@ -77,8 +78,8 @@ class TextModel:
         self._no_grammars = ""
 
     def probe(self, limits: TextLimits) -> None:
-        """Probes the template in a child with the limits of a prompt: of a template that passes
-        them nothing is known, and its prompts fail."""
+        """Probe the template in a child under the limits of a prompt. A template that exceeds them
+        gets default capabilities, and its prompts fail."""
         if self.template is None:
             return
         read, write = os.pipe()
@@ -99,7 +100,7 @@ class TextModel:
 
     @property
     def tool_parser(self) -> str:
-        """The name of the template's family; empty where it shows no tools."""
+        """The name of the template's tool family; empty if the template shows no tools."""
         return self._family if self.template is not None and self.template.shows_tools else ""
 
     @property
@@ -107,11 +108,11 @@ class TextModel:
         return self._compiler is not None or self._no_grammars != ""
 
     def load_grammars(self) -> None:
-        """Load what `grammar` needs, once: about 3 us and 2 KB for each token of the vocabulary.
-        Only the child that compiles grammars pays for it."""
+        """Load the grammar compiler once: about 3 us and 2 KB per token of the vocabulary. Only the
+        child that compiles grammars calls it."""
         if self.has_loaded_grammars:
             return
-        from pdserve.gateway.grammars.compiler import GrammarCompiler  # llguidance takes a while
+        from pdserve.gateway.grammars.compiler import GrammarCompiler  # llguidance imports slowly
 
         try:
             self._compiler = GrammarCompiler(self.tokenizer)
@@ -121,14 +122,14 @@ class TextModel:
             self._no_grammars = f"this model takes no structure: {cut(str(error), MAX_QUOTED)}"
 
     def grammar(self, structure: Structure) -> str:
-        """Raises TextError."""
+        """Compile a structure. Raises TextError if it or the model is unsupported."""
         self.load_grammars()
         if self._compiler is None:
             raise TextError(self._no_grammars, structure.param)
         return self._compiler.compile(structure)
 
     def described(self) -> TextMessage:
-        """What the gateway keeps."""
+        """Return the message from which the gateway builds LoadedText."""
         tokens = map(self.tokenizer.token_name, range(self.tokenizer.card.vocab_size))
         head = {
             "decoder": self.tokenizer.decoder,
@@ -142,8 +143,8 @@ class TextModel:
 
 
 def main() -> None:
-    """The process, until the gateway closes the socket or dies. Arguments: the socket's descriptor,
-    TextLimits as JSON, and the format of log lines."""
+    """Run the process until the gateway closes the socket or dies. Arguments: the socket's
+    descriptor, TextLimits as JSON, and the format of log lines."""
     show_as("text")
     configure_logging("text", log_format=sys.argv[3])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -154,11 +155,11 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, limits: TextLimits) -> None:
-    """Loads the model whose files come first. Raises ConnectionError."""
+    """Load the model of the first message, then serve forks. Raises ConnectionError."""
     asked = _receive(control)
     if asked is None:
         return
-    control.sendall(pack(TextMessage({"received": True})))  # what kills it now is in the files
+    control.sendall(pack(TextMessage({"received": True})))  # from here, a crash is due to the files
     try:
         _bound_memory(limits.load_bytes)
         _set_timer(LATE_SIGNAL, limits.load_s)
@@ -176,12 +177,12 @@ def _serve(control: socket.socket, limits: TextLimits) -> None:
     control.sendall(pack(answer))
     if "error" not in answer.head:
         gc.collect()
-        gc.freeze()  # a collection in a child would copy the pages that all share
+        gc.freeze()  # a collection in a child would copy the shared pages
         _serve_forks(control, lambda sock: work(sock, model, limits))
 
 
 def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
-    """Forks a child for each socket that comes, and says how each ends. Raises ConnectionError."""
+    """Fork a child for each received socket, and report how it ends. Raises ConnectionError."""
     here = os.getpid()
     running: dict[int, int] = {}  # pidfd: pid
     while True:
@@ -211,19 +212,19 @@ def _serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) 
 
 
 def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
-    """Answers until the gateway closes the socket, or this child cannot go on."""
+    """Answer messages until the gateway closes the socket or this child cannot continue."""
     _bound_memory(limits.prompt_bytes)
     while (asked := _receive(sock)) is not None:
         _set_timer(LATE_SIGNAL, limits.late_s)
         try:
             answer = _answer(asked, model, limits)
         except TextError as error:
-            # It may quote the client.
+            # Cut: the error may quote the client.
             answer = TextMessage({"error": cut(str(error), MAX_QUOTED), "param": error.param})
         except MemoryError:
             text = f"the {subject(asked)} needs too much memory to be prepared"
             answer = TextMessage({"error": text, "last": True})
-        except BaseException as error:  # a panic of a Rust library, too
+        except BaseException as error:  # includes panics of Rust libraries
             text = f"the {subject(asked)} cannot be prepared: {type(error).__name__}"
             answer = TextMessage({"error": text, "last": True})
         for timer in (RENDER_SIGNAL, PROMPT_SIGNAL, LATE_SIGNAL):
@@ -234,10 +235,10 @@ def work(sock: socket.socket, model: TextModel, limits: TextLimits) -> None:
 
 
 def _answer(asked: TextMessage, model: TextModel, limits: TextLimits) -> TextMessage:
-    """Raises TextError."""
+    """Do the work of one message. Raises TextError."""
     head = asked.head
     if head["op"] == "grammar":
-        if not model.has_loaded_grammars:  # loading counts as neither time nor memory of a grammar
+        if not model.has_loaded_grammars:  # loading does not count toward a grammar's limits
             _bound_memory(limits.load_bytes)
             model.load_grammars()
             _bound_memory(limits.prompt_bytes)
@@ -247,13 +248,13 @@ def _answer(asked: TextMessage, model: TextModel, limits: TextLimits) -> TextMes
         _set_timer(PROMPT_SIGNAL, limits.prompt_s)
         return with_ids([model.tokenizer.encode_within(text) for text in head["texts"]])
     ids = _prompt(asked, model, limits)
-    if len(ids) > head["max_len"]:  # only a hostile template writes so much
+    if len(ids) > head["max_len"]:  # only a hostile template exceeds this
         raise TextError(f"the prompt has {len(ids)} tokens")
     return with_ids([ids])
 
 
 def _prompt(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[int]:
-    """Raises TextError."""
+    """Return the token ids of a prompt. Raises TextError."""
     head = asked.head
     if head["op"] == "text":
         _set_timer(PROMPT_SIGNAL, limits.prompt_s)
@@ -262,19 +263,19 @@ def _prompt(asked: TextMessage, model: TextModel, limits: TextLimits) -> list[in
             add_special_tokens=head["add_special_tokens"],
             parse_special=head["parse_special"],
         )
-    assert model.template is not None  # the gateway knows
+    assert model.template is not None  # the gateway checks has_template
     _set_timer(RENDER_SIGNAL, limits.render_s)
     rendered = model.template.render(TemplateInput(**head["conversation"]))
     _set_timer(RENDER_SIGNAL, 0)
     length = len(rendered.text)
-    if length > head["max_len"]:  # of characters; the tokenizer would take seconds for them
+    if length > head["max_len"]:  # in characters; tokenizing more would take seconds
         raise TextError(f"the chat template writes {length} characters, which cannot fit")
     _set_timer(PROMPT_SIGNAL, limits.prompt_s)
     return model.tokenizer.encode_rendered(rendered)
 
 
 def _receive(sock: socket.socket) -> TextMessage | None:
-    """The next message; None at the end."""
+    """Return the next message, or None at the end of the stream."""
     with suppress(EOFError, ConnectionError):
         head = head_of(_take(sock, size_of(_take(sock, SIZE_BYTES))))
         return TextMessage(head, [_take(sock, size) for size in head["sizes"]])
@@ -300,12 +301,12 @@ _TIMERS = {
 
 
 def _set_timer(number: signal.Signals, seconds: float) -> None:
-    """The kernel sends this signal after so many seconds; 0: never."""
+    """Have the kernel send this signal after `seconds`; 0 disables the timer."""
     signal.setitimer(_TIMERS[number], seconds)
 
 
 def _bound_memory(more: int) -> None:
-    """From now on this process may take so many bytes of address space."""
+    """Limit the address space of this process to its present size plus `more` bytes."""
     with open("/proc/self/statm", "rb") as file:
         pages = int(file.read().split()[0])
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

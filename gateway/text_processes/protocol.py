@@ -1,9 +1,9 @@
-"""What the gateway and a text process say to each other.
+"""The message format between the gateway and a text process.
 
-A message is a JSON object, then pieces of bytes:
+A message is a JSON object followed by byte strings (parts):
 
-    4   bytes of the JSON object, little-endian
-    ... the JSON object; "sizes" are those of the pieces that follow
+    4   size of the JSON object in bytes, little-endian
+    ... the JSON object; "sizes" lists the sizes of the parts that follow
 """
 
 import json
@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 from pdserve.gateway.text.errors import TextError
 from pdserve.services.host.errors import MAX_QUOTED, cut
 
-FORK = b"f"  # to the process of a model: comes with the socket of a new child
-# How a child ends that passes a limit of time; no handler is set, so the kernel kills it.
+FORK = b"f"  # to the process of a model, with the socket of a new child
+# Signals that end a child which exceeds a time limit; without a handler, the kernel kills it.
 RENDER_SIGNAL = signal.SIGPROF
-PROMPT_SIGNAL = signal.SIGVTALRM  # for a grammar, too
+PROMPT_SIGNAL = signal.SIGVTALRM  # also for a grammar
 LATE_SIGNAL = signal.SIGALRM
 
 MAX_HEAD_BYTES = 16 << 20
 MAX_PARTS = 16
-MAX_BYTES = 256 << 20  # of all pieces; a vocabulary of a million tokens has some 20 MB
+MAX_BYTES = 256 << 20  # of all parts; a vocabulary of a million tokens has about 20 MB
 ID_BYTES = 4
 _SIZE = struct.Struct("<I")
 SIZE_BYTES = _SIZE.size
@@ -39,19 +39,19 @@ class TextMessage(NamedTuple):
 
 def pack(message: TextMessage) -> bytes:
     head = {**message.head, "sizes": [len(part) for part in message.parts]}
-    # A client's text may hold lone surrogates; whoever reads it says so.
+    # A client's text may hold lone surrogates; the receiver rejects them.
     text = json.dumps(head, ensure_ascii=False, separators=(",", ":"))
     data = text.encode("utf-8", "surrogatepass")
     return b"".join((_SIZE.pack(len(data)), data, *message.parts))
 
 
 def size_of(data: bytes) -> int:
-    """Bytes of the JSON object that follows these SIZE_BYTES."""
+    """Decode the SIZE_BYTES before a JSON object to its size in bytes."""
     return int(_SIZE.unpack(data)[0])
 
 
 def head_of(data: bytes) -> dict[str, Any]:
-    """Raises ValueError for what is no JSON object."""
+    """Decode the JSON object of a message. Raises ValueError if it is not a JSON object."""
     head = json.loads(data.decode("utf-8", "surrogatepass"))
     if not isinstance(head, dict):
         raise ValueError("a head that is no object")
@@ -59,7 +59,8 @@ def head_of(data: bytes) -> dict[str, Any]:
 
 
 def part_sizes(head: Mapping[str, Any]) -> list[int]:
-    """Of the pieces behind a head. Raises ValueError if it does not say so, or if it is much."""
+    """Return the sizes of the parts after a head. Raises ValueError if they are missing, or exceed
+    MAX_PARTS or MAX_BYTES."""
     sizes = head.get("sizes")
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError("a head without the sizes of its pieces")
@@ -69,21 +70,21 @@ def part_sizes(head: Mapping[str, Any]) -> list[int]:
 
 
 class MessageReader:
-    """Makes messages of the bytes that arrive."""
+    """Assembles messages from received bytes."""
 
     def __init__(self) -> None:
         self._data = bytearray()
-        self._head: dict[str, Any] | None = None  # of the message that arrives
-        self._sizes: list[int] = []  # of its pieces
+        self._head: dict[str, Any] | None = None  # of the incomplete message
+        self._sizes: list[int] = []  # of its parts
 
     @property
     def num_unread(self) -> int:
-        """Bytes of a message that is not whole yet."""
+        """Number of buffered bytes of an incomplete message."""
         return len(self._data)
 
     def feed(self, data: bytes) -> list[TextMessage]:
-        """The messages that are whole with these bytes. Raises ValueError or RecursionError if the
-        bytes are no message, or one that is too large."""
+        """Add bytes and return the messages that they complete. Raises ValueError or RecursionError
+        if the bytes are not a message or it is too large."""
         self._data += data
         found = []
         while (message := self._next()) is not None:
@@ -114,13 +115,13 @@ class MessageReader:
 
 
 def subject(asked: "TextMessage") -> str:
-    """What a message asks to be prepared, as errors name it."""
+    """Return the kind of work of a message, for error texts."""
     return "grammar" if asked.head["op"] == "grammar" else "prompt"
 
 
 def answered(answer: "TextMessage", max_bytes: int) -> bytes:
-    """The one piece of an answer. Raises TextError with what a text process says is wrong with what
-    it was asked, ValueError for an answer that is none."""
+    """Return the only part of an answer. Raises TextError if the answer is an error, ValueError if
+    it is malformed or too large."""
     if "error" in answer.head:
         texts = [answer.head["error"], answer.head.get("param", "")]
         if not all(isinstance(text, str) for text in texts):
@@ -134,13 +135,16 @@ def answered(answer: "TextMessage", max_bytes: int) -> bytes:
 
 
 def with_ids(sequences: Sequence[Sequence[int]]) -> TextMessage:
-    """An answer of sequences of token ids."""
+    """Build an answer with sequences of token ids."""
     ids = array("I", chain.from_iterable(sequences))
     return TextMessage({"lengths": list(map(len, sequences))}, [ids.tobytes()])
 
 
 def ids_of(answer: TextMessage, count: int, max_len: int) -> list[list[int]]:
-    """`count` sequences of at most `max_len` token ids in all. Raises as `answered` does."""
+    """Decode `count` sequences of at most `max_len` token ids in total.
+
+    Raises as `answered` does.
+    """
     piece = answered(answer, max_len * ID_BYTES)
     lengths = answer.head.get("lengths")
     if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
@@ -153,12 +157,12 @@ def ids_of(answer: TextMessage, count: int, max_len: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """What the files of a model may use. Bytes are beyond what the process had before."""
+    """Resource limits of a model's files. Bytes are in addition to the memory used before."""
 
-    load_s: float  # by the clock
+    load_s: float  # wall time
     load_bytes: int
-    render_s: float  # of processor time, for a chat template
-    prompt_s: float  # of processor time, for tokenizing
-    prompt_bytes: int  # for a grammar, too
-    late_s: float  # by the clock, for a prompt or a grammar in all
-    grammar_s: float  # of processor time, for a grammar
+    render_s: float  # CPU time, for a chat template
+    prompt_s: float  # CPU time, for tokenizing
+    prompt_bytes: int  # also for a grammar
+    late_s: float  # wall time, for a whole prompt or grammar
+    grammar_s: float  # CPU time, for a grammar

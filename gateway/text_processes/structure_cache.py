@@ -1,6 +1,6 @@
-"""Grammars that were compiled, and errors of those that cannot be, by the digest of the structure.
+"""An LRU cache of compiled grammars and compile errors, by the digest of the structure.
 
-Invariant: what is kept has at most `max_bytes`; what was asked for last goes last.
+Invariant: the entries take at most `max_bytes`.
 """
 
 import math
@@ -8,14 +8,14 @@ import math
 from pdserve.gateway.text.errors import TextError
 
 MAX_BYTES = 4 << 20  # of one model
-ENTRY_BYTES = 512  # that an entry takes beside its text
+ENTRY_BYTES = 512  # overhead of an entry beyond its text
 
 
 class StructureCache:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._held = 0
-        self._found: dict[bytes, tuple[str | TextError, float]] = {}  # with the time it is kept to
+        self._found: dict[bytes, tuple[str | TextError, float]] = {}  # with the expiry time
 
     def get(self, key: bytes, now_s: float) -> str | TextError | None:
         entry = self._drop(key)
@@ -25,7 +25,7 @@ class StructureCache:
         return entry[0]
 
     def put(self, key: bytes, found: str | TextError, until_s: float = math.inf) -> None:
-        """`until_s`: when it is to be forgotten."""
+        """Add a result, which expires at `until_s`, and evict the oldest above `max_bytes`."""
         self._drop(key)
         self._found[key] = found, until_s
         self._held += _size(found)
@@ -40,5 +40,5 @@ class StructureCache:
 
 
 def _size(found: str | TextError) -> int:
-    """In bytes; a text may have up to four for each character."""
+    """Return the size in bytes; a text has up to four per character."""
     return ENTRY_BYTES + (4 * len(found) if isinstance(found, str) else len(str(found)))

@@ -1,4 +1,4 @@
-"""Joins the parsers of one choice: what it thinks, then its calls; pure."""
+"""Combines the reasoning parser and the tool call parser of one choice; pure."""
 
 from collections.abc import Callable
 from itertools import takewhile
@@ -7,15 +7,15 @@ from pdserve.gateway.text.parsing.family import ContentParser, ThoughtParser
 from pdserve.gateway.text.parsing.stream import CallStream
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
-MAX_HELD_CHARS = 1 << 16  # of a thought, from a call in it on
+MAX_HELD_CHARS = 1 << 16  # of reasoning, from the first call in it
 
 
 class AnswerParser:
-    """What `calls` makes of what `thoughts` leaves as text; either may be missing.
+    """Parses reasoning with `thoughts` and the remaining text with `calls`; either may be None.
 
-    A model may call a tool while it thinks and not close the thought. So what it thinks is held
-    back from a call on, until text follows: then the call was an example. If the answer ends before
-    that, a whole call of a known tool has ended the thought.
+    A model may call a tool while reasoning without closing the reasoning. Reasoning is therefore
+    held back from a call on. If text follows, the call was an example. If the answer ends first, a
+    complete call of a known tool ends the reasoning.
     """
 
     def __init__(
@@ -24,13 +24,13 @@ class AnswerParser:
         calls: ContentParser | None,
         in_thought: Callable[[], CallStream] | None = None,
     ) -> None:
-        """`in_thought` makes a parser that finds calls in thoughts."""
+        """Initialize with `in_thought`, which makes a parser for calls within reasoning."""
         self._thoughts = thoughts
         self._calls = calls
         self._search = in_thought() if in_thought is not None else None
-        self._held = ""  # of the thought
-        self._num_given = 0  # characters of it
-        self._first: int | None = None  # the call from which on nothing but calls has come
+        self._held = ""  # reasoning held back
+        self._num_given = 0  # characters of reasoning returned
+        self._first: int | None = None  # the first call after which only calls have come
 
     def push(self, text: str) -> list[ContentPart]:
         if self._thoughts is None:
@@ -68,7 +68,7 @@ class AnswerParser:
         return made
 
     def _thought(self, search: CallStream, text: str) -> list[ContentPart]:
-        """What is surely a thought."""
+        """Add reasoning; return the part that is certainly reasoning."""
         self._held += text
         if len(self._held) <= MAX_HELD_CHARS:
             return self._decided(search, search.push(text))
@@ -77,7 +77,7 @@ class AnswerParser:
         return [ReasoningPart(text)]
 
     def _decided(self, search: CallStream, parts: list[ContentPart]) -> list[ContentPart]:
-        """What is surely a thought, by the parts that have been found in it."""
+        """Return the part that is certainly reasoning, given the parts found in it."""
         for part in parts:
             if not isinstance(part, ToolCallPart):
                 self._first = None
@@ -95,7 +95,7 @@ def _is_thought(part: ContentPart) -> bool:
 
 
 class InlineThoughts:
-    """A parser's content with its thoughts as text, between their tags."""
+    """Wraps a parser and returns its reasoning as text between tags."""
 
     def __init__(self, parser: ContentParser, begin: str, end: str) -> None:
         self._parser = parser

@@ -1,8 +1,7 @@
-"""Arguments that models write as plain text, made into values of the types that the tools' JSON
-schemas give them; pure.
+"""Converts arguments in plain text to values of the types in the tools' JSON schemas; pure.
 
-A schema comes from a stranger and may refer to itself a thousand times over, so types are looked up
-only when a call is read, each once, and all those of a request within one budget.
+Schemas are untrusted and may refer to themselves many times. Types are therefore looked up only
+when a call is read, once each, and within one budget per request.
 """
 
 from collections import ChainMap
@@ -26,37 +25,37 @@ from pdserve.gateway.text.parsing.values import (
 )
 
 MAX_STEPS = 2048  # through the schemas of a request: about two milliseconds
-MAX_OPTIONS = 32  # that are looked at where a schema leaves a choice
+MAX_OPTIONS = 32  # read of a list of alternatives in a schema
 MAX_POINTER_CHARS = 256
 _CHOICES = ("anyOf", "oneOf", "allOf")
 _NOTHING: frozenset[str] = frozenset()
 _STRING = frozenset({"string"})
 _CONTAINERS = frozenset({"object", "array"})
 _OTHERS = frozenset({"object", "array", "integer", "number", "boolean", "null"})
-MAX_UNDECIDED = 512  # characters of a value that may be a string or something else
-MAX_STREAMED_VALUES = 1 << 20  # of an argument whose JSON is given piece by piece
+MAX_UNDECIDED = 512  # characters of a value that may be a string or another type
+MAX_STREAMED_VALUES = 1 << 20  # of an argument whose JSON is streamed
 _NUMERIC = frozenset("+-.0123456789eE_ \t\r\n")
 
 
 class ToolSchemas:
-    """The schemas of a request's tools, which all its choices share."""
+    """The schemas of a request's tools, shared by all its choices."""
 
     def __init__(self, parameters: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
-        """`parameters`: of each tool the schema of its arguments."""
+        """Initialize with `parameters`, the schema of the arguments by tool name."""
         self._parameters = parameters or {}
         self._tools: dict[str, _ArgumentTypes] = {}
         self._budget = _Budget(MAX_STEPS)
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a tool of that name."""
+        """Return whether a tool has that name."""
         return name in self._parameters
 
     def knows(self, name: str, key: str) -> bool:
-        """Whether there is a tool of that name with such an argument."""
+        """Return whether a tool has that name and such an argument."""
         return self.call(name).knows(key)
 
     def call(self, name: str) -> "CallArguments":
-        """What reads the arguments of one call of a tool, which need not be known."""
+        """Return a converter for the arguments of one call; the tool may be unknown."""
         if name not in self._parameters:
             return CallArguments(None)
         if name not in self._tools:
@@ -65,24 +64,24 @@ class ToolSchemas:
 
 
 class CallArguments:
-    """The arguments of one call, with one budget of values for those that are no JSON."""
+    """Converts the arguments of one call, with one budget for values that are not JSON."""
 
     def __init__(
         self, types: "_ArgumentTypes | None", values: "_Budget | None" = None, depth: int = 1
     ) -> None:
-        """`depth`: of the object or list that has them, the arguments' own being 1."""
+        """Initialize with `depth` of the containing object or list; 1 for the arguments object."""
         self._types = types
         self._depth = depth
         self._values = values or _Budget(MAX_VALUES)
 
     def within(self, key: str) -> "CallArguments":
-        """What reads the members of an argument that is an object, or the items of a list, each as
-        `item`."""
+        """Return a converter for the members of an object argument, or for the items of a list
+        argument, each under the key `item`."""
         types = self._types and self._types.within(key)
         return CallArguments(types, self._values, self._depth + 1)
 
     def may_contain(self, key: str) -> bool:
-        """Whether an argument may be an object or a list."""
+        """Return whether an argument may be an object or a list."""
         types = self._types.of(key) if self._types is not None else _NOTHING
         return not types or bool(types & _CONTAINERS)
 
@@ -91,17 +90,17 @@ class CallArguments:
         return not types or "array" in types
 
     def must_contain(self, key: str) -> bool:
-        """Whether an argument can be nothing but an object or a list."""
+        """Return whether an argument can only be an object or a list."""
         types = self._types.of(key) if self._types is not None else _NOTHING
         return bool(types) and types <= _CONTAINERS
 
     def knows(self, key: str) -> bool:
-        """Whether the tool has such an argument."""
+        """Return whether the tool has such an argument."""
         return self._types is not None and key in self._types.properties
 
     def typed(self, key: str, text: str) -> Any:
-        """A value as its schema wants it; the text where it says nothing, or the value is too deep
-        within the arguments."""
+        """Convert a text to a value of its schema's type. Returns the text if the schema has no
+        type, the text does not match it, or the value is nested too deeply."""
         types = self._types.of(key) if self._types is not None else _NOTHING
         if not types or types == {"string"}:
             return text
@@ -121,14 +120,17 @@ class CallArguments:
         return value if _types_of(value) & types else text
 
     def member(self, gap: str, key: str, texts: Pieces[T], *, json: bool = False) -> Pieces[T]:
-        """A member of the arguments as JSON; `gap` stands before it. Else as `value`."""
+        """Yield a member of the arguments as JSON, preceded by `gap`; otherwise as `value`."""
         return self.value(f"{gap}{json_text(key)}: ", key, texts, json=json)
 
     def value(self, head: str, key: str, texts: Pieces[T], *, json: bool = False) -> Pieces[T]:
-        """A value of the arguments as JSON, from its text in pieces; `head` stands before it, and
-        is given with the first text. A string is given as it comes, an object or a list, too, where
-        the schema allows no string. `json`: the value is JSON, or else a string, whatever the
-        schema says. Returns what `texts` returns. Raises CutOff, Malformed."""
+        """Yield a value of the arguments as JSON, from its text in pieces; return the result of
+        `texts`.
+
+        `head` is prepended to the first piece. Strings are streamed; so are objects and lists if
+        the schema allows no string. `json`: ignore the schema; the value is JSON if it parses, else
+        a string. Raises CutOff, Malformed.
+        """
 
         def whole(text: str) -> Any:
             return self._json_or_text(text) if json else self.typed(key, text)
@@ -151,7 +153,7 @@ class CallArguments:
                 head = ""
 
     def _json(self, text: str) -> Any:
-        """Raises Malformed for what is not JSON, or too deep within the arguments."""
+        """Parse JSON. Raises Malformed if it is invalid or nested too deeply in the arguments."""
         value = json_value(text)
         if self._depth + depth_of(value) > MAX_JSON_DEPTH:
             raise Malformed
@@ -165,16 +167,15 @@ class CallArguments:
 
 
 class _Form:
-    """What the text of one value becomes: undecided at first, then a string, a value that is read
-    as it comes (over behind its last bracket, or where it is malformed), or one that is read when
-    it is whole."""
+    """The form of one value's text. Starts undecided, then becomes "string", "value" (streamed;
+    "over" after its last bracket or where it is malformed) or "whole" (converted when complete)."""
 
     def __init__(self, types: frozenset[str], *, quoted: bool) -> None:
         self._types = types
-        self._quoted = quoted  # a string may stand in quotes
+        self._quoted = quoted  # a string may be in quotes
         self._decided = "string" if types <= _STRING else ""
         self._begun = False
-        self._texts: list[str] = []  # that are held back
+        self._texts: list[str] = []  # held back
         self._reader = BlockReader("")
         self._value: Pieces[None] | None = None
         self._written = OpenJson()
@@ -195,7 +196,7 @@ class _Form:
             self._texts.append(text)
 
     def end(self, typed: Callable[[str], Any]) -> Iterator[str]:
-        """`typed`: makes a value of its whole text."""
+        """Yield the end of the value; `typed` converts its whole text."""
         if self._decided == "string":
             yield '"' if self._begun else '""'
         elif self._decided == "value":
@@ -211,7 +212,8 @@ class _Form:
                 yield json_text(text)
 
     def _decision(self, bare: str) -> str:
-        """By the beginning of the value, without white space before it."""
+        """Return the form by the beginning of the value, or "" if undecided; `bare` has no leading
+        white space."""
         types, first = self._types, bare[:1]
         if not first:
             return ""
@@ -240,7 +242,7 @@ class _Form:
                 yield piece
             self._decided = "over"
         except Malformed:
-            if self._begun:  # what is given cannot be taken back
+            if self._begun:  # emitted pieces cannot be withdrawn
                 self._decided = "over"
                 yield self._written.closing
             else:
@@ -253,14 +255,14 @@ class _Budget:
         self.left = steps
 
     def take(self, steps: int) -> bool:
-        """Whether there are so many left."""
+        """Consume steps; return whether that many were left."""
         self.left -= steps
         return self.left >= 0
 
 
 class _ArgumentTypes:
-    """The names of the types that each argument of one tool may have; none if its schema does not
-    say, or says it too far away."""
+    """The type names allowed for each argument of one tool. Empty if the schema does not name any
+    or the budget does not suffice to find them."""
 
     def __init__(
         self,
@@ -268,7 +270,7 @@ class _ArgumentTypes:
         budget: _Budget,
         properties: Mapping[str, Any] | None = None,
     ) -> None:
-        """`properties`: of an argument within `whole`."""
+        """Initialize with the schema `whole`; `properties` are those of an argument within it."""
         self.properties = _mapping(whole.get("properties")) if properties is None else properties
         self._whole = whole
         self._budget = budget
@@ -287,7 +289,7 @@ class _ArgumentTypes:
         return self._of[key]
 
     def within(self, key: str) -> "_ArgumentTypes":
-        """Those of the members or items of an argument."""
+        """Return the types of the members or items of an argument."""
         if key not in self._within:
             schemas = [*self._schemas(self.properties.get(key))]
             members = [_mapping(schema.get("properties")) for schema in schemas]
@@ -297,7 +299,7 @@ class _ArgumentTypes:
         return self._within[key]
 
     def _schemas(self, schema: Any) -> Iterator[Mapping[str, Any]]:
-        """A schema, and all that it refers to or leaves a choice of."""
+        """Yield a schema, and all schemas that it refers to or offers as alternatives."""
         seen: set[str] = set()
         todo = [schema]
         while todo and self._budget.take(1):
@@ -312,14 +314,14 @@ class _ArgumentTypes:
                 todo.append(self._target(pointer))
 
     def _referred_to(self, pointer: str) -> frozenset[str]:
-        """The types of what a pointer refers to."""
+        """Return the types of a pointer's target."""
         if pointer not in self._referred:
             self._referred[pointer] = self._reached(self._target(pointer), pointer)
         return self._referred[pointer]
 
     def _reached(self, schema: Any, known: str) -> frozenset[str]:
-        """The types of a schema, and of all that it refers to or leaves a choice of; the pointer
-        `known` is not followed."""
+        """Return the types of a schema and of all schemas that it refers to or offers as
+        alternatives; does not follow the pointer `known`."""
         found: set[str] = set()
         seen = {known}
         todo = [schema]
@@ -342,7 +344,7 @@ class _ArgumentTypes:
         return frozenset(found)
 
     def _target(self, pointer: str) -> Any:
-        """What a JSON pointer (RFC 6901) refers to; None for nothing."""
+        """Return the target of a JSON pointer (RFC 6901), or None."""
         names = unquote(pointer).split("/")[1:]
         if not self._budget.take(len(names)):
             return None
@@ -363,7 +365,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _pointer(schema: Any) -> str:
-    """The reference of a schema into its own document; empty if it is none."""
+    """Return the reference of a schema into its own document; empty if it has none."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or len(reference) > MAX_POINTER_CHARS:
         return ""
@@ -404,4 +406,4 @@ def _types_of(value: Any) -> set[str]:
             return {"object"}
         case None:
             return {"null"}
-    return set()  # a string in quotes is given as it is written
+    return set()  # a string in quotes is kept as written

@@ -1,4 +1,4 @@
-"""What a plug-in of gateway/text/tools or gateway/text/reasoning is; pure data."""
+"""The plug-in types of gateway/text/tools and gateway/text/reasoning, and call readers; pure."""
 
 import re
 from collections.abc import Callable, Generator, Sequence
@@ -21,11 +21,11 @@ from pdserve.gateway.text.parts import ContentPart
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A piece of a call as a model writes it: the first has its name, and `last` ends it."""
+    """A piece of a tool call; the first piece has the name, and `last` ends the call."""
 
     name: str = ""
     arguments: str = ""  # a piece of a JSON object's text
-    id: str = ""  # that the model has given it
+    id: str = ""  # chosen by the model
     last: bool = False
 
 
@@ -33,8 +33,8 @@ Calls = Generator[CallPiece | None, None, None]  # None: needs more text
 
 
 class ContentParser(Protocol):
-    """Text in any pieces in, content out; `finish` gives what was held back. `cut`: the answer has
-    ended by its length, and so perhaps in the middle of a call."""
+    """Parses text in pieces of any size to content; `finish` returns the content held back. `cut`:
+    the answer reached its length limit, and so may end inside a call."""
 
     def push(self, text: str) -> list[ContentPart]: ...
 
@@ -42,7 +42,7 @@ class ContentParser(Protocol):
 
 
 class ThoughtParser(ContentParser, Protocol):
-    """One of thoughts; `closed`: no more of them come."""
+    """A parser of reasoning; `closed`: no more reasoning follows."""
 
     @property
     def closed(self) -> bool: ...
@@ -50,9 +50,8 @@ class ThoughtParser(ContentParser, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a call is written whose arguments a grammar holds to a schema: `begin`, with the
-    function's name for NAME, the arguments as JSON, `end`. Free text turns into calls where
-    `trigger` begins."""
+    """The form of a call under a grammar: `begin`, with NAME replaced by the function's name, the
+    arguments as JSON, and `end`. A call begins where free text contains `trigger`."""
 
     begin: str
     end: str
@@ -61,17 +60,17 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class ToolFamily:
-    """How models of a family call tools.
+    """The tool call format of a model family.
 
-    `read` reads the calls of a block from after the opener that it began with ("" for a block that
-    began with one of the characters `bare` at the start of the answer, whose first call is one of a
-    tool that the model has) and raises Malformed for what are none. `whole` makes a parser of whole
-    answers instead, with reasoning; then `read` is not used; it begins with `opening` where the
-    answer goes on with a message. `special`: texts that the parser needs even where they are
-    special tokens. `around`: tags around an answer's text, which are left out.
+    `read` reads the calls of a block after its opener and raises Malformed if the text is not a
+    call. The opener is "" for a block at the start of the answer that begins with a character of
+    `bare`; its first call must be of a known tool. `whole` makes a parser of whole answers,
+    including reasoning, and replaces `read`. `opening`: input with which that parser starts if the
+    answer continues a message. `special`: texts that the parser needs even if they are special
+    tokens. `around`: tags around an answer's text, which are dropped.
     """
 
-    name: str  # as vLLM calls it, where it knows it
+    name: str  # vLLM's name, if vLLM supports the family
     matches: Callable[[str], bool]  # whether a chat template is of this family
     form: CallForm
     openers: Sequence[str] = ()
@@ -81,23 +80,23 @@ class ToolFamily:
     whole: Callable[[Callable[[], str], bool, ToolSchemas | None], ContentParser] | None = None
     opening: str = ""
     around: Sequence[str] = ()
-    id_len: int = 0  # letters and digits of a call's id, where templates insist on so many
+    id_len: int = 0  # letters and digits of a call's id, if templates require a fixed number
 
     @property
     def has_tags(self) -> bool:
-        """Whether a call begins with a tag, which no answer in JSON begins with."""
+        """Whether a call begins with a tag, which cannot begin an answer in JSON."""
         return self.form.trigger in self.openers
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFamily:
-    """How models of a family think before they answer, between `begin` and `end`.
+    """The reasoning format of a model family: reasoning between `begin` and `end`, then the answer.
 
-    `make(open)` makes a parser; `open`: the prompt has opened the thought already. `after`: the
-    text after which the answer begins, with `lead` between where something may stand there that a
-    structure leaves out. `written`: what the model writes for `begin` and `end`,
-    where that is something else. `opening`: what the parser begins with where the answer goes on
-    with a message. `around`: tags around the answer's text, which are left out.
+    `make(open)` makes a parser; `open`: the prompt has already opened the reasoning. `after`: the
+    text after which the answer begins. `lead`: text between `after` and a structured answer; it
+    excludes optional text that the model may write there otherwise. `written`: the model's text for
+    `begin` and `end`, if it differs. `opening`: input with which the parser starts if the answer
+    continues a message. `around`: tags around the answer's text, which are dropped.
     """
 
     name: str
@@ -114,8 +113,8 @@ class ReasoningFamily:
 
 
 def call_of(value: Any, schemas: ToolSchemas, *, needs_arguments: bool = False) -> CallPiece:
-    """A call written as {"name": ..., "arguments" or "parameters": ...}. Raises Malformed, also for
-    the definition of a tool."""
+    """Return the call of an object {"name": ..., "arguments" or "parameters": ...}. Raises
+    Malformed if the object is not a call, e.g. if it defines a tool."""
     if not isinstance(value, dict):
         raise Malformed
     function = value.get("function")
@@ -144,9 +143,11 @@ def _whole(name: str, arguments: Any) -> CallPiece:
 
 
 def called(schemas: ToolSchemas, name: str, pieces: Pieces[None], id: str = "") -> Calls:
-    """Gives the call of a function whose arguments come in pieces: as they come if it is one of the
-    tools, otherwise whole. Arguments that have begun end where they are malformed, and what is open
-    is closed. Raises CutOff, Malformed."""
+    """Yield the call of a function whose arguments come in pieces.
+
+    Streams the arguments of a known tool; yields other calls whole. Streamed arguments end where
+    they become malformed, and open brackets are closed. Raises CutOff, Malformed.
+    """
     known = name in schemas
     held: list[str] = []
     written = OpenJson()
@@ -175,7 +176,7 @@ def called(schemas: ToolSchemas, name: str, pieces: Pieces[None], id: str = "") 
 
 
 def json_call(reader: BlockReader, schemas: ToolSchemas, *, needs_arguments: bool = False) -> Calls:
-    """Reads a call that is a JSON object. Raises CutOff, Malformed."""
+    """Read a call that is a JSON object. Raises CutOff, Malformed."""
     yield from reader.space()
     if (yield from reader.first()) not in ("{", ""):
         raise Malformed
@@ -198,8 +199,8 @@ def json_call(reader: BlockReader, schemas: ToolSchemas, *, needs_arguments: boo
 def grammar_call(
     reader: BlockReader, schemas: ToolSchemas, end: str
 ) -> Generator[CallPiece | None, None, bool]:
-    """Reads a call as a grammar makes it, a JSON object, and its end tag; whether one begins here.
-    Raises CutOff, Malformed."""
+    """Read a call in the form of a grammar, a JSON object, and its end tag. Returns whether one
+    begins here. Raises CutOff, Malformed."""
     yield from reader.space()
     if (yield from reader.first()) != "{":
         return False
@@ -210,7 +211,7 @@ def grammar_call(
 
 
 class _CallHead:
-    """What comes before the arguments of a call that is a JSON object."""
+    """Reads the fields before the arguments of a call that is a JSON object."""
 
     def __init__(self, reader: BlockReader, schemas: ToolSchemas) -> None:
         self.name = ""
@@ -219,7 +220,8 @@ class _CallHead:
         self._depth = 0
 
     def read(self) -> Reading[bool]:
-        """Whether the arguments of a known tool follow. Raises CutOff, Malformed."""
+        """Read up to the arguments; return whether arguments of a known tool follow. Raises CutOff,
+        Malformed."""
         reader = self._reader
         opens = True
         while True:
@@ -252,8 +254,8 @@ class _CallHead:
                 return False
 
     def _may_be_schema(self) -> Reading[bool]:
-        """Whether the object that follows begins as a JSON schema, and not as arguments of the
-        tool. Raises CutOff."""
+        """Return whether the next object looks like a JSON schema instead of arguments of the tool.
+        Raises CutOff."""
         reader = self._reader
         start = reader.at
         key = ""
@@ -273,7 +275,7 @@ class _CallHead:
         yield from self._tail()
 
     def _tail(self) -> Reading[None]:
-        """Reads the rest of the object, as far as it is one."""
+        """Read the rest of the object, as far as it is valid."""
         reader = self._reader
         try:
             while self._depth:
@@ -310,7 +312,7 @@ def _skip_value(reader: BlockReader) -> Reading[None]:
 
 
 def json_arguments(reader: BlockReader, schemas: ToolSchemas, name: str, id: str = "") -> Calls:
-    """Reads the arguments of a call, a JSON object. Raises CutOff, Malformed."""
+    """Read the arguments of a call, a JSON object. Raises CutOff, Malformed."""
     name = name.strip()
     try:
         yield from reader.space()
@@ -328,7 +330,7 @@ def json_arguments(reader: BlockReader, schemas: ToolSchemas, name: str, id: str
 
 
 def json_list(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Reads the calls of a JSON list, whose bracket is read. Raises CutOff, Malformed."""
+    """Read the calls of a JSON list after its opening bracket. Raises CutOff, Malformed."""
     while True:
         if (yield from reader.taken("]")):
             return
@@ -339,7 +341,7 @@ def json_list(reader: BlockReader, schemas: ToolSchemas) -> Calls:
 
 
 def json_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Reads a call that is a JSON object, several of them, or a list. Raises CutOff, Malformed."""
+    """Read one or more calls that are JSON objects, or a list of them. Raises CutOff, Malformed."""
     if (yield from reader.taken("[")):
         if (yield from reader.taken("]")):
             raise Malformed
@@ -351,7 +353,7 @@ def json_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
 
 
 def object_pieces(members: Pieces[None]) -> Pieces[None]:
-    """An object's text from pieces of its members, which have their commas."""
+    """Yield an object's text from pieces of its members, which include the commas."""
     begun = False
     for piece in members:
         if piece is not None and not begun:
@@ -366,7 +368,7 @@ _FIRST_KEY = re.compile(r'\{\s*"([^"\\]{0,32})"')
 _HALF_KEY = re.compile(r'\{\s*(?:"[^"\\]{0,32})?\Z')
 NAME_KEYS = ("name", "tool_name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters")
-DEFINITION_KEYS = frozenset(("description", "strict"))  # of a tool; no call has them
+DEFINITION_KEYS = frozenset(("description", "strict"))  # of a tool definition; no call has them
 SCHEMA_KEYS = frozenset(
     ("type", "properties", "required", "additionalProperties", "title", "$schema", "$defs")
 )
@@ -374,7 +376,7 @@ CALL_KEYS = frozenset((*NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id")
 
 
 def bare_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Reads a call that is a JSON object without tags around it, and so known by its keys alone: an
+    """Read a call that is a JSON object without tags. Recognizes it by its first key, so that an
     answer that begins with another object is not held back. Raises CutOff, Malformed."""
     yield from reader.space()
     while (key := _FIRST_KEY.match(reader.text, reader.at)) is None:
@@ -388,8 +390,8 @@ def bare_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
 
 
 def bare_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Reads calls that are JSON objects without tags, one after the other, or a list of them.
-    Raises CutOff, Malformed."""
+    """Read a sequence or a list of calls that are JSON objects without tags. Raises CutOff,
+    Malformed."""
     if (yield from reader.taken("[")):
         end = ","
         while end == ",":

@@ -1,8 +1,7 @@
-"""Harmony, the form of gpt-oss's answers: messages with channels, some of them calls; pure.
+"""Parses Harmony, the answer format of gpt-oss: messages with channels, some of them calls; pure.
 
-A message is a header, <|message|> and a body. The prompt ends with <|start|>assistant, so the
-first header has begun. An answer that is no message at all, as one that a grammar has made, is
-text.
+A message is a header, <|message|> and a body. The prompt ends with <|start|>assistant, so an answer
+begins inside the first header. An answer without messages, e.g. from a grammar, is text.
 """
 
 import re
@@ -15,7 +14,7 @@ from pdserve.gateway.text.parsing.stream import MAX_CALL_CHARS
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart, ToolCallPart
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
-FINAL = f"{CHANNEL}final{MESSAGE}"  # the header of what a user reads
+FINAL = f"{CHANNEL}final{MESSAGE}"  # the header of the answer to the user
 END = "<|end|>"
 ENDS = (END, "<|call|>", "<|return|>")
 SPECIAL = (CHANNEL, MESSAGE, START, *ENDS, "<|constrain|>")
@@ -35,8 +34,8 @@ _BEGINNINGS = (CHANNEL, MESSAGE, START, " to=", "to=", "assistant" + CHANNEL)
 
 
 class HarmonyStream:
-    """For one choice; with `calls`, messages to functions are calls, otherwise text. Those to the
-    tools of `schemas` are given as they come, others whole; without it all are as they come."""
+    """Parses one choice; with `calls`, messages to functions are calls, otherwise text. Streams
+    calls of the tools in `schemas` and yields others whole; without `schemas`, streams all."""
 
     def __init__(
         self,
@@ -50,10 +49,10 @@ class HarmonyStream:
         self._parallel = parallel
         self._schemas = schemas
         self._calls = calls
-        self._cut = False  # by its length
+        self._cut = False  # the answer reached its length limit
         self._num_calls = 0
         self._has_text = False
-        self._begins = False  # another text, on a line of its own
+        self._begins = False  # the next text is another message and begins on a new line
         self._reader = BlockReader("")
         self._parts: list[ContentPart] = []
         self._messages = self._read()
@@ -61,7 +60,7 @@ class HarmonyStream:
 
     @property
     def closed(self) -> bool:
-        """Whether thoughts are over: each is a message, which may be any but the last."""
+        """Always True: reasoning is in separate messages, so no reasoning is held back."""
         return True
 
     def push(self, text: str) -> list[ContentPart]:
@@ -113,7 +112,7 @@ class HarmonyStream:
             yield
 
     def _header(self) -> Generator[None, None, str]:
-        """The next header. Text of what should be one and is none is given back, without tags.
+        """Return the next header; text that is not a header is emitted as text, without tags.
         Raises CutOff at the end."""
         reader = self._reader
         while True:
@@ -135,7 +134,7 @@ class HarmonyStream:
                 self._give(_TAG.sub("", header))
 
     def _call(self, name: str) -> Generator[None, None, None]:
-        """Gives a call. Text that is no JSON object stays unread and is read as a body."""
+        """Emit a call; text that is not a JSON object stays unread, to be read as a body."""
         reader = self._reader
         reader.drop_read()
         schemas = ToolSchemas({name: None}) if self._schemas is None else self._schemas
@@ -176,7 +175,7 @@ class HarmonyStream:
     def _body(
         self, kind: type[TextPart] | type[ReasoningPart], *, plain: bool = False
     ) -> Generator[None, None, None]:
-        """A body, to the beginning of the next message."""
+        """Emit a body up to the beginning of the next message."""
         reader = self._reader
         pattern = re.compile("|".join(map(re.escape, _NEXT)))
         while True:
@@ -209,19 +208,19 @@ class HarmonyStream:
 
 
 def _is_header(text: str) -> bool:
-    # Of runs of white space, the pattern would try every division.
+    # Collapse white space: on long runs, the pattern would backtrack through every split.
     return _HEADER.fullmatch(" ".join(text.split())) is not None
 
 
 def _stripped_end(text: str) -> str:
-    """A body at the end of the answer without the tag that ends it."""
+    """Return the last body of the answer without its end tag."""
     for end in ENDS:
         text = text.removesuffix(end)
     return text
 
 
 def _bounded(reader: BlockReader, calls: Calls) -> Calls:
-    """Ends a call that is too long as a malformed one. Raises Malformed."""
+    """Pass on a call, but end it as malformed above MAX_CALL_CHARS. Raises Malformed."""
     for piece in calls:
         if piece is None and len(reader.text) > MAX_CALL_CHARS:
             yield calls.throw(Malformed())

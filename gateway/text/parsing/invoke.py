@@ -1,5 +1,7 @@
-"""Calls written as <invoke name=...> with a <parameter name=...> each, which MiniMax, DeepSeek and
-others make with tags of different prefixes; pure."""
+"""Reads calls written as <invoke name=...> with <parameter name=...> tags; pure.
+
+MiniMax, DeepSeek and others use these tags with different prefixes.
+"""
 
 from collections.abc import Callable
 
@@ -19,11 +21,11 @@ from pdserve.gateway.text.parsing.reader import (
     Reading,
 )
 
-Value = Callable[[BlockReader, str], Pieces[None]]  # its text to the end tag, which is read
+Value = Callable[[BlockReader, str], Pieces[None]]  # reads a value's text and its end tag
 
 
 def _without_lines(reader: BlockReader, end: str) -> Pieces[None]:
-    """A text without the line breaks at its beginning and end."""
+    """Yield a text up to `end` without leading and trailing line breaks."""
     lines, begun = "", False
     for text in reader.pieces_until(end):
         if text is None:
@@ -38,7 +40,7 @@ def _without_lines(reader: BlockReader, end: str) -> Pieces[None]:
 
 
 def whole_text(reader: BlockReader, end: str) -> Pieces[None]:
-    """A text as it is."""
+    """Yield a text up to `end` unchanged."""
     yield from reader.pieces_until(end)
 
 
@@ -49,8 +51,8 @@ def read_invokes(
     schemas: ToolSchemas,
     value: Value = _without_lines,
 ) -> Calls:
-    """The calls of a block to its end tag; `prefix` stands after the bracket of each inner tag, and
-    `value` reads an argument that is no JSON."""
+    """Read the calls of a block up to its end tag. `prefix` follows the bracket of each inner tag;
+    `value` reads an argument that is not JSON."""
     if (yield from grammar_call(reader, schemas, end)):
         return
     begin = f"<{prefix}invoke name="
@@ -67,7 +69,7 @@ def read_invokes(
 def read_invoke(
     reader: BlockReader, prefix: str, schemas: ToolSchemas, value: Value = _without_lines
 ) -> Calls:
-    """An invocation, from its name on."""
+    """Read an invocation, beginning at its name."""
     name, is_whole = yield from read_head(reader)
     if is_whole:
         yield CallPiece(name, "{}", last=True)
@@ -78,7 +80,7 @@ def read_invoke(
 
 
 def read_head(reader: BlockReader) -> Reading[tuple[str, bool]]:
-    """The name of an invocation, and whether its first tag ends it."""
+    """Read the name of an invocation; also return whether its first tag is self-closing."""
     head, _ = yield from reader.until(">", most=MAX_NAME_CHARS)
     return unquoted(head.removesuffix("/")), head.endswith("/")
 
@@ -86,8 +88,8 @@ def read_head(reader: BlockReader) -> Reading[tuple[str, bool]]:
 def read_members(
     reader: BlockReader, words: tuple[str, str], known: CallArguments, value: Value
 ) -> Pieces[None]:
-    """The arguments of an invocation, to its end tag. `words`: of the tags of an invocation and an
-    argument."""
+    """Read the arguments of an invocation up to its end tag. `words`: the tag names of an
+    invocation and of an argument."""
     invoke, parameter = words
     close = f"</{invoke}>"
     gap = ""
@@ -112,7 +114,7 @@ def _tag(reader: BlockReader, *tags: str) -> Reading[str]:
 
 
 def unquoted(text: str) -> str:
-    """The value of an attribute. Raises Malformed for an empty one."""
+    """Return the value of an attribute without quotes. Raises Malformed if it is empty."""
     text = text.strip().strip("\"'")
     if not text:
         raise Malformed

@@ -1,7 +1,8 @@
-"""Arguments as JSON text in pieces, while the model writes them; pure.
+"""Streams arguments as pieces of JSON text while the model writes them; pure.
 
-Each generator gives text as soon as it is known what it becomes, reads on where its reader is, and
-remembers no position behind a piece. The joined pieces do not depend on how the text comes.
+Each generator yields text as soon as its JSON form is known, continues at its reader's position,
+and keeps no position across a yielded piece. Invariant: the joined pieces do not depend on how the
+input is split.
 """
 
 import json
@@ -18,9 +19,9 @@ from pdserve.gateway.text.parsing.reader import (
 )
 from pdserve.gateway.text.parsing.values import MAX_DEPTH, MAX_VALUES, json_value, word_value
 
-MAX_JSON_DEPTH = 200  # as pydantic_core has it
+MAX_JSON_DEPTH = 200  # the limit of pydantic_core
 
-_BRACKETED = "[TOOL_CALLS]"  # begins a call of Mistral's, though it looks like brackets
+_BRACKETED = "[TOOL_CALLS]"  # begins a Mistral call, although it looks like brackets
 _IN_STRING = {quote: re.compile(rf"[\"{quote}\\\x00-\x1f]") for quote in "\"'"}
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 _JSON_WORD = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
@@ -39,29 +40,31 @@ _ESCAPE = re.compile(
 )
 _LONGEST_ESCAPE = 12  # two surrogates
 _WORD = re.compile(r"[\w.+-]*")
-_LONG_NUMBER = re.compile(r"[+-]?[0-9][0-9.eE+-]{4}")  # the beginning of one, or of what is none
+_LONG_NUMBER = re.compile(r"[+-]?[0-9][0-9.eE+-]{4}")  # its beginning; the rest may be invalid
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
 def encoded(text: str) -> str:
-    """A text as it stands within a JSON string."""
+    """Encode a text for use inside a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def json_pieces(reader: BlockReader) -> Pieces[None]:
-    """Passes on the JSON object that begins here as the model writes it. Python's words, numbers
-    and single quotes become JSON, as do bare control characters and wrong escapes in strings;
-    trailing commas are left out. Commas, keys and the first bracket are given with the value that
-    follows, or when a long number begins. Raises CutOff, Malformed."""
-    brackets: list[str] = []  # that close what is open
+    """Yield the JSON object that begins here as the model writes it.
+
+    Python's words, numbers and single quotes, and bare control characters and wrong escapes in
+    strings become valid JSON; trailing commas are dropped. Commas, keys and the first bracket are
+    held until the next value or the beginning of a long number. Raises CutOff, Malformed.
+    """
+    brackets: list[str] = []  # the closing brackets of open objects and lists
     held: list[str] = []
-    quote = ""  # of the string that is open
+    quote = ""  # of the open string
     after = "{"  # the last token: a value is "v", a key "k"
-    last = ""  # the value that the text ends in, with what is held
+    last = ""  # the value at the end of the text, with the held text before it
     over = malformed = False
     while not (over or malformed):
         start = reader.at
-        text, at = reader.text[start:], 0  # the unread alone, since it is kept while this waits
+        text, at = reader.text[start:], 0  # only unread text, since a waiting generator keeps it
         made: list[str] = []
         while not (over or malformed):
             if quote:
@@ -92,7 +95,7 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
                 target.append(mark)
                 continue
             space = _JSON_SPACE.match(text, at)
-            assert space is not None  # it matches nothing, too
+            assert space is not None  # the pattern also matches ""
             held.append(space[0])
             at = space.end()
             first = text[at : at + 1]
@@ -159,7 +162,7 @@ def json_pieces(reader: BlockReader) -> Pieces[None]:
 
 
 def _last_word(head: str, text: str) -> str:
-    """What a text ends in, as JSON behind `head`; empty if it is no value."""
+    """Return the word at the end of a text as JSON after `head`; empty if it is not a value."""
     try:
         return head + _json_word(text)
     except Malformed:
@@ -167,8 +170,8 @@ def _last_word(head: str, text: str) -> str:
 
 
 def _json_word(text: str, *, as_written: bool = True) -> str:
-    """A number or a name as JSON; as it is written if it is JSON. What begins as a long number and
-    is none is a string. Raises Malformed."""
+    """Convert a number or a name to JSON; with `as_written`, keep valid JSON unchanged. An invalid
+    number that begins as a long number becomes a string. Raises Malformed."""
     if len(text) > MAX_NAME_CHARS:
         raise Malformed
     try:
@@ -181,8 +184,8 @@ def _json_word(text: str, *, as_written: bool = True) -> str:
 
 
 def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
-    """The same of an object that is written into a JSON string, which begins here; {} if it is
-    empty. The whole string is read in any case. Raises CutOff, Malformed."""
+    """Yield the JSON object that is encoded in the JSON string that begins here; {} if empty.
+    Always reads the whole string. Raises CutOff, Malformed."""
     yield from reader.expect('"')
     inner = BlockReader("")
     pieces = _object_pieces(inner)
@@ -192,7 +195,7 @@ def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
             text = yield from _unquoted(reader)
         except CutOff:
             inner.ended = True
-            next(pieces, None)  # raises CutOff with the value that the text ended in
+            next(pieces, None)  # raises CutOff with the value at the end of the text
             raise
         if text:
             inner.feed(text)
@@ -216,12 +219,12 @@ def quoted_json_pieces(reader: BlockReader) -> Pieces[None]:
 
 
 class OpenJson:
-    """What is open at the end of a JSON text that comes in pieces, each of whole escapes."""
+    """Tracks the open brackets and strings of a JSON text in pieces, each with whole escapes."""
 
     def __init__(self) -> None:
         self._brackets: list[str] = []
         self._in_string = False
-        self._lacks_value = False  # behind a colon or comma
+        self._lacks_value = False  # the text ends with a colon or comma
 
     def push(self, text: str) -> None:
         if self._in_string:
@@ -239,7 +242,7 @@ class OpenJson:
 
     @property
     def closing(self) -> str:
-        """The text that closes it."""
+        """The text that completes the JSON."""
         value = '"' * self._in_string + "null" * self._lacks_value
         return value + "".join(reversed(self._brackets))
 
@@ -256,10 +259,11 @@ def _object_pieces(reader: BlockReader) -> Pieces[None]:
 
 
 def _unquoted(reader: BlockReader) -> Reading[str]:
-    """What has come of a JSON string; empty at its end. Raises CutOff, Malformed."""
+    """Read and decode the available part of a JSON string; return "" at its end. Raises CutOff,
+    Malformed."""
     while True:
         found = _WHOLE_CHARS.match(reader.text, reader.at)
-        assert found is not None  # it matches nothing, too
+        assert found is not None  # the pattern also matches ""
         end = found.end()
         behind = reader.text[end : end + 6]
         half = _HIGH_SURROGATE.search(reader.text, max(reader.at, end - 6), end)
@@ -272,12 +276,12 @@ def _unquoted(reader: BlockReader) -> Reading[str]:
         if behind.startswith('"'):
             return ""
         if len(behind) == 6:
-            raise Malformed  # a wrong escape
+            raise Malformed  # an invalid escape
         yield from reader.more()
 
 
 class LiteralPieces:
-    """Values in Python's notation, which has JSON's, too; a class below reads Gemma's."""
+    """Reads values in Python notation, which includes JSON's; a subclass reads Gemma's."""
 
     quotes: tuple[str, ...] = ("'", '"')
     escapes: Mapping[str, str] = _ESCAPED
@@ -287,8 +291,8 @@ class LiteralPieces:
         self._values_left = max_values
 
     def value(self, head: str = "", depth: int = 0) -> Pieces[None]:
-        """The next value. `head`: text that is given with its beginning, which is a bracket, a
-        quote, or a whole number or name, or when a long number begins. Raises CutOff, Malformed."""
+        """Yield the next value as JSON. `head` is yielded with the value's beginning: a bracket, a
+        quote, or a whole number or name; or when a long number begins. Raises CutOff, Malformed."""
         reader = self._reader
         self._values_left -= 1
         if depth > MAX_DEPTH or self._values_left < 0:
@@ -308,12 +312,12 @@ class LiteralPieces:
         elif first and first in "+-.0123456789TFNtfn":
             yield from self._word(head)
         else:
-            yield from reader.more()  # raises CutOff at the end
+            yield from reader.more()  # raises CutOff at the end of the text
             raise Malformed
 
     def _object(self, head: str, depth: int) -> Pieces[None]:
         reader = self._reader
-        shown = bool(head) or depth > 1  # what the arguments begin with is given with a value
+        shown = bool(head) or depth > 1  # the arguments' first bracket is yielded with a value
         head += "{"
         begun = False
         while not (yield from reader.taken("}")):
@@ -342,7 +346,7 @@ class LiteralPieces:
         yield "]" if head == ", " else f"{head}]"
 
     def _key(self) -> Reading[str]:
-        """A key of an object as JSON, to its colon. Raises CutOff, Malformed."""
+        """Read a key of an object up to its colon; return it as JSON. Raises CutOff, Malformed."""
         quote = yield from self._reader.expect(*self.quotes)
         key = ""
         for piece in self._string(quote):
@@ -357,7 +361,7 @@ class LiteralPieces:
         return f'"{key}"'
 
     def _string(self, quote: str) -> Pieces[None]:
-        """The text of a string to its end quote, which is read. Raises CutOff."""
+        """Yield the text of a string and read its end quote. Raises CutOff."""
         reader = self._reader
         pattern = re.compile(rf"[{quote}\\]")
         over = False
@@ -380,7 +384,7 @@ class LiteralPieces:
                         break
                 escape = _ESCAPE.match(reader.text, at)
                 if escape is None:
-                    break  # the text ends in it
+                    break  # the text ends inside the escape
                 made.append(self._unescaped(escape))
                 at = escape.end()
             reader.at = at
@@ -399,11 +403,11 @@ class LiteralPieces:
         return self.escapes.get(code, code if code in "\\'\"" else found[0])
 
     def _word(self, head: str) -> Pieces[None]:
-        """A number or a name, as JSON. Raises CutOff, Malformed."""
+        """Yield a number or a name as JSON. Raises CutOff, Malformed."""
         reader = self._reader
         while True:
             found = _WORD.match(reader.text, reader.at)
-            assert found is not None  # it matches nothing, too
+            assert found is not None  # the pattern also matches ""
             if head and _LONG_NUMBER.match(found[0]):
                 yield head
                 head = ""
@@ -420,13 +424,13 @@ class LiteralPieces:
 
 
 class JsonLiteralPieces(LiteralPieces):
-    """Values in JSON's notation, which may have parts in Python's."""
+    """Reads values in JSON notation, which may contain Python notation."""
 
     escapes: Mapping[str, str] = {**_ESCAPED, "/": "/"}
 
 
 class GemmaLiteralPieces(LiteralPieces):
-    """Gemma's notation: bare keys, and strings between quotes that are tokens, without escapes."""
+    """Reads Gemma's notation: bare keys, and strings without escapes between quote tokens."""
 
     quotes = ('<|"|>',)
 
@@ -450,6 +454,6 @@ class GemmaLiteralPieces(LiteralPieces):
 
 
 class FunctionGemmaPieces(GemmaLiteralPieces):
-    """The same with FunctionGemma's quotes."""
+    """Reads Gemma's notation with FunctionGemma's quotes."""
 
     quotes = ("<escape>",)

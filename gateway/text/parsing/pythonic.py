@@ -1,4 +1,4 @@
-"""Calls written as in Python, NAME(key=value, ...); pure."""
+"""Reads calls in Python notation, NAME(key=value, ...); pure."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallPiece, Calls, bare_calls, called
@@ -7,7 +7,7 @@ from pdserve.gateway.text.parsing.reader import MAX_NAME_CHARS, BlockReader, Mal
 
 
 def python_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Reads a call. Raises CutOff, Malformed."""
+    """Read a call. Raises CutOff, Malformed."""
     yield from reader.space()
     name = yield from reader.name()
     yield from reader.expect("(")
@@ -17,7 +17,7 @@ def python_call(reader: BlockReader, schemas: ToolSchemas) -> Calls:
 
 
 def _arguments(reader: BlockReader) -> Pieces[None]:
-    """The keywords to the closing bracket, as an object."""
+    """Yield the keyword arguments up to the closing bracket as a JSON object."""
     literals = LiteralPieces(reader)
     head = "{"
     while not (yield from reader.taken(")")):
@@ -35,8 +35,7 @@ def _arguments(reader: BlockReader) -> Pieces[None]:
 
 
 def python_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool = False) -> Calls:
-    """Reads calls in a list, or one after the other unless they are `bare`. Raises CutOff,
-    Malformed."""
+    """Read a list of calls, or, unless `bare`, a sequence of calls. Raises CutOff, Malformed."""
     if bare or (yield from reader.taken("[")):
         if bare:
             yield from reader.space()
@@ -56,9 +55,12 @@ def python_calls(reader: BlockReader, schemas: ToolSchemas, *, bare: bool = Fals
 
 
 def mixed_calls(reader: BlockReader, schemas: ToolSchemas) -> Calls:
-    """Reads calls of an answer that begins with them: JSON objects, a list of them or of Python's
-    calls. Fenced calls are held until the answer ends, for with other text behind them they are an
-    example. Raises CutOff, Malformed."""
+    """Read calls at the start of an answer: JSON objects, a list of them, or a list of Python
+    calls.
+
+    Holds fenced calls until the answer ends; if other text follows, they are an example. Raises
+    CutOff, Malformed.
+    """
     if not (yield from reader.taken("```")):
         yield from _listed_calls(reader, schemas)
         return

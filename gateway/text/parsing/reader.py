@@ -1,6 +1,6 @@
-"""Text that comes in pieces, read by generators that yield None where they need more of it; pure.
+"""Reads text in pieces with generators that yield None where they need more text; pure.
 
-No character is looked at more than a few times, whatever the cut.
+Invariant: each character is read only a few times, however the text is split.
 """
 
 import re
@@ -11,30 +11,32 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 Pieces = Generator[str | None, None, T]  # of text; None: needs more
 
-MAX_NAME_CHARS = 512  # of a function's name and what belongs to it
+MAX_NAME_CHARS = 512  # of a function's name, a key or a tag's attributes
 
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"\w[\w.-]*")
-_OUTSIDE = {  # what matters outside of strings, by how these are quoted
+_OUTSIDE = {  # the marks to find outside strings, by notation
     "json": re.compile(r'["{}\[\]<]'),
     "python": re.compile(r"""["'{}\[\]()<]"""),
     "gemma": re.compile(r'<\|"\|>|<tool_call\|>|[{}\[\]]'),
 }
-# Begins a call of Mistral's. Outside of strings no JSON has it, though it looks like brackets.
+# Begins a Mistral call. It looks like brackets, but no JSON contains it outside strings.
 _BRACKETED = "[TOOL_CALLS]"
 _WITHIN = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
-_HALF = re.compile(r'<(?:\|(?:"\|?)?|[a-z_]{1,9}\|?)?\Z')  # may become a mark of Gemma's
+_HALF = re.compile(r'<(?:\|(?:"\|?)?|[a-z_]{1,9}\|?)?\Z')  # may become a Gemma mark
 
 
 class Malformed(Exception):
-    """The text is not what it should be."""
+    """The text does not have the expected form."""
 
 
 class CutOff(Malformed):
-    """The text ended in the middle. `name`: of a known tool whose call it ended in, before the
-    arguments; `id`: of that call; `closing`: what makes whole JSON of the arguments that were
-    given; `value`: the value that the text ended in, as JSON, with what stands before it, as far as
-    it was not given."""
+    """The text ended before the expected form was complete.
+
+    `name`: the known tool whose call was cut off before its arguments. `id`: the id of that call.
+    `closing`: the text that completes the JSON of the yielded arguments. `value`: the value at the
+    end of the text as JSON, with any text before it that was not yielded.
+    """
 
     def __init__(self, name: str = "", id: str = "", closing: str = "", *, value: str = "") -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class CutOff(Malformed):
 
 
 def held(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of a text one of the marks could begin with."""
+    """Return the length of the longest end of a text that is the beginning of a mark."""
     for size in range(min(len(text), max(map(len, marks), default=1) - 1), 0, -1):
         tail = text[-size:]
         if any(mark.startswith(tail) for mark in marks):
@@ -54,7 +56,8 @@ def held(text: str, marks: Sequence[str]) -> int:
 
 
 class BlockReader:
-    """`text` from `at` on is unread. `feed` adds more; once `ended` is set no more comes."""
+    """A text with a read position: `text` from `at` on is unread. `feed` adds text; `ended` marks
+    the end of the input."""
 
     def __init__(self, text: str, at: int = 0, *, ended: bool = False) -> None:
         self.text = text
@@ -62,43 +65,43 @@ class BlockReader:
         self.ended = ended
 
     def feed(self, text: str) -> None:
-        # CPython appends in place to a local text that nothing else refers to, as long as no
-        # generator keeps the text or a match in it while it waits: held text is not copied.
+        # CPython appends in place to a local str without other references. This avoids a copy if
+        # no waiting generator keeps the text or a match in it.
         whole, self.text = self.text, ""
         whole += text
         self.text = whole
 
     def drop_read(self) -> None:
-        """Forgets what is read. Only behind a piece that a generator has given, not where it waits
-        for more: it may remember a position then."""
+        """Drop the text before `at`. Call it only after a generator yields a piece, not None: a
+        waiting generator may keep a position."""
         self.text = self.text[self.at :]
         self.at = 0
 
     def more(self) -> Reading[None]:
-        """Waits for more text. Raises CutOff at the end."""
+        """Wait for more text. Raises CutOff at the end."""
         if self.ended:
             raise CutOff
         yield
 
     def space(self) -> Reading[None]:
-        """Skips white space."""
+        """Skip white space."""
         while True:
             found = _SPACE.match(self.text, self.at)
-            assert found is not None  # it matches nothing, too
+            assert found is not None  # the pattern also matches ""
             self.at = found.end()
             if self.at < len(self.text) or self.ended:
                 return
-            del found  # it keeps the text
+            del found  # it holds a reference to the text
             yield
 
     def first(self) -> Reading[str]:
-        """The next character, which stays unread; empty at the end."""
+        """Return the next character without reading it; "" at the end."""
         while self.at == len(self.text) and not self.ended:
             yield
         return self.text[self.at : self.at + 1]
 
     def takes(self, *marks: str) -> Reading[str]:
-        """Reads the mark that follows; empty if none does."""
+        """Read the next mark; return "" if none of the marks follows."""
         while True:
             for mark in marks:
                 if self.text.startswith(mark, self.at):
@@ -110,13 +113,13 @@ class BlockReader:
             yield
 
     def taken(self, *marks: str) -> Reading[str]:
-        """Reads the mark that follows, and white space before it."""
+        """Read white space, then as `takes`."""
         yield from self.space()
         return (yield from self.takes(*marks))
 
     def closes(self, mark: str) -> Reading[bool]:
-        """Reads a mark that ends a call, or as much of it as comes before the end of the answer;
-        whether it did."""
+        """Read the end mark of a call, or its beginning if the answer ends in it. Returns whether
+        it was read."""
         if (yield from self.takes(mark)):
             return True
         if not self.ended or not mark.startswith(self.text[self.at :]):
@@ -125,7 +128,7 @@ class BlockReader:
         return True
 
     def expect(self, *marks: str) -> Reading[str]:
-        """Reads one of the marks. Raises CutOff, or Malformed for something else."""
+        """Read one of the marks. Raises CutOff, or Malformed if other text follows."""
         found = yield from self.takes(*marks)
         if not found:
             rest = self.text[self.at :]
@@ -135,8 +138,11 @@ class BlockReader:
         return found
 
     def until(self, *marks: str, most: int = 0) -> Reading[tuple[str, str]]:
-        """The text before the first of the marks, and that mark, which is read too. No mark is
-        part of another. Raises CutOff; Malformed for more than `most` characters (0: any)."""
+        """Read the text before the first of the marks, and that mark; return both.
+
+        No mark may be part of another. Raises CutOff; Malformed if the text has more than `most`
+        characters (0: no limit).
+        """
         pattern = re.compile("|".join(map(re.escape, marks)))
         overlap = max(map(len, marks)) - 1
         start = self.at
@@ -153,8 +159,8 @@ class BlockReader:
             yield from self.more()
 
     def pieces_until(self, *marks: str) -> Pieces[str]:
-        """Gives the text before the first of the marks as it comes, and returns that mark, which is
-        read too. No mark is part of another. Raises CutOff."""
+        """Stream the text before the first of the marks, then read and return that mark. No mark
+        may be part of another. Raises CutOff."""
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
             found = pattern.search(self.text, self.at)
@@ -168,7 +174,8 @@ class BlockReader:
             yield from self.more()
 
     def name(self) -> Reading[str]:
-        """Reads a function's name. Raises CutOff, also where it ends with the text; Malformed."""
+        """Read a function's name. Raises CutOff, also if the text ends right after the name;
+        Malformed."""
         while True:
             found = _NAME.match(self.text, self.at)
             end = found.end() if found else self.at
@@ -180,15 +187,16 @@ class BlockReader:
             yield from self.more()
 
     def string(self) -> Reading[str]:
-        """The JSON string that begins here, with its quotes. Raises CutOff, Malformed."""
+        """Read the JSON string that begins here; return it with its quotes. Raises CutOff,
+        Malformed."""
         yield from self.expect('"')
         start = self.at - 1
         self.at = yield from self._past_string('"', self.at)
         return self.text[start : self.at]
 
     def balanced(self, strings: str = "json") -> Reading[str]:
-        """The bracketed text that begins here, to its last bracket. Raises CutOff; Malformed where
-        a tag comes before that, outside of strings."""
+        """Read the bracketed text that begins here, up to its last bracket. Raises CutOff;
+        Malformed if a tag outside strings comes first."""
         outside = _OUTSIDE[strings]
         start = scanned = self.at
         depth = 0
@@ -223,7 +231,7 @@ class BlockReader:
                 scanned = yield from self._past_string(found[0], scanned)
 
     def _past(self, mark: str, at: int) -> Reading[int]:
-        """The position after the next mark."""
+        """Return the position after the next mark."""
         while True:
             found = self.text.find(mark, at)
             if found >= 0:
@@ -232,7 +240,7 @@ class BlockReader:
             yield from self.more()
 
     def _past_string(self, quote: str, at: int) -> Reading[int]:
-        """The position after a string's end; a backslash hides the next character."""
+        """Return the position after a string's end quote; a backslash escapes a character."""
         pattern = _WITHIN[quote]
         while True:
             found = pattern.search(self.text, at)

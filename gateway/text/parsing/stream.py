@@ -1,13 +1,14 @@
-"""Finds calls of tools in the text of an answer as it comes; pure.
+"""Finds tool calls in the streamed text of an answer; pure.
 
-The arguments of a known tool's call are given as they come, once its name and their beginning are
-read; other calls are given whole. What begins as a call and is none goes back into the text, in
-order, if nothing of it has been given. Arguments that have begun end at the first character that
-cannot belong to them, and the text goes on there.
+Arguments of a known tool's call are streamed once its name and their beginning are read; other
+calls are returned whole. Text that begins like a call but is malformed becomes text again, in
+order, unless part of the call was returned. Streamed arguments end at the first invalid character,
+and the text continues there.
 
-An answer that is cut off within a call has a part of it; without arguments if it has come to the
-known tool's name. If it has not, what is cut off is left out in a block that has had a call or that
-a special token opened. So is such an opening tag that is all of an answer.
+An answer that is cut off inside a call returns the partial call, without arguments if only the
+known tool's name was read. If the name was not read, the partial call is dropped if its block
+already has a call or was opened by a special token. An answer that is only such an opening tag is
+dropped as well.
 """
 
 import re
@@ -20,21 +21,21 @@ from pdserve.gateway.text.parsing.reader import BlockReader, CutOff, Malformed, 
 from pdserve.gateway.text.parts import ContentPart, TextPart, ToolCallPart
 
 MAX_CALL_CHARS = 1 << 20  # of one call
-SLICE_CHARS = 4096  # that are read at once, so that taking off their beginning costs little
-MAX_SPACE = 1024  # white space that waits for text
+SLICE_CHARS = 4096  # read at once, so that removing a read prefix is cheap
+MAX_SPACE = 1024  # white space held until text follows
 FENCE: Final = "```"
-MAX_FENCE = 1024  # a run of more backticks is none
+MAX_FENCE = 1024  # a longer run of backticks is not a fence
 _RUN = re.compile("`+")
-_INFO = re.compile(r"`+|\n")  # in the line that opens a fence
+_INFO = re.compile(r"`+|\n")  # in the rest of a line that opens a fence
 
 
 class CallStream:
-    """The parser of a family, for one choice.
+    """Parses the text and calls of one choice in the format of a tool family.
 
-    White space waits until text follows, and is left out at the end of an answer with calls. Tags
-    around a text are left out where it begins and ends, and before a call; other such tags are
-    text. So are tags in fenced code: from a line that begins with three backticks or more and has
-    no others, to a line that begins with as many or more and no word behind them.
+    White space is held until text follows, and dropped at the end of an answer with calls. Tags
+    around text are dropped at its beginning and end and before a call; elsewhere they are text.
+    Tags in fenced code are text. A fence opens with a line that begins with three or more backticks
+    and has no others, and closes with a line that begins with as many and no word after them.
     """
 
     def __init__(
@@ -47,9 +48,12 @@ class CallStream:
         calls_first: bool = False,
         around: Sequence[str] = (),
     ) -> None:
-        """`family`: None for answers without calls. `parallel`: otherwise calls after the first are
-        left out. `only_calls`: so is text behind a call. `calls_first`: an answer that does not
-        begin with a tag has no calls. `around`: more tags around a text than the family has."""
+        """Parse for `family`, or None for answers without calls.
+
+        Without `parallel`, drop calls after the first. `only_calls`: drop text after a call.
+        `calls_first`: an answer without a tag at its beginning has no calls. `around`: more tags
+        around text.
+        """
         self._family = family
         self._schemas = schemas
         self._new_id = new_id
@@ -57,39 +61,39 @@ class CallStream:
         self._only_calls = only_calls
         self._around = tuple(dict.fromkeys((*(family.around if family else ()), *around)))
         self._look_for(family.openers if family else ())
-        self._calls_first = calls_first  # until the beginning has come
+        self._calls_first = calls_first  # false once the answer has begun with text
         # Characters that may begin a call without a tag, at the answer's beginning only.
         self._bare = family.bare if family and not calls_first else ""
         self._pending = ""
-        self._at = 0  # what is before it in `_pending` has been given
-        self._later = ""  # follows `_pending`, from `_later_at` on
+        self._at = 0  # text before it in `_pending` is processed
+        self._later = ""  # from `_later_at` on, the text after `_pending`
         self._later_at = 0
         self._space = ""
-        self._tags = ""  # around a text and the space before each, which wait for text
+        self._tags = ""  # held tags around text, each with the space before it
         self._tag_space = ""  # that space
-        self._fence = 0  # backticks of the one that is open
-        self._in_info = False  # the rest of its line
-        self._blank = True  # what the line has so far
+        self._fence = 0  # backticks of the open fence
+        self._in_info = False  # in the rest of the line that opens the fence
+        self._blank = True  # the line has only white space so far
         self._ended = False
-        self._cut = False  # by its length
+        self._cut = False  # the answer reached its length limit
         self._num_calls = 0
         self._num_pushed = 0  # characters
         self._block_start = 0  # the position of the last block
-        self.starts: list[int] = []  # of each call, where it or the space before it begins
-        self.whole: list[int] = []  # the indices of whole calls of known tools
-        self._ids: set[str] = set()  # that the model has given
+        self.starts: list[int] = []  # of each call, including the space before it
+        self.whole: list[int] = []  # the indices of complete calls of known tools
+        self._ids: set[str] = set()  # call ids chosen by the model
         self._has_text = False  # since the last call
         self._reader: BlockReader | None = None
         self._opener = ""
-        self._has_called = False  # in the block
-        self._in_call = False  # its arguments are being given
+        self._has_called = False  # the block has had a call
+        self._in_call = False  # inside a call whose arguments are streamed
         self._name = ""  # of the last call
         self._block: Calls | None = None
         self._parts: list[ContentPart] = []
 
     @property
     def num_decided(self) -> int:
-        """How many characters, from the beginning, are text or have been read in a block."""
+        """Number of characters from the beginning that are known to be text or to be in a block."""
         end = self._num_read if self._reader is None else self._block_start
         return end - len(self._space)
 
@@ -142,7 +146,7 @@ class CallStream:
         return parts
 
     def _in_text(self) -> bool:
-        """Whether there is more to do with the text that has come."""
+        """Process text outside a block; return whether there is more to process."""
         if self._calls_first and not self._num_calls:
             start = self._pending[self._at :].lstrip()
             tags = (*self._around, *self._openers)
@@ -157,7 +161,7 @@ class CallStream:
             if not start and len(self._pending) < MAX_SPACE and not self._ended:
                 return False
             bare, self._bare = self._bare, ""
-            few = len(self._pending) - len(start) < MAX_SPACE  # else the cut would decide
+            few = len(self._pending) - len(start) < MAX_SPACE  # else the split would decide
             if start and few and start[0] in bare:
                 self._begin("")
                 return True
@@ -176,7 +180,7 @@ class CallStream:
             behind = self._pending[found.end() : found.end() + 1]
             start = self._pending[at : at + self._longest]
             if not (self._fence or self._ended) and any(o.startswith(start) for o in self._openers):
-                self._pass(at)  # it may begin a call
+                self._pass(at)  # the backticks may begin a call
                 return False
             if not behind and not self._ended and len(mark) < MAX_FENCE:
                 self._pass(at)
@@ -188,7 +192,7 @@ class CallStream:
         self._pass(at)
         start = self._pending[at : at + self._longest]
         if not self._ended and any(t.startswith(start) for t in self._around if t != mark):
-            return False  # it may become that tag
+            return False  # the mark may become a longer tag
         if mark in self._around:
             self._at = found.end()
             self._surround(mark)
@@ -197,7 +201,7 @@ class CallStream:
         return True
 
     def _surround(self, tag: str) -> None:
-        """A tag around a text, which is left out unless it turns out to be within."""
+        """Drop a tag before text, or hold one after text: it is text only if more text follows."""
         if not self._has_text:
             return
         self._tags += self._space + tag
@@ -217,8 +221,8 @@ class CallStream:
         self._has_text = True
 
     def _run(self, length: int, behind: str) -> None:
-        """A run of backticks, and the character behind it."""
-        if self._in_info:  # it was code within a line
+        """Process a run of backticks and the character after it."""
+        if self._in_info:  # it was inline code, not a fence
             self._fence, self._in_info = 0, False
         elif self._fence:
             if self._blank and length >= self._fence and not behind.isalnum():
@@ -227,7 +231,7 @@ class CallStream:
             self._fence, self._in_info = length, True
 
     def _pass(self, end: int) -> None:
-        """Gives what is pending, to a position, as text."""
+        """Emit the pending text up to a position as text."""
         self._emit(self._pending[self._at : end])
         self._at = end
 
@@ -242,7 +246,7 @@ class CallStream:
         self._block = self._family.read(self._reader, opener, self._schemas)
 
     def _in_block(self) -> bool:
-        """Whether the block is over."""
+        """Read from the open block; return whether it is over."""
         reader, block = self._reader, self._block
         assert reader is not None
         assert block is not None
@@ -271,20 +275,20 @@ class CallStream:
                 self._emit(rest)
         except Malformed:
             if not (self._opener or self._has_called):
-                reader.at = 0  # it may have fenced code
+                reader.at = 0  # reread as text: it may have fenced code
             if not self._in_call:
                 self._emit(reader.text[: reader.at])
         rest = reader.text[reader.at :]
         self._pending, rest = rest[:SLICE_CHARS], rest[SLICE_CHARS:]
         if rest:
             self._later, self._later_at = rest + self._later[self._later_at :], 0
-            self._ended = False  # only behind it
+            self._ended = False  # the end is after `_later`
         self._reader = self._block = None
         self._in_call = False
         return True
 
     def _is_left_out(self, rest: str) -> bool:
-        """Whether the rest of an answer that was cut off in a block is no text."""
+        """Return whether to drop the rest of an answer that ended inside a block."""
         if self._has_called:
             return self._cut
         special = self._family.special if self._family else ()
@@ -295,7 +299,8 @@ class CallStream:
         return self._cut
 
     def _called(self, piece: CallPiece) -> None:
-        """A piece of a call. Raises Malformed for one that may be any JSON."""
+        """Emit a piece of a call. Raises Malformed for an unknown tool if the block has no opener:
+        it may be any JSON."""
         if piece.name:
             if not (self._opener or self._has_called or piece.name in self._schemas):
                 raise Malformed

@@ -1,4 +1,4 @@
-"""Families whose calls are lists between two tags, in JSON or in Python's notation; pure."""
+"""Makes tool families whose calls are between two tags, in JSON or Python notation; pure."""
 
 from collections.abc import Callable, Mapping
 
@@ -24,8 +24,11 @@ def json_between(
     key: str = "name",
     arguments: str = "arguments",
 ) -> ToolFamily:
-    """A family whose calls are JSON, one after the other or in a list. `tags`: what ends a block by
-    what begins it, first the model's own; `key` and `arguments` as the model calls them."""
+    """Return a family whose calls are a sequence or list of JSON objects.
+
+    `tags`: end tags by begin tag of a block; the first pair is used to write calls. `key` and
+    `arguments`: the model's names of these fields.
+    """
 
     def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from json_calls(reader, schemas)
@@ -41,8 +44,8 @@ def json_between(
 def python_between(
     name: str, tags: Mapping[str, str], matches: Matches, *, bare: str = ""
 ) -> ToolFamily:
-    """A family whose calls are Python's, in a list or one after the other; `tags` and `bare` as for
-    other families. A grammar makes them in JSON."""
+    """Return a family whose calls are a sequence or list of Python calls. `tags` as for
+    `json_between`, `bare` as for ToolFamily. Under a grammar, calls are JSON."""
 
     def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield from reader.space()

@@ -1,9 +1,7 @@
-"""Splits what a model thinks between two tags from its answer, as the text comes, and makes the
-families that think so; pure.
+"""Separates reasoning between two tags from the streamed answer, and makes such families; pure.
 
-A thought stands at the very beginning, or the prompt has opened it. A closing tag at the very
-beginning closes an empty one. White space beside the tags is left out. A thought that nothing
-closes goes to the end.
+Reasoning is at the very beginning, or the prompt opens it. An end tag at the very beginning closes
+empty reasoning. White space around the tags is dropped. Unclosed reasoning extends to the end.
 """
 
 import re
@@ -13,11 +11,11 @@ from pdserve.gateway.text.parsing.family import ReasoningFamily
 from pdserve.gateway.text.parsing.reader import held
 from pdserve.gateway.text.parts import ContentPart, ReasoningPart, TextPart
 
-MAX_SPACE = 1024  # white space that waits for text
+MAX_SPACE = 1024  # white space held until text follows
 
 
 class ThoughtStream:
-    """For one choice."""
+    """Parses the reasoning of one choice."""
 
     def __init__(
         self,
@@ -28,17 +26,20 @@ class ThoughtStream:
         answers: Sequence[str] = (),
         several: bool = False,
     ) -> None:
-        """`open`: the prompt ends with `begin`. `answers`: what begins the answer, and so ends a
-        thought that is open. `several`: another thought may follow one; a line break joins them."""
+        """Parse reasoning between `begin` and `end`; with `open`, the prompt ends with `begin`.
+
+        `answers`: texts that begin the answer and so end open reasoning. `several`: more reasoning
+        may follow, joined by a line break.
+        """
         self._begin = begin
         self._end = end
         self._ends = (end, *answers)
         self._pattern = re.compile("|".join(map(re.escape, self._ends)))
         self._open = open
-        self._again = open  # the tag may come once more, as some models write it
+        self._again = open  # some models repeat the begin tag
         self._several = several
-        self._gap = ""  # before the next thought's text
-        self._skipping = True  # white space, where the text or a part of it begins
+        self._gap = ""  # text before the next reasoning
+        self._skipping = True  # skip white space at the beginning of text or reasoning
         self._answering = False
         self._pending = ""
 
@@ -69,9 +70,9 @@ class ThoughtStream:
         return parts
 
     def _opened(self, ended: bool) -> None:
-        """Decides whether the answer begins with a thought."""
+        """Decide whether the answer begins with reasoning."""
         start = self._pending.lstrip()
-        much_space = len(self._pending) - len(start) > MAX_SPACE  # the same however it is cut
+        much_space = len(self._pending) - len(start) > MAX_SPACE  # independent of the split
         if start.startswith(self._begin) and not much_space:
             self._open = True
             self._pending = start[len(self._begin) :]
@@ -108,7 +109,7 @@ class ThoughtStream:
         return [ReasoningPart(text)] if text else []
 
     def _begun(self, ended: bool) -> bool:
-        """Whether enough has come to tell if the tag comes again."""
+        """Drop a repeated begin tag; return whether there is enough text to decide."""
         start = self._pending.lstrip()
         if not ended and len(start) < len(self._begin) and self._begin.startswith(start):
             return False
@@ -135,9 +136,12 @@ def between_tags(
     answers: Sequence[str] = (),
     around: Sequence[str] = (),
 ) -> ReasoningFamily:
-    """A family whose chat templates have the text `known_by`, by default the end tag, or are known
-    by such a function; `special`: by default both tags. `answers`, `around`: as of ThoughtStream
-    and ReasoningFamily."""
+    """Return a family with reasoning between two tags.
+
+    `known_by`: a text in its chat templates, by default the end tag, or a function that recognizes
+    a template. `special`: by default both tags. `answers` as for ThoughtStream, `around` as for
+    ReasoningFamily.
+    """
     text = "" if callable(known_by) else known_by or end
     return ReasoningFamily(
         name,

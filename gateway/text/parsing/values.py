@@ -1,6 +1,6 @@
-"""Values of arguments as models write them, made into JSON values; pure.
+"""Converts argument values from JSON and Python notation to JSON values; pure.
 
-JSON is read by pydantic_core, which bounds the depth; Python's literals are read here.
+pydantic_core reads JSON and bounds the depth; this module reads Python literals.
 """
 
 import json
@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from pdserve.gateway.text.parsing.reader import Malformed
 
 MAX_DEPTH = 64
-MAX_VALUES = 2048  # of a text that is read here: a few milliseconds
+MAX_VALUES = 2048  # of a text in Python notation: a few milliseconds
 
 _DIGITS = r"[0-9](?:_?[0-9])*"
 _BASED = r"0[xX](?:_?[0-9a-fA-F])+|0[oO](?:_?[0-7])+|0[bB](?:_?[01])+"
@@ -29,14 +29,14 @@ _WORDS = {
 _PYTHON_STRING = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|.)", re.DOTALL)
 _CONTROL = re.compile(r"[\0-\x1f]")
-# One that does not end goes to the end of the text, so that no character is looked at twice.
+# Also matches an unterminated string up to the end of the text, so that no character is read twice.
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
 def json_value(text: str) -> Any:
-    """Strings may have bare control characters, as models write line breaks. Raises Malformed for
-    what is not JSON, or too deep."""
+    """Parse JSON; strings may contain bare control characters, since models write line breaks.
+    Raises Malformed if the text is not JSON or is nested too deeply."""
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError:
@@ -50,7 +50,7 @@ def json_value(text: str) -> Any:
 
 
 def depth_of(value: Any) -> int:
-    """How many lists and objects of a value are one within the other."""
+    """Return the nesting depth of lists and objects in a value."""
     depth = 0
     layer = [value]
     while containers := [one for one in layer if isinstance(one, (dict, list))]:
@@ -65,7 +65,7 @@ def _without_controls(string: re.Match[str]) -> str:
 
 
 def json_text(value: Any) -> str:
-    """As the arguments of a call are written. Raises Malformed for what JSON has no text for."""
+    """Serialize a value for the arguments of a call. Raises Malformed if it has no JSON form."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
@@ -73,7 +73,7 @@ def json_text(value: Any) -> str:
 
 
 def word_value(text: str) -> str:
-    """A number, or one of the names that are values, as JSON. Raises Malformed."""
+    """Convert a number, or a name such as True or null, to JSON. Raises Malformed."""
     if number := _NUMBER.fullmatch(text):
         return json_text(_number(number))
     if text not in _WORDS:
@@ -85,20 +85,20 @@ def _number(number: re.Match[str]) -> int | float:
     try:
         return int(number[0], 0 if number["based"] else 10)
     except ValueError:
-        return float(number[0])  # too many digits for an int, too
+        return float(number[0])  # also for an int with too many digits
 
 
 class Literals:
-    """Python's literals in a text."""
+    """Reads Python literals from a text."""
 
     def __init__(self, text: str, at: int = 0, max_values: int = MAX_VALUES) -> None:
         self.text = text
         self.at = at
-        self.num_values = 0  # that are read
+        self.num_values = 0  # read so far
         self._max_values = max_values
 
     def whole(self) -> Any:
-        """The one value of the text. Raises Malformed."""
+        """Read the text as a single value. Raises Malformed."""
         value = self.value()
         self.space()
         if self.at < len(self.text):
@@ -106,7 +106,7 @@ class Literals:
         return value
 
     def value(self, depth: int = 0) -> Any:
-        """The next value. Raises Malformed."""
+        """Read the next value. Raises Malformed."""
         self.num_values += 1
         if depth > MAX_DEPTH or self.num_values > self._max_values:
             raise Malformed
@@ -128,7 +128,7 @@ class Literals:
         return _WORDS[word[0]]
 
     def string(self) -> str | None:
-        """The string that begins here, if one does."""
+        """Read the string that begins here; return None if none does."""
         found = _PYTHON_STRING.match(self.text, self.at)
         if found is None:
             return None
@@ -137,11 +137,11 @@ class Literals:
 
     def space(self) -> None:
         found = _SPACE.match(self.text, self.at)
-        assert found is not None  # it matches nothing, too
+        assert found is not None  # the pattern also matches ""
         self.at = found.end()
 
     def taken(self, mark: str) -> bool:
-        """Reads the mark if it follows, and white space before it."""
+        """Read white space, and the mark if it follows; return whether it did."""
         self.space()
         found = self.text.startswith(mark, self.at)
         self.at += len(mark) if found else 0

@@ -1,5 +1,7 @@
-"""How families of models think before they answer: each is one module here with a ReasoningFamily
-named FAMILY, which is found by discovery. A module has its parser's name."""
+"""Reasoning formats of model families, one module per format.
+
+Each module is named after its parser, defines a ReasoningFamily FAMILY, and is found by discovery.
+"""
 
 import pkgutil
 from functools import cache
@@ -9,13 +11,13 @@ from pdserve.gateway.text.parsing.family import ReasoningFamily
 
 
 def reasoning_parser_names() -> tuple[str, ...]:
-    """Nothing is imported for it."""
+    """Return the names of all reasoning parsers without importing them."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 @cache
 def reasoning_family(name: str) -> ReasoningFamily | None:
-    """The family of that name, if there is one."""
+    """Return the family of that name, or None."""
     if name not in reasoning_parser_names():
         return None
     family: ReasoningFamily = import_module(f"{__name__}.{name}").FAMILY
@@ -23,7 +25,7 @@ def reasoning_family(name: str) -> ReasoningFamily | None:
 
 
 def reasoning_family_of(template: str) -> str:
-    """The name of the family that a chat template is of; empty: its model does not think."""
+    """Return the name of a chat template's family; empty if its model does not reason."""
     for name in reasoning_parser_names():
         family = reasoning_family(name)
         if family is not None and family.matches(template):

@@ -1,4 +1,4 @@
-"""Thoughts of Apertus."""
+"""Reasoning of Apertus."""
 
 from pdserve.gateway.text.parsing.thought import between_tags
 

@@ -1,4 +1,4 @@
-"""Thoughts of Apriel, between sentences in place of tags."""
+"""Reasoning of Apriel, between sentences instead of tags."""
 
 from pdserve.gateway.text.parsing.thought import between_tags
 

@@ -1,4 +1,4 @@
-"""Thoughts of Command R7B and Command A."""
+"""Reasoning of Command R7B and Command A."""
 
 from pdserve.gateway.text.parsing.thought import between_tags
 

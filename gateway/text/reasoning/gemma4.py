@@ -1,4 +1,4 @@
-"""Thoughts of Gemma 4, on a channel of their own."""
+"""Reasoning of Gemma 4, on a separate channel."""
 
 from pdserve.gateway.text.parsing.thought import between_tags
 

@@ -1,4 +1,4 @@
-"""gpt-oss's thoughts: messages on the channel analysis, in Harmony."""
+"""Reasoning of gpt-oss: Harmony messages on the channel analysis."""
 
 from pdserve.gateway.text.parsing.family import ReasoningFamily
 from pdserve.gateway.text.parsing.harmony import (

@@ -1,4 +1,4 @@
-"""Thoughts of Hy3."""
+"""Reasoning of Hy3."""
 
 from pdserve.gateway.text.parsing.thought import between_tags
 

@@ -1,4 +1,4 @@
-"""Thoughts of Kimi K3."""
+"""Reasoning of Kimi K3."""
 
 from pdserve.gateway.text.parsing.thought import between_tags
 

@@ -1,4 +1,4 @@
-"""Thoughts of MiniMax M3."""
+"""Reasoning of MiniMax M3."""
 
 from pdserve.gateway.text.parsing.thought import between_tags
 

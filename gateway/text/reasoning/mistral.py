@@ -1,4 +1,4 @@
-"""Thoughts of Magistral and Ministral."""
+"""Reasoning of Magistral and Ministral."""
 
 from pdserve.gateway.text.parsing.thought import between_tags
 

@@ -1,4 +1,4 @@
-"""Thoughts of Muse Glimmer: messages to the model itself, before those to the user."""
+"""Reasoning of Muse Glimmer: messages to the model itself, before those to the user."""
 
 from pdserve.gateway.text.parsing.family import ReasoningFamily
 from pdserve.gateway.text.parsing.thought import ThoughtStream

@@ -1,4 +1,4 @@
-"""Thoughts of Seed-OSS."""
+"""Reasoning of Seed-OSS."""
 
 from pdserve.gateway.text.parsing.thought import between_tags
 

@@ -1,4 +1,4 @@
-"""Thoughts of Solar Open: a message before that of the answer."""
+"""Reasoning of Solar Open: a message before the answer's message."""
 
 from pdserve.gateway.text.parsing.thought import between_tags
 

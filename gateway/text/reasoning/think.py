@@ -1,4 +1,4 @@
-"""Thoughts in <think>, of Qwen 3, DeepSeek, GLM, MiniMax, Kimi and many others."""
+"""Reasoning in <think>, of Qwen 3, DeepSeek, GLM, MiniMax, Kimi and many others."""
 
 from pdserve.gateway.text.parsing.thought import between_tags
 

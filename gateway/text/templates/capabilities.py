@@ -1,7 +1,7 @@
-"""What a chat template can render, as its answers to a few small conversations say, not its source.
+"""Probes what a chat template can render, by rendering small conversations with it.
 
-A template may also do less than it seems to: it leaves out a message that it does not know, or
-writes None for a content that is missing. So each answer is searched for the words of the question.
+A template may silently drop a message that it does not know, or write None for missing content.
+Each rendered text is therefore searched for the words of the conversation.
 """
 
 import json
@@ -19,37 +19,37 @@ Fill = Callable[[Sequence[Message], Tools], str | None]
 FillWithEffort = Callable[[Sequence[Message], Tools, str], str | None]
 
 RESULT_ROLES = ("tool", "observation")  # the second is GLM 4's
-ALWAYS = ("reasoning_content", "thinking")  # transformers gives every template a thought as these
+ALWAYS = ("reasoning_content", "thinking")  # names by which transformers passes reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The defaults are those of a template of which nothing is known.
+    """What a template can render; the defaults apply to a template that was not probed.
 
-    systems: where system turns may stand beside the first: "several" at the beginning, "middle",
-        "last", after the "result" of a tool, or "alone" where there is no first one.
-    efforts: of reasoning that it does not refuse.
+    systems: where system turns may be besides the first: "several" at the beginning, "middle",
+        "last", after the "result" of a tool, or "alone" if no system turn is first.
+    efforts: reasoning efforts that the template accepts.
     list_roles, text_roles: roles whose content may be a list of parts, or a text.
     """
 
-    tools: bool = True  # writes another prompt with them
-    calls: bool = True  # shows those of earlier turns
-    results: str = "tool"  # the role of the results that it shows; empty: it shows none
-    text_arguments: bool = False  # takes the arguments of a call as JSON text, not as an object
-    malformed_arguments: bool = False  # takes a text that is no JSON object in their place
-    parallel_calls: bool = True  # shows several of one turn
-    no_content: NoContent = "empty"  # what a turn has that only calls tools
+    tools: bool = True  # the prompt changes with tools
+    calls: bool = True  # shows calls of earlier turns
+    results: str = "tool"  # the role of tool results; empty: results are not shown
+    text_arguments: bool = False  # needs the arguments of a call as JSON text, not as an object
+    malformed_arguments: bool = False  # accepts a text that is not a JSON object as arguments
+    parallel_calls: bool = True  # shows several calls of one turn
+    no_content: NoContent = "empty"  # the content of a turn that only calls tools
     developer: bool = False
     systems: tuple[str, ...] = ("several", "middle", "last", "result", "alone")
     reasoning: tuple[str, ...] = ALWAYS
     efforts: tuple[str, ...] = EFFORTS
-    thinking_parts: bool = False  # shows a thought as a part of the content alone
+    thinking_parts: bool = False  # shows reasoning only if it is a part of the content
     list_roles: tuple[str, ...] = ()
     text_roles: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool")
 
     @classmethod
     def decoded(cls, text: bytes) -> "Capabilities":
-        """Those of a JSON object."""
+        """Decode capabilities from a JSON object."""
         values: dict[str, Any] = json.loads(text)
         for name, value in values.items():
             if isinstance(value, list):
@@ -57,7 +57,7 @@ class Capabilities:
         return cls(**values)
 
     def nearest_effort(self, effort: str) -> str | None:
-        """One that the template takes, or None: how much a model thinks is a hint."""
+        """Return the nearest accepted effort, or None; the effort is only a hint."""
         if effort in self.efforts:
             return effort
         others = [one for one in self.efforts if one != "none"] if effort != "none" else []
@@ -69,7 +69,7 @@ SYSTEM, RULE = "qzsystem", "qzrule"
 USER, ANSWER, RESULT, THOUGHT = "qzuser", "qzanswer", "qzresult", "qzthought"
 FIELD, SECOND = "qzfield", "qzsecond"
 TOOL, CALLED, KEY, VALUE = "qztool", "qzcalled", "qzkey", "qzvalue"
-_CALL_ID = "qzcall001"  # Mistral's templates insist on nine letters and digits
+_CALL_ID = "qzcall001"  # Mistral's templates require nine letters and digits
 _PARAMETERS = {
     "type": "object",
     "properties": {KEY: {"type": "string", "description": "a text"}},
@@ -95,14 +95,14 @@ _CONTENT: dict[NoContent, dict[str, Any]] = {
 
 
 class ContentForm(NamedTuple):
-    """How the content of a role may be given: as a text, as a list of several parts."""
+    """Which forms the content of a role may have: a text, a list of several parts."""
 
     text: bool
     parts: bool
 
 
 def probed(render: Fill, render_with_effort: FillWithEffort) -> Capabilities:
-    """The capabilities of the template that these render."""
+    """Probe the template behind the two render functions and return its capabilities."""
 
     def lowered(messages: Sequence[Message], tools: Tools) -> str | None:
         text = render(messages, tools)
@@ -113,7 +113,7 @@ def probed(render: Fill, render_with_effort: FillWithEffort) -> Capabilities:
     working = [(user, t) for t in (None, _TOOLS) for user in users if fill([user], t) is not None]
     if not working:
         return Capabilities()
-    first, tools = working[0]  # some templates are for conversations with tools alone
+    first, tools = working[0]  # some templates render only conversations with tools
     offered = working[-1][1]  # others fail on tools
     forms = _content_forms(fill, offered)
     fill = _in_lists(fill, [role for role, form in forms.items() if not form.text])
@@ -162,12 +162,12 @@ def _call(arguments: Any, content: NoContent) -> dict[str, Any]:
 
 
 def _parts(*texts: str) -> list[dict[str, str]]:
-    """As parts; each has another field, which is seen where a template writes them out as data."""
+    """Return the texts as parts; an extra field reveals a template that dumps parts as data."""
     return [{"type": "text", "text": text, FIELD: FIELD} for text in texts]
 
 
 def _call_texts(fill: Fill, tools: Tools, arguments: Any) -> dict[NoContent, str]:
-    """Texts with a call of these arguments, by the content beside it."""
+    """Return rendered texts with a call of these arguments, by the content beside the call."""
     texts: dict[NoContent, str] = {}
     for content in _CONTENT:
         call = _call(arguments, content)
@@ -188,7 +188,7 @@ def _shows_call(text: str) -> bool:
 
 
 def _no_content(texts: Mapping[NoContent, str]) -> NoContent:
-    """The content that shows the call, if any does, and writes the word "none" least often."""
+    """Return the content that shows the call, if any does, and writes "none" least often."""
     if not texts:
         return "empty"
     return min(texts, key=lambda at: (not _shows_call(texts[at]), texts[at].count("none")))
@@ -202,7 +202,7 @@ def _result_role(fill: Fill, tools: Tools, call: Message) -> str:
 
 
 def _content_forms(fill: Fill, tools: Tools) -> dict[str, ContentForm]:
-    """The forms of each role that needs no call before it."""
+    """Return the content forms of the roles that need no preceding call."""
     forms: dict[str, ContentForm] = {}
     turns: dict[str, tuple[list[Message], list[Message]]] = {
         "user": ([], []),
@@ -230,7 +230,7 @@ def _content_form(
 def _shown(
     fill: Fill, tools: Tools, before: list[Message], turn: Message, after: Sequence[Message] = ()
 ) -> tuple[bool, bool]:
-    """Whether a turn's content is shown if it is a text, and if it is a list."""
+    """Return whether a turn's content is shown as a text, and as a list."""
     plain, listed = (
         fill([*before, {**turn, "content": content}, *after], tools) or ""
         for content in (RULE, _parts(RULE))
@@ -239,7 +239,7 @@ def _shown(
 
 
 def _in_lists(fill: Fill, roles: Collection[str]) -> Fill:
-    """Fills with the contents of these roles as lists."""
+    """Return `fill` with the contents of these roles converted to lists."""
 
     def filled(messages: Sequence[Message], tools: Tools) -> str | None:
         return fill([_in_list(m) if m["role"] in roles else m for m in messages], tools)
@@ -253,8 +253,8 @@ def _in_list(message: Message) -> Message:
 
 
 def _shows_several(fill: Fill, tools: Tools, call: Message, result: Message) -> bool:
-    """Whether it shows several calls of one turn and their results. True as well if it does not
-    show them with one call a turn either."""
+    """Return whether the template shows several calls of one turn and their results. Also true if
+    it does not show them with one call per turn either."""
     first, second = (_copied(call, number) for number in "12")
     both = {**first, "tool_calls": [*first["tool_calls"], *second["tool_calls"]]}
     results = [_copied(result, number) for number in "12"]
@@ -268,7 +268,7 @@ def _shows_several(fill: Fill, tools: Tools, call: Message, result: Message) -> 
 
 
 def _copied(message: Message, number: str) -> Any:
-    """A message whose words of calls and results end in a number."""
+    """Return a message with a number appended to its words of calls and results."""
     text = json.dumps(message)
     for word in (VALUE, RESULT):
         text = text.replace(word, word + number)
@@ -276,14 +276,14 @@ def _copied(message: Message, number: str) -> Any:
 
 
 def _shows_thinking_parts(fill: Fill, tools: Tools) -> bool:
-    """Whether it shows a thought that is a part of the content."""
+    """Return whether the template shows reasoning that is a part of the content."""
     thought = {"type": "thinking", "thinking": THOUGHT, FIELD: FIELD}
     text = fill([_USER, {**_ANSWER, "content": [thought, *_parts(ANSWER)]}, _USER], tools) or ""
     return THOUGHT in text and ANSWER in text and FIELD not in text
 
 
 def _knows_developer(fill: Fill, tools: Tools) -> bool:
-    """Whether it does something else with the role than with one that does not exist."""
+    """Return whether the template treats "developer" unlike an unknown role."""
     known = fill([{"role": "developer", "content": RULE}, _USER], tools) or ""
     unknown = fill([{"role": "qzrole", "content": RULE}, _USER], tools)
     return RULE in known and (unknown is None or unknown.replace("qzrole", "developer") != known)
@@ -307,7 +307,7 @@ def _systems(fill: Fill, tools: Tools, call: Message, result: Message) -> tuple[
 
 
 def _reasoning(fill: Fill, tools: Tools, call: Message, result: Message) -> tuple[str, ...]:
-    """The names that a thought has to have; empty if it is shown under none."""
+    """Return the field names that reasoning must have; empty if no name shows it."""
 
     def shown(name: str) -> bool:
         more = {name: THOUGHT}

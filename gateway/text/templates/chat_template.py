@@ -1,12 +1,11 @@
-"""A chat template turns messages into a prompt, by the model's own jinja2 source.
+"""Renders messages to a prompt with the model's jinja2 chat template.
 
-The template is the model's, the messages are a client's: a template computes with what the client
-wrote, and only what it writes itself becomes special tokens (template_text.py), so that no message
-can end its turn or begin another's. What messages a template can render, it says when it is probed
-(capabilities.py); they are given to it in such a form (turns.py).
+Invariant: only text that the template writes becomes special tokens, not client text
+(template_text.py), so a message cannot end its turn or begin another. Probing shows which messages
+a template can render (capabilities.py); messages are adapted to that (turns.py).
 
-Nothing here bounds what a template computes: one of a stranger is rendered in a process with limits
-(gateway/text_processes).
+This module does not bound a template's computation: untrusted templates are rendered in a process
+with limits (gateway/text_processes).
 """
 
 import logging
@@ -55,25 +54,22 @@ from pdserve.gateway.text.tools import GENERIC, tool_family
 
 log = logging.getLogger(__name__)
 
-# Words of a client that a template may make special tokens of, as of <|user|>.
+# Client words that may become part of a special token, as in <|user|>.
 _WORDS = {
     word: constant(word)
     for word in ("system", "developer", "user", "assistant", *RESULT_ROLES, *EFFORTS)
 }
 
-MAX_NAMES = 8  # of special tokens in one line of the log
-_END = "\u2026"  # of a last message that has no text, within the template alone
+MAX_NAMES = 8  # of special tokens in one log line
+_END = "\u2026"  # placeholder for an empty last message, only while rendering
 
 
 class _Refusal(TextError):
-    """What the template itself raises for a conversation."""
+    """The template itself fails on a conversation."""
 
 
 class ChatTemplate:
-    """A jinja2 template with the environment that Hugging Face transformers gives it.
-
-    Threads may share it.
-    """
+    """A jinja2 template in the environment of Hugging Face transformers; threads may share it."""
 
     def __init__(
         self,
@@ -81,10 +77,8 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`source` may be empty: then only `render` fails. `now` is for `strftime_now`.
-
-        Raises UnsupportedTokenizer for a template that does not parse.
-        """
+        """Compile the template. With an empty `source`, `render` fails. `now` is for
+        `strftime_now`. Raises UnsupportedTokenizer if the template does not parse."""
         self._template = compiled(source, now) if source else None
         self._capabilities: Capabilities | None = None
         self._tokenizer = tokenizer
@@ -97,8 +91,7 @@ class ChatTemplate:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the template can render; it is probed once, when this is first needed, unless it has
-        been set."""
+        """What the template can render; probed once on first use, unless set before."""
         if self._capabilities is None:
             lost: set[int] = set()
             self._capabilities = probed(
@@ -121,12 +114,12 @@ class ChatTemplate:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the template has a place for tools; otherwise `render` makes them text."""
+        """Whether the template supports tools; otherwise `render` writes them as text."""
         return self._template is not None and self.capabilities.tools
 
     def render(self, request: TemplateInput) -> Rendered:
-        """The prompt for a conversation. Raises TextError: for bad messages, and with what the
-        template itself raises."""
+        """Render the prompt of a conversation. Raises TextError if the messages are invalid, or
+        with the error that the template raises."""
         field = request.messages_field
         if self._template is None:
             raise TextError("this model has no chat template; use completions", field)
@@ -152,8 +145,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         messages: Sequence[Mapping[str, Any]],
     ) -> Rendered:
-        """Tools, calls and results as text: the tools in the system's turn, or in the user's if the
-        template has none."""
+        """Render with tools, calls and results as text. The tools are in the system turn, or in the
+        user turn if the template has no system turn."""
         form = _form(request)
         turns = plain_turns(with_texts(messages), form)
         text = described(tools, form)
@@ -167,9 +160,12 @@ class ChatTemplate:
         return self._rendered(request, Conversation(in_user_turn(turns, text), None))
 
     def _rendered(self, request: TemplateInput, conversation: Conversation) -> Rendered:
-        """The conversation, or one with the same content if the template refuses it: the one that
-        changes least. Raises the TextError of the first; the template has then refused those that
-        change most, too."""
+        """Render the conversation, or the equivalent one with the fewest changes that the template
+        accepts.
+
+        Raises the TextError of the unchanged conversation if the template also refuses those with
+        the most changes.
+        """
         try:
             return self._filled(request, conversation)
         except _Refusal:
@@ -182,14 +178,15 @@ class ChatTemplate:
     def _first_filled(
         self, request: TemplateInput, conversations: Iterable[Conversation]
     ) -> Rendered | None:
-        """The first that the template does not refuse. Raises TextError."""
+        """Render the first conversation that the template accepts; None if it refuses all. Raises
+        TextError for errors other than a refusal."""
         for conversation in conversations:
             with suppress(_Refusal):
                 return self._filled(request, conversation)
         return None
 
     def _filled(self, request: TemplateInput, conversation: Conversation) -> Rendered:
-        """Raises TextError."""
+        """Render one conversation. Raises TextError, _Refusal if the template fails."""
         field = request.messages_field
         can = self.capabilities
         turns = with_known_systems(conversation.messages, can.systems, developer=can.developer)
@@ -210,14 +207,14 @@ class ChatTemplate:
             raise
         except RecursionError:
             raise _Refusal("the messages are nested too deeply", field) from None
-        except Exception as error:  # whatever Python raises for values the template did not expect
+        except Exception as error:  # any Python error for values that the template does not expect
             raise _Refusal(f"the chat template fails on them: {error}", field) from None
         if request.continue_final_message:
             return _until_end(written, said)
         return _plain(written)
 
     def _variables(self, request: TemplateInput) -> dict[str, Any]:
-        """Those of a request. An effort that it only suggests is one that the template takes."""
+        """Return the request's template variables; a suggested effort becomes an accepted one."""
         suggested = dict(request.suggested)
         effort = suggested.pop("reasoning_effort", None)
         if effort is not None and (near := self.capabilities.nearest_effort(effort)) is not None:
@@ -230,7 +227,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         **variables: Any,
     ) -> TemplateText:
-        """Raises whatever a template can."""
+        """Render the template. Raises any exception of the template."""
         assert self._template is not None
         values = {
             **variables,
@@ -243,7 +240,7 @@ class ChatTemplate:
         if isinstance(effort, str):
             values["reasoning_effort"] = _WORDS.get(effort, effort)
         rendered = self._template.render(values)
-        assert isinstance(rendered, TemplateText)  # as its environment joins them
+        assert isinstance(rendered, TemplateText)  # the environment's `concat` returns one
         return rendered
 
     def _probe(
@@ -253,8 +250,8 @@ class ChatTemplate:
         lost: set[int],
         **variables: Any,
     ) -> str | None:
-        """The text of a conversation; None if the template fails on it. Adds to `lost` the special
-        tokens in the text whose origin is not known to be the template."""
+        """Return the text of a conversation; None if the template fails on it. Adds to `lost` the
+        special tokens in the text that are not known to come from the template."""
         try:
             rendered = _plain(self._text(messages, tools, **variables, add_generation_prompt=True))
         except Exception:
@@ -266,9 +263,9 @@ class ChatTemplate:
 
 
 def _form(request: TemplateInput) -> CallForm:
-    """How calls are written as text."""
+    """Return the form of calls as text."""
     family = tool_family(request.tool_parser or GENERIC)
-    assert family is not None  # the gateway's settings name only those that there are
+    assert family is not None  # the gateway's settings allow only existing parsers
     return family.form
 
 
@@ -277,16 +274,17 @@ def _tokens(parts: Sequence[str | int]) -> Counter[int]:
 
 
 def _with_end(content: str) -> TemplateText:
-    """A content with LAST as the origin of the last character that no template strips."""
+    """Return a content with LAST as the origin of its last character that is not white space."""
     length = len(content.rstrip())
-    if not length:  # templates that leave out an empty turn must not
+    if not length:  # the placeholder keeps templates from dropping an empty turn
         return TemplateText(content + _END, CLIENT * len(content) + LAST)
     rest = CLIENT * (len(content) - length)
     return TemplateText(content, CLIENT * (length - 1) + LAST + rest)
 
 
 def _until_end(written: TemplateText, content: str) -> Rendered:
-    """A prompt until the end of its last message. Raises TextError if it has none."""
+    """Return a prompt up to the end of its last message. Raises TextError if the template dropped
+    the last message."""
     at = origin_of(written).rfind(LAST)
     if at < 0:
         raise TextError("the chat template leaves the last message out", "continue_final_message")

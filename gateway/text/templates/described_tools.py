@@ -1,8 +1,8 @@
-"""Tools as plain text, for chat templates that have no place for them; pure.
+"""Writes tools as plain text, for chat templates without tool support; pure.
 
-One text shows the tools and how to call them. The calls of a conversation become text of the turns
-that made them, written in the form that is asked for, and their results text of the user's turns,
-which every template can write. All of it is a client's text still, and is guarded as such.
+One text describes the tools and how to call them. Calls become text of the assistant's turns in the
+described form, and results become text of user turns, which every template can render. All of it
+counts as client text, so it never becomes special tokens.
 """
 
 import json
@@ -15,7 +15,7 @@ Message = Mapping[str, Any]
 
 
 def described(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
-    """The tools, each a function with a name, and the form in which the model calls them."""
+    """Return a text that describes the tools and the form in which to call them."""
     shown = "\n".join(_json(tool["function"]) for tool in tools)
     return (
         "You can call these functions. Each has a name, and a JSON schema of its arguments:\n"
@@ -29,8 +29,8 @@ def described(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
 def plain_turns(
     messages: Sequence[Message], form: CallForm, *, calls: bool = True, results: bool = True
 ) -> list[dict[str, Any]]:
-    """The messages without `calls` of tools and without the `results` of the role `tool`. Turns of
-    the user that this would put side by side become one, for templates in which roles alternate."""
+    """Return the messages with tool `calls` and `results` (role `tool`) as text. User turns that
+    become adjacent through this are joined, for templates whose roles alternate."""
     turns: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of called functions, by the ids of calls
     result_before = False
@@ -53,7 +53,7 @@ def plain_turns(
 
 
 def in_system_turn(turns: Sequence[Message], text: str) -> list[dict[str, Any]]:
-    """The turns with a text at the end of their system turn, which is new if there is none."""
+    """Return the turns with a text appended to the system turn, which is added if missing."""
     first, *others = turns
     if first["role"] not in ("system", "developer"):
         return [{"role": "system", "content": text}, *map(dict, turns)]
@@ -62,7 +62,7 @@ def in_system_turn(turns: Sequence[Message], text: str) -> list[dict[str, Any]]:
 
 
 def in_user_turn(turns: Sequence[Message], text: str) -> list[dict[str, Any]]:
-    """The turns with a text at the start of the user's first one, which is new if there is none."""
+    """Return the turns with a text prepended to the first user turn, which is added if missing."""
     made = [dict(turn) for turn in turns]
     for turn in made:
         if turn["role"] == "user":

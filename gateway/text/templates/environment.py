@@ -1,7 +1,7 @@
-"""The jinja2 environment of chat templates: transformers', in a sandbox, with texts whose origin is
-known (template_text.py).
+"""The jinja2 environment of chat templates: that of transformers, sandboxed, with origin-tracking
+texts (template_text.py).
 
-The sandbox keeps a template from Python. It does not bound what a template computes.
+The sandbox keeps a template from reaching Python. It does not bound the template's computation.
 """
 
 import json
@@ -34,13 +34,13 @@ from pdserve.gateway.text.templates.template_text import (
 )
 
 MAX_SOURCE_CHARS = 1 << 18
-# Methods of a client's text whose result may have an argument of the template's in it.
+# Methods of client text whose result may contain text that the template passes as an argument.
 _INSERTING = frozenset(("join", "replace"))
 
 
 def compiled(source: str, now: Callable[[], datetime]) -> jinja2.Template:
-    """The template of a source; it renders a TemplateText. Raises UnsupportedTokenizer for one that
-    does not parse."""
+    """Compile the source of a template, which then renders a TemplateText. Raises
+    UnsupportedTokenizer if the source is too long or does not parse."""
     if len(source) > MAX_SOURCE_CHARS:
         raise UnsupportedTokenizer(
             f"the chat template is longer than {MAX_SOURCE_CHARS} characters"
@@ -49,7 +49,7 @@ def compiled(source: str, now: Callable[[], datetime]) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        optimized=False,  # constants are computed when they are rendered, not here
+        optimized=False,  # compute constants during rendering, not here
         finalize=_unchanged,
     )
     environment.filters |= {
@@ -67,16 +67,15 @@ def compiled(source: str, now: Callable[[], datetime]) -> jinja2.Template:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise UnsupportedTokenizer(f"chat template, line {error.lineno}: {error.message}") from None
-    except (RecursionError, SyntaxError) as error:  # too deep for jinja, or for Python's compiler
+    except (RecursionError, SyntaxError) as error:  # too deep for jinja2 or Python's compiler
         raise UnsupportedTokenizer(f"the chat template cannot be compiled: {error}") from None
 
 
 class _Generator(CodeGenerator):
-    """Writes the texts of a template as TemplateTexts, and joins texts so that their origins are
-    kept."""
+    """Generates code that makes a template's texts TemplateTexts and keeps origins in joins."""
 
     def _text(self, text: str) -> str:
-        """Code for a text; a number among the environment's constants is all that it has to do."""
+        """Return code for a text: a look-up in the environment's constants."""
         assert isinstance(self.environment, _Environment)
         constants = self.environment.constants
         constants.append(constant(text))
@@ -103,7 +102,7 @@ class _Generator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Of one template, whose constants it holds."""
+    """The environment of one template, with the template's constants."""
 
     code_generator_class = _Generator
     concat = staticmethod(written)
@@ -118,7 +117,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """As the sandbox's own, with the origin of what is formatted."""
+        """Wrap str.format as the sandbox does, and keep origins in the result."""
         plain = super().wrap_str_format(value)
         form = getattr(value, "__self__", None)
         if plain is None or not isinstance(form, TemplateText):
@@ -136,12 +135,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context
 def _unchanged(context: Context, value: Any) -> Any:
-    """Since it takes the context, jinja2 does not compute an output when it compiles."""
+    """Return the value; taking the context keeps jinja2 from evaluating output at compile time."""
     return value
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant said, for training; here it says nothing."""
+    """Renders the body of `{% generation %}`, which marks assistant text for training."""
 
     tags = {"generation"}  # noqa: RUF012  jinja's own declaration
 
@@ -155,7 +154,7 @@ class _Generation(Extension):
 def _join(
     context: EvalContext, value: Iterable[Any], d: Any = "", attribute: str | int | None = None
 ) -> str:
-    """As jinja's own filter, which joins by a plain str where none is given."""
+    """Join as jinja2's filter, with a TemplateText as separator so that origins are kept."""
     if type(d) is str:
         d = TemplateText(d)
     return sync_do_join(context, value, d, attribute)
@@ -163,7 +162,7 @@ def _join(
 
 @jinja2.pass_eval_context
 def _replace(context: EvalContext, s: Any, old: Any, new: Any, count: int | None = None) -> str:
-    """As jinja's own filter, also of a text that the template did not write."""
+    """Replace as jinja2's filter, and keep origins of replacements in client text."""
     if context.autoescape:
         return do_replace(context, s, old, new, count)
     text = str(s)
@@ -216,7 +215,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # HTML is not escaped, unlike jinja's own filter: models were trained on plain JSON.
+    # Unlike jinja2's filter, do not escape HTML: models are trained on plain JSON.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,9 +1,8 @@
-"""Text that knows which of its characters a template wrote; pure.
+"""Tracks which characters of a text a template wrote; pure.
 
-A template computes with what clients send as it is, and what it writes itself are TemplateTexts: to
-it a str like any other, with an origin beside it. An operation that says nothing of the origin of
-its result gives a plain str. A plain str counts as a client's, so that no operation, known here or
-not, makes a special token of a client's text.
+To a template, client text is plain str; the text that it writes is TemplateText, a str with origin.
+Invariant: an operation that does not track the origin returns a plain str, which counts as client
+text, so no operation turns client text into a special token.
 """
 
 import re
@@ -15,7 +14,7 @@ from typing import Any, SupportsIndex, TypeGuard
 from markupsafe import Markup
 
 CLIENT = "\0"  # in an origin, for a character that the template did not write
-LAST = "\1"  # for the character that ends the message which an answer goes on with
+LAST = "\1"  # for the last character of the message that an answer continues
 _NO_ORIGINS = str.maketrans(LAST, CLIENT)
 # A field of printf: key, options and type.
 _FIELD = re.compile(
@@ -25,7 +24,7 @@ _FIELD = re.compile(
 
 class TemplateText(str):
     """A str with an origin of the same length: the characters that the template wrote, and CLIENT
-    or LAST in the places of others."""
+    or LAST in place of all others."""
 
     __slots__ = ("_origin",)
     _origin: str
@@ -126,7 +125,7 @@ class TemplateText(str):
         return padded(self, str.rjust(self, width, fill))
 
     def _placed(self, pieces: list[str], sep_len: int) -> list["TemplateText"]:
-        """Pieces of this text, in order, of which at least `sep_len` characters lie between two."""
+        """Add origins to pieces of this text, in order and at least `sep_len` characters apart."""
         placed: list[TemplateText] = []
         start = 0
         for piece in pieces:
@@ -136,12 +135,12 @@ class TemplateText(str):
         return placed
 
     def _cut(self, before: str, sep: str, after: str) -> tuple[str, str, str]:
-        """Three pieces that this text consists of."""
+        """Add origins to three pieces that make up this text."""
         end = len(self) - len(after)
         return self[: len(before)], self[len(before) : end], self[end:]
 
     def _filled(self, values: Any) -> Iterator[str]:
-        """The pieces of this format string and its fields, as far as they are known."""
+        """Yield the pieces of this printf format string and its fields, as far as supported."""
         given = iter(values if isinstance(values, tuple) else (values,))
         start = 0
         for field in _FIELD.finditer(self):
@@ -163,18 +162,18 @@ class TemplateText(str):
 
 
 def is_plain(other: object) -> TypeGuard[str]:
-    """Whether it is a text that adds to another as any str does, unlike jinja2's Markup."""
+    """Return whether a value is a str with str's `+`, unlike jinja2's Markup."""
     return type(other) in (str, TemplateText)
 
 
 def constant(text: str) -> TemplateText:
-    """A text that the template has written whole."""
+    """Return a text that the template wrote completely."""
     return TemplateText(text, text.translate(_NO_ORIGINS))
 
 
 class SafeText(Markup):
-    """A TemplateText that jinja2's `safe` has marked. It keeps its origin when it is written; its
-    operations are Markup's, whose results have none."""
+    """A TemplateText marked by jinja2's `safe`. It keeps its origin in output; its operations are
+    Markup's, whose results have no origin."""
 
     __slots__ = ("_origin",)
     _origin: str
@@ -189,12 +188,13 @@ class SafeText(Markup):
 
 
 def origin_of(text: str) -> str:
-    """The origin of a text. Raises TypeError for what is none."""
+    """Return the origin of a text. Raises TypeError if the value has no length."""
     return text._origin if isinstance(text, TemplateText | SafeText) else CLIENT * len(text)
 
 
 def recased(source: TemplateText, text: str) -> TemplateText:
-    """`text`, which is `source` in another case. That seldom changes the length."""
+    """Return `text`, which is `source` in another case, with its origin. If the length changes,
+    which is rare, the text counts as client text."""
     if len(text) != len(source):
         return TemplateText(text)
     pairs = zip(text, origin_of(source), strict=True)
@@ -202,19 +202,20 @@ def recased(source: TemplateText, text: str) -> TemplateText:
 
 
 def formatted(form: str, text: str, value_of: Callable[[str], Any]) -> TemplateText:
-    """`text`, which str.format makes of `form` and the values of its fields."""
+    """Return `text`, the result of str.format on `form`, with its origin. `value_of` returns the
+    value of a field."""
     if not _is_own(origin_of(form)):
         return TemplateText(text)
     return _checked(text, _fields(form, value_of))
 
 
 def _is_own(origin: str) -> bool:
-    """Whether the template wrote all characters of a text."""
+    """Return whether the template wrote all characters of a text."""
     return CLIENT not in origin and LAST not in origin
 
 
 def _fields(form: str, value_of: Callable[[str], Any]) -> Iterator[str]:
-    """The pieces of a format string and its fields, as far as they are known."""
+    """Yield the pieces of a str.format string and its fields, as far as supported."""
     number = 0
     for literal, name, spec, conversion in Formatter().parse(form):
         yield constant(literal)
@@ -233,20 +234,20 @@ def _fields(form: str, value_of: Callable[[str], Any]) -> Iterator[str]:
 
 
 def _checked(text: str, pieces: Iterable[str]) -> TemplateText:
-    """`text` with the origin of the pieces that make it up, if they do."""
+    """Return `text` with the origin of the pieces, or as client text if they do not match it."""
     made = written(pieces)
     return made if made == text else TemplateText(text)
 
 
 def padded(source: TemplateText, text: str) -> TemplateText:
-    """`text`, which is `source` with characters before and after it."""
+    """Return `text`, which is `source` with padding around it, with its origin."""
     before = str.find(text, source)
     rest = len(text) - before - len(source)
     return TemplateText(text, CLIENT * before + origin_of(source) + CLIENT * rest)
 
 
 def wrapped(text: str, between: str, **options: Any) -> TemplateText:
-    """Lines of `text` as textwrap makes them of each of its lines, with `between` between them."""
+    """Wrap each line of `text` with textwrap, and join the resulting lines with `between`."""
     joint = TemplateText(between, origin_of(between))
     source = TemplateText(text, origin_of(text))
     return joint.join(
@@ -256,14 +257,13 @@ def wrapped(text: str, between: str, **options: Any) -> TemplateText:
 
 
 def indented(text: str, indent: str, *, first: bool, blank: bool) -> TemplateText:
-    """`text` with `indent` before its lines: also before the first one, and blank ones, if these
-    options are true."""
+    """Return `text` with indented lines; `first` and `blank` include the first and blank lines."""
     top, *others = (TemplateText(text, origin_of(text)) + "\n").splitlines()
     lines = [indent + line if line or blank else line for line in others]
     return TemplateText("\n").join([indent + top if first else top, *lines])
 
 
 def written(texts: Iterable[str]) -> TemplateText:
-    """The texts, one after the other."""
+    """Return the concatenated texts with their origins."""
     items = list(texts)
     return TemplateText("".join(items), "".join(map(origin_of, items)))

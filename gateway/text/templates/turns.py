@@ -1,4 +1,4 @@
-"""Messages and tools in the forms that a chat template can render; pure."""
+"""Converts messages and tools to forms that a chat template can render; pure."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import chain, combinations
@@ -18,7 +18,7 @@ class Conversation(NamedTuple):
 
 
 def shaped(message: Message, can: Capabilities) -> dict[str, Any]:
-    """A message with its content, calls and thought in the form that the template takes."""
+    """Return a message with role, content, calls and reasoning in the template's form."""
     made = dict(message)
     if message["role"] == "tool":
         made["role"] = can.results
@@ -38,7 +38,7 @@ def shaped(message: Message, can: Capabilities) -> dict[str, Any]:
 
 
 def with_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with contents that are one text each, for text to be added to them."""
+    """Return the messages with each content as one text, so that text can be added."""
     return [
         {**message, "content": text_of(message)} if "content" in message else dict(message)
         for message in messages
@@ -50,8 +50,8 @@ def text_of(message: Message) -> str:
 
 
 def alternatives(first: Conversation) -> list[list[Conversation]]:
-    """Conversations with the same content for a template that refuses the first one, grouped by how
-    much they change, least first; 15 at most."""
+    """Return equivalent conversations to try if a template refuses the first one. They are grouped
+    by number of changes, fewest first; at most 15 in total."""
     groups: list[list[Conversation]] = []
     made = [first]
     changes = [change for change in _CHANGES if change(first) != first]
@@ -72,10 +72,10 @@ def alternatives(first: Conversation) -> list[list[Conversation]]:
 
 
 def with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with one call a turn, each before its results. A result that names no call
-    belongs to the first call without one."""
-    turns: list[list[dict[str, Any]]] = []  # each with the results that belong to it
-    of_calls: list[list[dict[str, Any]]] = []  # those of the last message with calls
+    """Return the messages with one call per turn, each followed by its results. A result without a
+    known call id belongs to the first call without a result."""
+    turns: list[list[dict[str, Any]]] = []  # each with its results
+    of_calls: list[list[dict[str, Any]]] = []  # turns of the last message with calls
     for message in messages:
         if message["role"] == "tool" and of_calls:
             _turn_of(message, of_calls).append(dict(message))
@@ -89,7 +89,7 @@ def with_single_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _turn_of(result: Message, turns: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The turn whose call a result answers."""
+    """Return the turn with the call of a result."""
     name = result.get("tool_call_id")
     named = (turn for turn in turns if name and turn[0]["tool_calls"][0].get("id") == name)
     unanswered = (turn for turn in turns if len(turn) == 1)
@@ -99,9 +99,11 @@ def _turn_of(result: Message, turns: Sequence[list[dict[str, Any]]]) -> list[dic
 def with_known_systems(
     messages: Sequence[Message], places: Container[str], *, developer: bool
 ) -> list[dict[str, Any]]:
-    """The messages with rules in the places that the template shows (Capabilities.systems):
-    elsewhere the leading ones become one, and later ones turns of the user. `developer`: the
-    template knows that role."""
+    """Return the messages with rules (system turns) only in places that the template shows.
+
+    `places`: Capabilities.systems. Elsewhere, leading rules are joined and later ones become user
+    turns. `developer`: the template knows that role.
+    """
     num_leading = _num_leading(messages)
     turns = [dict(message) for message in messages]
     if not developer or len({turn["role"] for turn in turns[:num_leading]}) > 1:
@@ -123,7 +125,7 @@ def with_known_systems(
 
 
 def _num_leading(messages: Sequence[Message]) -> int:
-    """Rules at the beginning."""
+    """Return the number of rules at the beginning."""
     others = (i for i, message in enumerate(messages) if message["role"] not in _RULES)
     return next(others, len(messages))
 
@@ -137,7 +139,7 @@ def _content(content: Any, role: str, can: Capabilities) -> Any:
 
 
 def _thought_first(thought: str, content: Any) -> list[dict[str, Any]]:
-    """A content as parts, the first of which is a thought."""
+    """Return a content as parts, with the reasoning as the first part."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}] if content else []
     return [{"type": "thinking", "thinking": thought}, *(content or ())]
@@ -153,20 +155,20 @@ def _call(call: Message, can: Capabilities) -> dict[str, Any]:
 
 
 def _joined(turns: Sequence[Message]) -> dict[str, Any]:
-    """Turns as one, of the first one's role."""
+    """Join turns into one with the role of the first."""
     made = {**turns[0], "content": "\n\n".join(filter(None, map(text_of, turns)))}
     thoughts = [turn["reasoning_content"] for turn in turns if turn.get("reasoning_content")]
     return made | {"reasoning_content": "\n\n".join(thoughts)} if thoughts else made
 
 
 def _system_first(given: Conversation) -> Conversation:
-    """One system turn, the first; turns of the user for later ones."""
+    """Join leading rules into one system turn, and make later rules user turns."""
     return given._replace(messages=with_known_systems(given.messages, (), developer=True))
 
 
 def _rules_joined(given: Conversation) -> Conversation:
-    """As `_system_first`, for templates in which roles alternate: a later rule is part of the turn
-    of the user beside it, or of the result before it."""
+    """Change as `_system_first`, for templates whose roles alternate: join a later rule with the
+    adjacent user turn or the preceding result."""
     num_leading = _num_leading(given.messages)
     turns = [_joined(given.messages[:num_leading])] if num_leading else []
     after_rule = False
@@ -185,15 +187,18 @@ def _rules_joined(given: Conversation) -> Conversation:
 
 
 def _alternating(given: Conversation) -> Conversation:
-    """As `_rules_joined`, for templates that refuse turns of one role side by side, turns of the
-    user beside results, empty answers, an answer before the first question, or rules alone. What
-    the user says after a result becomes part of it: these templates refuse any turn between."""
+    """Change as `_rules_joined`, for templates with strictly alternating roles.
+
+    Such templates refuse adjacent turns of one role, user turns next to results, empty answers, an
+    answer before the first question, or rules alone. A user turn after a result becomes part of the
+    result, because these templates refuse any turn between.
+    """
     *before, last = _rules_joined(given).messages
     if last["role"] in _RULES:
         last = {**last, "role": "user"}
     kept = [m for m in before if m["role"] != "assistant" or "tool_calls" in m or text_of(m)]
     groups: list[list[Message]] = []  # each is one turn
-    waiting: list[Message] = []  # for the results of calls before them
+    waiting: list[Message] = []  # user turns that must come after the results of earlier calls
     for message in [*kept, last]:
         if message["role"] == "user" and groups and "tool_calls" in groups[-1][0]:
             waiting.append(message)
@@ -208,8 +213,8 @@ def _alternating(given: Conversation) -> Conversation:
 
 
 def _group(groups: list[list[Message]], messages: Sequence[Message]) -> None:
-    """Add messages to the last group where roles alternate, else as groups of their own, with an
-    empty question before an answer that comes first."""
+    """Add each message to the last group if alternating roles require it, else as a new group. Adds
+    an empty question before an answer that would come first."""
     for message in messages:
         role, before = message["role"], groups[-1][0] if groups else {"role": "system"}
         joins = {"user": ("user", "tool"), "assistant": ("assistant",)}.get(role, ())
@@ -222,7 +227,7 @@ def _group(groups: list[list[Message]], messages: Sequence[Message]) -> None:
 
 
 def _one_thought(given: Conversation) -> Conversation:
-    """What is said beside calls as part of the thought, where there is one."""
+    """Move the content beside calls into the reasoning, if there is reasoning."""
     messages = []
     for message in given.messages:
         said = text_of(message)
@@ -234,7 +239,7 @@ def _one_thought(given: Conversation) -> Conversation:
 
 
 def _whole_tools(given: Conversation) -> Conversation:
-    """Tools with every field that their schemas may leave out."""
+    """Add all optional fields to the schemas of the tools."""
     if given.tools is None:
         return given
     return given._replace(tools=[_whole_tool(tool) for tool in given.tools])
@@ -248,13 +253,13 @@ def _whole_tool(tool: Message) -> dict[str, Any]:
 
 
 def _whole_schema(schema: Message) -> dict[str, Any]:
-    """Of an object."""
+    """Return an object schema with all fields."""
     return {"type": "object", "required": [], "properties": {}, **_whole_value(schema)}
 
 
 def _whole_value(schema: Message) -> dict[str, Any]:
-    """A schema without nulls, whose types and items are one each and whose objects say what other
-    properties they may have."""
+    """Return a schema without nulls and with single types and items. Nested objects without
+    `additionalProperties` get one that allows strings."""
     whole = {
         key: value for key, value in schema.items() if value is not None or key in _MAY_BE_NULL
     }
@@ -286,7 +291,7 @@ def _has_type(schema: Message) -> bool:
 
 
 _MAY_BE_NULL = ("default", "const")
-_ORDERS = (_system_first, _rules_joined, _alternating)  # one of them at most
+_ORDERS = (_system_first, _rules_joined, _alternating)  # at most one is applied
 _CHANGES: tuple[Callable[[Conversation], Conversation], ...] = (
     _whole_tools,
     _one_thought,

@@ -1,5 +1,7 @@
-"""How families of models call tools: each is one module here with a ToolFamily named FAMILY, which
-is found by discovery. A module has its parser's name."""
+"""Tool call formats of model families, one module per format.
+
+Each module is named after its parser, defines a ToolFamily FAMILY, and is found by discovery.
+"""
 
 import pkgutil
 from functools import cache
@@ -7,18 +9,18 @@ from importlib import import_module
 
 from pdserve.gateway.text.parsing.family import ToolFamily
 
-FALLBACK = "json"  # for templates that show tools in a way that no family knows
-GENERIC = "generic"  # for templates that have no place for tools
+FALLBACK = "json"  # for templates with tools that match no family
+GENERIC = "generic"  # for templates without tool support
 
 
 def tool_parser_names() -> tuple[str, ...]:
-    """Nothing is imported for it."""
+    """Return the names of all tool parsers without importing them."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 @cache
 def tool_family(name: str) -> ToolFamily | None:
-    """The family of that name, if there is one."""
+    """Return the family of that name, or None."""
     if name not in tool_parser_names():
         return None
     family: ToolFamily = import_module(f"{__name__}.{name}").FAMILY
@@ -26,7 +28,7 @@ def tool_family(name: str) -> ToolFamily | None:
 
 
 def tool_family_of(template: str) -> str:
-    """The name of the family that a chat template is of."""
+    """Return the name of a chat template's family; FALLBACK if none matches."""
     for name in tool_parser_names():
         family = tool_family(name)
         if family is not None and family.matches(template):

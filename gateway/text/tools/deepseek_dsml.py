@@ -1,4 +1,4 @@
-"""The calls of DeepSeek V3.2 and later: invocations with tags of their own, ｜DSML｜."""
+"""The calls of DeepSeek V3.2 and later: invocations whose tags begin with ｜DSML｜."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily

@@ -17,8 +17,8 @@ OTHER, OTHER_END = "<tool_call>", "</tool_call>"
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
-    """The calls of V3, and those of V3.1, which have the name before the separator; those of models
-    distilled from R1 are at times JSON in other tags."""
+    """Read the calls of V3, and of V3.1 with the name before the separator. Models distilled from
+    R1 sometimes write JSON in other tags."""
     if opener == OTHER:
         yield from json_calls(reader, schemas)
         yield from reader.space()

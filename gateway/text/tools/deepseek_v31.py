@@ -1,4 +1,4 @@
-"""DeepSeek V3.1's calls: those of V3 without a fence."""
+"""The calls of DeepSeek V3.1: as V3's, without a fence."""
 
 from dataclasses import replace
 

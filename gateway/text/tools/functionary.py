@@ -1,5 +1,5 @@
-"""The calls of Functionary 3.2: its prompts end with >>>, after which it writes the name of a
-function, or all for the user, and a line break."""
+"""The calls of Functionary 3.2: after >>>, which ends the prompt, the model writes a function's
+name, or "all" for text to the user, and a line break."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments

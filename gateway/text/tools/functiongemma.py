@@ -1,4 +1,4 @@
-"""FunctionGemma's calls: those of Gemma 4 between other tags."""
+"""The calls of FunctionGemma: as Gemma 4's, between other tags."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily

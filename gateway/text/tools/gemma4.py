@@ -1,4 +1,4 @@
-"""Gemma 4's calls: call:NAME{key:value} in its own notation of values."""
+"""The calls of Gemma 4: call:NAME{key:value} with values in Gemma's notation."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (

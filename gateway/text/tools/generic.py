@@ -1,5 +1,5 @@
-"""Calls of models that learn from the prompt how to call (text/templates/described_tools.py): JSON
-in <tool_call>, or without the tags where the answer begins, since small models leave them out."""
+"""The calls of models whose prompt describes the form (text/templates/described_tools.py): JSON in
+<tool_call>, or without tags at the start of the answer, since small models omit them."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
@@ -19,7 +19,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     if not opener:
         yield from mixed_calls(reader, schemas)
         return
-    if opener == PYTHON:  # as Gemma 3 has learnt it
+    if opener == PYTHON:  # the form that Gemma 3 is trained on
         yield from python_calls(reader, schemas)
         yield from reader.space()
         yield from reader.closes("```")
@@ -30,7 +30,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
 
 
 FAMILY = ToolFamily(
-    "generic",  # as llama.cpp calls it
+    "generic",  # llama.cpp's name
     lambda template: False,
     CallForm(BEGIN + '\n{"name": "NAME", "arguments": ', "}\n" + END, trigger=BEGIN),
     openers=(BEGIN, PYTHON),

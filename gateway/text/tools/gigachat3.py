@@ -1,4 +1,4 @@
-"""The calls of GigaChat 3: JSON behind a tag, or behind the header of a message."""
+"""The calls of GigaChat 3: JSON after a tag, or after the header of a message."""
 
 from pdserve.gateway.text.parsing.tagged import json_between
 

@@ -1,5 +1,7 @@
-"""The calls of GLM 4.5 and later: a name, then <arg_key> and <arg_value> in <tool_call>; other
-families have the same tags with a suffix."""
+"""The calls of GLM 4.5 and later: in <tool_call>, a name, then <arg_key> and <arg_value> tags.
+
+Other families use the same tags with a suffix.
+"""
 
 from pdserve.gateway.text.parsing.arguments import CallArguments, ToolSchemas
 from pdserve.gateway.text.parsing.family import (
@@ -28,7 +30,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
 def members(
     reader: BlockReader, known: CallArguments, mark: str = "", suffix: str = ""
 ) -> Pieces[None]:
-    """The arguments, to the end of the call. `mark`: the first tag, if it is read."""
+    """Read the arguments up to the end of the call. `mark`: the first tag, if already read."""
     begin, end = f"<arg_key{suffix}>", f"</tool_call{suffix}>"
     value_end = f"</arg_value{suffix}>"
     gap = ""
@@ -39,7 +41,7 @@ def members(
         key, _ = yield from reader.until(f"</arg_key{suffix}>", most=MAX_NAME_CHARS)
         yield from reader.space()
         yield from reader.expect(f"<arg_value{suffix}>")
-        # What the tools do not describe is JSON, or else a string.
+        # An argument without a schema is JSON if it parses, else a string.
         texts = _value(reader, value_end, end)
         yield from known.member(gap, key, texts, json=not known.knows(key))
         gap = ", "
@@ -48,7 +50,7 @@ def members(
 
 
 def _value(reader: BlockReader, value_end: str, call_end: str) -> Pieces[None]:
-    """A value, whose end tag models sometimes leave out at the end of the answer."""
+    """Read a value; models sometimes omit its end tag at the end of the answer."""
     while (yield from reader.pieces_until(value_end, call_end)) == call_end:
         start = reader.at
         yield from reader.space()

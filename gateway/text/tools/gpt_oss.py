@@ -1,4 +1,4 @@
-"""gpt-oss's calls: messages to functions, in Harmony."""
+"""The calls of gpt-oss: Harmony messages to functions."""
 
 from pdserve.gateway.text.parsing.family import CallForm, ToolFamily
 from pdserve.gateway.text.parsing.harmony import (
@@ -14,7 +14,7 @@ _CALL = f"{CHANNEL}commentary to=functions."
 FAMILY = ToolFamily(
     "gpt_oss",
     lambda template: CHANNEL in template and MESSAGE in template,
-    # <|call|> ends the answer, so no grammar may ask for it as a part.
+    # No end tag: <|call|> ends the answer, so a grammar must not require it.
     CallForm(f"{_CALL}NAME <|constrain|>json{MESSAGE}", "", trigger=_CALL),
     special=SPECIAL,
     whole=HarmonyStream,

@@ -1,12 +1,12 @@
-"""Hermes' calls, which Qwen 2.5, Qwen 3 and many others make: JSON in <tool_call>."""
+"""The calls of Hermes, Qwen 2.5, Qwen 3 and many others: JSON in <tool_call>."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, json_calls
 from pdserve.gateway.text.parsing.pythonic import mixed_calls
 from pdserve.gateway.text.parsing.reader import BlockReader
 
-OTHERS = ("<arg_key>", "<function=", "<tool_calls>", "]<]minimax[>[")  # of families with the tag
-# Qwen 2.5 Coder often writes the second, or no tag at all.
+OTHERS = ("<arg_key>", "<function=", "<tool_calls>", "]<]minimax[>[")  # of families with this tag
+# Qwen 2.5 Coder often writes the second tag, or none.
 TAGS = {"<tool_call>": "</tool_call>", "<tools>": "</tools>"}
 
 

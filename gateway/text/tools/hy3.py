@@ -1,4 +1,4 @@
-"""The calls of Hy3: those of GLM in a section, with tags of another suffix."""
+"""The calls of Hy3: as GLM's, in a section, with a suffix on the tags."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (

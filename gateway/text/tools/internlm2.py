@@ -1,4 +1,4 @@
-"""The calls of InternLM 2: JSON behind the tag of its plug-ins."""
+"""The calls of InternLM 2: JSON after the tag of its plug-ins."""
 
 from pdserve.gateway.text.parsing.tagged import json_between
 

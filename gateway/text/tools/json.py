@@ -1,4 +1,4 @@
-"""Calls of no family in particular: JSON, or a list of Python's calls, where the answer begins, or
+"""Calls of unknown families: JSON or a list of Python calls at the start of the answer, or JSON
 between tags that several families use."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas

@@ -1,5 +1,5 @@
-"""Kimi K2's calls: a section of them, with ids functions.NAME:INDEX, which it wants back. It
-leaves out the section's tags at times."""
+"""The calls of Kimi K2: a section of calls with ids functions.NAME:INDEX, which later turns must
+repeat. The model sometimes omits the section's tags."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments

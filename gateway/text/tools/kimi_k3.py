@@ -1,4 +1,4 @@
-"""Kimi K3's calls: <|open|>call with attributes, and typed arguments in it."""
+"""The calls of Kimi K3: <|open|>call with attributes, which contains typed arguments."""
 
 import re
 from html import unescape
@@ -56,7 +56,7 @@ def _members(reader: BlockReader) -> Pieces[None]:
 
 
 def _value(reader: BlockReader) -> Pieces[None]:
-    """A value, whose end tag is one only before another."""
+    """Read a value; its end tag counts only before another tag."""
     while True:
         end = yield from reader.pieces_until(_ARGUMENT_END)
         start = reader.at

@@ -1,5 +1,5 @@
-"""The calls of Llama 3.1 to 3.3 and of models made from it: JSON objects or lists, or Python's
-lists, where the answer begins; after <|python_tag|>; or JSON in <function=NAME>."""
+"""The calls of Llama 3.1 to 3.3 and derived models: JSON objects or lists, or Python lists, at the
+start of the answer or after <|python_tag|>; or JSON in <function=NAME>."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (

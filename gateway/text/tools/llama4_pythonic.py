@@ -1,4 +1,4 @@
-"""Llama 4's calls, and those of pythonic Llama 3.2: a Python list of calls."""
+"""The calls of Llama 4 and pythonic Llama 3.2: a Python list of calls."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
@@ -15,7 +15,7 @@ BEGIN, END = "<|python_start|>", "<|python_end|>"
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
     yield from reader.space()
-    if (yield from reader.first()) == "{":  # as a grammar makes it
+    if (yield from reader.first()) == "{":  # the form of a grammar
         yield from bare_calls(reader, schemas)
         yield from reader.closes(END)
         return

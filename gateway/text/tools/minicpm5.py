@@ -1,4 +1,4 @@
-"""The calls of MiniCPM 5: <function name=...> with a <param name=...> each, whose value may be
+"""The calls of MiniCPM 5: <function name=...> with <param name=...> tags, whose values may be
 CDATA."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
@@ -24,7 +24,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
         yield CallPiece(name, "{}", last=True)
         return
     yield from reader.space()
-    if (yield from reader.first()) == "{":  # as a grammar makes it
+    if (yield from reader.first()) == "{":  # the form of a grammar
         yield from json_arguments(reader, schemas, name)
         yield from reader.space()
         yield from reader.closes(END)

@@ -1,4 +1,4 @@
-"""MiniMax M2's calls: <invoke> in <minimax:tool_call>."""
+"""The calls of MiniMax M2: <invoke> in <minimax:tool_call>."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily

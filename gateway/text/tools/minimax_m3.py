@@ -1,5 +1,5 @@
-"""MiniMax M3's calls: an argument's name is its tag, and a mark stands before every tag. An object
-has such tags within, and a list has <item>."""
+"""The calls of MiniMax M3: each argument's tag is its name, and a mark precedes every tag. Objects
+contain such tags, and lists contain <item>."""
 
 from pdserve.gateway.text.parsing.arguments import CallArguments, ToolSchemas
 from pdserve.gateway.text.parsing.family import (
@@ -55,7 +55,7 @@ def _members(reader: BlockReader, known: CallArguments, end: str, depth: int = 0
 def _value(
     reader: BlockReader, known: CallArguments, head: str, key: str, depth: int
 ) -> Pieces[None]:
-    """A value, from behind its tag; `head` stands before it."""
+    """Read a value after its tag; `head` is yielded before it."""
     end = f"{MARK}</{key}>"
     first = (yield from _element(reader)) if known.may_contain(key) else ""
     if not first:
@@ -84,7 +84,7 @@ def _value(
 
 
 def _element(reader: BlockReader) -> Reading[str]:
-    """The name of the element that begins here, which stays unread; empty for a text."""
+    """Return the name of the element that begins here, without reading it; empty for a text."""
     start = reader.at
     name = ""
     if (yield from reader.taken(f"{MARK}<")):

@@ -1,4 +1,4 @@
-"""Mistral's calls after [TOOL_CALLS]: a JSON list, or name[ARGS]{...} in newer models."""
+"""The calls of Mistral after [TOOL_CALLS]: a JSON list, or name[ARGS]{...} in newer models."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import (
@@ -33,7 +33,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
 FAMILY = ToolFamily(
     "mistral",
     lambda template: BEGIN in template,
-    # The list, which every one of the models has learnt or may write.
+    # The list form, which all these models can write.
     CallForm(f'{BEGIN}[{{"name": "NAME", "arguments": ', "}]", trigger=BEGIN),
     openers=(BEGIN,),
     read=read,

@@ -1,5 +1,5 @@
-"""The calls of Muse Glimmer: a message to the tool, with <atem:invoke> in it. In a message to the
-user such tags are text."""
+"""The calls of Muse Glimmer: a message to the tool that contains <atem:invoke>. In a message to the
+user, such tags are text."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, grammar_call

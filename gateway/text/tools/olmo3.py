@@ -1,4 +1,4 @@
-"""The calls of OLMo 3: Python's, one a line, in <function_calls>."""
+"""The calls of OLMo 3: Python calls, one per line, in <function_calls>."""
 
 from pdserve.gateway.text.parsing.tagged import python_between
 

@@ -1,4 +1,4 @@
-"""Calls of models in a Python list where the answer begins, or between tags that several use."""
+"""Calls in a Python list at the start of the answer, or between tags that several families use."""
 
 from dataclasses import replace
 

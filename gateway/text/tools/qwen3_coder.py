@@ -1,4 +1,4 @@
-"""Qwen3-Coder's calls: <function=NAME> and <parameter=NAME> with values as plain text."""
+"""The calls of Qwen3-Coder: <function=NAME> and <parameter=NAME> with values as plain text."""
 
 from pdserve.gateway.text.parsing.arguments import CallArguments, ToolSchemas
 from pdserve.gateway.text.parsing.family import (
@@ -18,7 +18,7 @@ from pdserve.gateway.text.parsing.reader import (
 )
 
 _CLOSE, _NEXT = "</parameter>", ("<parameter=", "</function>")
-# A value on lines of its own may have such tags within its lines.
+# A value on separate lines may contain such tags inside a line.
 _ENDS_OF_LINES = (_CLOSE, f"\n{_CLOSE}", "\n<parameter=", "\n</function>")
 _ENDS = (_CLOSE, *_NEXT)
 
@@ -32,7 +32,7 @@ def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:
 
 
 def read_function(reader: BlockReader, opener: str, end: str, schemas: ToolSchemas) -> Calls:
-    """The call of a block, which may begin with <function= without an opener of its own."""
+    """Read the call of a block; the opener may be <function= itself."""
     if opener != "<function=":
         if (yield from grammar_call(reader, schemas, end)):
             return
@@ -56,7 +56,7 @@ def _members(reader: BlockReader, known: CallArguments) -> Pieces[None]:
 
 
 def _value(reader: BlockReader) -> Pieces[str]:
-    """A value, and the tag that follows it. Its end tag is one only before the next tag."""
+    """Read a value and return the next tag; the value's end tag counts only before that tag."""
     lines = yield from reader.takes("\n")
     while True:
         end = yield from reader.pieces_until(*(_ENDS_OF_LINES if lines else _ENDS))
@@ -70,7 +70,7 @@ def _value(reader: BlockReader) -> Pieces[str]:
         if reader.ended and any(mark.startswith(rest) for mark in _NEXT):
             raise CutOff
         space = reader.text[start : reader.at]
-        yield end  # it was a part of the value
+        yield end  # the tag is part of the value
         reader.text = space + reader.text[reader.at :]
         reader.at = 0
 

@@ -1,4 +1,4 @@
-"""Seed-OSS's calls: those of Qwen3-Coder between tags of its own."""
+"""The calls of Seed-OSS: as Qwen3-Coder's, between other tags."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily

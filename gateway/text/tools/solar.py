@@ -1,4 +1,4 @@
-"""The calls of Solar Open, with ids of ten letters and digits, which it wants back."""
+"""The calls of Solar Open, with ids of ten letters and digits, which later turns must repeat."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, json_arguments
@@ -8,7 +8,7 @@ from pdserve.gateway.text.reasoning.solar import AROUND
 BEGIN, END = "<|tool_call:begin|>", "<|tool_call:end|>"
 NAME, ARGUMENTS = "<|tool_call:name|>", "<|tool_call:args|>"
 ID_LEN = 10
-NO_ID = "0" * ID_LEN  # what a grammar writes
+NO_ID = "0" * ID_LEN  # the id in a grammar's call
 
 
 def read(reader: BlockReader, opener: str, schemas: ToolSchemas) -> Calls:

@@ -1,4 +1,4 @@
-"""Step 3's calls: <steptml:invoke> in tags like DeepSeek's."""
+"""The calls of Step 3: <steptml:invoke> in tags like DeepSeek's."""
 
 from pdserve.gateway.text.parsing.arguments import ToolSchemas
 from pdserve.gateway.text.parsing.family import CallForm, Calls, ToolFamily, grammar_call
