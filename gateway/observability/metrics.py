@@ -1,7 +1,7 @@
-"""What the gateway exports to Prometheus, under vLLM's names where they exist.
+"""The gateway's Prometheus metrics, under vLLM's names where they exist.
 
-Ownership: two private registries, made here and handed down: one of the gateway's own figures, and
-one of the fleet's, which are the last FleetView given to `FleetCollector.update`.
+Ownership: GatewayMetrics creates two private registries and passes them down: one for the gateway's
+metrics, and one for the fleet's, from the last FleetView passed to `FleetCollector.update`.
 """
 
 import os
@@ -38,16 +38,17 @@ _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 
 class GatewayMetrics:
-    """The gateway's own figures, by served model, and beside them those of the fleet.
+    """The metrics of the gateway, by served model, and those of the fleet.
 
-    Several gateway processes keep theirs in files of a folder, each under its index, and any of
-    them exports the sums; one that is started again goes on counting where the last has ended."""
+    With a folder, several gateway processes keep their metrics in files there, each under its
+    index. Any process exports the sums; a restarted process continues its counts.
+    """
 
     def __init__(self, folder: Path | None = None, index: int = 0) -> None:
         self.registry = CollectorRegistry()
         self._exported = self.registry
         if folder is not None:
-            # The client library has this for the whole process alone.
+            # prometheus_client has only process-wide settings for this.
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
             values.ValueClass = values.MultiProcessValue(lambda: index)  # type: ignore[no-untyped-call]
             self._exported = CollectorRegistry()
@@ -104,19 +105,19 @@ class GatewayMetrics:
         self.loop_lag = lag_histogram(self.registry)
 
     def add_process(self, certificates: Mapping[str, str]) -> None:
-        """Export the process itself, too; of several processes, what they have in common."""
+        """Also export metrics of the process; of several processes, only the common ones."""
         self._exported.register(ProcessFacts(certificates))
         if self._exported is self.registry:
             ProcessCollector(registry=self._exported)
 
     def show_open(self, limits: AdmissionLimits) -> None:
-        """The requests that are in this gateway now."""
+        """Set the number of requests in this gateway."""
         self.open.labels("waiting").set(limits.waiting)
         self.open.labels("open").set(limits.open)
         self.open.labels("batch").set(limits.background)
 
     def page(self, with_fleet: bool) -> bytes:
-        """In Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         fleet = generate_latest(self.fleet_registry) if with_fleet else b""
         return generate_latest(self._exported) + fleet
 
