@@ -56,7 +56,7 @@ class FastSystem(SingleProcesses):
 
     def _answers(self) -> bool:
         try:
-            return httpx.get(f"http://{self.http}/health", timeout=5).status_code == 200
+            return httpx.get(f"http://{self.http}/ready", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
 
