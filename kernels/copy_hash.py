@@ -17,8 +17,7 @@ _TILE_UNITS = TILE_BYTES // UNIT_BYTES
 
 
 def expand_key(key: bytes) -> NDArray[np.uint64]:
-    """Return the content of struct Lane for both lanes, uint64 [2 * LANE_WORDS]. Raises ValueError
-    if the key does not have KEY_BYTES bytes."""
+    """Return struct Lane of both lanes, [2 * LANE_WORDS]. Raises ValueError for a wrong length."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
     words = []

@@ -23,9 +23,8 @@ class CpuKernels:
     """A thread pool, and the kernels for the best instruction set of this machine."""
 
     def __init__(self, threads: int = 0, isa: str = "") -> None:
-        """Start the threads. `threads` 0 means default_threads(). Helper threads are pinned if the
-        process may use exactly that many cores. `isa` is one of `_native.isas()`, or empty for the
-        best. Raises ValueError for another `isa`.
+        """`threads` 0 means default_threads(). Helper threads are pinned if the process may use
+        exactly that many cores. `isa` is one of `_native.isas()`; raises ValueError for another.
         """
         threads = threads or default_threads()
         cores = sorted(os.sched_getaffinity(0))
@@ -36,8 +35,7 @@ class CpuKernels:
         """Pack stored weights [rows, cols] into the kernels' layout.
 
         `data` holds uint8 blocks [rows, bytes] of a GGUF type, or F16, BF16 (as uint16) or F32
-        numbers [rows, cols]; it is not needed afterwards. `format` is one of FORMATS. Raises
-        ValueError for another format.
+        numbers [rows, cols]; it is not needed afterwards. Raises ValueError for another `format`.
         """
         return _native.Matrix.pack(self.context, format, _bytes(data), rows, cols)
 

@@ -20,8 +20,7 @@ Mask = NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """Settings of a token stream. Edits apply in this order: bias, repetition, presence, frequency,
-    mask."""
+    """One token stream. Edits apply in this order: bias, repetition, presence, frequency, mask."""
 
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0: all
@@ -106,8 +105,7 @@ class SamplingOps(Protocol):
     def logprobs(
         self, logits: Any, tokens: list[int], count: int, also: Sequence[int] = ()
     ) -> list[TokenScores]:
-        """Return the log-probability of tokens[r] under row r, with those of the row's `count` best
-        tokens and of the ids in `also`."""
+        """Return log-probabilities of tokens[r] in row r, of its `count` best and of `also`."""
 
 
 @runtime_checkable

@@ -19,8 +19,7 @@ TEXT_RULES = "3"  # increment when the facts read from a tokenizer change
 
 
 class FileCache:
-    """A cache of bytes by source files. `kind` names its folder, `rules` the version of how the
-    bytes are derived."""
+    """A cache of bytes by source files; `kind` names its folder, `rules` the derivation."""
 
     def __init__(self, kind: str, rules: str, folder: Path | None = None) -> None:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -67,8 +66,7 @@ class DigestCache:
 
 
 class TextCache:
-    """A cache of TextFiles. An entry is a line of JSON with the other fields, then
-    tokenizer.json."""
+    """A cache of TextFiles. An entry is a line of JSON (the other fields), then tokenizer.json."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._files = FileCache("tokenizers", TEXT_RULES, folder)

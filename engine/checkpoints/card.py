@@ -6,8 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class CardData:
-    """The properties of a loaded model. `weights_digest` and `quantization` describe the
-    weights."""
+    """A loaded model's properties; `weights_digest` and `quantization` describe its weights."""
 
     name: str  # the name that clients use
     architecture: str  # Hugging Face class name

@@ -28,8 +28,7 @@ class HubModel:
 def download(
     model: HubModel, progress: Callable[[str, float], None], cache: Path | None = None
 ) -> Path:
-    """Download a model; return the snapshot's directory, or the file in it. Cached files are not
-    fetched again.
+    """Download what is not cached; return the snapshot's directory, or the file in it.
 
     HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE and HF_HUB_OFFLINE have their usual effects; `cache`
     overrides HF_HUB_CACHE. Raises CheckpointError.

@@ -31,11 +31,10 @@ class Resolved:
 
 
 def resolve(model: str, progress: Callable[[str, float], None]) -> Resolved:
-    """Resolve a model and download it if needed.
-
-    `model` is a GGUF file, a model directory, or a Hugging Face id as org/name, org/name@revision,
-    org/name:file.gguf or org/name@revision:file.gguf; empty means the shipped model. An existing
-    path takes precedence over an id. Raises CheckpointError, which names the accepted forms.
+    """Resolve a model, and download it if needed. `model` is a GGUF file, a model directory, or a
+    Hugging Face id as org/name, org/name@revision, org/name:file.gguf or
+    org/name@revision:file.gguf; empty means the shipped model. An existing path takes precedence
+    over an id. Raises CheckpointError, which names the accepted forms.
     """
     found = find(model)
     if isinstance(found, HubModel):
@@ -61,8 +60,7 @@ def find(model: str) -> Path | HubModel:
 
 
 def shipped_model() -> Path:
-    """Return the GGUF file of the default model's package, without importing the package. Raises
-    CheckpointError if it is not installed."""
+    """Find the GGUF file of the default model's package without importing the package."""
     spec = importlib.util.find_spec(SHIPPED_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:

@@ -69,13 +69,11 @@ class WeightLoader:
         progress: Callable[[float], None],
         quantized: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Load in the order of `shapes`.
-
-        `format`: plain numbers to which matrices are expanded; None keeps the stored format, which
-        vectors always keep. `quantized`: block format by name, to which matrices are quantized
-        before that. `hashed`: compute the digest. `copied`: the caller has copied a tensor when it
-        requests the next, so the file's pages may be freed. `progress` gets a growing fraction,
-        from one loading thread at a time.
+        """Load in the order of `shapes`. `format` names the plain numbers to which matrices are
+        expanded; None keeps the stored format, which vectors always keep. `quantized` maps names to
+        the block formats to which matrices are quantized before that. `copied`: the caller has
+        copied a tensor when it requests the next, so the file's pages may be freed. `progress` gets
+        a growing fraction, from one loading thread at a time.
         """
         self._checkpoint = checkpoint
         self._format = format
@@ -126,8 +124,7 @@ class WeightLoader:
         return pending.result
 
     def digest(self) -> str:
-        """Return the hex Merkle root over all tensors. Requires `hashed`, and that all tensors have
-        been requested."""
+        """Return the hex Merkle root over all tensors; requires `hashed`, after the last tensor."""
         assert self._hashed
         assert not self._ahead
         return merkle_root({name: future.result() for name, future in self._leaves.items()})

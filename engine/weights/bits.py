@@ -16,8 +16,7 @@ def half(blocks: Bytes, at: int) -> Floats:
 
 
 def fields(packed: Bytes, width: int) -> Bytes:
-    """Split bytes into fields of `width` bits, lowest first: uint8 [..., bytes] -> [..., 8 / width,
-    bytes]."""
+    """Split uint8 [..., bytes] into `width`-bit fields, lowest first: [..., 8 / width, bytes]."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     found: Bytes = (packed[..., None, :] >> shifts) & np.uint8((1 << width) - 1)
     return found

@@ -1,5 +1,4 @@
-"""A stored weight and its storage format: the named parts that hold the values, and how to read
-them.
+"""A stored weight and its storage format: the parts that hold the values, and how to read them.
 
 All parts are numpy arrays; bfloat16 numbers are held as uint16 with the same bits.
 """

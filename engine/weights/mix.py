@@ -119,8 +119,7 @@ class FormatPlan(NamedTuple):
 
 
 def find_type(name: str) -> str:
-    """Return the type (a key of TYPES) of a name or alias. Raises ValueError with the known
-    names."""
+    """Return the key of TYPES for a name or alias. Raises ValueError with the known names."""
     found = name.lower()
     found = ALIASES.get(found, found)
     if found not in TYPES:
@@ -129,6 +128,5 @@ def find_type(name: str) -> str:
 
 
 def fitting(format: str, columns: int) -> str | None:
-    """Return the format, or FALLBACK if rows of `columns` do not fit it, or None if they fit
-    neither."""
+    """Return the first of `format` and FALLBACK that rows of `columns` fit, or None."""
     return next((f for f in (format, FALLBACK) if columns % BLOCK_VALUES[f] == 0), None)

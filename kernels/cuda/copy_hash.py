@@ -60,12 +60,9 @@ class CopyHash:
         to_slot: bool,
         stream: int,
     ) -> None:
-        """Queue a copy on a stream.
-
-        `slot` (payload), `tag`, `plan` (key words, then block numbers as int32) and `shares`
-        (SHARES_AT bytes plus SHARE_BYTES per tile, zeros before the first launch) are device
-        addresses; `verdict` is in pinned host memory.
-        """
+        """Queue a copy on a stream. Device addresses: `slot` (payload), `tag`, `plan` (key words,
+        then block numbers as int32), `shares` (SHARES_AT bytes plus SHARE_BYTES per tile, zeros
+        before the first launch); `verdict` is in pinned host memory."""
         num_bytes = len(pages.layers) * len(pages.blocks) * pages.block_bytes
         numbers = (
             np.uint64(pages.base),

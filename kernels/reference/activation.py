@@ -15,8 +15,7 @@ def gated(
 ) -> Tensor:
     """Return activation(gate) * up, elementwise; gelu_tanh is the tanh approximation of gelu.
 
-    swiglu_oai: gate * sigmoid(1.702 * gate) * (up + 1), with gate clamped to at most 7, and up to
-    [-7, 7].
+    swiglu_oai: gate * sigmoid(1.702 * gate) * (up + 1), gate clamped to at most 7, up to [-7, 7].
     """
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=SWIGLU_OAI_LIMIT), up.clamp(-SWIGLU_OAI_LIMIT, SWIGLU_OAI_LIMIT)

@@ -122,8 +122,8 @@ def _attend_seen(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with one token per row: q [B, K, G, D] over the keys of blocks [B, n] that `seen`
-    [B, n * size] marks."""
+    """Attend with q [B, K, G, D], one token per row, over the `seen` [B, n * size] keys of blocks
+    [B, n]."""
     k, v = _gather(kv, blocks, q.dtype)
     mask = seen[:, None, None]
     if q.is_cpu:
@@ -211,8 +211,7 @@ def _tile(
 
 
 def _gather(kv: Tensor, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gather keys and values of blocks [B, n] in one copy, each contiguous [B, K, n * block_size,
-    D]."""
+    """Gather keys and values of blocks [B, n] in one copy: each [B, K, n * block_size, D]."""
     _, planes, heads, block_size, head_dim = kv.shape
     part = torch.arange(planes * heads, device=kv.device).view(planes, 1, heads, 1)
     index = (blocks * (planes * heads))[:, None] + part  # [2, B, K, n]

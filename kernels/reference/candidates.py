@@ -16,9 +16,8 @@ FIRST_SORT = 256  # top_p rarely needs more tokens; sorting the whole vocabulary
 def candidates(scaled: Tensor, settings: StreamSettings) -> Tensor:
     """Return the ids that the filters keep of logits / T [vocab]: int64 [n], ascending.
 
-    The filters apply in this order: the k best; of those, the best whose probabilities sum to
-    top_p; of those, the ones with at least min_p times the best probability. The best token always
-    stays.
+    In this order: the k best; of those, the best whose probabilities sum to top_p; of those, the
+    ones with at least min_p times the best probability. The best token always stays.
     """
     vocab = len(scaled)
     peak = scaled.max()

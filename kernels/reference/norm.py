@@ -6,8 +6,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight over the last dim, in x's dtype. x [..., N], weight float32
-    [N]."""
+    """x / rms(x) * weight over the last dim, in x's dtype; x [..., N], weight float32 [N]."""
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 

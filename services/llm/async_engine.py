@@ -45,19 +45,15 @@ class AsyncEngine:
         reasoning_parser: str = AUTO,
     ) -> None:
         """Check the options; `start` loads the model. `config` is a model or an EngineConfig.
-
-        Raises TypeError for a bad type, ValueError for a bad value.
-        """
+        Raises TypeError, and ValueError for a bad value."""
         self._config = config_of(config, {}, "Engine")
         self._parsers = ParserChoice(tool_parser, reasoning_parser)
         self._starting = asyncio.Lock()
         self._loaded: InProcessModel | None = None
 
     async def start(self) -> None:
-        """Load the model; `async with` calls this. If cancelled, close the model once it is loaded.
-
-        Raises CheckpointError.
-        """
+        """Load the model; `async with` calls this. If cancelled, the model is closed once loaded.
+        Raises CheckpointError."""
         async with self._starting:
             if self._loaded is None:
                 loading = asyncio.ensure_future(self._load())

@@ -79,8 +79,7 @@ class _Output:
     call: list[ToolCallPart] = field(default_factory=list)  # parts of the unfinished tool call
 
     def whole_calls(self, content: Sequence[ContentPart]) -> tuple[ToolCall, ...]:
-        """Return the tool calls that `content` completes, and at the end of the answer also the
-        unfinished one."""
+        """Return the tool calls that `content` completes or that the answer's end cuts off."""
         made: list[ToolCallPart] = []
         for part in content:
             if self.call and (not isinstance(part, ToolCallPart) or part.id):
@@ -184,8 +183,7 @@ class Generation:
         return {i: Logprob(value, self._vocabulary.token_text(i)) for i, value in found.items()}
 
     def take_stopped(self) -> tuple[int, ...]:
-        """Return the indexes of outputs that a stop string ended since the last call. The caller
-        must abort them in the engine."""
+        """Return outputs that a stop string ended since the last call; the caller aborts them."""
         stopped, self._stopped = tuple(self._stopped), []
         return stopped
 
@@ -254,8 +252,7 @@ class Embedding:
         self._values: Sequence[float] = ()
 
     def take(self, event: RequestEvent) -> None:
-        """Process an event. Raises GenerationError, or the error with which the engine rejects the
-        request."""
+        """Process an event. Raises GenerationError, or the engine's error for the request."""
         match event:
             case Pooled():
                 self._values = event.values

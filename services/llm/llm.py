@@ -41,9 +41,8 @@ class LLM:
         reasoning_parser: str = AUTO,
         **options: Any,
     ) -> None:
-        """Load the model. `model` is a value of `pdserve up --model` or an EngineConfig; `options`
-        are the other EngineConfig fields (`weights="bf16"`, `kv_tokens=8192`, ...). The parsers are
-        the options of `pdserve gateway`.
+        """Load `model`, a value of `pdserve up --model` or an EngineConfig. `options` are its other
+        fields (`weights="bf16"`, `kv_tokens=8192`, ...). Parsers are options of `pdserve gateway`.
 
         Raises TypeError for an unknown option, ValueError for a bad value, CheckpointError.
         """
@@ -145,9 +144,7 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> Generator[OutputDelta, None, None]:
         """Stream the answer to a conversation; each tool call arrives complete, in one delta.
-
-        Arguments are those of `chat`; errors are raised as in `generate_stream`.
-        """
+        Arguments are those of `chat`; errors are those of `generate_stream`."""
         asked = chat_input(messages, **options)
         return self._stream(self._model.prompts.chat(asked, sampling_params, priority))
 

@@ -54,11 +54,9 @@ class InProcessModel:
         parsers: ParserChoice,
         deliver: Callable[[Deliveries], None],
     ) -> None:
-        """Load the model and start its engine thread. `deliver` runs on the engine thread, or in
-        `close` on the caller's thread, and must not block.
-
-        Raises CheckpointError, and ValueError for an unknown parser.
-        """
+        """Load the model and start its engine thread. `deliver` runs on the engine thread, or after
+        `close` on the caller's thread, and must not block. Raises CheckpointError, and ValueError
+        for an unknown parser."""
         engine, self.card = build_engine(config)
         try:
             self.prompts = PromptMaker(self.card, parsers)

@@ -287,8 +287,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def per_prompt(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
-    """Return one value of the argument `name` per prompt. Raises ValueError if the counts
-    differ."""
+    """Return one value of the argument `name` per prompt. Raises ValueError for another count."""
     if not isinstance(given, list | tuple):
         return [given] * count  # type: ignore[list-item]
     if len(given) != count:

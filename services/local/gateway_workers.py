@@ -33,9 +33,7 @@ STOP_SLACK_S = 2 * (GRACE_S + STOP_S)  # time that a process may take to stop af
 
 class GatewayWorkers:
     """The sockets and the folder of counters that the gateway processes share; a context manager.
-
-    `task` returns what each process runs. Raises OSError if an address is in use.
-    """
+    `task` returns what each process runs. Raises OSError if an address is in use."""
 
     def __init__(
         self, settings: GatewaySettings, num: int, folder: Path, entry: str = ENTRY

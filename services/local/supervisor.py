@@ -195,8 +195,7 @@ class Supervisor:
                 self._bury(child)
 
     def _pass_on(self) -> None:
-        """Forward SIGHUP to the children that reload. Skip children that are not ready: without a
-        handler yet, they would die."""
+        """Forward SIGHUP to ready children that reload; others may lack a handler and would die."""
         for child in self.children:
             if child.name in self._reloading and child.ready and child.process:
                 if isinstance(child.process, ForkedProcess):

@@ -146,8 +146,7 @@ class System:
             raise OptionError(f"--api-key-file: {error}") from None
 
     def reloading(self) -> tuple[str, ...]:
-        """Return the children that reload API keys at SIGHUP; empty without a key file, in which
-        case SIGHUP stops the system."""
+        """Children that reload API keys at SIGHUP; empty without a key file: SIGHUP is a stop."""
         return (*self._gateway_names(), ROUTER) if self._gateway.api_key_file else ()
 
     def _gateway_names(self) -> list[str]:
@@ -163,8 +162,7 @@ class System:
         return {role: in_settings(authority, role) for role in Role}
 
     def _router_addresses(self) -> tuple[str, str]:
-        """Return the router's (internal address, client address); with a secret, one address serves
-        both and the second is empty."""
+        """Return (internal, client) address; with a secret, the first is both, the second empty."""
         port = self._up.router_port
         if self._up.cluster_secret:
             return f"127.0.0.1:{port or free_port()}", ""
@@ -221,8 +219,7 @@ class System:
         ]
 
     def _trace_dir(self, folder: Path) -> str:
-        """Return the folder of the hand-off traces: the configured one, or else the run folder,
-        which is removed with the system."""
+        """Return the folder of the hand-off traces: the configured one, or else the run folder."""
         return self._settings.values["trace_dir"].value or str(folder)
 
     def _router_task(self, folder: Path) -> Task:

@@ -137,8 +137,7 @@ def _well_formed(path: Path | str) -> Iterator[None]:
 
 
 def _unpermuted(raw: RawTensor, heads: int, name: str) -> RawTensor:
-    """Return the rows in Hugging Face's order. GGML's rope pairs neighbours, Hugging Face's rope
-    pairs the two halves.
+    """Reorder rows from GGML's rope (pairs of neighbours) to Hugging Face's (pairs of halves).
 
     Only whole rows move, so this works on stored blocks.
     """

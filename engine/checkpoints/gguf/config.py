@@ -60,9 +60,8 @@ def common_config(
 ) -> dict[str, Any]:
     """Return the config entries that every architecture may have.
 
-    `tensors` are GGUF's tensor names; `rope_factors` holds "factors", "short_factor" and
-    "long_factor", if stored. Raises CheckpointError if a required key is missing or differs
-    between layers.
+    `tensors` are GGUF's names; `rope_factors` holds the stored ones of "factors", "short_factor"
+    and "long_factor". Raises CheckpointError if a required key is missing or differs by layer.
     """
     arch = metadata["general.architecture"]
     config: dict[str, Any] = {

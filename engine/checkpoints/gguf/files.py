@@ -48,8 +48,7 @@ def merge(readers: list[GgufReader]) -> dict[str, Place]:
 
 
 def raw_tensor(file: MappedFile, info: TensorInfo, name: str) -> RawTensor:
-    """Return a tensor as a view of the file. Raises CheckpointError for a format that cannot hold
-    weights."""
+    """Return a tensor as a view of the file. Raises CheckpointError for a non-weight format."""
     if info.format in PLAIN:
         values = file.array(PLAIN[info.format], info.shape, info.start)
         return RawTensor({VALUES: values}, info.format, info.shape)

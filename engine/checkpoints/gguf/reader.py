@@ -149,8 +149,7 @@ class _Cursor:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def count(self, code: str, item_bytes: int, what: str) -> int:
-        """Read a count of items of at least `item_bytes` each. Raises CheckpointError if they do
-        not fit into the rest of the file."""
+        """Read a count of items of at least `item_bytes` each; they must fit into the file."""
         value: int = self.number(code)
         if value * item_bytes > self.left:
             raise self.fail(f"{value} {what} do not fit the {self.left} bytes left")
@@ -186,8 +185,7 @@ class _Cursor:
 
 
 def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    """Read the pairs: key -> number, bool, str, list[str], or array.array of numbers (bools as 0
-    and 1)."""
+    """Read key -> number, bool, str, list[str], or array.array of numbers (bools as 0 and 1)."""
     metadata: dict[str, Any] = {}
     for _ in range(count):
         key = cursor.text(MAX_KEY_BYTES)
@@ -257,8 +255,7 @@ def block_size(type_name: str) -> tuple[int, int]:
 
 
 def _placed(cursor: _Cursor, infos: dict[str, TensorInfo], base: int) -> dict[str, TensorInfo]:
-    """Convert offsets to positions in the file. Raises CheckpointError if tensors overlap or lie
-    outside the file."""
+    """Convert offsets to file positions; check that tensors lie in the file without overlap."""
     end = base
     placed: dict[str, TensorInfo] = {}
     for name, info in sorted(infos.items(), key=lambda item: item[1].start):

@@ -22,8 +22,7 @@ _ENDING = ("bos", "eos", "eot", "eom")  # special even if the file does not mark
 
 
 def tokenizer_json(metadata: Mapping[str, Any]) -> bytes:
-    """Build tokenizer.json from `tokenizer.ggml.*`: byte-level BPE ("gpt2") or SentencePiece
-    ("llama").
+    """Build tokenizer.json from `tokenizer.ggml.*`: byte-level BPE (gpt2) or SentencePiece (llama).
 
     Raises CheckpointError for other models, an unknown `pre`, or inconsistent arrays.
     """

@@ -19,8 +19,7 @@ MODE = "pooling_mode_"
 
 
 def sentence_pooling(path: Path) -> StoredPooling | None:
-    """Return the pooling; None without modules.json. Raises CheckpointError, which names the
-    unsupported setting."""
+    """Return the pooling; None without modules.json. Raises CheckpointError if not supported."""
     if not (path / MODULES).exists():
         return None
     modules = _modules(path / MODULES)

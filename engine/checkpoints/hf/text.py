@@ -12,8 +12,7 @@ from pdserve.engine.checkpoints.text_card import checked_ids, load_tokenizer, pu
 
 
 def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:
-    """Read the text files. Raises CheckpointError if tokenizer.json is missing or a file is
-    malformed."""
+    """Read the files. Raises CheckpointError without tokenizer.json and for a malformed file."""
     if not (path / "tokenizer.json").exists():
         raise CheckpointError(f"{path} has no tokenizer.json")
     encoded = read_bytes(path / "tokenizer.json")
@@ -49,8 +48,7 @@ def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
 
 
 def _template(path: Path, own: dict[str, Any]) -> str:
-    """Read the template from chat_template.jinja, chat_template.json or tokenizer_config.json,
-    in that order."""
+    """Read the first of chat_template.jinja, chat_template.json and tokenizer_config.json."""
     if (path / "chat_template.jinja").exists():
         files = {"default": path / "chat_template.jinja"}
         files |= {f.stem: f for f in sorted((path / "additional_chat_templates").glob("*.jinja"))}

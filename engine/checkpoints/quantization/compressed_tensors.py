@@ -138,8 +138,7 @@ def _given_shape(parts: Parts) -> tuple[int, int]:
 
 
 def _float4(parts: Parts) -> RawTensor:
-    """Read 4-bit floats. Scales are 8-bit floats divided by one number for all (NVFP4), or
-    exponent bytes (MXFP4)."""
+    """Read 4-bit floats; scales are 8-bit floats over one divisor (NVFP4), or exponents (MXFP4)."""
     codes, scale = parts["weight_packed"], parts["weight_scale"]
     if scale.dtype != np.uint8 or scale.ndim != 2:
         raise ValueError(f"weight_scale is {scale.dtype} {list(scale.shape)}: want bytes, 2 dims")

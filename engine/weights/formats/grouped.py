@@ -18,8 +18,7 @@ NAMES = {PLAIN[name]: name for name in ("F32", "F16", "BF16")}  # format by dtyp
 
 
 def _e4m3() -> Floats:
-    """Return the value of each byte as an 8-bit float: 4 exponent bits, 3 mantissa bits, no
-    infinities."""
+    """Return the value of each byte as a float of 4 exponent and 3 mantissa bits, no infinities."""
     codes = np.arange(128)
     exponent, mantissa = codes >> 3, codes & 7
     normal = (8 + mantissa) * 2.0 ** (exponent - 10)
@@ -33,11 +32,9 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 class GroupedFormat(Format):
-    """A format of 4- or 8-bit codes in groups.
-
-    Parts: `codes` uint8 [rows, bytes], for 4 bits the first code in the low nibble; `scales` [rows,
-    groups] of float32, float16 or bfloat16 bits; `zeros` uint8 [rows, groups], for integers only.
-    FP4 has 8-bit floats as scales, and `divisors` float32 [rows].
+    """A format with the parts `codes` uint8 [rows, bytes], for 4 bits the first in the low nibble;
+    `scales` [rows, groups] of float32, float16 or bfloat16 bits; `zeros` uint8 [rows, groups], for
+    integers only. FP4 has 8-bit floats as scales, and `divisors` float32 [rows].
 
     A value is (level - zero) * scale; without zeros, half the range is subtracted from integers.
     With divisors, a scale is first divided by the divisor of its row.

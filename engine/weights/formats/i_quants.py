@@ -24,8 +24,7 @@ def _iq1_s(blocks: Bytes) -> Floats:
 
 
 def _iq1_m(blocks: Bytes) -> Floats:
-    """Return the scales: three bits per group in four words, whose upper bits are the block's
-    scale."""
+    """Scales: three bits per group in four words, whose upper bits hold the block's scale."""
     stored = words(blocks[:, 48:56], np.uint16)
     upper = stored >> 12
     whole = upper[:, 0] | upper[:, 1] << 4 | upper[:, 2] << 8 | upper[:, 3] << 12

@@ -48,8 +48,7 @@ def attend_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (N columns of a tile of tokens, kv head) processes all splits, one after the
-    other."""
+    """Program (N columns of a tile of tokens, kv head) processes all splits in sequence."""
     PARTS: tl.constexpr = (TOKENS * GROUP + N - 1) // N
     tile, kv_head = tl.program_id(0) // PARTS, tl.program_id(1)
     if tiles is None:

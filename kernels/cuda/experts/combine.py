@@ -17,13 +17,10 @@ def combine(
     shared: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """Sum each token's expert results times their weights, in rank order; then add the shared
-    expert's result.
-
-    results [pairs, N] are in group order, weights float32 [T, top_k]; returns [T, N]. `shared`
-    [T, N] is multiplied by sigmoid(gate), if gate float32 [T, 1] is given. Weights, products and
-    sums are rounded to the dtype of the results.
-    """
+    """Sum each token's results [pairs, N], in group order, times float32 weights [T, top_k], in
+    rank order; then add the shared expert's result [T, N], times the sigmoid of its float32 gate
+    [T, 1] if given. Returns [T, N]. Weights, products and sums are rounded to the dtype of the
+    results."""
     tokens, size = len(weights), results.shape[1]
     out = torch.empty((tokens, size), dtype=results.dtype, device=results.device)
     if tokens:

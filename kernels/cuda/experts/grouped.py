@@ -69,8 +69,7 @@ def grouped_product(
     tiles: Tiles | None = None,
 ) -> None:
     """Write into out [pairs, rows] each pair's x times its expert's matrix, transposed, plus the
-    expert's row of bias [experts, rows]. Rows of `out` whose expert is not in the stack are not
-    written.
+    expert's row of bias [experts, rows]. Skip pairs whose expert is not in the stack.
 
     x is [pairs, cols] in group order if `by_pair`, else [tokens, cols]. `tiles` overrides the
     tiling, to compile for another device. Raises ValueError for arguments that do not match.

@@ -30,8 +30,7 @@ class Groups:
 
 
 def group(chosen: Tensor, experts: int, tile_tokens: int) -> Groups:
-    """Group the pairs of chosen experts, int32 [tokens, top_k], distinct per token. Raises
-    ValueError for another dtype or non-contiguous input."""
+    """Group the pairs of chosen experts, contiguous int32 [tokens, top_k], distinct per token."""
     if chosen.dtype != torch.int32 or not chosen.is_contiguous():
         raise ValueError(f"chosen are {chosen.dtype}, strides {chosen.stride()}")
 

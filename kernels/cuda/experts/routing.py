@@ -24,13 +24,11 @@ def choose(
     kept_groups: int = 1,
     group_best: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts for logits float32 [T, experts] and correction [experts]: return the experts,
-    int32 [T, top_k] in ascending order, and their weights, float32 [T, top_k]. Source:
-    arXiv:2412.19437, 2.1.2.
+    """Choose experts for logits float32 [T, experts] and correction [experts]: int32 [T, top_k] in
+    ascending order, and weights float32 [T, top_k]. Source: arXiv:2412.19437, 2.1.2.
 
     The best sums of score and correction win, ties go to the first expert; ExpertRouting in
-    engine/models/parts.py defines the rule. NaN counts as the largest logit. Raises ValueError for
-    arguments that do not match.
+    engine/models/parts.py defines the rule. NaN counts as the largest logit.
     """
     tokens, experts = logits.shape
     size = experts // groups
@@ -68,8 +66,7 @@ def choose(
 
 @triton.jit
 def _keys(values, lanes, LANES: tl.constexpr):
-    """Return int64 keys in the order of the values; of equal values, the first has the largest
-    key."""
+    """Return int64 keys in the order of the values; ties give the first value the largest key."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (LANES - 1 - lanes)

@@ -33,8 +33,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Rope tables: cos and sin float32 [positions, rotary_dim / 2], in the half-split form
-    (arXiv:2104.09864)."""
+    """Half-split rope (arXiv:2104.09864): cos and sin float32 [positions, rotary_dim / 2]."""
 
     cos: Tensor
     sin: Tensor

@@ -93,8 +93,7 @@ def norm(
 def add(
     stream: Tensor, x: Tensor | SplitSums, held: Tensor | None = None, factor: float = 1.0
 ) -> None:
-    """Compute stream += held + x * factor, all [T, N]; each product and sum is rounded to their
-    dtype."""
+    """Add held + x * factor to `stream`, all [T, N]; products and sums are rounded to its dtype."""
     num_tokens, size = stream.shape
     if num_tokens:
         _add_norm_kernel[(num_tokens,)](
@@ -132,6 +131,5 @@ def _shape(size: int, is_layer: bool) -> tuple[int, bool]:
 
 
 def _warps(size: int) -> int:
-    """Return the number of warps for a row size; it must not depend on other values, because the
-    warps share the row's sum."""
+    """Choose warps by row size only, because their number affects the row's sum."""
     return 1 if size <= 256 else 4 if size <= 1024 else 8 if size <= 2048 else 16

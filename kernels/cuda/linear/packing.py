@@ -60,9 +60,8 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """A weight matrix [rows, cols] on a device. For AFFINE, a word of `scales` has the offset in
-    its high half if tokens are bfloat16; otherwise scales and offsets have 32 bits, and `zeros`
-    holds the offsets."""
+    """A weight matrix [rows, cols] on a device. AFFINE: with bfloat16 tokens, a word of `scales`
+    has the offset in its high half; otherwise both have 32 bits, and `zeros` holds the offsets."""
 
     format: str
     rows: int
@@ -213,9 +212,8 @@ def _grouped(
 def _q4_k(
     rows: int, cols: int, blocks: NDArray[np.uint8], dtype: torch.dtype, device: torch.device | str
 ) -> DeviceMatrix:
-    """Pack Q4_K. Bytes of a block: d and dmin; 6-bit scales and minima (see
-    engine/weights/formats/k_quants.py); four runs of 32 bytes, whose low nibbles are 32 columns and
-    whose high nibbles are the next 32.
+    """Bytes of a block: d and dmin; 6-bit scales and minima (engine/weights/formats/k_quants.py);
+    four runs of 32 bytes, whose low nibbles are 32 columns and the high nibbles the next 32.
     """
     stored = _tensor(blocks, device)  # [rows, blocks, 144]
     first, second, rest = stored[..., 4:8], stored[..., 8:12], stored[..., 12:16]

@@ -172,8 +172,7 @@ def _float(word, shift, TYPE: tl.constexpr):
 
 @triton.jit
 def _weights(words, scale, zero, LAYOUT: tl.constexpr, FIELD: tl.constexpr):
-    """Return the weights in one field of each word, float32 [BM, words]. scale and zero: float32
-    [BM, 1].
+    """Return one field of each word as weights, float32 [BM, words]. scale, zero: float32 [BM, 1].
 
     The unsigned n of a field becomes the lower bits of a mantissa, base + n, because conversion of
     integers has a fourth of the speed; two fields need the same shift. FAST_LEVELS multiplies
@@ -199,8 +198,7 @@ def _weights(words, scale, zero, LAYOUT: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def _affine_weights(words, scale, offset, FIELD: tl.constexpr):
-    """Return one field of each int16 word times scale, plus offset: [BM, words] in the dtype of
-    scale and offset [BM, 1].
+    """Return one field of each int16 word times scale plus offset [BM, 1]: [BM, words], same dtype.
 
     In bfloat16, two weights share a 32-bit register: n is the mantissa of 128 + n; subtracting 128
     is exact; then times the scale plus the offset is rounded once.

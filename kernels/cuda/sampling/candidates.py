@@ -123,8 +123,7 @@ def _measure(
 
 @triton.jit
 def _descend(order, weights, low, high, above, enough):
-    """Find the largest float with enough on or above it, in registers; `above` is the weight from
-    `high` on."""
+    """Find the largest float with enough on or above it; `above` is the weight from `high` on."""
     while low + 1 < high:
         middle = _middle(low, high)
         has = above + tl.sum(tl.where(order >= middle, weights, 0.0), 0)
@@ -281,8 +280,7 @@ def floors_of(
     vocab: int,
     found: Survey,
 ) -> Tensor:
-    """Return the floors of the filtered picks (int32 [n]), float32 [picks]; other entries are
-    undefined."""
+    """Return float32 [picks]: floors of the filtered picks, int32 [n]; others are undefined."""
     num_picks, num = len(found.best), len(filtered_picks)
     floors = torch.empty(num_picks, device=logits.device)
     kept = torch.empty(num, BLOCK, device=logits.device)

@@ -50,8 +50,7 @@ def new_marks(settings: StreamSettings, vocab: int, device: torch.device) -> Ten
 
 
 def new_bias(settings: StreamSettings, vocab: int, device: torch.device) -> Tensor:
-    """Return the bias of the logits, float32 [vocab]; it is -0.0 for other ids, which changes no
-    number."""
+    """Return the bias of the logits, float32 [vocab]; -0.0, which changes no number, by default."""
     bias = torch.full((vocab,), -0.0, device=device)
     bias[_ids(list(settings.logit_bias), device)] = torch.tensor(
         list(settings.logit_bias.values()), device=device

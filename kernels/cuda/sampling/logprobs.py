@@ -18,9 +18,8 @@ TILE = 2048
 
 @triton.jit
 def best_kernel(logits, stride, vocab, count, best, best_id, mass, TILE: tl.constexpr):
-    """Process one tile of one row: write its best scores with their ids, best first, ties to the
-    lowest id, and the sum of exp(score - the tile's best). NaN has the largest order, and its sum
-    is NaN."""
+    """Write the best scores of one tile of one row with their ids, best first, ties to the lowest
+    id, and the sum of exp(score - the tile's best). NaN is the best score, and its sum is NaN."""
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = row * tl.num_programs(0) + tile
     ids = tile * TILE + tl.arange(0, TILE)
@@ -59,8 +58,7 @@ def scores_kernel(
     ENTRIES: tl.constexpr,
     ALSO: tl.constexpr,
 ):
-    """Write one row of `out`: the token's log-probability, `count` ids, their log-probabilities,
-    and those of also_ids."""
+    """Write a row of `out`: its token's log-probability, `count` ids, theirs, those of also_ids."""
     row = tl.program_id(0).to(tl.int64)
     out += row * (1 + 2 * count + num_also)
     each = tl.maximum(count, 1)
@@ -108,8 +106,7 @@ def scores_kernel(
 def launch(logits: Tensor, ids: Tensor, count: int) -> Tensor:
     """Launch both kernels; return doubles [rows, 1 + 2 * count + also], see scores_kernel.
 
-    `ids` int32 holds a token per row, then the ids of `also`; logits float32 [rows, vocab] with
-    adjacent columns.
+    `ids` int32: a token per row, then `also`. logits float32 [rows, vocab], adjacent columns.
     """
     rows, vocab = logits.shape
     num_tiles, num_also = triton.cdiv(vocab, TILE), len(ids) - rows
@@ -154,9 +151,8 @@ def launch(logits: Tensor, ids: Tensor, count: int) -> Tensor:
 def logprobs(
     logits: Tensor, tokens: Sequence[int], count: int, also: Sequence[int] = ()
 ) -> list[TokenScores]:
-    """Return the log-probability of tokens[r] under row r of raw logits [rows, vocab], with those
-    of the `count` best tokens of the row and then of the ids in `also`. Raises ValueError for ids
-    or a count outside the vocabulary."""
+    """Return the log-probability of tokens[r] in row r of raw logits [rows, vocab], of the row's
+    `count` best and of the ids `also`. Raises ValueError for ids or counts out of range."""
     rows, vocab = logits.shape
     if len(tokens) != rows:
         raise ValueError("tokens: not one for each row of logits")

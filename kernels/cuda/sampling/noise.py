@@ -69,10 +69,9 @@ def noise_bound(bits):
     """Return an upper bound of `noise_of`, at most 0.085 too high for noise from 3 to 18.
 
     With v = 1 - u: -log(-log(u)) <= -log(v). `half` is 2^31 v rounded down, and log2(half) is at
-    least exponent + fraction, the value of a float's bits read as an integer. 2e-4 covers the
-    rounding here and in `noise_of`: half as a float has a relative error of 2^-24, its bits as a
-    float an error of 2^6 units of 2^-23, and the sum of 2^-19. half = 0 gives 109; the largest
-    noise is 22.9.
+    least exponent + fraction, the value of a float's bits read as an integer. 2e-4 covers rounding
+    here and in `noise_of`: half as a float has a relative error of 2^-24, its bits as a float one
+    of 2^6 units of 2^-23, and the sum 2^-19. half = 0 gives 109; the largest noise is 22.9.
     """
     half = ((bits ^ 0xFFFFFFFF) >> 1).to(tl.int32).to(tl.float32)
     log2 = half.to(tl.int32, bitcast=True).to(tl.float32)

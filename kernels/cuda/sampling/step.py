@@ -72,8 +72,7 @@ class CudaTokenStream:
 
     def fresh(self, generated: Sequence[int]) -> Sequence[int]:
         """Return the record's words of `fresh`: generated ids that the marks do not count yet, and
-        -1 - id for ids to remove. Raises ValueError if `generated` became shorter or has an id
-        outside the vocabulary."""
+        -1 - id for ids to remove. Raises ValueError if `generated` became shorter."""
         if not self.settings.penalizes:
             return []
         if len(generated) < self.num_counted:
