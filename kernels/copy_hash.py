@@ -1,6 +1,6 @@
-"""The keys of the copy with hash (kernels/cuda/copy_hash.h): two lanes of (r, s) with powers of r.
+"""The keys of the hashing copy (kernels/cuda/copy_hash.h): two lanes of (r, s) with powers of r.
 
-A key is for one payload only. The same numbers go to the GPU and to the host build.
+A key is valid for one payload only. The GPU and the host build use the same numbers.
 """
 
 import numpy as np
@@ -8,16 +8,16 @@ from numpy.typing import NDArray
 
 PRIME = (1 << 61) - 1
 KEY_BYTES = 32  # r and s of both lanes
-TAG_BYTES = 16  # a number below PRIME of each lane, little-endian
-UNIT_BYTES = 16  # payloads and blocks are multiples of it
-TILE_BYTES = 64 << 10  # that one block of threads copies
+TAG_BYTES = 16  # one number below PRIME per lane, little-endian
+UNIT_BYTES = 16  # payloads and blocks are multiples of this
+TILE_BYTES = 64 << 10  # copied by one thread block
 LANE_WORDS = 7
 _THREADS = 256
 _TILE_UNITS = TILE_BYTES // UNIT_BYTES
 
 
 def expand_key(key: bytes) -> NDArray[np.uint64]:
-    """[2 * LANE_WORDS]: what the struct Lane of both lanes holds. Raises ValueError."""
+    """Return struct Lane of both lanes, [2 * LANE_WORDS]. Raises ValueError for a wrong length."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
     words = []

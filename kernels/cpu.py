@@ -1,7 +1,7 @@
-"""The native CPU kernels (kernels/native, docs/cpu.md) as Python holds them.
+"""The Python interface to the native CPU kernels (kernels/native, docs/cpu.md).
 
-A result for a token never depends on other tokens of the batch, on chunk borders or on the number
-of threads; within one `numerics` it is the same bit for bit.
+A token's result never depends on other tokens of the batch, on chunk borders or on the number of
+threads; for the same `numerics` it is bit-identical.
 """
 
 import os
@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 
 from pdserve.kernels import _native
 
-VERSION = "native-4"  # raise it with any change of a kernel's results
-FORMATS = frozenset(_native.formats())  # that pack knows
-GROUPED = frozenset(_native.grouped_formats())  # that pack_groups knows
+VERSION = "native-4"  # increment with any change of a kernel's results
+FORMATS = frozenset(_native.formats())  # supported by pack
+GROUPED = frozenset(_native.grouped_formats())  # supported by pack_groups
 SCALES = {"float16": "F16", "uint16": "BF16", "float32": "F32", "uint8": "E4M3"}
-KV_BLOCK = 16  # a block's tokens must be a multiple of it
+KV_BLOCK = 16  # the tokens of a KV block must be a multiple of this
 
 
 class CpuKernels:
-    """Threads, and the kernels of the best instruction set that this machine has."""
+    """A thread pool, and the kernels for the best instruction set of this machine."""
 
     def __init__(self, threads: int = 0, isa: str = "") -> None:
-        """`threads` 0: see default_threads. Helpers are pinned if the process may use exactly that
-        many cores. `isa`: one of `_native.isas()`; ValueError for another.
+        """`threads` 0 means default_threads(). Helper threads are pinned if the process may use
+        exactly that many cores. `isa` is one of `_native.isas()`; raises ValueError for another.
         """
         threads = threads or default_threads()
         cores = sorted(os.sched_getaffinity(0))
@@ -32,10 +32,10 @@ class CpuKernels:
         self.numerics = f"{VERSION}/cpu/{self.context.isa}"
 
     def pack(self, data: NDArray[Any], format: str, rows: int, cols: int) -> "_native.Matrix":
-        """Weights [rows, cols] as stored, laid out for the kernels.
+        """Pack stored weights [rows, cols] into the kernels' layout.
 
-        `data`: uint8 blocks [rows, bytes] of a GGUF type, or numbers of F16, BF16 (as uint16) or
-        F32 [rows, cols]; `format` one of FORMATS, else ValueError. `data` is not needed afterwards.
+        `data` holds uint8 blocks [rows, bytes] of a GGUF type, or F16, BF16 (as uint16) or F32
+        numbers [rows, cols]; it is not needed afterwards. Raises ValueError for another `format`.
         """
         return _native.Matrix.pack(self.context, format, _bytes(data), rows, cols)
 
@@ -47,11 +47,11 @@ class CpuKernels:
         zeros: NDArray[np.uint8] | None = None,
         divisors: NDArray[np.float32] | None = None,
     ) -> "_native.Matrix":
-        """Weights whose groups of columns share a scale, laid out for the kernels.
+        """Pack weights with one scale per group of columns into the kernels' layout.
 
-        `format` one of GROUPED; `codes`, `zeros` and `divisors` as of `_native.Matrix.pack_groups`;
-        `scales` float32, float16, bfloat16 (as uint16) or 8-bit floats (as uint8) [rows, groups].
-        ValueError as there.
+        `format` is one of GROUPED; `codes`, `zeros` and `divisors` are those of
+        `_native.Matrix.pack_groups`; `scales` [rows, groups] holds float32, float16, bfloat16 (as
+        uint16) or 8-bit floats (as uint8). Raises ValueError like `_native.Matrix.pack_groups`.
         """
         zeros = None if zeros is None else np.ascontiguousarray(zeros)
         divisors = None if divisors is None else np.ascontiguousarray(divisors)
@@ -63,11 +63,11 @@ class CpuKernels:
 
 
 def _bytes(numbers: NDArray[Any]) -> NDArray[np.uint8]:
-    """[rows, ...] as [rows, bytes]."""
+    """Return [rows, ...] as uint8 [rows, bytes]."""
     return np.ascontiguousarray(numbers).view(np.uint8).reshape(len(numbers), -1)
 
 
 def default_threads() -> int:
-    """What OMP_NUM_THREADS says, else as many as there are cores for this process."""
+    """Return OMP_NUM_THREADS if set, else the number of cores that this process may use."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdecimal() and int(given) else len(os.sched_getaffinity(0))

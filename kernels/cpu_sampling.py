@@ -1,4 +1,4 @@
-"""Sampling on the native kernels: `stream`, `sample` and `logprobs` of `kernels/streams.py`."""
+"""Sampling with the native kernels: `stream`, `sample` and `logprobs` of kernels/streams.py."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +8,13 @@ from pdserve.kernels.streams import Mask, StreamSettings, TokenScores
 
 
 class CpuSampling:
-    """Works on the threads of a context; one call at a time."""
+    """A SamplingOps on the threads of a context. Not thread-safe: make one call at a time."""
 
     def __init__(self, context: Context) -> None:
         self._sampler = NativeSampler(context)
 
     def stream(self, settings: StreamSettings, vocab: int) -> Stream:
-        """A new stream of tokens. Raises ValueError for ids outside the vocabulary."""
+        """Create a token stream. Raises ValueError for ids outside the vocabulary."""
         return Stream(
             vocab,
             temperature=settings.temperature,
@@ -41,11 +41,11 @@ class CpuSampling:
         generated: list[list[int]],
         masks: list[Mask | None] | None = None,
     ) -> list[int]:
-        """As kernels/reference/sampling.py, in one call for the whole step."""
+        """Sample like kernels/reference/sampling.py, with one native call for the whole step."""
         return self._sampler.sample(logits, rows, streams, generated, masks)
 
     def logprobs(
         self, logits: Any, tokens: list[int], count: int, also: Sequence[int] = ()
     ) -> list[TokenScores]:
-        """As kernels/reference/logprobs.py, summed in doubles."""
+        """Compute the values of kernels/reference/logprobs.py, with sums in doubles."""
         return self._sampler.logprobs(logits, tokens, count, also)

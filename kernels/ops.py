@@ -1,7 +1,7 @@
-"""The operations that the torch decoder is made of: one object or module has them all.
+"""The interface of the torch decoder's operations; a backend is an object or module with all.
 
-Shapes: T tokens, N inputs, M outputs, H query heads, K kv heads, D head_dim. What each does is
-written at the reference.
+Shapes: T tokens, N inputs, M outputs, H query heads, K kv heads, D head_dim. kernels/reference
+documents each operation.
 """
 
 from typing import Literal, Protocol
@@ -12,7 +12,7 @@ from pdserve.kernels.streams import SamplingOps
 
 
 class Ops(SamplingOps, Protocol):
-    """A backend: a module or an object with these functions."""
+    """A backend: an object or a module with these functions."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 

@@ -1,4 +1,4 @@
-"""How the tokens of a choice are picked: its settings, and what every backend can do."""
+"""Sampling settings of a token stream, and the interfaces of sampling backends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,20 +7,20 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-GREEDY_BELOW = 1e-5  # a lower temperature is 0: logits / T would leave the range of float32
+GREEDY_BELOW = 1e-5  # lower temperatures count as 0: logits / T would exceed float32's range
 
-# Of a token: its log-probability, and (id, log-probability) of the best ones, best first, and then
-# of those that were asked for.
+# A token's log-probability, and (id, log-probability) of the best tokens, best first, and then of
+# the requested ids.
 TokenScores = tuple[float, tuple[tuple[int, float], ...]]
 
-# [(vocab + 31) // 32]: token `id` may be picked if bit id % 32 of word id // 32 is set. It is the
-# last edit of the scores; bits from `vocab` on mean nothing.
+# [(vocab + 31) // 32]: token `id` is allowed if bit id % 32 of word id // 32 is set. A mask is the
+# last edit of the scores; bits from `vocab` on are ignored.
 Mask = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """One stream of tokens. Edits in this order: bias, repetition, presence, frequency, mask."""
+    """One token stream. Edits apply in this order: bias, repetition, presence, frequency, mask."""
 
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0: all
@@ -31,16 +31,16 @@ class StreamSettings:
     repetition_penalty: float = 1.0  # over prompt and generated ids
     presence_penalty: float = 0.0  # over generated ids
     frequency_penalty: float = 0.0  # over generated ids
-    # With a window all three look at this many last ids of prompt and output together; 0: none.
+    # All penalties cover this many last ids of prompt and output together; 0: no window.
     penalty_window: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    masked_ids: Sequence[int] = ()  # left out until min_tokens are generated
+    masked_ids: Sequence[int] = ()  # excluded until min_tokens are generated
     min_tokens: int = 0
     prompt_ids: Sequence[int] = ()
 
     @property
     def filters(self) -> bool:
-        """Whether the parameters leave tokens out."""
+        """Whether top_k, top_p or min_p excludes tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
@@ -50,7 +50,7 @@ class StreamSettings:
 
     @property
     def penalized_prompt(self) -> Sequence[int]:
-        """The prompt ids that penalties look at before the first token."""
+        """The prompt ids that the penalties cover before the first generated token."""
         if not self.penalty_window:
             return self.prompt_ids if self.repetition_penalty != 1 else ()
         return self.prompt_ids[-self.penalty_window :] if self.penalizes else ()
@@ -58,8 +58,8 @@ class StreamSettings:
     def penalty_changes(
         self, generated: Sequence[int], since: int
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """The ids that penalties begin to look at, and those that leave the window, since `since`
-        ids were generated. Takes time for the new ids alone."""
+        """Return the ids that the penalties newly cover and the ids that have left the window since
+        `since` ids were generated. The cost depends on the number of new ids only."""
         if not self.penalty_window:
             return generated[since:], ()
         prompt_len = len(self.prompt_ids)
@@ -76,21 +76,21 @@ class StreamSettings:
 
 
 class Picks(Protocol):
-    """Picks that a device makes; the host may go on meanwhile."""
+    """Tokens that a device samples while the host continues."""
 
     @property
     def tokens(self) -> Any:
-        """[picks], on the device, for the step that follows."""
+        """The sampled tokens [picks], on the device, for the next step."""
 
     def read(self) -> list[int]:
-        """Waits for them: what `SamplingOps.sample` returns."""
+        """Wait for the tokens and return them like `SamplingOps.sample`."""
 
 
 class SamplingOps(Protocol):
-    """How tokens are picked from logits, which are an array of the backend, float32 [n, vocab]."""
+    """Sampling from logits, which are an array of the backend, float32 [n, vocab]."""
 
     def stream(self, settings: StreamSettings, vocab: int) -> Any:
-        """What picks the tokens of one choice; only the backend that made it looks inside."""
+        """Create the sampling state of one choice; it is opaque to all but its backend."""
 
     def sample(
         self,
@@ -100,20 +100,20 @@ class SamplingOps(Protocol):
         generated: list[list[int]],
         masks: list[Mask | None] | None = None,
     ) -> list[int]:
-        """The next token of each stream; -1 where no allowed token has a finite score."""
+        """Sample the next token of each stream; -1 if no allowed token has a finite score."""
 
     def logprobs(
         self, logits: Any, tokens: list[int], count: int, also: Sequence[int] = ()
     ) -> list[TokenScores]:
-        """Of tokens[r] under row r, with its `count` best tokens and those of `also`."""
+        """Return log-probabilities of tokens[r] in row r, of its `count` best and of `also`."""
 
 
 @runtime_checkable
 class AheadSampling(Protocol):
-    """Sampling whose picks the next step can take before the host has read them."""
+    """Sampling whose tokens the next step can use before the host has read them."""
 
     def begin(
         self, logits: Any, rows: list[int], streams: list[Any], num_generated: list[int]
     ) -> Picks:
-        """Launches the picks of streams that no mask and no penalty changes: of these only the
-        number of generated tokens matters."""
+        """Launch sampling for streams without masks and penalties, which need only the number of
+        generated tokens."""

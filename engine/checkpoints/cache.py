@@ -1,6 +1,6 @@
-"""What was made of a model's files at an earlier start, by the identity of these files.
+"""Caches of data derived from a model's files, keyed by the identity of these files.
 
-Kept below $XDG_CACHE_HOME/pdserve; losing it costs only time, and what is damaged is made anew.
+They live below $XDG_CACHE_HOME/pdserve. Losing them costs only time; damaged entries are rebuilt.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from pdserve.engine.checkpoints.source import TextFiles
 
-DIGEST_RULES = "1"  # raise it when what a digest is taken of changes
-TEXT_RULES = "3"  # raise it when what is read of a tokenizer changes
+DIGEST_RULES = "1"  # increment when the input of a digest changes
+TEXT_RULES = "3"  # increment when the facts read from a tokenizer change
 
 
 class FileCache:
-    """Bytes by files; `kind` is a folder of its own, `rules` a version of how they are made."""
+    """A cache of bytes by source files; `kind` names its folder, `rules` the derivation."""
 
     def __init__(self, kind: str, rules: str, folder: Path | None = None) -> None:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -27,14 +27,14 @@ class FileCache:
         self._rules = rules
 
     def get(self, files: Sequence[str]) -> bytes | None:
-        """What is remembered of `files`, unchanged since."""
+        """Return the entry of `files`; None if it is missing or a file has changed."""
         try:
             return self._entry(files).read_bytes()
         except OSError:
             return None
 
     def put(self, files: Sequence[str], data: bytes) -> None:
-        """Remembers it, or does nothing where that cannot be written."""
+        """Store an entry; do nothing if it cannot be written."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
@@ -42,37 +42,37 @@ class FileCache:
             os.replace(file.name, self._entry(files))
 
     def _entry(self, files: Sequence[str]) -> Path:
-        """Raises OSError if a file is gone."""
+        """Return the path of an entry. Raises OSError if one of the files is missing."""
         stats = [os.stat(file) for file in files]
         identity = [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats]
         return self._folder / hashlib.sha256(f"{self._rules} {identity}".encode()).hexdigest()
 
 
 class DigestCache:
-    """Digests of weights; `part`: which of those in the files, if not all."""
+    """A cache of weight digests. `part` names the subset of the weights, empty for all."""
 
     def __init__(self, folder: Path | None = None, part: str = "") -> None:
         self._files = FileCache("digests", f"{DIGEST_RULES}{part}", folder)
 
     def get(self, files: Sequence[str]) -> str | None:
-        """The remembered digest of weights in `files`, unchanged since."""
+        """Return the digest of the weights in `files`; None if missing or a file has changed."""
         text = (self._files.get(files) or b"").decode("ascii", "replace")
         good = len(text) == 64 and not set(text) - set("0123456789abcdef")
         return text if good else None
 
     def put(self, files: Sequence[str], digest: str) -> None:
-        """Remembers it, or does nothing where that cannot be written."""
+        """Store a digest; do nothing if it cannot be written."""
         self._files.put(files, digest.encode())
 
 
 class TextCache:
-    """Tokenizers and what they say of themselves: a line of JSON, then tokenizer.json."""
+    """A cache of TextFiles. An entry is a line of JSON (the other fields), then tokenizer.json."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._files = FileCache("tokenizers", TEXT_RULES, folder)
 
     def get(self, files: Sequence[str]) -> TextFiles | None:
-        """What is remembered of `files`, unchanged since."""
+        """Return the entry of `files`; None if missing or damaged, or if a file has changed."""
         head, line, tokenizer = (self._files.get(files) or b"").partition(b"\n")
         try:
             facts = json.loads(head)
@@ -84,7 +84,7 @@ class TextCache:
         return found if line and hashlib.sha256(tokenizer).hexdigest() == digest else None
 
     def put(self, files: Sequence[str], text: TextFiles) -> None:
-        """Remembers it, or does nothing where that cannot be written."""
+        """Store an entry; do nothing if it cannot be written."""
         facts = asdict(text)
         tokenizer: bytes = facts.pop("tokenizer_json")
         head = json.dumps({**facts, "sha256": hashlib.sha256(tokenizer).hexdigest()})

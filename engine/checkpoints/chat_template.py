@@ -1,6 +1,6 @@
-"""One chat template of what a model's files have: several by name, and the names of special tokens.
+"""Builds one chat template from a model's named templates and its special tokens.
 
-It is jinja2 source that needs nothing beside it, so that a gateway of any release renders it.
+The result is self-contained jinja2 source, so that a gateway of any release can render it.
 """
 
 import json
@@ -8,20 +8,20 @@ from collections.abc import Mapping
 
 
 def one_template(named: Mapping[str, str]) -> str:
-    """The template named `default`, or else the first; `tool_use` in its place where there are
-    tools, as transformers chooses. Empty if there is none."""
+    """Return the template `default`, or else the first; it switches to `tool_use` if a request has
+    tools, like transformers. Empty if `named` is empty."""
     default = named.get("default", next(iter(named.values()), ""))
     with_tools = named.get("tool_use", default)
     if with_tools == default:
         return default
-    # A plus sign keeps the white space beside a tag; jinja2 drops a last line break itself.
+    # A plus sign keeps the white space next to a tag; jinja2 drops the last line break.
     first, second = (source.removesuffix("\n") for source in (with_tools, default))
     return f"{{% if tools +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"
 
 
 def with_token_names(source: str, tokens: Mapping[str, str | None]) -> str:
-    """The template with the texts of special tokens under the names that it writes; those that are
-    None are undefined, whatever the gateway says of them."""
+    """Return the template with assignments of the special tokens whose names it uses. Tokens that
+    are None become undefined, which overrides the gateway's value."""
     values = {
         name: "undefined" if text is None else json.dumps(text, ensure_ascii=False)
         for name, text in tokens.items()

@@ -1,8 +1,8 @@
 """The digest of a model's weights.
 
-It is the root of a Merkle tree (RFC 6962's rule: leaves prefixed 0, nodes 1) over the tensors
-sorted by name; a leaf hashes name, format, shape and the SHA-256 of the stored bytes in Hugging
-Face's row order. It thus names the weights, not the files they came in.
+The digest is the root of a Merkle tree (RFC 6962: leaves prefixed 0, nodes 1) over the tensors
+sorted by name. A leaf hashes name, format, shape and the SHA-256 of the stored bytes in Hugging
+Face's row order, so the digest identifies the weights and not the files that hold them.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from pdserve.engine.weights.quantize import VERSION as QUANTIZER
 
 
 def leaf(name: str, raw: RawTensor) -> bytes:
-    """The hash of one tensor; of several parts, over their hashes in the order of their names,
-    and of columns in another order, over that order too."""
+    """Return the hash of one tensor. For several parts, it covers their hashes in the order of
+    their names; for reordered columns, also their order."""
     hashes = {
         part: hashlib.sha256(np.ascontiguousarray(held).data) for part, held in raw.parts.items()
     }
@@ -37,14 +37,14 @@ def leaf(name: str, raw: RawTensor) -> bytes:
 
 
 def quantized_digest(digest: str, formats: Mapping[str, str]) -> str:
-    """The digest of weights that were quantized at load: the stored ones', and the format of each
-    tensor that was quantized, by name."""
+    """Return the digest of weights that are quantized at load: over the digest of the stored
+    weights, the quantizer's version and the format of each quantized tensor, by name."""
     told = [digest, QUANTIZER, sorted(formats.items())]
     return hashlib.sha256(b"quantized " + json.dumps(told).encode()).hexdigest()
 
 
 def merkle_root(leaves: Mapping[str, bytes]) -> str:
-    """Hex root over the leaves in the order of their names; an odd node moves up unchanged."""
+    """Return the hex root over the leaves in name order; an odd node moves up unchanged."""
     level = [leaves[name] for name in sorted(leaves)]
     while len(level) > 1:
         pairs = [level[i : i + 2] for i in range(0, len(level), 2)]

@@ -1,4 +1,4 @@
-"""Fetches a model from the Hugging Face hub into its usual cache: weights and data, never code."""
+"""Downloads models from the Hugging Face hub into its usual cache: weights and data, no code."""
 
 import io
 import os
@@ -11,14 +11,14 @@ from pdserve.engine.checkpoints.gguf.shards import shard_names
 from pdserve.engine.checkpoints.source import CheckpointError
 
 DIRECTORY_FILES = ("*.safetensors", "*.json", "*.jinja")
-# Subfolders hold the model in other formats; "consolidated" is a second copy of the weights. Only
-# those that begin with a digit are modules of sentence-transformers, of which the config counts.
+# Subfolders hold the model in other formats; "consolidated" is a second copy of the weights.
+# Subfolders that begin with a digit are modules of sentence-transformers: only configs are needed.
 IGNORED = ("[!0-9]*/*", "*/*/*", "*/*.safetensors", "consolidated*")
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A repository at a revision, or one GGUF file of it."""
+    """A repository at a revision, or one GGUF file in it."""
 
     repo: str
     revision: str | None = None  # None: main
@@ -28,10 +28,10 @@ class HubModel:
 def download(
     model: HubModel, progress: Callable[[str, float], None], cache: Path | None = None
 ) -> Path:
-    """The directory of the snapshot, or the file in it; what is in the cache is not fetched again.
+    """Download what is not cached; return the snapshot's directory, or the file in it.
 
-    HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE and HF_HUB_OFFLINE work as everywhere; `cache` overrides.
-    Raises CheckpointError.
+    HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE and HF_HUB_OFFLINE have their usual effects; `cache`
+    overrides HF_HUB_CACHE. Raises CheckpointError.
     """
     from huggingface_hub import snapshot_download  # slow to import, and rarely needed
 
@@ -61,7 +61,7 @@ def download(
 
 
 def _bar(repo: str, progress: Callable[[str, float], None]) -> Any:
-    """A class in tqdm's shape that reports bytes to `progress` and draws nothing."""
+    """Return a subclass of tqdm that reports bytes to `progress` and draws nothing."""
     from huggingface_hub.utils.tqdm import tqdm
 
     base: Any = tqdm  # untyped
@@ -74,17 +74,17 @@ def _bar(repo: str, progress: Callable[[str, float], None]) -> Any:
             super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
 
         def display(self, *args: Any, **kwargs: Any) -> None:
-            """Draws nothing."""
+            """Draw nothing."""
 
         def update(self, n: float | None = 1) -> None:
             nonlocal highest
             self.n += n or 0
             if self.unit == "B" and self.total:
-                # Totals grow as files are found: never go back.
+                # The total grows as files are found; the reported fraction must not decrease.
                 highest = max(highest, min(1.0, self.n / self.total))
                 progress(f"fetching {repo}", highest)
 
         def close(self) -> None:
-            """Nothing is held."""
+            """Do nothing: the bar holds no resource."""
 
     return Bar

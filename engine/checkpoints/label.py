@@ -1,4 +1,4 @@
-"""The short name of how a model's weights are stored."""
+"""The short name of a model's dominant weight format."""
 
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ LABELS = {"F32": "float32", "F16": "float16", "BF16": "bf16", "F64": "float64"}
 
 
 def quantization_label(layouts: Iterable[Layout]) -> str:
-    """The format of most weights in matrices, by number of values: "Q4_1", "bf16"."""
+    """Return the format of most matrix weights, by number of values, e.g. "Q4_1", "bf16"."""
     assert LABELS.keys() == PLAIN.keys()
     values: Counter[str] = Counter()
     for stored in layouts:

@@ -1,7 +1,7 @@
-"""A file mapped into memory, and arrays that look into it.
+"""A file mapped into memory, and arrays that view it.
 
-Mapped private (copy on write): nothing here can change the file. The mapping lives as long as an
-array made from it; a file that shrinks meanwhile kills the process, as with any mapping.
+The mapping is private (copy on write), so it never changes the file. It lives as long as any array
+made from it; a file that shrinks meanwhile kills the process, as with any mapping.
 """
 
 import math
@@ -16,10 +16,10 @@ from pdserve.engine.checkpoints.source import CheckpointError
 
 
 class MappedFile:
-    """`map[a:b]` copies bytes; `array` does not."""
+    """A privately mapped file. `map[a:b]` copies bytes; `array` does not."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError if the file cannot be opened or is empty."""
+        """Map the file. Raises CheckpointError if it cannot be opened or is empty."""
         self.path = path
         try:
             with path.open("rb") as file:
@@ -29,7 +29,7 @@ class MappedFile:
         self.size = len(self.map)
 
     def array(self, dtype: "np.dtype[Any]", shape: tuple[int, ...], start: int) -> NDArray[Any]:
-        """An array of the file's bytes from `start`; the caller has checked that they exist.
+        """Return an array over the file's bytes from `start`; the caller checks that they exist.
 
         Bytes that are not aligned for `dtype` are copied.
         """
@@ -40,7 +40,7 @@ class MappedFile:
         return found if found.flags.aligned else found.copy()
 
     def release(self, start: int, count: int) -> None:
-        """Give the memory of `count` bytes back; they come from the file again when next read."""
+        """Free the memory of `count` bytes; the next access reads them from the file again."""
         begin = start - start % mmap.PAGESIZE
         if count and hasattr(mmap, "MADV_DONTNEED"):
             self.map.madvise(mmap.MADV_DONTNEED, begin, start + count - begin)

@@ -1,7 +1,7 @@
-"""Sampling that the authors of a model recommend where its files do not say so. Pure.
+"""Sampling params that a model's authors recommend outside its files. Pure.
 
-A row names its source, and has a reason: GGUF files have no generation_config.json, and some
-folders have one without sampling.
+Each row names its source. The table is needed because GGUF files have no generation_config.json
+and some model directories have one without sampling params.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
-# A name of the model matches the first pattern that it contains.
+# The first pattern found in the model's name applies.
 RECOMMENDED: tuple[tuple[str, dict[str, float]], ...] = (
     # The example of the model card: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
     (r"SmolLM2-.*Instruct", {"temperature": 0.2, "top_p": 0.9}),
@@ -18,7 +18,7 @@ RECOMMENDED: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def with_recommended(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The generation config of the model of that name; what its own files say of sampling stays."""
+    """Return the generation config with recommended sampling params, unless it sets any itself."""
     if any(config.get(key) is not None for key in SAMPLING):
         return dict(config)
     for pattern, sampling in RECOMMENDED:

@@ -1,4 +1,4 @@
-"""From what a person writes as a model to a path on this machine and a name to serve it by."""
+"""Resolves the `--model` option to a path on this machine and a name to serve the model by."""
 
 import importlib.util
 import os
@@ -24,16 +24,17 @@ PART_SUFFIX = re.compile(r"-\d{5}-of-\d{5}$")
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Where a model lies and what clients call it."""
+    """The path of a model and its name for clients."""
 
     path: Path  # a GGUF file or a model directory
     name: str
 
 
 def resolve(model: str, progress: Callable[[str, float], None]) -> Resolved:
-    """`model`: a GGUF file, a model directory, or a Hugging Face id as org/name, org/name@revision,
-    org/name:file.gguf or org/name@revision:file.gguf; empty for the model that ships. A path that
-    exists is a path. Raises CheckpointError saying what would be accepted.
+    """Resolve a model, and download it if needed. `model` is a GGUF file, a model directory, or a
+    Hugging Face id as org/name, org/name@revision, org/name:file.gguf or
+    org/name@revision:file.gguf; empty means the shipped model. An existing path takes precedence
+    over an id. Raises CheckpointError, which names the accepted forms.
     """
     found = find(model)
     if isinstance(found, HubModel):
@@ -42,11 +43,11 @@ def resolve(model: str, progress: Callable[[str, float], None]) -> Resolved:
 
 
 def find(model: str) -> Path | HubModel:
-    """What `resolve` finds or fetches: a path on this machine, or a model of the hub. Raises
-    CheckpointError as it does."""
+    """Return a path on this machine, or a model of the hub, without a download. Raises
+    CheckpointError like `resolve`."""
     if not model:
         return shipped_model()
-    path = Path(os.path.expanduser(model))  # unlike pathlib's, these two never raise
+    path = Path(os.path.expanduser(model))  # os.path functions never raise here, unlike pathlib
     if os.path.exists(path):
         return path
     match = HUB_ID.fullmatch(model)
@@ -59,7 +60,7 @@ def find(model: str) -> Path | HubModel:
 
 
 def shipped_model() -> Path:
-    """The GGUF of the package that carries the default model, found without importing it."""
+    """Find the GGUF file of the default model's package without importing the package."""
     spec = importlib.util.find_spec(SHIPPED_PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
@@ -71,7 +72,7 @@ def shipped_model() -> Path:
 
 
 def served_name(path: Path) -> str:
-    """A directory's name, or a GGUF file's without what tells how it is quantized or split."""
+    """Return the name of a directory, or of a GGUF file without quantization and part suffixes."""
     path = path.resolve()
     if path.is_dir():
         return path.name

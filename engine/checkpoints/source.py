@@ -1,6 +1,6 @@
-"""What every checkpoint looks like to the engine: Hugging Face terms, whatever the file format.
+"""The engine's interface to checkpoints, in Hugging Face's terms for every file format.
 
-A checkpoint owns its file mappings; tensors it hands out are views that keep them alive.
+A checkpoint owns its file mappings; the tensors it returns are views that keep the mappings alive.
 """
 
 import difflib
@@ -12,35 +12,35 @@ from pdserve.engine.weights.format import RawTensor
 
 
 class CheckpointError(Exception):
-    """A model cannot be found, read or understood; the message is for the person who named it."""
+    """A model cannot be found, read or understood. The message addresses the user."""
 
 
 class Layout(NamedTuple):
-    """How a tensor is stored."""
+    """The storage format and shape of a tensor."""
 
-    format: str  # GGUF's type names, for safetensors too
+    format: str  # GGUF's type name, also for safetensors
     shape: tuple[int, ...]  # of the values, outermost first
 
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """What gateways need to turn text into ids and back."""
+    """The data that gateways need to convert text to token ids and back."""
 
     tokenizer_json: bytes
     chat_template: str = ""  # jinja source; empty: the model has none
     generation_config: dict[str, Any] = field(default_factory=dict)
-    eos_ids: tuple[int, ...] = ()  # the tokenizer's own first: templates write it
+    eos_ids: tuple[int, ...] = ()  # the tokenizer's eos token first: templates use it
     bos_id: int | None = None
     adds_bos: bool = False  # the tokenizer puts bos_id before a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPooling:
-    """What an embedding model's files say of how its hidden states become an embedding."""
+    """How an embedding model's hidden states become an embedding, according to its files."""
 
     kind: str  # "last" or "mean"
     normalizes: bool  # to length 1
-    max_len: int | None = None  # of a text, in tokens
+    max_len: int | None = None  # longest text, in tokens
 
 
 class Checkpoint(Protocol):
@@ -48,42 +48,42 @@ class Checkpoint(Protocol):
 
     @property
     def hf_config(self) -> dict[str, Any]:
-        """config.json, or the same built from a file's own metadata."""
+        """The content of config.json, or its equivalent built from a file's metadata."""
 
     def names(self) -> Collection[str]:
-        """Names of all tensors; a tied head is absent."""
+        """Return the names of all tensors; a tied head is absent."""
 
     def layout(self, name: str) -> Layout:
-        """Of one of `names()`."""
+        """Return the layout of one of `names()`."""
 
     def tensor(self, name: str) -> RawTensor:
-        """One tensor, without reading it: pages come from disk at first use.
+        """Return a tensor without reading it: pages come from disk at first use.
 
-        Raises CheckpointError, with the names at hand, if there is none of that name.
+        Raises CheckpointError, which suggests similar names, if the tensor is missing.
         """
 
     def release(self, name: str) -> None:
-        """Give the memory of a tensor back that the caller has done with for now; what is read of
-        it later comes from the file again."""
+        """Free the memory of a tensor that the caller does not need for now; later reads come from
+        the file again."""
 
     def text_files(self) -> TextFiles:
-        """Tokenizer, template and defaults; may take seconds for a large vocabulary."""
+        """Return tokenizer, template and defaults; may take seconds for a large vocabulary."""
 
     def pooling(self) -> StoredPooling | None:
-        """Of an embedding model; None: the files say nothing of it. Raises CheckpointError for a
-        way that is not supported."""
+        """Return the pooling of an embedding model; None if the files do not define one. Raises
+        CheckpointError for an unsupported kind."""
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Paths of the files that hold weights, or say how they are quantized."""
+        """Paths of the files that hold the weights or describe their quantization."""
 
     @property
     def text_paths(self) -> tuple[str, ...]:
-        """Paths of the files that `text_files` reads, as far as they are there."""
+        """Paths of the existing files that `text_files` reads."""
 
 
 def unknown_tensor(name: str, known: Collection[str]) -> CheckpointError:
-    """The error of a tensor that a checkpoint lacks, with names like it."""
+    """Return the error for a missing tensor, with similar names."""
     near = difflib.get_close_matches(name, known, n=3)
     hint = f"; there is {', '.join(near)}" if near else f"; it has {len(known)} tensors"
     return CheckpointError(f"tensor {name} is missing{hint}")

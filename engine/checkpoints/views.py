@@ -1,5 +1,5 @@
-"""Where a checkpoint keeps the tensors that a model asks for, if not under their own names: under
-another one, as rows of a tensor that holds several, as one matrix of a stack, or transposed.
+"""Views that map a model's tensors to a checkpoint's stored tensors: under another name, as rows of
+a fused tensor, as one matrix of a stack, or transposed.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -23,14 +23,14 @@ from pdserve.engine.weights.unpack import as_plain
 
 
 class Nth(NamedTuple):
-    """A matrix of a stack of `of`."""
+    """Matrix `number` of a stack of `of` matrices."""
 
     number: int
     of: int
 
 
 class HeadRows(NamedTuple):
-    """Of a matrix of `heads` times `rows` rows, the rows [begin, end) of each head: a stack."""
+    """The rows [begin, end) of each head, as a stack, from a matrix of `heads` * `rows` rows."""
 
     heads: int
     begin: int
@@ -39,9 +39,9 @@ class HeadRows(NamedTuple):
 
 
 class RopeRows(NamedTuple):
-    """All rows of a matrix of `heads` times `head_dim` rows, in another order: the `rope_dim` rows
-    of each head from row `begin` on come before the others of the head. `interleaved` rows are
-    stored for rope over neighbours: of each pair the first ones come first."""
+    """All rows of a matrix of `heads` * `head_dim` rows, reordered: in each head, the `rope_dim`
+    rows from row `begin` on come first. With `interleaved`, rope pairs neighbouring stored rows,
+    and the first rows of all pairs precede the second ones."""
 
     heads: int
     head_dim: int
@@ -50,8 +50,8 @@ class RopeRows(NamedTuple):
     interleaved: bool = True
 
     def order(self) -> NDArray[np.int64]:
-        """The stored number of each row, int64 [heads * head_dim]. The sizes come from a config:
-        compare them with a stored shape before."""
+        """Return the stored index of each row, int64 [heads * head_dim]. The sizes come from a
+        config, so compare them with a stored shape first."""
         one = np.arange(self.head_dim)
         rope = one[self.begin : self.begin + self.rope_dim]
         first = rope.reshape(-1, 2).T.reshape(-1) if self.interleaved else rope
@@ -64,25 +64,25 @@ Rows = slice | RopeRows
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A view shows a stored tensor as the model asks for it. It takes these steps, in this order,
-    each only if it is given:
+    """A stored tensor in the form that the model uses. A view applies these steps in this order,
+    each only if set:
 
     - `matrix`: [n, rows, columns] -> [rows, columns], one matrix of a stack;
     - `heads`: [heads * rows, columns] -> [heads, end - begin, columns], some rows of each head;
     - `transposed`: [..., rows, columns] -> [..., columns, rows];
-    - `rows`: some of the rows, or all in another order.
+    - `rows`: some of the rows, or all rows in another order.
     """
 
-    source: str  # Hugging Face's name
+    source: str  # name of the stored tensor in Hugging Face's terms
     rows: Rows | None = None
     matrix: Nth | None = None
     heads: HeadRows | None = None
-    transposed: bool = False  # a quantized matrix only with `heads`: it becomes float32
-    fallback: "View | None" = None  # of another tensor, for files that have no `source`
+    transposed: bool = False  # quantized matrices need `heads` and become float32
+    fallback: "View | None" = None  # a view of another tensor, for files without `source`
     is_row: bool = False  # a vector [columns] -> [1, columns]
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what it shows of a tensor of shape `stored`. Raises CheckpointError."""
+        """Return the view's shape for a tensor of shape `stored`. Raises CheckpointError."""
         shape = stored
         if self.matrix:
             if stored[:1] != (self.matrix.of,):
@@ -108,12 +108,12 @@ class View:
         )
 
     def format(self, stored: str) -> str:
-        """Of what it shows of a tensor of format `stored`: blocks and groups of values lie along
-        columns, so that a transposed matrix has none."""
+        """Return the view's format for a tensor of format `stored`. Blocks and groups lie along
+        columns, so a transposed matrix cannot keep them."""
         return "F32" if self.heads and self.transposed and stored not in PLAIN else stored
 
     def of(self, raw: RawTensor) -> RawTensor:
-        """What it shows of the stored tensor. Raises CheckpointError."""
+        """Apply the view to a stored tensor. Raises CheckpointError."""
         shape = self.shape(raw.shape)
         if self.matrix:
             raw = raw.matrix(self.matrix.number)
@@ -132,7 +132,7 @@ class View:
 
 
 class ViewedCheckpoint:
-    """Implements Checkpoint: another one under the names that its model asks for."""
+    """A Checkpoint that presents another one under the names that the model uses."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class ViewedCheckpoint:
         views: Mapping[str, View],
         unused: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """What is stored under its own name needs no view of another tensor. `unused` tells stored
-        names that the model has no use for."""
+        """Wrap a checkpoint. A tensor stored under the model's name takes precedence over a view of
+        another tensor. `unused` returns whether the model ignores a stored name."""
         self._checkpoint = checkpoint
         own = {name for name in checkpoint.names() if not unused(name)}
         found = ((name, _first(view, own)) for name, view in views.items())
@@ -174,11 +174,11 @@ class ViewedCheckpoint:
         return Layout(view.format(format), view.shape(shape))
 
     def source(self, name: str) -> str:
-        """The stored tensor that it is of."""
+        """Return the name of the stored tensor behind a name."""
         return self._views[name].source
 
     def expanded(self) -> Collection[str]:
-        """The tensors that are float32 because their stored format has no transpose."""
+        """Return the tensors that become float32 because their format has no transpose."""
         return [
             name
             for name, view in self._views.items()
@@ -202,16 +202,16 @@ class ViewedCheckpoint:
 
 
 def _first(view: View | None, stored: Collection[str]) -> View | None:
-    """The view itself or the first of those behind it whose source is there."""
+    """Return the first of the view and its fallbacks whose source is stored."""
     while view is not None and view.source not in stored:
         view = view.fallback
     return view
 
 
 def fused(prefix: str, source: str, parts: Mapping[str, int]) -> dict[str, View]:
-    """Views of modules that are stored one above the other in the module `source`: each name with
-    its number of rows, in order. `prefix` comes before all names. The last one has all rows that
-    are left, so that a source with too many is found out by its shape."""
+    """Return views of modules whose rows are concatenated in the module `source`. `parts` maps each
+    name to its number of rows, in order; `prefix` precedes all names. The last module gets all
+    remaining rows, so that its shape reveals a source with too many rows."""
     views: dict[str, View] = {}
     begin, last = 0, list(parts)[-1]
     for name, count in parts.items():
@@ -223,7 +223,7 @@ def fused(prefix: str, source: str, parts: Mapping[str, int]) -> dict[str, View]
 
 
 def renamed(prefix: str, names: Mapping[str, str]) -> dict[str, View]:
-    """Views of modules that are stored under other names: ours, theirs."""
+    """Return views of modules that are stored under other names; `names` maps name to stored."""
     return {
         f"{prefix}{ours}.{leaf}": View(f"{prefix}{theirs}.{leaf}")
         for ours, theirs in names.items()
@@ -232,7 +232,7 @@ def renamed(prefix: str, names: Mapping[str, str]) -> dict[str, View]:
 
 
 def first_of(*places: View) -> View:
-    """The first of these whose source is there."""
+    """Chain views: the first whose source is stored applies."""
     found: View | None = None
     for place in reversed(places):
         found = replace(place, fallback=found)

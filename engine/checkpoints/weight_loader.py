@@ -1,7 +1,7 @@
-"""Loads the tensors of a checkpoint by several threads, in the order in which they are wanted.
+"""Loads the tensors of a checkpoint with several threads, in the order in which they are needed.
 
-A loaded tensor is handed over once and then belongs to the caller; what runs ahead of the caller is
-bounded by what the model needs anyway.
+A loaded tensor is returned once and then belongs to the caller. The number of tensors loaded ahead
+is bounded.
 """
 
 import math
@@ -19,13 +19,13 @@ from pdserve.engine.weights.plain import PLAIN, empty
 from pdserve.engine.weights.quantize import quantize_into, quantized_empty
 from pdserve.engine.weights.unpack import unpack_into
 
-# Left in old files by frameworks, and computed by every decoder itself.
+# Frameworks left these in old files; every decoder computes them.
 COMPUTED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A tensor on its way: complete when all pieces are."""
+    """A tensor that is being loaded; complete when all pieces are."""
 
     result: RawTensor
     pieces: list[Future[None]]
@@ -34,8 +34,8 @@ class _Pending:
 def check_names(
     checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]
 ) -> None:
-    """Raises CheckpointError that names what is missing, what nobody uses and what has another
-    shape than the config says. Stored copies of `tied` tensors are tolerated.
+    """Raise CheckpointError, which names missing tensors, unused tensors and a tensor whose shape
+    contradicts the config. Stored copies of `tied` tensors are tolerated.
     """
     there = {name for name in checkpoint.names() if not name.endswith(COMPUTED)} - {*tied}
     problems = [
@@ -56,7 +56,7 @@ def check_names(
 
 
 class WeightLoader:
-    """A context manager; calling it with a name waits for that tensor and gives it away."""
+    """A context manager; a call with a name waits for that tensor and returns it."""
 
     def __init__(
         self,
@@ -69,18 +69,18 @@ class WeightLoader:
         progress: Callable[[float], None],
         quantized: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Loads in the order of `shapes`. `format` names the plain numbers to which matrices are
-        expanded; None leaves them as they are stored, as vectors always are. `quantized` names the
-        blocks that matrices are quantized to before that. `copied`: the caller
-        has copied what it was given when it asks for the next, so that the file's pages need not
-        stay in memory. `progress` gets a growing fraction, from one loading thread at a time.
+        """Load in the order of `shapes`. `format` names the plain numbers to which matrices are
+        expanded; None keeps the stored format, which vectors always keep. `quantized` maps names to
+        the block formats to which matrices are quantized before that. `copied`: the caller has
+        copied a tensor when it requests the next, so the file's pages may be freed. `progress` gets
+        a growing fraction, from one loading thread at a time.
         """
         self._checkpoint = checkpoint
         self._format = format
         self._quantized = quantized
         self._hashed = hashed
         self._copied = copied
-        self._given = ""  # the last name
+        self._given = ""  # name of the last returned tensor
         self._progress = progress
         self._ahead = deque(shapes)
         self._pending: dict[str, _Pending] = {}
@@ -90,7 +90,7 @@ class WeightLoader:
         self._lock = threading.Lock()
         self._done = 0
         self._total = sum(math.prod(shape) for shape in shapes.values())
-        self.expanded_bytes = 0  # of matrices that were not stored in `format`
+        self.expanded_bytes = 0  # of matrices whose stored format is not `format`
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="load")
 
     def __enter__(self) -> "WeightLoader":
@@ -106,7 +106,7 @@ class WeightLoader:
         self._release(self._given)
 
     def __call__(self, name: str) -> RawTensor:
-        """The tensor; a vector may be asked for again. Raises what its loading raised."""
+        """Return the tensor; vectors may be requested again. Raises the errors of its loading."""
         if name in self._vectors:
             return self._vectors[name]
         self._release(self._given)
@@ -124,7 +124,7 @@ class WeightLoader:
         return pending.result
 
     def digest(self) -> str:
-        """Hex Merkle root over all tensors; only if `hashed`, after all have been handed over."""
+        """Return the hex Merkle root over all tensors; requires `hashed`, after the last tensor."""
         assert self._hashed
         assert not self._ahead
         return merkle_root({name: future.result() for name, future in self._leaves.items()})
@@ -132,7 +132,7 @@ class WeightLoader:
     def _start(self, name: str) -> None:
         try:
             raw = self._checkpoint.tensor(name)
-        except ValueError as error:  # of numpy: parts whose sizes do not go together
+        except ValueError as error:  # from numpy: parts whose sizes do not match
             raise CheckpointError(f"tensor {name}: {error}") from error
         if self._hashed:
             self._leaves[name] = self._pool.submit(leaf, name, raw)
@@ -157,7 +157,7 @@ class WeightLoader:
         self._pending[name] = _Pending(result, pieces)
 
     def _convert(self, name: str, raw: RawTensor, quantized: str | None, out: RawTensor) -> None:
-        """Some rows of one tensor, if `quantized` by way of that format."""
+        """Convert some rows of one tensor; with `quantized`, quantize them to that format first."""
         if quantized and quantized != out.format:
             blocks = quantized_empty(raw.shape, quantized)
             self._quantize(name, raw, blocks)

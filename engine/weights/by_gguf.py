@@ -1,6 +1,6 @@
-"""Unpacking by the gguf package, for formats too rare to be worth code of our own.
+"""Unpacking with the gguf package, for rare formats.
 
-The package is imported at the first use: it is slow to import, and most models need none of it.
+The package is imported at its first use: it is slow to import, and most models do not need it.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from pdserve.engine.weights.format import BlockFormat, Floats
 
 
 def gguf_expand(name: str) -> Callable[[Bytes], Floats]:
-    """What unpacks blocks of that GGUF type name: [blocks, bytes] to [blocks, values]."""
+    """Return a function that unpacks blocks of a GGUF type: [blocks, bytes] to [blocks, values]."""
 
     def expand(blocks: Bytes) -> Floats:
         import gguf
@@ -22,5 +22,5 @@ def gguf_expand(name: str) -> Callable[[Bytes], Floats]:
 
 
 def gguf_format(name: str, block_values: int, block_bytes: int) -> BlockFormat:
-    """The format of that GGUF type name."""
+    """Return the format of a GGUF type."""
     return BlockFormat(name, block_values, block_bytes, gguf_expand(name))

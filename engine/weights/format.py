@@ -1,6 +1,6 @@
-"""A stored weight, and its storage format: which named parts hold the values, and how to read them.
+"""A stored weight and its storage format: the parts that hold the values, and how to read them.
 
-Everything is numpy: bfloat16 numbers are kept as the uint16 that holds their bits.
+All parts are numpy arrays; bfloat16 numbers are held as uint16 with the same bits.
 """
 
 import math
@@ -13,53 +13,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-VALUES, BLOCKS = "values", "blocks"  # the part of plain numbers, and of GGUF's blocks
-PIECE_VALUES = 1 << 22  # of a task of one thread
-CHUNK_VALUES = 1 << 18  # of float32 at a time: smaller ones are slower, larger ones take memory
+VALUES, BLOCKS = "values", "blocks"  # names of the parts of plain numbers and of GGUF's blocks
+PIECE_VALUES = 1 << 22  # per thread task
+CHUNK_VALUES = 1 << 18  # float32 at a time: smaller chunks are slower, larger ones take memory
 
 
 def row_runs(shape: tuple[int, ...], values: int) -> Iterator[slice]:
-    """All rows of a tensor in order, in runs of about `values` values, at least a row each."""
+    """Split the rows of a tensor into runs of about `values` values, at least one row each."""
     step = max(1, values // max(1, math.prod(shape[1:])))
     return (slice(at, at + step) for at in range(0, shape[0], step))
 
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """One weight as it is stored, read-only.
+    """One stored weight, read-only.
 
-    `parts` holds what its format asks for; the first dimension of each part counts the rows of the
-    weight, or the matrices of a stack. Plain numbers have one part, VALUES, of `shape`.
+    `parts` holds the arrays that the format defines. The first dimension of each part is the rows
+    of the weight, or the matrices of a stack. Plain numbers have one part, VALUES, of `shape`.
     """
 
     parts: Mapping[str, NDArray[Any]]
     format: str
     shape: tuple[int, ...]
-    columns: NDArray[np.int64] | None = None  # stored column n is that of input columns[n]
+    columns: NDArray[np.int64] | None = None  # stored column n belongs to input columns[n]
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
     def rows(self, index: slice | NDArray[np.int64]) -> "RawTensor":
-        """Some rows of it: a view for a slice, a copy for an array of row numbers."""
+        """Return some rows: a view for a slice, a copy for an array of row numbers."""
         parts = {name: part[index] for name, part in self.parts.items()}
         count = len(next(iter(parts.values())))
         return RawTensor(parts, self.format, (count, *self.shape[1:]), self.columns)
 
     def matrix(self, number: int) -> "RawTensor":
-        """One matrix of a stack of them: a view."""
+        """Return one matrix of a stack, as a view."""
         parts = {name: part[number] for name, part in self.parts.items()}
         return RawTensor(parts, self.format, self.shape[1:], self.columns)
 
     def transposed(self) -> "RawTensor":
-        """The transpose of a matrix of plain numbers, or of each of a stack: a view."""
+        """Return the transpose of a matrix of plain numbers, or of each in a stack, as a view."""
         values = self.parts[VALUES].swapaxes(-1, -2)
         return RawTensor({VALUES: values}, self.format, values.shape)
 
     def of_heads(self, heads: int, begin: int, end: int) -> "RawTensor":
-        """A matrix's rows as those of `heads` heads, and of each the rows [begin, end): a stack, as
-        a view."""
+        """Split a matrix's rows into `heads` heads and return the rows [begin, end) of each, as a
+        stack and a view."""
         parts = {
             name: part.reshape(heads, -1, *part.shape[1:])[:, begin:end]
             for name, part in self.parts.items()
@@ -68,13 +68,13 @@ class RawTensor:
         return RawTensor(parts, self.format, shape, self.columns)
 
     def as_row(self) -> "RawTensor":
-        """A vector as a matrix of one row: a view."""
+        """Return a vector as a matrix of one row, as a view."""
         parts = {name: part[None] for name, part in self.parts.items()}
         return RawTensor(parts, self.format, (1, *self.shape))
 
 
 def same_order(a: NDArray[np.int64] | None, b: NDArray[np.int64] | None) -> bool:
-    """Whether two orders of columns, as of RawTensor.columns, are one."""
+    """Return whether two column orders (RawTensor.columns) are equal."""
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
@@ -85,16 +85,16 @@ class Format(ABC):
 
     @abstractmethod
     def unpack(self, raw: RawTensor) -> Floats:
-        """The values, float32 of raw.shape, columns in their stored order."""
+        """Return the values, float32 of raw.shape, with columns in stored order."""
 
     def packable(self, raw: RawTensor) -> RawTensor:
-        """The same values in the parts that the native kernels pack, if it has others."""
+        """Return the same values in parts that the native kernels can pack."""
         return raw
 
 
 @dataclass(frozen=True)
 class BlockFormat(Format):
-    """A row of values is a run of blocks of bytes; blocks never cross rows.
+    """A format whose rows are runs of blocks of bytes; blocks never cross rows.
 
     The part BLOCKS is uint8 [*shape[:-1], bytes of a row], the blocks in file order.
     """
@@ -105,7 +105,7 @@ class BlockFormat(Format):
     expand: Callable[[NDArray[np.uint8]], Floats]  # [blocks, block_bytes] -> [blocks, values]
 
     def row_bytes(self, row_values: int) -> int:
-        """Bytes of a row; raises ValueError if it is not a whole number of blocks."""
+        """Return the bytes of a row. Raises ValueError if it is not a whole number of blocks."""
         if row_values % self.block_values:
             raise ValueError(
                 f"a row of {row_values} values is no multiple of {self.name}'s {self.block_values}"

@@ -1,6 +1,6 @@
-"""Block formats whose values are whole numbers of 8 bits times a scale for each group of a block.
+"""Block formats whose values are 8-bit integers times a scale for each group of a block.
 
-Kernels read neither codebooks nor three levels packed in a byte: they get the whole numbers.
+Kernels read neither codebooks nor packed ternary levels, so they get the integers.
 """
 
 import os
@@ -27,20 +27,20 @@ from pdserve.engine.weights.formats.grouped import CODES, INT8, SCALES
 
 @dataclass(frozen=True)
 class LevelFormat(BlockFormat):
-    """A block has `groups` groups of block_values / groups values. A value is n * scale, where
-    scale is that of its group and n is a whole number from -127 to 127."""
+    """A block format with `groups` groups of block_values / groups values. A value is n times the
+    scale of its group, with an integer n from -127 to 127."""
 
     scales: Callable[[Bytes], Floats]  # uint8 [blocks, block_bytes] -> float32 [blocks, groups]
 
     def packable(self, raw: RawTensor) -> RawTensor:
-        """The same values as INT8: CODES uint8 [rows, columns], which are n + 128, and SCALES
+        """Return the same values as INT8: CODES uint8 [rows, columns], each n + 128, and SCALES
         float32 [rows, columns / (block_values / groups)]."""
         blocks = raw.parts[BLOCKS].reshape(-1, self.block_bytes)
         scales: Floats = np.empty((len(blocks), self.scales(blocks[:1]).shape[1]), np.float32)
         codes: Bytes = np.empty((len(blocks), self.block_values), np.uint8)
 
         def convert(some: slice) -> None:
-            with np.errstate(all="ignore"):  # what a file's scales make infinite is no error here
+            with np.errstate(all="ignore"):  # infinite values from a file's scales are not an error
                 scales[some] = self.scales(blocks[some])
                 codes[some] = self._codes(blocks[some], scales[some])
 
@@ -56,7 +56,7 @@ class LevelFormat(BlockFormat):
     def _codes(self, blocks: Bytes, scales: Floats) -> Bytes:
         levels = self.expand(blocks).reshape(*scales.shape, -1)
         levels /= scales[..., None]
-        levels[~np.isfinite(levels)] = 0  # the scale is 0, or no number
+        levels[~np.isfinite(levels)] = 0  # the scale is 0 or not finite
         codes: Bytes = (np.rint(levels) + 128).astype(np.uint8)
         return codes.reshape(len(blocks), -1)
 
@@ -64,10 +64,10 @@ class LevelFormat(BlockFormat):
 def level_format(
     name: str, block_values: int, block_bytes: int, scales: Callable[[Bytes], Floats]
 ) -> LevelFormat:
-    """The format of that GGUF type name."""
+    """Return the format of a GGUF type."""
     return LevelFormat(name, block_values, block_bytes, gguf_expand(name), scales)
 
 
 def words(stored: Bytes, size: type[np.unsignedinteger]) -> NDArray[Any]:
-    """Little-endian integers of that size: [blocks, bytes] to [blocks, n]."""
+    """Interpret bytes as little-endian integers of type `size`: [blocks, bytes] to [blocks, n]."""
     return np.ascontiguousarray(stored).view(size)

@@ -1,8 +1,8 @@
-"""Which format each matrix gets when a model is quantized to a type; pure.
+"""The format of each matrix when a model is quantized to a type; pure.
 
-A type is a mix, as llama.cpp's of the same name is (src/llama-quant.cpp): the matrices whose error
-costs most get more bits. Q3_K, Q4_K and Q5_K are its _M mixes. Rows that fit no mix are another
-matter: see FALLBACK.
+A type is a mix of formats, the same as llama.cpp's mix of that name (src/llama-quant.cpp): matrices
+whose errors cost most get more bits. Q3_K, Q4_K and Q5_K are llama.cpp's _M mixes. Matrices whose
+rows do not fit the mix get FALLBACK.
 """
 
 from collections import Counter
@@ -18,24 +18,24 @@ TYPES = {name.lower(): name for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 ALIASES = {"q4": "q4_0", "q5": "q5_0", "q8": "q8_0"} | {
     f"q{bits}_k{mix}": f"q{bits}k" for bits in range(2, 7) for mix in ("", "_m" * (2 < bits < 6))
 }
-FALLBACK = "Q8_0"  # for rows that are no multiple of a type's block
+FALLBACK = "Q8_0"  # for rows that are not a multiple of a type's block
 BLOCK_VALUES = {name: 256 if name.endswith("K") else 32 for name in TYPES.values()}
-LAYERS_OF_70B = 80  # of Llama 2 and 3 70B and Qwen 2.5 72B
+LAYERS_OF_70B = 80  # Llama 2 and 3 70B, Qwen 2.5 72B
 
 
 class MatrixRole(Enum):
-    """What a matrix does."""
+    """The role of a matrix in a layer."""
 
     HEAD = "head"  # or a tied embedding
     KEY = "k"
-    VALUE = "v"  # or q, k and v in one
+    VALUE = "v"  # or fused q, k and v
     OUTPUT = "attention's output"
     DOWN = "down"
     OTHER = "other"
 
 
 class StoredMatrix(NamedTuple):
-    """A stored matrix, or a stack of them."""
+    """A stored matrix, or a stack of matrices."""
 
     name: str
     role: MatrixRole
@@ -45,28 +45,28 @@ class StoredMatrix(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """A type, and what its choice of formats depends on in a model."""
+    """A type, and the properties of a model on which its choice of formats depends."""
 
     type: str  # one of TYPES
     num_layers: int
-    n_gqa: int  # query heads of one kv head
-    num_experts: int  # of a layer; 0: it has none
+    n_gqa: int  # query heads per kv head
+    num_experts: int  # per layer; 0: not a mixture of experts
 
     def wanted(self, role: MatrixRole, layer: int) -> str:
-        """The format of a matrix whose rows fit it."""
+        """Return the format for a matrix, without regard to its row length."""
         main = TYPES[self.type]
         if main == "Q8_0":
             return main
         if role is MatrixRole.HEAD:
             return "Q6_K"
-        if self.num_experts == 8:  # Mixtral's number: attention is small beside them
+        if self.num_experts == 8:  # Mixtral: attention is small compared with the experts
             if role in (MatrixRole.KEY, MatrixRole.VALUE):
                 return "Q8_0"
             if role is MatrixRole.OUTPUT:
                 return "Q5_K" if main in ("Q2_K", "Q3_K", "Q4_K") else main
         if role is MatrixRole.VALUE:
             format = self._of_value(main, layer)
-            grown = self.num_layers == LAYERS_OF_70B and self.n_gqa > 1  # v is small in these
+            grown = self.num_layers == LAYERS_OF_70B and self.n_gqa > 1  # v is small there
             return "Q5_K" if grown and format in ("Q3_K", "Q4_K") else format
         match main, role:
             case "Q2_K", MatrixRole.OUTPUT | MatrixRole.DOWN:
@@ -90,12 +90,12 @@ class Mix(NamedTuple):
         return main
 
     def _is_costly(self, layer: int) -> bool:
-        """The first and the last eighth of the layers, and every third between."""
+        """Return whether a layer is in the first or last eighth, or every third in between."""
         eighth, last = self.num_layers // 8, 7 * self.num_layers // 8
         return layer < eighth or layer >= last or (layer - eighth) % 3 == 2
 
     def plan(self, matrices: Iterable[StoredMatrix]) -> "FormatPlan":
-        """The formats of a model's matrices."""
+        """Choose the formats of a model's matrices."""
         plan = FormatPlan({}, Counter(), Counter())
         for name, role, layer, stored, columns in matrices:
             if stored not in PLAIN:
@@ -111,15 +111,15 @@ class Mix(NamedTuple):
 
 
 class FormatPlan(NamedTuple):
-    """Which matrices are quantized, and why others are not."""
+    """The matrices to quantize, and why others are not quantized."""
 
-    formats: dict[str, str]  # new ones, by name
-    unfit: Counter[str]  # matrices by what does not fit
-    kept: Counter[str]  # matrices that are quantized already, by their format
+    formats: dict[str, str]  # new formats by matrix name
+    unfit: Counter[str]  # number of matrices by misfit of their rows
+    kept: Counter[str]  # number of matrices that are already quantized, by format
 
 
 def find_type(name: str) -> str:
-    """The type of that name or alias, as TYPES has it. Raises ValueError with the known names."""
+    """Return the key of TYPES for a name or alias. Raises ValueError with the known names."""
     found = name.lower()
     found = ALIASES.get(found, found)
     if found not in TYPES:
@@ -128,5 +128,5 @@ def find_type(name: str) -> str:
 
 
 def fitting(format: str, columns: int) -> str | None:
-    """The format, or the one for rows that do not fit it; None: rows of `columns` fit neither."""
+    """Return the first of `format` and FALLBACK that rows of `columns` fit, or None."""
     return next((f for f in (format, FALLBACK) if columns % BLOCK_VALUES[f] == 0), None)

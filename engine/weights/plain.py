@@ -1,4 +1,4 @@
-"""Weights that are stored as plain numbers, and how float32 values become such numbers.
+"""Weights stored as plain numbers, and conversions from and to float32.
 
 bfloat16 is the upper half of float32; numpy has no type for it, so its bits are held as uint16.
 """
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pdserve.engine.weights.format import Floats
 
-# Format name -> the numpy type that holds a number.
+# Format name -> numpy type that holds a number.
 PLAIN: Mapping[str, "np.dtype[Any]"] = MappingProxyType(
     {
         "F32": np.dtype(np.float32),
@@ -25,16 +25,16 @@ NAN_BF16 = 0x7FC0
 
 
 def widened(values: NDArray[Any], format: str) -> Floats:
-    """Plain numbers as float32; float32 ones are returned as they are, without a copy."""
+    """Convert plain numbers to float32; return float32 numbers without a copy."""
     if format == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
 
 
 def write_rounded(values: NDArray[Any], out: NDArray[Any], format: str) -> None:
-    """Writes float32 or float64 values into plain numbers of `format`, rounded to nearest even."""
+    """Write float32 or float64 values as plain numbers of `format`, rounded to nearest even."""
     if format != "BF16":
-        with np.errstate(over="ignore"):  # beyond float16's range is infinite, as in every format
+        with np.errstate(over="ignore"):  # values out of range become infinite, as in every format
             out[...] = values
         return
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
@@ -44,5 +44,5 @@ def write_rounded(values: NDArray[Any], out: NDArray[Any], format: str) -> None:
 
 
 def empty(shape: tuple[int, ...], format: str) -> NDArray[Any]:
-    """Room for plain numbers of `format`."""
+    """Allocate an uninitialized array for plain numbers of `format`."""
     return np.empty(shape, PLAIN[format])

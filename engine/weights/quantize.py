@@ -1,4 +1,4 @@
-"""Values into blocks of a GGUF type, by the native kernels: the same bytes on every machine."""
+"""Quantization to GGUF blocks with the native kernels: the same bytes on every machine."""
 
 import math
 
@@ -17,13 +17,13 @@ from pdserve.engine.weights.formats import formats
 from pdserve.engine.weights.unpack import unpack
 from pdserve.kernels import _native
 
-VERSION = 2  # raise it with any change of a result
+VERSION = 2  # increment with any change of results
 QUANTIZED = frozenset(_native.quantized_formats())
 
 
 def quantized_bytes(shape: tuple[int, ...], format: str) -> int:
-    """Bytes of a matrix or a stack of them in one of QUANTIZED. Raises ValueError if a row is no
-    whole number of blocks."""
+    """Return the bytes of a matrix or a stack of matrices in one of QUANTIZED. Raises ValueError if
+    a row is not a whole number of blocks."""
     assert format in QUANTIZED
     found = formats()[format]
     assert isinstance(found, BlockFormat)
@@ -31,14 +31,14 @@ def quantized_bytes(shape: tuple[int, ...], format: str) -> int:
 
 
 def quantized_empty(shape: tuple[int, ...], format: str) -> RawTensor:
-    """Room for a matrix or a stack of them. Raises ValueError if a row is no whole number of
-    blocks."""
+    """Allocate an uninitialized matrix or stack of matrices. Raises ValueError if a row is not a
+    whole number of blocks."""
     row_bytes = quantized_bytes(shape[-1:], format)
     return RawTensor({BLOCKS: np.empty((*shape[:-1], row_bytes), np.uint8)}, format, shape)
 
 
 def quantize_into(raw: RawTensor, out: RawTensor) -> None:
-    """Writes the values of `raw` into the blocks of `out`, of the same shape. Raises ValueError for
+    """Write the values of `raw` into the blocks of `out`, of the same shape. Raises ValueError for
     a value that is not finite, or too large for a float16 scale."""
     assert raw.shape == out.shape, (raw.shape, out.shape)
     for some in row_runs(raw.shape, CHUNK_VALUES):

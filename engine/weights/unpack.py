@@ -1,4 +1,4 @@
-"""The values of a stored weight, whatever its format."""
+"""Unpacking of stored weights of any format."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from pdserve.engine.weights.plain import PLAIN, empty, widened, write_rounded
 
 
 def unpack(raw: RawTensor) -> Floats:
-    """The values of `raw`, float32 of raw.shape; float32 ones as they are, without a copy.
+    """Return the values of `raw`, float32 of raw.shape; a float32 weight is not copied.
 
-    Raises KeyError for a format that nobody has registered.
+    Raises KeyError for an unregistered format.
     """
     if raw.format in PLAIN:
         return widened(raw.parts[VALUES], raw.format)
@@ -23,14 +23,14 @@ def unpack(raw: RawTensor) -> Floats:
 
 
 def unpack_into(raw: RawTensor, out: NDArray[Any], format: str) -> None:
-    """Writes the values of `raw` into `out` of raw.shape as plain numbers of `format`, a range of
-    rows at a time; each value is rounded once."""
+    """Write the values of `raw` into `out`, of raw.shape, as plain numbers of `format`, in chunks
+    of rows; each value is rounded once."""
     assert out.shape == raw.shape, (out.shape, raw.shape)
     order = None if raw.columns is None else np.argsort(raw.columns)
     for some in row_runs(out.shape, CHUNK_VALUES):
         part = raw.rows(some)
         if raw.format not in PLAIN:
-            with np.errstate(all="ignore"):  # what a file's scales make infinite is no error here
+            with np.errstate(all="ignore"):  # infinite values from a file's scales are not an error
                 values: Any = formats()[raw.format].unpack(part)
         elif raw.format == "F64":
             values = part.parts[VALUES]
@@ -42,7 +42,7 @@ def unpack_into(raw: RawTensor, out: NDArray[Any], format: str) -> None:
 
 
 def as_plain(raw: RawTensor, format: str) -> RawTensor:
-    """`raw` as plain numbers of `format`; itself if it is stored so."""
+    """Convert `raw` to plain numbers of `format`; return `raw` if it already has this format."""
     if raw.format == format:
         return raw
     out = empty(raw.shape, format)

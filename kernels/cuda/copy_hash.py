@@ -1,4 +1,4 @@
-"""Launches copy_hash.cu by CuPy, which compiles it for the device at hand."""
+"""Launches copy_hash.cu with CuPy, which compiles it for the current device."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,8 +10,8 @@ from pdserve.kernels.copy_hash import TILE_BYTES, UNIT_BYTES
 FOLDER = Path(__file__).parent
 OPTIONS = ("-std=c++17", f"-I{FOLDER}")
 THREADS = 256
-SHARES_AT, SHARE_BYTES = 16, 16  # struct Scratch of copy_hash.cu: a count, then a share a tile
-INTACT = 1  # the verdict of a copy out of a slot whose tag agrees
+SHARES_AT, SHARE_BYTES = 16, 16  # struct Scratch of copy_hash.cu: a count, then a share per tile
+INTACT = 1  # verdict of a copy from a slot whose tag matches
 
 
 class PagesLike(Protocol):
@@ -30,20 +30,20 @@ class PagesLike(Protocol):
 
 
 class _Stream:
-    """A cudaStream_t of somebody else, as CuPy takes one."""
+    """An external cudaStream_t, in the form that CuPy takes."""
 
     def __init__(self, number: int) -> None:
         self._number = number
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._number  # the version of this protocol first
+        return 0, self._number  # (protocol version, stream)
 
 
 class CopyHash:
-    """The compiled kernel. Raises what CuPy raises."""
+    """The compiled kernel. Its methods raise CuPy's errors."""
 
     def __init__(self, cupy: Any) -> None:
-        """For the device that is current now, and while `launch` is called."""
+        """Compile for the current device, which must also be current in `launch`."""
         self._cupy = cupy
         source = (FOLDER / "copy_hash.cu").read_text()
         self._kernel = cupy.RawModule(code=source, options=OPTIONS).get_function("copy_hash_kernel")
@@ -60,9 +60,9 @@ class CopyHash:
         to_slot: bool,
         stream: int,
     ) -> None:
-        """Queue a copy on a stream. Addresses on the device: the slot's payload, its tag, the plan
-        (key words, then block numbers as int32), the shares (SHARES_AT + SHARE_BYTES a tile, zeros
-        before the first launch); `verdict` in pinned host memory."""
+        """Queue a copy on a stream. Device addresses: `slot` (payload), `tag`, `plan` (key words,
+        then block numbers as int32), `shares` (SHARES_AT bytes plus SHARE_BYTES per tile, zeros
+        before the first launch); `verdict` is in pinned host memory."""
         num_bytes = len(pages.layers) * len(pages.blocks) * pages.block_bytes
         numbers = (
             np.uint64(pages.base),

@@ -1,4 +1,4 @@
-"""Every operation in plain torch, on any device: the oracle for faster backends."""
+"""Every operation in plain torch, for any device: the reference for faster backends."""
 
 from pdserve.kernels.reference.activation import activated, gated
 from pdserve.kernels.reference.attention import paged_attention, write_kv

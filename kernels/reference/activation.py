@@ -6,16 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Of gpt-oss: how steep its sigmoid is, and what its inputs are cut to (arXiv:2508.10925).
+# gpt-oss: the steepness of its sigmoid, and the limit of its inputs (arXiv:2508.10925).
 SWIGLU_OAI_ALPHA, SWIGLU_OAI_LIMIT = 1.702, 7.0
 
 
 def gated(
     gate: Tensor, up: Tensor, activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
 ) -> Tensor:
-    """activation(gate) * up, elementwise; gelu_tanh is the tanh approximation of gelu.
+    """Return activation(gate) * up, elementwise; gelu_tanh is the tanh approximation of gelu.
 
-    swiglu_oai: gate * sigmoid(1.702 gate) * (up + 1), gate cut to at most 7, up to [-7, 7].
+    swiglu_oai: gate * sigmoid(1.702 * gate) * (up + 1), gate clamped to at most 7, up to [-7, 7].
     """
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=SWIGLU_OAI_LIMIT), up.clamp(-SWIGLU_OAI_LIMIT, SWIGLU_OAI_LIMIT)
@@ -24,7 +24,7 @@ def gated(
 
 
 def activated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu"]) -> Tensor:
-    """activation(x), elementwise."""
+    """Return activation(x), elementwise."""
     if activation == "silu":
         return F.silu(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -1,25 +1,25 @@
-"""Attention over a paged KV cache, one gather and one product for all decode rows.
+"""Attention over a paged KV cache, with one gather and one product for all decode rows.
 
-A slot that holds no key of the row (past its end, before its window, in the null block 0) never
-influences the row's output, even if it holds NaN.
+A slot without a key of the row (past its end, before its window, in the null block 0) never affects
+the row's output, even if the slot holds NaN.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE = 256  # query tokens; of 64 to 512 the best, by a little, for chunks of 512 and 2048
-TILE_SCORES = 1 << 25  # of all heads: 128 MiB; tiles over more keys have fewer tokens, at least 8
+TILE = 256  # query tokens; slightly the best of 64 to 512 for chunks of 512 and 2048
+TILE_SCORES = 1 << 25  # over all heads, 128 MiB; with more keys, tiles have fewer tokens (min. 8)
 MOST_F16 = 65504.0
-FUSED_FROM = 32  # queries of a head from which torch's fused attention wins
+FUSED_FROM = 32  # queries per head from which torch's fused attention is faster
 
 
 def write_kv(kv: Tensor, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
     """Store new keys and values: k, v [T, K, D] at slots int64 [T] = block * block_size + offset.
 
-    kv [blocks, 2, K, block_size, D], keys first, or [blocks, 1, ...] where keys are the values and
-    v is None; cast to its dtype, of which float16 takes finite numbers beyond its largest as that
-    one. Slots must differ.
+    kv is [blocks, 2, K, block_size, D], keys first, or [blocks, 1, ...] if the keys are the values
+    and v is None. Numbers are cast to kv's dtype; float16 clamps finite numbers to its range. Slots
+    must be distinct.
     """
     _, planes, heads, block_size, _ = kv.shape
     block, offset = slots // block_size, slots % block_size
@@ -45,15 +45,15 @@ def paged_attention(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each row's tokens over its cached keys, which include the tokens' own.
+    """Compute causal attention of each row's tokens over its cached keys, including their own.
 
-    q [T, H, D], row r's tokens at [starts[r], starts[r + 1]), the last of them at position
-    kv_lens[r] - 1; the first `num_decode_rows` rows have one token. kv [blocks, 2, K, block_size,
-    D], or [blocks, 1, ...] of keys that are the values, with H a multiple of K; block_table int64
-    [rows, max_blocks], column c for positions from c * block_size. `window` keys are seen, the
-    token's own included (0: all); `soft_cap` > 0 makes scores soft_cap * tanh(score / soft_cap).
-    `sinks` float32 [H] are scores that take part in the softmax and stand for no key
-    (arXiv:2309.17453). Returns [T, H, D] in q's dtype.
+    q [T, H, D]: row r's tokens are at [starts[r], starts[r + 1]), the last one at position
+    kv_lens[r] - 1; the first `num_decode_rows` rows have one token. kv is [blocks, 2, K,
+    block_size, D], or [blocks, 1, ...] if the keys are the values; H is a multiple of K.
+    block_table int64 [rows, max_blocks]: column c holds positions from c * block_size. A token sees
+    `window` keys, including its own (0: all). `soft_cap` > 0 turns scores into soft_cap *
+    tanh(score / soft_cap). `sinks` float32 [H] are scores without a key that take part in the
+    softmax (arXiv:2309.17453). Returns [T, H, D] in q's dtype.
     """
     if sinks is not None:
         sinks = sinks.view(kv.shape[2], -1, 1)  # [K, G, 1]
@@ -88,7 +88,7 @@ def _decode(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One token a row, q [B, H, D]. Rows that need about as many blocks are computed together."""
+    """Attend with one token per row, q [B, H, D]. Rows with similar block counts share a batch."""
     block_size, max_blocks = kv.shape[3], block_table.shape[1]
     firsts = [max(n - window, 0) // block_size if window else 0 for n in kv_lens]
     spans = [-(-n // block_size) - first for n, first in zip(kv_lens, firsts, strict=True)]
@@ -102,7 +102,7 @@ def _decode(
             first = torch.tensor([firsts[row] for row in rows], device=q.device)[:, None]
             key = key + first * block_size
             seen = (key < lens) & (key >= lens - window)
-            # Past a row's last block the column is clamped; what it finds there is not seen.
+            # Columns past a row's last block are clamped; the mask hides the keys found there.
             columns = first + torch.arange(span, device=q.device)
             blocks = block_table[pick].gather(1, columns.clamp_(max=max_blocks - 1))
         else:
@@ -122,23 +122,24 @@ def _attend_seen(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One token a row: q [B, K, G, D] over the keys of blocks [B, n] where seen [B, n * size]."""
+    """Attend with q [B, K, G, D], one token per row, over the `seen` [B, n * size] keys of blocks
+    [B, n]."""
     k, v = _gather(kv, blocks, q.dtype)
     mask = seen[:, None, None]
     if q.is_cpu:
         result = _attend(q, k, v, mask, scale, soft_cap, sinks)
         if torch.isfinite(result.sum()):
             return result
-    # Slots not seen count with weight 0, and only infinity or NaN in them survives that. Elsewhere
-    # than on the CPU asking costs more than clearing them.
+    # Unseen slots have weight 0, so only infinity or NaN in them reaches the result. On other
+    # devices than the CPU, checking the result costs more than clearing the slots.
     hidden = ~seen[:, None, :, None]
     k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     return _attend(q, k, v, mask, scale, soft_cap, sinks)
 
 
 def _buckets(spans: list[int]) -> list[tuple[list[int], int]]:
-    """Rows to compute together, with the widest span: within a factor of two, or all if that
-    costs no more than half as much again.
+    """Group rows to compute together, each group with its widest span. Spans of a group are within
+    a factor of two; all rows form one group if padding adds at most half to the cost.
     """
     widest = max(spans)
     if 2 * widest * len(spans) <= 3 * sum(spans):
@@ -159,8 +160,8 @@ def _chunk(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Tokens [t, H, D] of one row at positions [kv_len - t, kv_len), a tile of them at a time, so
-    that keys after a tile or before all its windows cost nothing.
+    """Attend with tokens [t, H, D] of one row at positions [kv_len - t, kv_len), in tiles, so that
+    keys after a tile or before all its windows cost nothing.
     """
     block_size = kv.shape[3]
     num_tokens = q.shape[0]
@@ -195,8 +196,8 @@ def _tile(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """q [t, H, D] over k, v [1, K, keys, D]; the heads of one kv head follow each other as more
-    query positions, so keys are never repeated in memory.
+    """Attend with q [t, H, D] over k, v [1, K, keys, D]. The query heads of one kv head become
+    further query positions, so keys are never repeated in memory.
     """
     num_tokens, _, head_dim = q.shape
     heads = k.shape[1]
@@ -210,7 +211,7 @@ def _tile(
 
 
 def _gather(kv: Tensor, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values of blocks [B, n], each contiguous [B, K, n * block_size, D], in one copy."""
+    """Gather keys and values of blocks [B, n] in one copy: each [B, K, n * block_size, D]."""
     _, planes, heads, block_size, head_dim = kv.shape
     part = torch.arange(planes * heads, device=kv.device).view(planes, 1, heads, 1)
     index = (blocks * (planes * heads))[:, None] + part  # [2, B, K, n]
@@ -228,10 +229,10 @@ def _attend(
     soft_cap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v over the last two dims; mask True where a key is seen; a sink for
-    each query, [K, queries, 1].
+    """Compute softmax(q k^T * scale) v over the last two dims. `mask` is True for visible keys;
+    `sinks` [K, queries, 1] has one sink per query.
 
-    Scores and softmax in float32. A few queries are faster as plain products.
+    Scores and softmax are float32. For few queries, plain products are faster than fused attention.
     """
     if not soft_cap and sinks is None and q.shape[2] >= FUSED_FROM:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)

@@ -1,6 +1,6 @@
-"""top_k, top_p and min_p: which tokens of one row may be picked.
+"""top_k, top_p and min_p: the tokens of one row that may be sampled.
 
-All three are floors under the scaled logits, so equal logits share a fate whatever their order.
+Each filter is a lower bound on the scaled logits, so equal logits are kept or removed together.
 """
 
 import math
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from pdserve.kernels.streams import StreamSettings
 
-FIRST_SORT = 256  # top_p rarely needs more of the vocabulary; sorting it all is slow
+FIRST_SORT = 256  # top_p rarely needs more tokens; sorting the whole vocabulary is slow
 
 
 def candidates(scaled: Tensor, settings: StreamSettings) -> Tensor:
-    """Ids, ascending, int64 [n], that the filters leave of logits / T [vocab].
+    """Return the ids that the filters keep of logits / T [vocab]: int64 [n], ascending.
 
-    In this order: the k best; of those the best whose probabilities sum to top_p; of those the ones
-    with at least min_p times the best one's probability. The best token always stays.
+    In this order: the k best; of those, the best whose probabilities sum to top_p; of those, the
+    ones with at least min_p times the best probability. The best token always stays.
     """
     vocab = len(scaled)
     peak = scaled.max()
@@ -33,7 +33,7 @@ def candidates(scaled: Tensor, settings: StreamSettings) -> Tensor:
 
 
 def _nucleus_floor(scaled: Tensor, top_p: float) -> Tensor:
-    """The logit of the last token of the nucleus (Holtzman et al., arXiv:1904.09751)."""
+    """Return the logit of the last token of the nucleus (Holtzman et al., arXiv:1904.09751)."""
     total = scaled.double().logsumexp(0)
     count = min(len(scaled), FIRST_SORT)
     while True:

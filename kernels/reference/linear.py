@@ -1,4 +1,4 @@
-"""Matrix products with weights."""
+"""Matrix products with weight matrices."""
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +8,9 @@ FEW = range(2, 5)  # tokens
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, N] times weight [M, N] transposed, plus bias [M]: [T, M], all of one dtype."""
+    """Return x [T, N] times weight [M, N] transposed, plus bias [M]: [T, M], all of one dtype."""
     if len(x) in FEW and len(weight) >= x.shape[1] and x.is_cpu and x.dtype == torch.float32:
-        # The library reads a float32 weight two to ten times faster from the left.
+        # The library is two to ten times faster with the float32 weight as the left operand.
         y = (weight @ x.t()).t().contiguous()
         return y if bias is None else y.add_(bias)
     return F.linear(x, weight, bias)

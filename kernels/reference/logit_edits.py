@@ -1,7 +1,7 @@
-"""What changes a stream's logits before the pick: bias, penalties, masked ids, masks.
+"""Edits of a stream's logits before sampling: bias, penalties, masked ids, masks.
 
-A pure function of the settings and the generated ids: the notes kept here only save computing it
-anew.
+The edits are a pure function of the settings and the generated ids; the state kept here only avoids
+recomputation.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from pdserve.kernels.streams import Mask, StreamSettings
 
 
 class LogitEdits:
-    """The edits of one stream, brought up to date with its generated ids at each use."""
+    """The edits of one stream, updated with its generated ids at each use."""
 
     def __init__(self, settings: StreamSettings, vocab: int, device: torch.device) -> None:
         self._settings = settings
@@ -37,11 +37,11 @@ class LogitEdits:
         self._always = any(x is not None for x in (self._bias, self._counts, self._seen))
 
     def active(self, num_generated: int) -> bool:
-        """Whether the next pick is edited at all."""
+        """Return whether the logits of the next token are edited at all."""
         return self._always or self._masks(num_generated)
 
     def apply(self, scores: Tensor, generated: list[int]) -> None:
-        """Edits one row of float32 logits [vocab] in place."""
+        """Edit one row of float32 logits [vocab] in place."""
         settings = self._settings
         self._count(generated)
         if self._bias is not None:
@@ -76,13 +76,13 @@ class LogitEdits:
 
 
 def _add(counts: Tensor, ids: Sequence[int], times: int) -> None:
-    """Counts ids, each time that they occur."""
+    """Add `times` to the counts for each occurrence of an id."""
     where = _ids(ids, counts.device)
     counts.index_add_(0, where, torch.full((len(ids),), float(times), device=counts.device))
 
 
 def disallowed(mask: Mask, scores: Tensor) -> Tensor:
-    """bool [vocab]: which tokens of one row of scores a mask leaves out."""
+    """Return the tokens of one row of scores that a mask excludes, bool [vocab]."""
     bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little", count=len(scores))
     return torch.from_numpy(bits == 0).to(scores.device)
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of the model's own distribution, before anything edits the logits."""
+"""Log-probabilities in the model's distribution, from unedited logits."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ from pdserve.kernels.streams import TokenScores
 def logprobs(
     logits: Tensor, tokens: Sequence[int], count: int, also: Sequence[int] = ()
 ) -> list[TokenScores]:
-    """Of tokens[r] under row r of raw logits [rows, vocab], with the `count` best of each row and
-    then the ids of `also`."""
+    """Return the log-probability of tokens[r] under row r of raw logits [rows, vocab], with those
+    of the `count` best tokens of the row and then of the ids in `also`."""
     picked = torch.tensor(tokens, device=logits.device)
     total = logits.logsumexp(dim=-1)
     own = (logits.gather(1, picked[:, None])[:, 0] - total).tolist()
@@ -27,7 +27,7 @@ def logprobs(
 
 
 def _best(rows: Tensor, total: Tensor, count: int) -> list[tuple[tuple[int, float], ...]]:
-    """The best of each row, best first; of equal ones the lowest id."""
+    """Return the best tokens of each row, best first; ties go to the lowest id."""
     floors = rows.topk(min(count, rows.shape[1])).values[:, -1]
     best = []
     for row, floor, log_sum in zip(rows, floors, total.tolist(), strict=True):

@@ -1,10 +1,10 @@
-"""Gumbel noise that is a function of (seed, choice, position, token id), bit for bit anywhere.
+"""Gumbel noise as a function of (seed, choice, position, token id), bit-identical on all backends.
 
 A counter hash in 64-bit integers gives 32 random bits; u = (bits + 1/2) / 2**32 and
 g = -log(-log(u)) are computed with additions, multiplications and divisions of IEEE doubles, each
-rounded by itself (no fused multiply-add, no library logarithm), in the order written here. A
-backend that follows that order gets the same floats. The hash chains the finalizer of SplitMix64
-(Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+rounded separately (no fused multiply-add, no library logarithm), in the order used here. A backend
+that follows this order gets the same floats. The hash chains the finalizer of SplitMix64 (Steele,
+Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 """
 
 import torch
@@ -20,27 +20,27 @@ SERIES = tuple(1.0 / (2 * i + 1) for i in range(11))
 
 
 def gumbel_noise(seeds: Tensor, choices: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise, float32 [B, vocab], of int64 seeds, choices and positions [B]."""
+    """Return Gumbel noise, float32 [B, vocab], for int64 seeds, choices and positions [B]."""
     ids = torch.arange(vocab, device=seeds.device)
     return gumbel_at(seeds, choices, positions, ids.expand(len(seeds), vocab))
 
 
 def gumbel_at(seeds: Tensor, choices: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """The noise of some token ids only: int64 [B, n] -> float32 [B, n]."""
+    """Return the noise of some token ids only: int64 [B, n] -> float32 [B, n]."""
     u = _uniform(seeds, choices, positions, token_ids)
     return (-_log(-_log(u))).to(torch.float32)
 
 
 def gumbel_argmax(scores: Tensor, seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
-    """argmax over the vocabulary of scores + gumbel_noise; ties to the lowest id.
+    """Return the argmax over the vocabulary of scores + gumbel_noise; ties go to the lowest id.
 
     scores float32 [B, vocab], finite or -inf with a finite maximum -> int64 [B]. The exact noise is
-    computed only where the library's logarithm, which is off by far less than the margin, says that
-    a token may win.
+    computed only for tokens that may win according to the library's logarithm, whose error is far
+    below the margin.
     """
     winners = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
     ids = torch.arange(scores.shape[1], device=scores.device)[None]
-    for row in range(len(scores)):  # a row's temporaries stay in the cache
+    for row in range(len(scores)):  # the temporaries of one row fit into the CPU cache
         one = slice(row, row + 1)
         noise = _uniform(seeds[one], choices[one], positions[one], ids)
         noise.log_().neg_().log_().neg_()
@@ -56,7 +56,7 @@ def gumbel_argmax(scores: Tensor, seeds: Tensor, choices: Tensor, positions: Ten
 
 
 def _uniform(seeds: Tensor, choices: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Float64 in (0, 1), each exactly (bits + 1/2) / 2**32."""
+    """Return float64 in (0, 1), each exactly (bits + 1/2) / 2**32."""
     key = _mix(seeds + GOLDEN)
     key = _mix((key ^ choices) + GOLDEN)
     key = _mix((key ^ positions) + GOLDEN)
@@ -65,19 +65,19 @@ def _uniform(seeds: Tensor, choices: Tensor, positions: Tensor, token_ids: Tenso
 
 
 def _shift(x: Tensor, count: int) -> Tensor:
-    """Logical shift right of int64 taken as unsigned."""
+    """Shift int64 right as if unsigned."""
     return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer; products wrap modulo 2**64."""
+    """Apply SplitMix64's finalizer; products wrap modulo 2**64."""
     x = _shift(x, 30).bitwise_xor_(x).mul_(MULTIPLIER_1)
     x = _shift(x, 27).bitwise_xor_(x).mul_(MULTIPLIER_2)
     return _shift(x, 31).bitwise_xor_(x)
 
 
 def _log(x: Tensor) -> Tensor:
-    """Natural logarithm of positive normal doubles, to a few units in the last place."""
+    """Return the natural logarithm of positive normal doubles, to a few units in the last place."""
     bits = x.view(torch.int64)
     exponent = (bits >> 52) - 1023
     mantissa = ((bits & ((1 << 52) - 1)) | (1023 << 52)).view(torch.float64)  # [1, 2)

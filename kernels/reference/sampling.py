@@ -1,8 +1,8 @@
-"""Picks the next token of every stream of a step.
+"""Samples the next token of every stream of a step.
 
-token = argmax(edited logits / T + gumbel(seed, choice, position, token id)), greedy = argmax; so it
-is a function of the logits and of the stream, whoever else is in the batch. Ties go to the lowest
-id. A row without a finite best score (NaN logits) fails by itself.
+token = argmax(edited logits / T + gumbel(seed, choice, position, token id)), greedy = argmax. The
+token depends only on the logits and the stream, not on the rest of the batch. Ties go to the lowest
+id. A row without a finite best score (NaN logits) fails alone.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from pdserve.kernels.streams import GREEDY_BELOW, Mask, StreamSettings
 
 
 class ReferenceStream:
-    """A stream's settings, and notes about its generated ids that save computing them anew."""
+    """A stream's settings, and cached edits that depend on its generated ids."""
 
     def __init__(self, settings: StreamSettings, vocab: int) -> None:
         self.settings = settings
@@ -25,14 +25,14 @@ class ReferenceStream:
         self._edits: LogitEdits | None = None
 
     def edits(self, device: torch.device) -> LogitEdits:
-        """Its edits on a device, where they stay."""
+        """Return the stream's edits; the first call creates them on `device`, where they stay."""
         if self._edits is None:
             self._edits = LogitEdits(self.settings, self.vocab, device)
         return self._edits
 
 
 def stream(settings: StreamSettings, vocab: int) -> ReferenceStream:
-    """A new stream of tokens under `vocab` logits."""
+    """Create a token stream over a vocabulary of `vocab` ids."""
     return ReferenceStream(settings, vocab)
 
 
@@ -44,10 +44,10 @@ def sample(
     generated: Sequence[list[int]],
     masks: Sequence[Mask | None] | None = None,
 ) -> list[int]:
-    """The next token of each stream; -1 where the best score is not finite.
+    """Sample the next token of each stream; -1 if the best score is not finite.
 
-    logits float32 [n, vocab], not changed; stream i takes row rows[i] and has generated[i] so far.
-    Where masks[i] is given, only its tokens may be picked.
+    logits float32 [n, vocab] are not modified; stream i uses row rows[i] and has generated[i] so
+    far. If masks[i] is set, only its tokens may be sampled.
     """
     if not rows:
         return []
@@ -88,7 +88,7 @@ def _keys(
     generated: Sequence[list[int]],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Seeds (as two's complement), choices and positions of the noise."""
+    """Return seeds (in two's complement), choices and positions for the noise."""
     seeds = [streams[i].settings.seed for i in which]
     return (
         torch.tensor([s - (1 << 64) if s >> 63 else s for s in seeds], device=device),

@@ -1,7 +1,7 @@
 """`pdserve.Engine`: the Python API for asyncio. Requests of all tasks share the batch.
 
-The class is AsyncEngine here, since the engine proper, engine/engine.py, is what steps the model
-for it, as for LLM and for the workers of a server.
+The class is named AsyncEngine here because engine/engine.py already has an Engine, which steps the
+model for AsyncEngine, for LLM and for the workers of a server.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from pdserve.services.llm.sampling import SamplingParams
 
 
 class AsyncEngine:
-    """A model to generate with from asyncio, exported as `pdserve.Engine`.
+    """A model that runs in this process, for asyncio; exported as `pdserve.Engine`.
 
     >>> async with Engine(EngineConfig(kv_tokens=8192)) as engine:
     ...     print((await engine.chat([{"role": "user", "content": "Hello!"}])).text)
 
-    It belongs to the event loop in which it was started. A cancelled task, or a stream that is
-    closed, ends its request.
+    An engine belongs to the event loop that started it. Cancelling a task or closing a stream
+    aborts its request.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class AsyncEngine:
         tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,
     ) -> None:
-        """Loads nothing yet. `config`: a model alone, or all options. Raises TypeError, ValueError
-        for a bad value."""
+        """Check the options; `start` loads the model. `config` is a model or an EngineConfig.
+        Raises TypeError, and ValueError for a bad value."""
         self._config = config_of(config, {}, "Engine")
         self._parsers = ParserChoice(tool_parser, reasoning_parser)
         self._starting = asyncio.Lock()
         self._loaded: InProcessModel | None = None
 
     async def start(self) -> None:
-        """Loads the model; `async with` does it. What is loaded when this is cancelled is closed.
+        """Load the model; `async with` calls this. If cancelled, the model is closed once loaded.
         Raises CheckpointError."""
         async with self._starting:
             if self._loaded is None:
@@ -67,13 +67,13 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
 
         def deliver(deliveries: Deliveries) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            with suppress(RuntimeError):  # the loop is closed, so no task waits
                 loop.call_soon_threadsafe(put, deliveries)
 
         return await asyncio.to_thread(InProcessModel, self._config, self._parsers, deliver)
 
     async def close(self) -> None:
-        """End the engine; what still runs is given up. May be called again."""
+        """Stop the engine and fail the requests that still run. May be called again."""
         if self._loaded is not None:
             await asyncio.to_thread(self._loaded.close)
 
@@ -91,23 +91,23 @@ class AsyncEngine:
 
     @property
     def card(self) -> CardData:
-        """What is known of the model: its name, context_len, vocab_size, ..."""
+        """The model's properties: its name, context_len, vocab_size and others."""
         return self._model.card
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Text to token ids and back."""
+        """The tokenizer: text to token ids and back."""
         return self._model.prompts.tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
-        """What sampling takes where nothing is said: the model's own recommendation."""
+        """Return the params used by default: the model's recommendation, else pdserve's values."""
         return self._model.prompts.default_params()
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> RequestOutput:
-        """The continuation of a prompt (a text, or token ids). What waits with a lower `priority`
-        comes first.
+        """Continue a prompt (text or token ids). Waiting requests with a lower `priority` run
+        first.
 
         Raises InvalidRequest, ContextLengthExceeded, GenerationError.
         """
@@ -116,7 +116,7 @@ class AsyncEngine:
     async def generate_stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> AsyncGenerator[OutputDelta, None]:
-        """The continuation of a prompt as it comes. Raises as `generate`."""
+        """Stream the continuation of a prompt. Raises like `generate`."""
         prepared = await self._text(prompt, sampling_params, priority)
         async with aclosing(self._deltas(prepared.request, self._generation(prepared))) as deltas:
             async for delta in deltas:
@@ -130,7 +130,7 @@ class AsyncEngine:
         priority: int = 0,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput:
-        """The answer to a conversation; everything as for `LLM.chat`."""
+        """Answer a conversation; arguments and errors are those of `LLM.chat`."""
         asked = chat_input(messages, **options)
         return await self._whole(await self._chat(asked, sampling_params, priority))
 
@@ -142,7 +142,7 @@ class AsyncEngine:
         priority: int = 0,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[OutputDelta, None]:
-        """The answer to a conversation as it comes; a call of a tool comes whole."""
+        """Stream the answer to a conversation; each tool call arrives complete, in one delta."""
         asked = chat_input(messages, **options)
         prepared = await self._chat(asked, sampling_params, priority)
         async with aclosing(self._deltas(prepared.request, self._generation(prepared))) as deltas:
@@ -154,11 +154,11 @@ class AsyncEngine:
         messages: Conversation,
         **options: Unpack[ChatOptions],
     ) -> str:
-        """The prompt that `chat` makes of a conversation. Raises InvalidRequest."""
+        """Return the prompt that `chat` renders for a conversation. Raises InvalidRequest."""
         return self._model.prompts.rendered(chat_input(messages, **options))
 
     async def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
-        """The embedding of each prompt, as `LLM.embed` gives it."""
+        """Return the embedding of each prompt; details and errors are those of `LLM.embed`."""
         return list(await asyncio.gather(*map(self._embedding, as_list(prompts))))
 
     @property
@@ -199,7 +199,7 @@ class AsyncEngine:
     async def _deltas(
         self, request: Request, collected: Generation | Embedding
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Runs a request."""
+        """Run a request and yield its deltas; abort it if the consumer stops early."""
         inbox: asyncio.Queue[RequestEvent] = asyncio.Queue()
         key = self._model.submit(request, inbox)
         try:

@@ -1,4 +1,4 @@
-"""A chat as the Python API is asked for it: messages, options, tools in OpenAI's form. Pure."""
+"""Chat input of the Python API: messages, options, and tools in OpenAI's format. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,19 +14,19 @@ _NAME = re.compile("[a-zA-Z0-9_-]{1,64}")
 
 
 class ChatOptions(TypedDict, total=False):
-    """What the methods for chats take by name."""
+    """Keyword options of the chat methods."""
 
     tools: Sequence[Mapping[str, Any]]  # functions that the model may call
     tool_choice: ToolChoice
-    parallel_tool_calls: bool  # several calls in one answer
-    add_generation_prompt: bool  # opens the assistant's turn
-    continue_final_message: bool  # the answer goes on with the last message
-    chat_template_kwargs: Mapping[str, Any] | None  # variables of the model's template
+    parallel_tool_calls: bool  # allow several calls in one answer
+    add_generation_prompt: bool  # the prompt ends with the start of the assistant's turn
+    continue_final_message: bool  # the answer continues the last message
+    chat_template_kwargs: Mapping[str, Any] | None  # variables for the model's chat template
 
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """A conversation and how it is answered."""
+    """A conversation with its resolved chat options."""
 
     messages: Conversation
     use: ToolUse | None
@@ -45,8 +45,8 @@ def chat_input(
     continue_final_message: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatInput:
-    """From ChatOptions; the assistant's turn is opened unless the last message goes on. Raises
-    InvalidRequest."""
+    """Build a ChatInput from ChatOptions. `add_generation_prompt` defaults to the opposite of
+    `continue_final_message`. Raises InvalidRequest."""
     opens = add_generation_prompt
     return ChatInput(
         messages,
@@ -60,7 +60,7 @@ def chat_input(
 def conversations(
     messages: Conversation | Sequence[Conversation],
 ) -> tuple[Sequence[Conversation], bool]:
-    """The conversations, and whether it is a single one."""
+    """Return the conversations as a list, and whether `messages` is a single one."""
     if isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping):
         return messages, False  # type: ignore[return-value]
     return [messages], True  # type: ignore[list-item]
@@ -69,7 +69,7 @@ def conversations(
 def tool_use(
     tools: Sequence[Mapping[str, Any]], choice: ToolChoice, *, parallel: bool
 ) -> ToolUse | None:
-    """What they ask for; None without tools. Raises InvalidRequest."""
+    """Parse tools and tool choice; return None without tools. Raises InvalidRequest."""
     found = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     names = [tool.name for tool in found]
     for index, name in enumerate(names):

@@ -1,6 +1,6 @@
 """One request of the Python API: engine events in, outputs out; no threads, no clock.
 
-Invariant: an output gives nothing after the delta that carries its finish reason.
+Invariant: an output yields no delta after the one that carries its finish reason.
 """
 
 import math
@@ -48,7 +48,7 @@ _FINISH: dict[FinishReason | None, str] = {FinishReason.STOP: "stop", FinishReas
 
 @dataclass(frozen=True, slots=True)
 class SubmitRefused:
-    """The engine does not take a request; its only event."""
+    """The only event of a request that the engine rejects at submission."""
 
     key: str
     error: Exception
@@ -59,13 +59,13 @@ RequestEvent = Event | SubmitRefused
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A prompt with all that its answer needs, ready for the engine."""
+    """An engine request with what is needed to turn its tokens into an answer."""
 
     request: Request
-    prompt: str | None  # as text, if it was given so
+    prompt: str | None  # the prompt's text; None if the prompt is token ids
     sampling: RequestedSampling
     format: AnswerFormat = field(default_factory=AnswerFormat)
-    continues: bool = True  # the answer goes on with the prompt's text
+    continues: bool = True  # the answer continues the prompt's text
 
 
 @dataclass(slots=True)
@@ -73,13 +73,13 @@ class _Output:
     text: ChoiceText
     parser: ContentParser | None
     deltas: list[OutputDelta] = field(default_factory=list)
-    withheld: OutputDelta | None = None  # tokens whose text is yet to come
+    withheld: OutputDelta | None = None  # tokens whose text is not complete yet
     finish: str | None = None
     calls: bool = False
-    call: list[ToolCallPart] = field(default_factory=list)  # the pieces of the one that goes on
+    call: list[ToolCallPart] = field(default_factory=list)  # parts of the unfinished tool call
 
     def whole_calls(self, content: Sequence[ContentPart]) -> tuple[ToolCall, ...]:
-        """The calls that are whole with this content, or that the answer's end has cut off."""
+        """Return the tool calls that `content` completes or that the answer's end cuts off."""
         made: list[ToolCallPart] = []
         for part in content:
             if self.call and (not isinstance(part, ToolCallPart) or part.id):
@@ -94,7 +94,7 @@ class _Output:
 
 
 class Generation:
-    """Collects the events of one request until `done`."""
+    """Collect the events of one generating request until `done`."""
 
     def __init__(self, prepared: PreparedRequest, vocabulary: Vocabulary) -> None:
         self.done = False
@@ -120,8 +120,8 @@ class Generation:
         return _Output(text, its.parser())
 
     def take(self, event: RequestEvent) -> OutputDelta | None:
-        """What is new, if the event brings any. Raises GenerationError, and what the engine refuses
-        the request with."""
+        """Process an event; return the new delta, if any. Raises GenerationError, or the error with
+        which the engine rejects the request."""
         match event:
             case NewTokens() if self._outputs[event.choice].finish is None:
                 return self._tokens(event)
@@ -183,12 +183,12 @@ class Generation:
         return {i: Logprob(value, self._vocabulary.token_text(i)) for i, value in found.items()}
 
     def take_stopped(self) -> tuple[int, ...]:
-        """Outputs that a stop string has ended since the last call; the engine has to be told."""
+        """Return outputs that a stop string ended since the last call; the caller aborts them."""
         stopped, self._stopped = tuple(self._stopped), []
         return stopped
 
     def result(self) -> RequestOutput:
-        """What was generated; call it once `done`."""
+        """Return the complete answer. Call it only once `done`."""
         ids = self._prepared.request.prompt_ids
         scores = None
         if self._prepared.request.params.prompt_logprobs is not None:
@@ -231,7 +231,7 @@ def _parsed(output: _Output, update: TextUpdate) -> list[ContentPart]:
 def failure(
     event: RequestFailed | SubmitRefused, sampling: RequestedSampling | None = None
 ) -> Exception:
-    """What is raised for it; a field is named as the user has written it."""
+    """Return the exception for a failed request; `param` is the field name that the user wrote."""
     if isinstance(event, RequestFailed):
         if not event.param:
             return GenerationError(event.message)
@@ -244,7 +244,7 @@ def failure(
 
 
 class Embedding:
-    """Collects the events of a request that pools until `done`."""
+    """Collect the events of one embedding request until `done`."""
 
     def __init__(self, *, normalizes: bool) -> None:
         self.done = False
@@ -252,7 +252,7 @@ class Embedding:
         self._values: Sequence[float] = ()
 
     def take(self, event: RequestEvent) -> None:
-        """Raises GenerationError, and what the engine refuses the request with."""
+        """Process an event. Raises GenerationError, or the engine's error for the request."""
         match event:
             case Pooled():
                 self._values = event.values
@@ -266,6 +266,6 @@ class Embedding:
         return ()
 
     def result(self) -> list[float]:
-        """The vector, of length 1 if the model normalizes."""
+        """Return the vector, scaled to length 1 if the model normalizes."""
         length = math.hypot(*self._values) if self._normalizes else 1.0
         return [value / length for value in self._values] if length else list(self._values)

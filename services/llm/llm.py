@@ -1,6 +1,6 @@
 """`pdserve.LLM`: the engine and the text layer in this process, without servers.
 
-Methods may be called from several threads; their requests share the batch.
+Several threads may call its methods; their requests share the batch.
 """
 
 import queue
@@ -27,7 +27,7 @@ Run = tuple[Request, Generation | Embedding]
 
 
 class LLM:
-    """A model to generate with.
+    """A model that runs in this process.
 
     >>> with LLM() as llm:
     ...     print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
@@ -41,8 +41,8 @@ class LLM:
         reasoning_parser: str = AUTO,
         **options: Any,
     ) -> None:
-        """`model` as for `pdserve up --model`, or all of an EngineConfig; `options` are its other
-        fields (`weights="bf16"`, `kv_tokens=8192`, ...). Parsers as for `pdserve gateway`.
+        """Load `model`, a value of `pdserve up --model` or an EngineConfig. `options` are its other
+        fields (`weights="bf16"`, `kv_tokens=8192`, ...). Parsers are options of `pdserve gateway`.
 
         Raises TypeError for an unknown option, ValueError for a bad value, CheckpointError.
         """
@@ -51,16 +51,16 @@ class LLM:
 
     @property
     def card(self) -> CardData:
-        """What is known of the model: its name, context_len, vocab_size, ..."""
+        """The model's properties: its name, context_len, vocab_size and others."""
         return self._model.card
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Text to token ids and back."""
+        """The tokenizer: text to token ids and back."""
         return self._model.prompts.tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
-        """What sampling takes where nothing is said: the model's own recommendation."""
+        """Return the params used by default: the model's recommendation, else pdserve's values."""
         return self._model.prompts.default_params()
 
     def generate(
@@ -71,10 +71,10 @@ class LLM:
         priority: Priority = 0,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Continue each prompt (a text, or token ids); results are in order.
+        """Continue each prompt (text or token ids); results are in the order of the prompts.
 
-        `sampling_params`, `priority`: of all prompts, or one for each; what waits with a lower
-        priority comes first. `progress` shows on stderr how far the prompts are. Raises
+        `sampling_params` and `priority` hold one value for all prompts or one for each; waiting
+        requests with a lower priority run first. `progress` shows the progress on stderr. Raises
         InvalidRequest, ContextLengthExceeded, GenerationError.
         """
         given = as_list(prompts)
@@ -86,9 +86,9 @@ class LLM:
     def generate_stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> Generator[OutputDelta, None, None]:
-        """The continuation of a prompt as it comes. Closing the iterator aborts the request.
+        """Stream the continuation of a prompt. Closing the iterator aborts the request.
 
-        Raises as `generate`: what the engine refuses, at the first step.
+        Raises like `generate`; errors from the engine come at the first iteration.
         """
         return self._stream(self._model.prompts.text(prompt, sampling_params, priority))
 
@@ -121,11 +121,11 @@ class LLM:
         progress: bool = False,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput | list[RequestOutput]:
-        """The answer to a conversation of {"role", "content"} messages, or those to several.
+        """Answer one conversation of {"role", "content"} messages, or several.
 
-        `tools` are functions in OpenAI's form, which the model may call (`tool_choice`: auto, none,
+        `tools` are functions in OpenAI's format that the model may call (`tool_choice`: auto, none,
         required, or one by name); the calls are in the outputs' `tool_calls`. With
-        `continue_final_message` the answer goes on with the last message. Raises as `generate`.
+        `continue_final_message` the answer continues the last message. Raises like `generate`.
         """
         several, single = conversations(messages)
         asked = [chat_input(one, **options) for one in several]
@@ -143,8 +143,8 @@ class LLM:
         priority: int = 0,
         **options: Unpack[ChatOptions],
     ) -> Generator[OutputDelta, None, None]:
-        """The answer to a conversation as it comes; a call of a tool comes whole. Otherwise as
-        `chat` and `generate_stream`."""
+        """Stream the answer to a conversation; each tool call arrives complete, in one delta.
+        Arguments are those of `chat`; errors are those of `generate_stream`."""
         asked = chat_input(messages, **options)
         return self._stream(self._model.prompts.chat(asked, sampling_params, priority))
 
@@ -153,14 +153,14 @@ class LLM:
         messages: Conversation,
         **options: Unpack[ChatOptions],
     ) -> str:
-        """The prompt that `chat` makes of a conversation. Raises InvalidRequest."""
+        """Return the prompt that `chat` renders for a conversation. Raises InvalidRequest."""
         return self._model.prompts.rendered(chat_input(messages, **options))
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, progress: bool = False
     ) -> list[list[float]]:
-        """The embedding of each prompt (a text, or token ids), in order, of length 1 if the model
-        normalizes. Raises as `generate`; InvalidRequest from a model that generates."""
+        """Return the embedding of each prompt (text or token ids), in order, scaled to length 1 if
+        the model normalizes. Raises like `generate`; InvalidRequest if the model is generative."""
         normalizes = self.card.normalizes
         runs: list[Run] = [
             (self._model.prompts.embedding(prompt), Embedding(normalizes=normalizes))
@@ -170,7 +170,7 @@ class LLM:
         return found
 
     def close(self) -> None:
-        """End the engine; what still runs is given up. May be called again."""
+        """Stop the engine and fail the requests that still run. May be called again."""
         self._model.close()
 
     def __enter__(self) -> "LLM":
@@ -190,8 +190,8 @@ class LLM:
         return found
 
     def _run(self, runs: Sequence[Run], progress: bool) -> list[Any]:
-        """The results of all, in order. Events are taken as they come, so that a stop string ends
-        its request at once."""
+        """Run all requests and return their results in order. Process events as they arrive, so
+        that a stop string ends its request at once."""
         inbox: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
         running: dict[str, Generation | Embedding] = {}
         view = progress_on(sys.stderr) if progress else None
@@ -200,7 +200,7 @@ class LLM:
                 running[self._model.submit(request, inbox)] = collected
             while running:
                 event = inbox.get()
-                if event.key not in running:  # it had ended when all was closed
+                if event.key not in running:  # the request ended before `close` failed all
                     continue
                 collected = running[event.key]
                 collected.take(event)
@@ -214,7 +214,7 @@ class LLM:
         finally:
             if view is not None:
                 view.close()
-            for key in running:  # after an error nobody waits for the others
+            for key in running:  # after an error no caller waits for the others
                 self._model.abort(key)
 
     def _stream(self, prepared: PreparedRequest) -> Generator[OutputDelta, None, None]:

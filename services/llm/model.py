@@ -1,8 +1,8 @@
-"""A model in this process: its engine on a thread of its own, and where the events of each request
-go. LLM and AsyncEngine are its two faces.
+"""A model in this process: its engine thread and the inbox of each request. LLM and AsyncEngine are
+its two front ends.
 
-It owns the engine thread; `close`, or the end of the main thread, ends it. Requests that the engine
-has no room for wait here, for as long as it takes.
+InProcessModel owns the engine thread; `close`, or the end of the main thread, ends the thread.
+Requests that do not fit into the engine wait here without a time limit.
 """
 
 import itertools
@@ -25,13 +25,13 @@ from pdserve.services.llm.generation import RequestEvent, SubmitRefused
 from pdserve.services.llm.prompts import PromptMaker
 from pdserve.services.options.options import OptionError, options_of
 
-EXIT_POLL_S = 0.5  # so late an unclosed model notices that the main thread has ended
+EXIT_POLL_S = 0.5  # interval at which an unclosed model checks whether the main thread has ended
 CLOSED = "it is closed"
-Model = str | PathLike[str] | EngineConfig  # a path, an id, or all options
+Model = str | PathLike[str] | EngineConfig  # a path, a Hugging Face id, or all options
 
 
 class Inbox(Protocol):
-    """Where the events of one or more requests go."""
+    """The queue that receives the events of one or more requests."""
 
     def put_nowait(self, item: RequestEvent, /) -> None: ...
 
@@ -40,13 +40,13 @@ Deliveries = Sequence[tuple[Inbox, RequestEvent]]
 
 
 def put(deliveries: Deliveries) -> None:
-    """Hands events over on the calling thread."""
+    """Put events into their inboxes on the calling thread."""
     for inbox, event in deliveries:
         inbox.put_nowait(event)
 
 
 class InProcessModel:
-    """A loaded model that runs requests. Its methods may be called from several threads."""
+    """A loaded model that runs requests. Several threads may call its methods."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class InProcessModel:
         parsers: ParserChoice,
         deliver: Callable[[Deliveries], None],
     ) -> None:
-        """`deliver` is called on the engine thread, once it is closed on the thread that did so,
-        and must not block. Raises CheckpointError, and ValueError for a parser that there is
-        not."""
+        """Load the model and start its engine thread. `deliver` runs on the engine thread, or after
+        `close` on the caller's thread, and must not block. Raises CheckpointError, and ValueError
+        for an unknown parser."""
         engine, self.card = build_engine(config)
         try:
             self.prompts = PromptMaker(self.card, parsers)
@@ -65,20 +65,21 @@ class InProcessModel:
             raise
         self._deliver = deliver
         self._numbers = itertools.count()
-        self._inboxes: dict[str, Inbox] = {}  # of those that have not ended
-        # Of the engine thread: what waits for room, by priority and arrival. Those with a grammar
-        # wait apart: too many to compile hold up no others.
+        self._inboxes: dict[str, Inbox] = {}  # of requests that have not ended
+        # Owned by the engine thread: requests that wait for admission, as heaps by priority and
+        # arrival. Requests with a grammar have a separate heap, so that a full grammar compile
+        # queue does not delay the others.
         self._waiting: dict[bool, list[tuple[int, int, Request]]] = {False: [], True: []}
         self._closed = threading.Event()
         self._thread = EngineThread(engine, self._on_step)
         self._thread.add_poll(lambda: self._admit(engine))
         self._thread.start()
-        # Python waits for the engine thread before it ends; nobody may have called close.
+        # Python waits for the engine thread at exit, and the user may not have called `close`.
         threading.Thread(target=self._close_at_exit, daemon=True, name="llm-exit").start()
 
     def submit(self, request: Request, inbox: Inbox) -> str:
-        """Queues a request without waiting, under a key of its own, which is returned; what refuses
-        it comes as its event. Raises RuntimeError once closed."""
+        """Queue a request without blocking and return its new key. A rejection arrives as an event
+        in `inbox`. Raises RuntimeError once closed."""
         if self._closed.is_set():
             raise RuntimeError(CLOSED)
         number = next(self._numbers)
@@ -87,12 +88,12 @@ class InProcessModel:
         waiting = self._waiting[request.params.grammar is not None]
         entry = request.priority, number, replace(request, key=key)
         self._thread.post(lambda _: heappush(waiting, entry))
-        if self._closed.is_set():  # in the meantime, and perhaps before the inbox was there
+        if self._closed.is_set():  # closed meanwhile, perhaps before the inbox was registered
             self._fail_all()
         return key
 
     def _admit(self, engine: Engine) -> bool:
-        """Hands over what the engine has room for, before each of its steps."""
+        """Submit the waiting requests that the engine has room for; runs before each step."""
         if self._thread.lost:
             for waiting in self._waiting.values():
                 waiting.clear()
@@ -102,9 +103,9 @@ class InProcessModel:
             while waiting and len(engine.jobs.waiting) < engine.limits.max_waiting:
                 request = waiting[0][-1]
                 try:
-                    if request.key in self._inboxes:  # otherwise it was aborted
+                    if request.key in self._inboxes:  # otherwise the request was aborted
                         engine.submit(request)
-                except QueueFull:  # of grammars to compile
+                except QueueFull:  # too many grammars to compile
                     break
                 except Exception as error:
                     self._end([SubmitRefused(request.key, error)])
@@ -112,20 +113,20 @@ class InProcessModel:
         return False
 
     def abort(self, key: str, choices: Sequence[int] = ()) -> None:
-        """End choices of a request, or forget all of it if none is named."""
+        """Abort the given choices of a request, or the whole request if `choices` is empty."""
         if choices or self._forget(key) is not None:
             self._thread.post(lambda engine: engine.abort(key, choices))
 
     def _forget(self, key: str) -> Inbox | None:
-        """Where its events went, for one caller only."""
+        """Remove and return the inbox of a request; only the first caller gets it."""
         return self._inboxes.pop(key, None)
 
     def _end(self, events: Sequence[RequestEvent]) -> None:
-        """Delivers last events."""
+        """Deliver the last events of requests and forget their inboxes."""
         self._deliver([(inbox, e) for e in events if (inbox := self._forget(e.key)) is not None])
 
     def close(self) -> None:
-        """End the engine; what still runs is given up. May be called again."""
+        """Stop the engine and fail the requests that still run. May be called again."""
         if not self._closed.is_set():
             self._closed.set()
             self._thread.close()
@@ -151,8 +152,8 @@ class InProcessModel:
 
 
 def config_of(model: Model, options: dict[str, Any], owner: str) -> EngineConfig:
-    """The checked options of an engine. Raises TypeError for an unknown one, ValueError for a bad
-    value; both name it."""
+    """Return the checked EngineConfig. Raises TypeError for an unknown option and ValueError for a
+    bad value; both messages name the option."""
     if isinstance(model, EngineConfig):
         if options:
             raise TypeError(f"{owner}: give an EngineConfig or {', '.join(options)}, not both")

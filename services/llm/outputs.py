@@ -1,6 +1,6 @@
-"""What the Python API gives back: outputs, pieces of them, and the messages of a conversation.
+"""Results of the Python API: outputs, deltas, tool calls, and the messages of a conversation.
 
-Where vLLM has a name for a field it is that one.
+Fields have vLLM's names where vLLM has such a field.
 """
 
 import json
@@ -10,64 +10,64 @@ from typing import Any, Required, TypedDict
 
 
 class Message(TypedDict, total=False):
-    """One message of a conversation, as OpenAI's chat API has it. Plain dicts are messages, too."""
+    """One message of a conversation, in the form of OpenAI's chat API. Plain dicts work, too."""
 
     role: Required[str]  # system, developer, user, assistant or tool
     content: str | Sequence[Mapping[str, Any]] | None
     name: str
-    tool_calls: Sequence[Mapping[str, Any]]  # of the assistant
-    tool_call_id: str  # which call a message of role `tool` answers
-    reasoning_content: str  # what the assistant thought
+    tool_calls: Sequence[Mapping[str, Any]]  # made by the assistant
+    tool_call_id: str  # the call that a message with role `tool` answers
+    reasoning_content: str  # the assistant's reasoning
 
 
 Conversation = Sequence[Message] | Sequence[Mapping[str, Any]]
 
 
 class GenerationError(Exception):
-    """The engine gave a request up: an internal failure, or it was closed."""
+    """A request failed in the engine: an internal error, or the engine was closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool that the model asks for; `arguments` is the text of a JSON object."""
+    """A tool call that the model makes; `arguments` is the text of a JSON object."""
 
     id: str
     name: str
     arguments: str
 
     def parsed(self) -> dict[str, Any]:
-        """The arguments as Python has them."""
+        """Return the arguments as a Python dict."""
         arguments: dict[str, Any] = json.loads(self.arguments)
         return arguments
 
     def as_message_part(self) -> dict[str, Any]:
-        """As the `tool_calls` of a message have it."""
+        """Return the call in the form of an entry in a message's `tool_calls`."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's natural log-probability by the model's own distribution, before temperature,
-    penalties and masks."""
+    """A token's natural log-probability in the model's distribution, before temperature, penalties
+    and masks."""
 
     logprob: float
-    decoded_token: str  # U+FFFD stands for parts of characters
+    decoded_token: str  # U+FFFD replaces incomplete characters
 
 
-Logprobs = dict[int, Logprob]  # by token id: the token itself, the likeliest, those asked for
+Logprobs = dict[int, Logprob]  # by token id: the token itself, the likeliest, the requested ids
 
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What is new in one output of a stream. Its last one carries `finish_reason`."""
+    """New content of one output in a stream. The output's last delta carries `finish_reason`."""
 
-    index: int  # of the output, below n
+    index: int  # of the output, 0 to n - 1
     text: str = ""
     reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()  # each whole
+    tool_calls: tuple[ToolCall, ...] = ()  # each complete
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[Logprobs, ...] = ()  # empty, or one for each token
+    logprobs: tuple[Logprobs, ...] = ()  # empty, or one entry per token
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -76,9 +76,9 @@ class OutputDelta:
 class CompletionOutput:
     """One finished output.
 
-    `token_ids` end with the token that ended it. `finish_reason` is "stop", "length" or
-    "tool_calls"; `stop_reason` the stop string or the id of `stop_token_ids` that ended it, None if
-    the model itself did. `reasoning` and `tool_calls` are parsed from the answers of a chat.
+    `token_ids` includes the token that ended the output. `finish_reason` is "stop", "length" or
+    "tool_calls". `stop_reason` is the stop string or the id from `stop_token_ids` that ended the
+    output, None if the model ended it. `reasoning` and `tool_calls` are parsed from chat answers.
     """
 
     index: int
@@ -88,8 +88,8 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    logprobs: tuple[Logprobs, ...] | None = None  # one for each token, if asked for
-    cumulative_logprob: float | None = None  # of all tokens, if logprobs were asked for
+    logprobs: tuple[Logprobs, ...] | None = None  # one entry per token, if requested
+    cumulative_logprob: float | None = None  # sum over all tokens, if logprobs are requested
 
     @property
     def message(self) -> Message:
@@ -104,13 +104,13 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one prompt, with `n` outputs. Its properties are those of the first."""
+    """The answer to one prompt, with `n` outputs. Properties are those of the first output."""
 
-    prompt: str | None  # None if it was given as token ids
+    prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
-    num_cached_tokens: int  # of the prompt, whose keys and values were there already
-    # One for each token of the prompt, if asked for; the first has none.
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    # One entry per prompt token, if requested; the first is None.
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     @property

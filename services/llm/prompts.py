@@ -1,7 +1,7 @@
-"""From a user's prompts, messages and parameters to requests of the engine; threads may share it.
+"""Convert prompts, messages and params of the Python API to engine requests; thread-safe.
 
-The gateway does the same in services of their own; the parts are the same. A model's template and
-a structure run in this process, without the limits that the gateway's text processes have.
+The gateway does the same with the same parts, in separate text processes. Here, chat templates and
+structures run in this process, without the limits of the text processes.
 """
 
 import hashlib
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
-POOLS = EngineParams()  # of a request that generates nothing
+POOLS = EngineParams()  # params of an embedding request; also the engine's defaults
 
 
 class PromptMaker:
-    """Makes the requests of one model."""
+    """Build the engine requests of one model."""
 
     def __init__(self, card: CardData, parsers: ParserChoice) -> None:
-        """Raises ValueError for a parser that there is not."""
+        """Load the tokenizer and chat template. Raises ValueError for an unknown parser."""
         _check_parser("tool_parser", parsers.tools, tool_parser_names())
         _check_parser("reasoning_parser", parsers.reasoning, reasoning_parser_names())
         text_card = TextCard(card.vocab_size, card.eos_ids, card.bos_id, card.adds_bos)
@@ -72,16 +72,16 @@ class PromptMaker:
             reasoning_family_of(card.chat_template) if card.chat_template else "",
         )
         self._defaults = GenerationDefaults.from_json(json.dumps(card.generation_config))
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards _compiler and _compiled
         self._compiler: GrammarCompiler | None = None
         self._compiled = StructureCache()
 
     def default_params(self) -> SamplingParams:
-        """What the model recommends; the engine's own values where it says nothing."""
+        """Return the params that the model recommends; the engine's defaults for the others."""
         return SamplingParams(**self._recommended(SamplingParams()))
 
     def text(self, prompt: Prompt, params: SamplingParams | None, priority: int) -> PreparedRequest:
-        """Raises InvalidRequest, and TypeError for what is no prompt."""
+        """Build the request of a prompt. Raises InvalidRequest, TypeError for a non-prompt."""
         _check_params(params)
         chosen = params or SamplingParams()
         with invalid_requests():
@@ -93,7 +93,7 @@ class PromptMaker:
     def chat(
         self, asked: ChatInput, params: SamplingParams | None, priority: int
     ) -> PreparedRequest:
-        """Raises InvalidRequest, and TypeError for what is no conversation."""
+        """Build the request of a chat. Raises InvalidRequest, TypeError for a non-conversation."""
         _check_params(params)
         chosen = params or SamplingParams()
         with invalid_requests():
@@ -116,17 +116,17 @@ class PromptMaker:
         return PreparedRequest(request, rendered.text, sampling, form, continues)
 
     def embedding(self, prompt: Prompt) -> Request:
-        """Raises InvalidRequest, and TypeError for what is no prompt."""
+        """Build an embedding request. Raises InvalidRequest, TypeError for a non-prompt."""
         with invalid_requests():
             return Request("", tuple(self.encode(prompt)), POOLS, 0, pool=True)
 
     def rendered(self, asked: ChatInput) -> str:
-        """The prompt of a conversation as text. Raises as `chat`."""
+        """Return the prompt of a conversation as text. Raises like `chat`."""
         with invalid_requests():
             return self._rendered(asked)[1].text
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt. Raises TextError, TypeError."""
+        """Return the token ids of a prompt. Raises TextError, TypeError, InvalidRequest."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=True, parse_special=True)
         ids: Any = prompt
@@ -206,8 +206,8 @@ class PromptMaker:
         return Request("", tuple(ids), engine_params, seed, priority=priority)
 
     def _recommended(self, params: SamplingParams) -> dict[str, Any]:
-        """The parameters that a model may recommend: the user's, else the model's, else the
-        engine's."""
+        """Return the params that a model may recommend: the user's value, else the model's, else
+        the engine's."""
         found = {}
         for name in (own.name for own in fields(self._defaults)):
             own, its = getattr(params, name), getattr(self._defaults, name)
@@ -227,7 +227,7 @@ class PromptMaker:
         return constraints_of(sampling, ids, grammar, self.tokenizer)
 
     def _grammar(self, structure: Structure) -> str:
-        """Its source; what was compiled before is kept. Raises TextError."""
+        """Return the grammar source of a structure; results are cached. Raises TextError."""
         key = hashlib.sha256(structure.encoded()).digest()
         with self._lock:
             found = self._compiled.get(key, time.monotonic())
@@ -243,7 +243,7 @@ class PromptMaker:
 
     def _grammars(self, structure: Structure) -> "GrammarCompiler":
         if self._compiler is None:
-            from pdserve.gateway.grammars.compiler import GrammarCompiler  # takes a while
+            from pdserve.gateway.grammars.compiler import GrammarCompiler  # slow to import
 
             try:
                 self._compiler = GrammarCompiler(self.tokenizer)
@@ -255,7 +255,7 @@ class PromptMaker:
 
 @contextmanager
 def invalid_requests() -> Iterator[None]:
-    """What is wrong with a text, as one error with what the engine refuses."""
+    """Convert a TextError to InvalidRequest, the error that the engine raises as well."""
     try:
         yield
     except TextError as error:
@@ -276,8 +276,8 @@ def _check_parser(option: str, name: str, known: Sequence[str]) -> None:
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is a list of one: a text, or a list whose items are token ids. What is no prompt
-    stays what it is."""
+    """Return prompts as a list; a single prompt (a text or a list of token ids) becomes a list of
+    one. Values that are not prompts are not changed: `encode` rejects them."""
     given: Any = prompts
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         return [given]
@@ -287,7 +287,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def per_prompt(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
-    """One value of the argument `name` for each prompt. Raises ValueError for another number."""
+    """Return one value of the argument `name` per prompt. Raises ValueError for another count."""
     if not isinstance(given, list | tuple):
         return [given] * count  # type: ignore[list-item]
     if len(given) != count:

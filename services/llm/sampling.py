@@ -1,7 +1,7 @@
-"""The sampling parameters of the Python API: what a user writes, in vLLM's names.
+"""Sampling params of the Python API, with vLLM's names.
 
-The class of the same name in engine/api/request.py is what the engine gets of it: ids for texts, a
-compiled grammar, no None.
+The class of the same name in engine/api/request.py is the engine's version: token ids in place of
+texts, a compiled grammar, and no None.
 """
 
 import json
@@ -28,7 +28,7 @@ _WHOLE = ("n", "top_k", "penalty_window", "min_tokens", "max_tokens", "logprobs"
 _RANGES: dict[str, Range] = {
     **{name: bounds.engine for name, bounds in BOUNDS.items() if name != "logit_bias"},
     "top_k": BOUNDS["top_k"].api,
-    "seed": Range(-(2**63), 2**64 - 1),  # negative ones count modulo 2**64
+    "seed": Range(-(2**63), 2**64 - 1),  # negative seeds are taken modulo 2**64
     "thinking_token_budget": THINKING_BUDGET,
 }
 _TEXTS = ("stop", "bad_words")
@@ -37,7 +37,7 @@ _IDS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the text of an answer has to match: one of these.
+    """A constraint on the text of an answer; set exactly one field.
 
     `json`: a JSON schema, as a dict or as text. `grammar`: Lark or GBNF. `structural_tag`: free
     text with tags, {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
@@ -60,7 +60,7 @@ class StructuredOutputsParams:
         self.structure()
 
     def structure(self) -> Structure:
-        """As grammars are made of it. Raises InvalidRequest."""
+        """Return the Structure that the grammar compiler takes. Raises InvalidRequest."""
         (name,) = (name for name in _KINDS if getattr(self, name) not in (None, False))
         param, value = f"structured_outputs.{name}", getattr(self, name)
         if name == "json":
@@ -80,37 +80,37 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How an answer is sampled, and where it ends. None takes what the model recommends
-    (generation_config.json), else the value behind it.
+    """Params that control sampling and where an answer ends. None means the model's recommendation
+    (generation_config.json), else the value in the field's comment.
 
-    Raises InvalidRequest, whose `param` names the field, for a value out of its bounds.
+    Raises InvalidRequest, whose `param` names the field, for a value out of bounds.
     """
 
-    n: int = 1  # answers to each prompt
+    n: int = 1  # answers per prompt
     temperature: float | None = None  # 1.0; 0 is greedy
     top_p: float | None = None  # 1.0
-    top_k: int | None = None  # 0, which like -1 stands for all
+    top_k: int | None = None  # 0; 0 and -1 mean all tokens
     min_p: float | None = None  # 0.0
     repetition_penalty: float | None = None  # 1.0; over prompt and answer
     presence_penalty: float = 0.0  # over the answer
     frequency_penalty: float = 0.0  # over the answer
-    penalty_window: int = 0  # N: all three over the last N tokens of prompt and answer together
-    max_tokens: int | None = None  # None: what is left of the context
+    penalty_window: int = 0  # N: apply all penalties to the last N tokens of prompt and answer
+    max_tokens: int | None = None  # None: the rest of the context
     min_tokens: int = 0
-    stop: str | Sequence[str] = ()  # texts that end an answer, and are no part of it
+    stop: str | Sequence[str] = ()  # texts that end an answer and are removed from it
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    seed: int | None = None  # None: another one each time
-    logprobs: int | None = None  # of each token, and of so many of the likeliest
+    seed: int | None = None  # None: a random seed per request
+    logprobs: int | None = None  # N: of each sampled token and the N likeliest
     prompt_logprobs: int | None = None
-    logprob_token_ids: Sequence[int] = ()  # with logprobs: of these as well
+    logprob_token_ids: Sequence[int] = ()  # with logprobs: also of these tokens
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: Sequence[int] = ()  # and those that end the answer; empty: all
-    bad_words: Sequence[str] = ()  # texts that no answer has
+    allowed_token_ids: Sequence[int] = ()  # tokens that end the answer stay allowed; empty: all
+    bad_words: Sequence[str] = ()  # texts that never occur in an answer
     structured_outputs: StructuredOutputsParams | None = None
-    thinking_token_budget: int | None = None  # of a model that thinks in a chat
+    thinking_token_budget: int | None = None  # max thinking tokens of a reasoning model in a chat
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():
@@ -142,7 +142,7 @@ class SamplingParams:
             )
 
     def requested(self) -> RequestedSampling:
-        """As the gateway's modules take it."""
+        """Return the params in the form that the gateway's modules take."""
         return RequestedSampling(
             stop=_texts(self.stop, "stop"),
             stop_token_ids=tuple(self.stop_token_ids),
@@ -162,8 +162,8 @@ _MAY_BE_NONE = frozenset(own.name for own in fields(SamplingParams) if own.defau
 
 
 def check_ids(ids: Sequence[int], param: str) -> None:
-    """Raises InvalidRequest for what is no sequence of token ids; the engine knows how many there
-    are."""
+    """Raise InvalidRequest unless `ids` is a sequence of integers; the engine checks them against
+    the vocabulary."""
     if isinstance(ids, str) or not isinstance(ids, Sequence):
         raise _refused(param, f"must be a list of token ids, not {ids!r:.60}")
     for token in ids:
@@ -172,7 +172,7 @@ def check_ids(ids: Sequence[int], param: str) -> None:
 
 
 def _texts(value: str | Sequence[str], param: str) -> tuple[str, ...]:
-    """One text is a list of one."""
+    """Return texts as a tuple; a single text becomes a tuple of one. Raises InvalidRequest."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, Sequence) or not all(isinstance(text, str) for text in value):

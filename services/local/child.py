@@ -1,7 +1,7 @@
-"""This is the first code that runs in a process which `pdserve up` spawns or forks.
+"""The first code that runs in a process which `pdserve up` spawns or forks.
 
-It runs before torch is imported: cores and thread counts are fixed by then, and the process dies
-with its parent. Its status travels to `pdserve up` as JSON over a pipe.
+It runs before torch is imported, to set cores and thread counts and to let the process die with its
+parent. The child reports its status to `pdserve up` as JSON over a pipe.
 """
 
 import json
@@ -20,7 +20,7 @@ from pdserve.services.host.logs import keep_log
 from pdserve.services.host.process import die_with, show_as
 from pdserve.services.local.cores import Share
 
-MAX_REPORT_BYTES = 64 << 10  # that the parent takes
+MAX_REPORT_BYTES = 64 << 10  # largest report that the parent accepts
 MAX_MESSAGE = 4000
 LOG_SUFFIX = ".log"
 
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A Task names what a child runs: "module:function" takes `(*args, report=...)` and returns the
-    exit code. `log_folder`: where its last log lines are kept, too."""
+    """The function that a child runs: `entry` is "module:function", takes `(*args, report=...)` and
+    returns the exit code. `log_folder` also receives the child's last log lines."""
 
     entry: str
     args: tuple[Any, ...]
@@ -39,8 +39,8 @@ class Task:
 
 
 def child_main(name: str, task: Task, parent: int, pipe: Connection) -> NoReturn:
-    """Runs the task in a new process whose parent has that pid; raises SystemExit."""
-    # A terminal's Ctrl-C is for the parent, which stops its children in order.
+    """Run the task in a new process; `parent` is the parent's pid. Raises SystemExit."""
+    # Ctrl-C in a terminal must reach only the parent, which stops its children in order.
     os.setpgid(0, 0)
     die_with(parent)
     show_as(name)
@@ -62,18 +62,18 @@ def child_main(name: str, task: Task, parent: int, pipe: Connection) -> NoReturn
 
 
 def take(share: Share) -> None:
-    """Confine this process to its share; call it before torch is imported."""
+    """Confine this process to its share of cores. Call this before torch is imported."""
     if share.cores:
         os.sched_setaffinity(0, share.cores)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(share.threads)
-    # Threads that spin while they wait would take the cores from gateway and router.
+    # Waiting threads must not spin: they would take cores from the gateway and the router.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ["KMP_BLOCKTIME"] = "0"
 
 
 def reporter(pipe: Connection) -> Callable[[str, dict[str, Any]], None]:
-    """Returns a Report that any thread may call; it does nothing once the parent has gone."""
+    """Return a thread-safe report function; it does nothing once the parent has died."""
     lock = threading.Lock()
 
     def report(event: str, figures: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""This module decides which cores each worker of a machine computes on.
+"""Assignment of a machine's cores to its workers.
 
 Two thread pools on one core cost milliseconds per operation, so workers get disjoint cores as long
-as there is one for each; gateway and router, which mostly wait, share all of them.
+as there is a core for each. Gateway and router, which mostly wait, share all cores.
 """
 
 import os
@@ -16,7 +16,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One process's part: compute threads, and the cores it is pinned to (empty: not pinned)."""
+    """One process's share: compute threads, and the cores it is pinned to (empty: not pinned)."""
 
     threads: int
     cores: tuple[int, ...] = ()
@@ -31,7 +31,7 @@ class Share:
 
 
 def machine_cores() -> tuple[tuple[int, ...], int]:
-    """The cores this process may run on, and how many of them its cgroup's quota is worth."""
+    """Return the cores this process may run on, and how many cores its cgroup quota allows."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
     try:
         quota, period = QUOTA.read_text().split()
@@ -42,11 +42,11 @@ def machine_cores() -> tuple[tuple[int, ...], int]:
 
 
 def allot(cores: Sequence[int], worth: int, workers: int, threads: int = 0) -> list[Share]:
-    """Returns a share for each worker: `threads` each, or with 0 all that there are, dealt out.
+    """Return a share per worker: `threads` each; with 0, divide all cores among the workers.
 
-    Under a quota (`worth` below the number of cores) nothing is pinned: neighbours with the same
-    quota would all choose the same cores. Raises OptionError if `threads` asks for more than there
-    is; one thread each is always granted.
+    Under a quota (`worth` below the number of cores) workers are not pinned, because neighbouring
+    containers with the same quota would all choose the same cores. Raises OptionError if `threads`
+    exceeds the available cores; one thread per worker is always allowed.
     """
     if threads > 1 and threads * workers > worth:
         raise OptionError(

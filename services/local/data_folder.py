@@ -1,4 +1,4 @@
-"""Where `pdserve up` keeps what outlives it: a folder of its user, which nobody else may read."""
+"""The folder for data that outlives `pdserve up`; only its user may read it."""
 
 import os
 import stat
@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def data_dir() -> Path:
-    """As the XDG base directory specification has it. Raises OSError if it cannot be made, and for
-    one that is another user's."""
+    """Return the folder (XDG base directory specification); create it if needed. Raises OSError if
+    it cannot be created, is not writable, or belongs to another user."""
     base = os.environ.get("XDG_DATA_HOME", "")
     folder = Path(base) if base.startswith("/") else Path.home() / ".local/share"
     folder /= "pdserve"

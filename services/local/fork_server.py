@@ -1,9 +1,9 @@
-"""A process that has imported what several children need, and forks them.
+"""A process that imports the modules which several children share, and forks the children.
 
-multiprocessing has one too, but that listens at a path, imports from the current directory and
-lives as long as its last child. This one is reached by a pipe and ends with its parent, and its
-children end with it. It has one thread, since a fork keeps no other: no module that it imports may
-start one.
+The fork server of multiprocessing listens at a path, imports from the current directory and lives
+as long as its last child. This one is reached by a pipe and ends with its parent; its children end
+with it. It has a single thread, because a fork keeps only the calling thread: modules that it
+imports must not start threads.
 """
 
 import importlib
@@ -21,19 +21,19 @@ from pdserve.services.local.child import Task, child_main
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_CODE_BYTES = 16
-ANSWER_S = 60.0  # for the imports and a fork
-STATUS_S = 5.0  # for the exit code of a child that has ended
+ANSWER_S = 60.0  # limit for the imports and a fork
+STATUS_S = 5.0  # limit for receiving the exit code of a child that has ended
 
 
 class ForkedProcess:
-    """What a supervisor needs of a process. Signals go to the kernel's handle of it (pidfd), since
-    its pid may be another's once the fork server has reaped it."""
+    """A forked child, with the interface that a supervisor needs. Signals go through its pidfd,
+    because its pid may belong to another process once the fork server has reaped the child."""
 
     def __init__(self, pid: int, pidfd: int, status: int) -> None:
         self.pid = pid
         self.sentinel = pidfd  # readable when it has ended
         self.exitcode: int | None = None
-        self._status = status  # its exit code comes here; nothing if the fork server has died
+        self._status = status  # pipe for the exit code; stays empty if the fork server has died
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -46,7 +46,7 @@ class ForkedProcess:
             signal.pidfd_send_signal(self.sentinel, number)
 
     def join(self) -> None:
-        """Wait for its end."""
+        """Wait until the process ends, and set `exitcode`."""
         wait([self.sentinel])
         told = wait([self._status], STATUS_S)
         code = os.read(self._status, MAX_CODE_BYTES) if told else b""
@@ -59,8 +59,8 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The supervisor's end of it; one thread uses it. The server starts with the first fork, and
-    again if it has died."""
+    """The supervisor's client of the fork server; not thread-safe. The server starts at the first
+    fork, and again if it has died."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self.modules = frozenset(modules)
@@ -68,7 +68,7 @@ class ForkServer:
         self._pipe: Connection | None = None
 
     def fork(self, name: str, task: Task, pipe: Connection) -> ForkedProcess:
-        """Returns a child that runs the task; the first waits for the imports. Raises OSError if
+        """Fork a child that runs the task; the first call waits for the imports. Raises OSError if
         the server has died, hangs or cannot fork."""
         server, server_pid = self._start()
         status, theirs = os.pipe()
@@ -81,7 +81,7 @@ class ForkServer:
             answer = server.recv()
             pidfd = -1 if isinstance(answer, str) else recv_handle(server)
         except BaseException as error:
-            self.kill()  # it may wait for the rest of a message
+            self.kill()  # the server may be waiting for the rest of a message
             os.close(status)
             if isinstance(error, EOFError | OSError | RuntimeError):
                 raise OSError(str(error) or "the fork server has died") from error
@@ -94,7 +94,7 @@ class ForkServer:
         return ForkedProcess(answer, pidfd, status)
 
     def kill(self) -> None:
-        """End the server, and with it the children that still run."""
+        """Kill the server, and with it the children that still run."""
         if self._process is not None and self._pipe is not None:
             self._process.kill()
             self._process.join()
@@ -103,7 +103,7 @@ class ForkServer:
         self._pipe = self._process = None
 
     def _start(self) -> tuple[Connection, int]:
-        """Its pipe and pid."""
+        """Start the server if it does not run; return its pipe and pid."""
         if self._process is None or self._pipe is None or not self._process.is_alive():
             self.kill()
             pipe, theirs = multiprocessing.Pipe()
@@ -120,10 +120,10 @@ class ForkServer:
 
 
 def serve(requests: Connection, modules: Sequence[str], parent: int) -> None:
-    """The process itself: imports the modules, then forks what its parent asks for.
+    """Run the fork server process: import the modules, then fork a child per request.
 
-    A signal to all processes of a service leaves it alone: its children would die before they have
-    drained. In a child it raises SystemExit, so that the child ends as a spawned one does.
+    Blocks SIGNALS, because its children would die before they have drained. In a child, raises
+    SystemExit, so that the child ends like a spawned one.
     """
     os.setpgid(0, 0)
     die_with(parent)
@@ -131,10 +131,10 @@ def serve(requests: Connection, modules: Sequence[str], parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy would start threads
     for module in modules:
-        with suppress(Exception):  # whoever needs it will say what is wrong with it
+        with suppress(Exception):  # the child that needs the module reports the error
             importlib.import_module(module)
     server = os.getpid()
-    running: dict[int, tuple[int, int]] = {}  # pidfd: pid, where its exit code goes
+    running: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, pipe for the exit code)
     while True:
         for ready in wait([requests, *running]):
             if isinstance(ready, int):

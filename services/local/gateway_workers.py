@@ -1,8 +1,8 @@
 """Several gateway processes behind the same ports, and the parent that supervises them.
 
-The parent listens, and each process accepts from its socket: a connection that comes while one of
-them is started again waits for the others. gRPC takes no socket of another process, so there each
-listens itself at a port that the parent holds.
+The parent listens, and each process accepts from its socket, so a connection that arrives during a
+restart of one process goes to the others. gRPC cannot use a socket of another process, so each
+process listens for gRPC at a port that the parent holds.
 """
 
 import logging
@@ -28,12 +28,12 @@ from pdserve.services.local.supervisor import Child, Supervisor, outcome
 log = logging.getLogger("pdserve.gateway")
 
 ENTRY = "pdserve.gateway.main:run_worker"
-STOP_SLACK_S = 2 * (GRACE_S + STOP_S)  # what a process may take to stop, beyond the drain
+STOP_SLACK_S = 2 * (GRACE_S + STOP_S)  # time that a process may take to stop after the drain
 
 
 class GatewayWorkers:
-    """What the processes share: sockets, and a folder for what they count together. A context
-    manager; `task` is what each is started with. Raises OSError for an address that is taken."""
+    """The sockets and the folder of counters that the gateway processes share; a context manager.
+    `task` returns what each process runs. Raises OSError if an address is in use."""
 
     def __init__(
         self, settings: GatewaySettings, num: int, folder: Path, entry: str = ENTRY
@@ -64,7 +64,7 @@ class GatewayWorkers:
         self._held.close()
 
     def stop_listening(self) -> None:
-        """The parent listens no more, so clients are refused as soon as no process does."""
+        """Close the parent's sockets. Connections are refused once no process listens either."""
         self._listener.close()
         if self._unix is not None:
             self._unix.close()
@@ -74,7 +74,7 @@ class GatewayWorkers:
         return [worker_name(index) for index in range(self._num)]
 
     def task(self, index: int) -> Task:
-        """Of one process. What its predecessor held is no longer true."""
+        """Return the task of one process, and remove the gauges and counts of its predecessor."""
         for path in self._metrics.glob(f"gauge_*_{index}.db"):
             path.unlink()
         worker = GatewayWorker(
@@ -85,8 +85,8 @@ class GatewayWorkers:
 
 
 def run(settings: GatewaySettings) -> int:
-    """Serves with `settings.workers` processes until a signal; returns the exit code. Raises
-    OSError, and StartError if none can start."""
+    """Serve with `settings.workers` processes until a signal; return the exit code. Raises OSError,
+    and StartError if no process can start."""
     configure_logging("gateway", settings.log_level, log_format=settings.log_format)
     parent = _Parent()
     num = settings.workers
@@ -110,10 +110,10 @@ def run(settings: GatewaySettings) -> int:
 
 
 class _Parent:
-    """Logs how the processes fare."""
+    """Log the events of the processes."""
 
     def __init__(self) -> None:
-        self.listening = False  # one of them could start, so all can
+        self.listening = False  # one process has started, so all can
         self.stopping = False
 
     def on_event(self, child: Child, event: str, figures: dict[str, Any]) -> None:

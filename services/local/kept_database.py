@@ -1,7 +1,7 @@
-"""The SQLite file that `pdserve up` keeps for the next system of its port on this host.
+"""The SQLite file that `pdserve up` keeps for the next system with the same port on this host.
 
-Its write-ahead log is in shared memory, so one host alone may use it: a home may be several hosts'.
-A lock beside it says that a system uses it.
+Its write-ahead log uses shared memory, so only one host may use the file, while several hosts may
+share a home directory. A lock file beside it marks it as in use.
 """
 
 import fcntl
@@ -16,13 +16,13 @@ from pathlib import Path
 
 MACHINE_ID = Path("/etc/machine-id")
 MOUNTS = Path("/proc/self/mountinfo")
-# Of other hosts, too, or of programs that may have no working locks
+# File systems that other hosts may share, or whose locks may not work
 SHARED = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "fuse")
 
 
 @contextmanager
 def kept_database(folder: Path, port: int) -> Iterator[Path]:
-    """Yields the file, which is the caller's alone for the block. Raises OSError if none can be."""
+    """Yield the file, locked for the duration of the block. Raises OSError if it is not usable."""
     kind = _file_system(folder)
     if kind.partition(".")[0] in SHARED:  # fuse.sshfs
         raise OSError(f"{folder} is on a file system of the kind {kind}, which hosts may share")
@@ -40,7 +40,7 @@ def kept_database(folder: Path, port: int) -> Iterator[Path]:
 
 
 def _host() -> str:
-    """Names this host; its id itself is nobody's business."""
+    """Return a name of this host: a hash, so that the machine id stays private."""
     name = ""
     with suppress(OSError):
         name = MACHINE_ID.read_text().strip()
@@ -48,7 +48,7 @@ def _host() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """Its kind, as the kernel calls it; "" if that is not known."""
+    """Return the type of the folder's file system in the kernel's terms; "" if unknown."""
     found, longest = "", -1
     real = folder.resolve()
     with suppress(OSError):
@@ -61,7 +61,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _check(path: Path) -> None:
-    """Raises OSError if nothing can be written to the file: the disk is full, say."""
+    """Raise OSError if the file is not writable, for example because the disk is full."""
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
     try:

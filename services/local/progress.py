@@ -1,4 +1,4 @@
-"""How far something is: bars on a terminal, plain lines elsewhere."""
+"""Progress display: bars on a terminal, plain lines elsewhere."""
 
 import fcntl
 import os
@@ -9,20 +9,20 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, BinaryIO, Protocol, TextIO
 
-STEP = 0.25  # plain lines are this far apart
-PIPE_BYTES = 1 << 20  # of lines that this process has not read yet, e.g. while it is stopped
-LAST_LINES_S = 1.0  # for what children have written before they ended
+STEP = 0.25  # fraction between two plain lines
+PIPE_BYTES = 1 << 20  # for lines that this process has not read yet, e.g. while it is stopped
+LAST_LINES_S = 1.0  # limit for reading the last lines that children wrote
 
 
 class ProgressView(Protocol):
-    """A view is told how far the loading of each worker is."""
+    """A view of the progress of named operations, each a fraction from 0 to 1."""
 
     def update(self, name: str, fraction: float) -> None: ...
     def close(self) -> None: ...
 
 
 class Lines:
-    """Says a line for each quarter that is done."""
+    """A view that writes one line per completed quarter."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -35,11 +35,11 @@ class Lines:
             self._say(f"{name} {step:.0%}")
 
     def close(self) -> None:
-        """Does nothing: no resource is held."""
+        """Do nothing: this view holds no resource."""
 
 
 class Bars:
-    """Draws a bar for each name; the bars go when all is done."""
+    """A view that draws one bar per name; `close` removes the bars."""
 
     def __init__(self, out: TextIO) -> None:
         from rich.console import Console
@@ -55,7 +55,7 @@ class Bars:
             transient=True,
         )
         self._tasks: dict[str, Any] = {}
-        self._lock = threading.Lock()  # rich lets a line come in between while it stops
+        self._lock = threading.Lock()  # rich may print a line in the middle of its `stop`
         self._bars.start()
 
     def update(self, name: str, fraction: float) -> None:
@@ -68,13 +68,13 @@ class Bars:
             self._bars.stop()
 
     def print(self, line: str) -> None:
-        """Above the bars; any thread may."""
+        """Print a line above the bars. Thread-safe."""
         with self._lock:
             self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def progress_on(out: TextIO) -> ProgressView:
-    """Returns Bars if `out` is a terminal and rich is installed, otherwise Lines."""
+    """Return Bars if `out` is a terminal and rich is installed, otherwise Lines."""
     if out.isatty():
         with suppress(ImportError):
             return Bars(out)
@@ -83,8 +83,8 @@ def progress_on(out: TextIO) -> ProgressView:
 
 @contextmanager
 def progress_below_log() -> Iterator[ProgressView]:
-    """Yields a view on standard error. If it draws bars, all that this process and the children
-    that it starts write to standard error is printed above them, line by line."""
+    """Yield a view on standard error. If the view draws bars, all output of this process and its
+    children to standard error is printed above the bars, line by line."""
     if not sys.stderr.isatty():
         yield progress_on(sys.stderr)
         return
@@ -102,11 +102,11 @@ def progress_below_log() -> Iterator[ProgressView]:
 
 @contextmanager
 def _lines_to(take: Callable[[str], None]) -> Iterator[None]:
-    """Hands `take`, on a thread, each line that is written to standard error meanwhile."""
+    """Pass each line written to standard error during the block to `take`, on a thread."""
     sys.stderr.flush()
     before = os.dup(2)
     reader, writer = os.pipe()
-    with suppress(OSError):  # more than this user may have
+    with suppress(OSError):  # exceeds this user's limit
         fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     os.dup2(writer, 2)
     os.close(writer)
@@ -118,7 +118,7 @@ def _lines_to(take: Callable[[str], None]) -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(before, 2)
         os.close(before)
-        thread.join(LAST_LINES_S)  # it ends when every writer has
+        thread.join(LAST_LINES_S)  # the thread ends when every writer has ended
 
 
 def _read(file: BinaryIO, take: Callable[[str], None]) -> None:

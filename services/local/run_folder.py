@@ -1,7 +1,7 @@
 """A temporary folder that a process owns while it lives.
 
-A lock on the folder says that its owner is alive; what a killed owner left behind is removed by the
-next one.
+A lock on the folder marks its owner as alive; the next process removes the folders of killed
+owners.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ CONFIG_FILE = "config.yaml"  # the options in force, without secrets
 
 @contextmanager
 def run_dir(parent: Path | None = None) -> Iterator[Path]:
-    """Yields a private folder and removes it at the end."""
+    """Yield a private folder and remove it at the end. Also removes the folders of dead owners."""
     base = parent or Path(tempfile.gettempdir())
     sweep(base)
     path, lock = _locked_folder(base)
@@ -30,17 +30,17 @@ def run_dir(parent: Path | None = None) -> Iterator[Path]:
 
 
 def run_dirs(base: Path | None = None) -> list[Path]:
-    """This user's folders, also those that a killed owner has left."""
+    """Return this user's folders, including those of killed owners."""
     own = []
     for path in sorted((base or Path(tempfile.gettempdir())).glob(PREFIX + "*")):
-        with suppress(FileNotFoundError):  # its owner has just ended
+        with suppress(FileNotFoundError):  # the owner has just ended
             if path.lstat().st_uid == os.getuid() and not path.is_symlink():
                 own.append(path)
     return own
 
 
 def _locked_folder(base: Path) -> tuple[Path, int]:
-    """A new folder and its lock. Before it is locked another process may sweep it away."""
+    """Create a folder and lock it; retry if another process sweeps it before it is locked."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
         with suppress(FileNotFoundError):
@@ -52,7 +52,7 @@ def _locked_folder(base: Path) -> tuple[Path, int]:
 
 
 def sweep(base: Path) -> None:
-    """Removes this user's folders whose owner has died."""
+    """Remove this user's folders whose owner has died."""
     for path in base.glob(PREFIX + "*"):
         with suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

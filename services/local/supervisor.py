@@ -1,10 +1,10 @@
-"""The supervisor keeps a set of child processes alive and ends them in order.
+"""A supervisor that keeps a set of child processes alive and ends them in order.
 
-One thread, no polling: it sleeps until a child reports, a child dies, a restart is due or a signal
-arrives. Every child it started is gone when `stop` returns.
+It uses one thread and does not poll: it sleeps until a child reports, a child dies, a restart is
+due or a signal arrives. All its children have ended when `stop` returns.
 
-A child is forked if the fork server imports its module, so that several children, and each that
-is restarted, share one import; any other is spawned, and so is a child that cannot be forked.
+A child is forked if the fork server imports its module, so that all children and their restarts
+share one import. Other children are spawned, and so is a child that cannot be forked.
 """
 
 import json
@@ -31,17 +31,17 @@ MAX_DELAY_S = 30.0
 
 
 class StartError(Exception):
-    """A child process ended before it was ever ready."""
+    """A child process could not start, or ended before it was ever ready."""
 
 
 def restart_delay(deaths_in_a_row: int) -> float:
-    """Returns the seconds until a restart; the count includes this death."""
+    """Return the seconds until a restart. `deaths_in_a_row` includes the current death."""
     return 0.0 if deaths_in_a_row <= 1 else min(MAX_DELAY_S, 2.0 ** (deaths_in_a_row - 2))
 
 
 @dataclass(slots=True)
 class Child:
-    """A child process with the record of its starts and deaths. `make` gives its task anew at each
+    """A child process with the record of its starts and deaths. `make` builds its task at each
     start."""
 
     name: str
@@ -58,17 +58,17 @@ class Child:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-# Called with the child, an event of its Report or "died" or "restart", and the event's figures.
+# Called with the child, the event (one it reports, or "died" or "restart"), and its figures.
 OnEvent = Callable[[Child, str, dict[str, Any]], None]
 
 
 def outcome(code: int) -> str:
-    """Returns an exit code in words."""
+    """Describe an exit code in words."""
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 class Supervisor:
-    """It is a context manager for the main thread and owns the process's signals meanwhile."""
+    """A context manager for the main thread that owns the process's signals while it is open."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class Supervisor:
         serving: Callable[[], bool] = lambda: False,
         reloading: Collection[str] = (),
     ) -> None:
-        """`preload` names the modules of the tasks that are forked. Once the system is `serving`,
-        a child that ends before it was ever ready does not end it. SIGHUP goes on to the children
-        named in `reloading`; without any it is a stop like SIGTERM."""
+        """`preload` names the modules of tasks to fork. Once `serving()` is true, a child that ends
+        before it was ever ready does not end the system. SIGHUP is forwarded to the children named
+        in `reloading`; if there are none, it stops the system like SIGTERM."""
         self._on_event = on_event
         self._reloading = reloading
-        self._hung_up = False  # the children have not been told yet
+        self._hung_up = False  # a SIGHUP is not forwarded yet
         self._serving = serving
         self._context = multiprocessing.get_context("spawn")
         self._fork_server = ForkServer(preload)
@@ -119,7 +119,7 @@ class Supervisor:
             self._signalled_at = now
 
     def start(self, name: str, make: Callable[[], Task]) -> Child:
-        """Start a child and keep it alive from now on. Raises StartError if that is impossible."""
+        """Start a child and keep it alive from now on. Raises StartError if it cannot start."""
         child = Child(name, make)
         try:
             self._launch(child)
@@ -129,7 +129,7 @@ class Supervisor:
         return child
 
     def _launch(self, child: Child) -> None:
-        """Raises OSError if the system cannot start a process now."""
+        """Start the child's process. Raises OSError if the system cannot start one now."""
         child.started_at = time.monotonic()
         child.ready, child.failure, child.restart_at = False, "", None
         task = child.make()
@@ -145,7 +145,7 @@ class Supervisor:
         child.pipe = mine
 
     def _fork(self, name: str, task: Task, pipe: Connection) -> ForkedProcess | None:
-        """None if the task's module is not preloaded, or the child cannot be forked."""
+        """Fork the child; return None if its module is not preloaded or the fork fails."""
         if task.entry.partition(":")[0] not in self._fork_server.modules:
             return None
         try:
@@ -162,9 +162,9 @@ class Supervisor:
         return process
 
     def run_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Watch and restart until `done()` or a signal; False if neither came in time.
+        """Watch and restart children until `done()` or a signal; return False on timeout.
 
-        Raises StartError when a child ends before it was ever ready, unless the system serves.
+        Raises StartError if a child ends before it was ever ready, unless `serving()` is true.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not done() and not self.signals:
@@ -176,7 +176,7 @@ class Supervisor:
         return True
 
     def _turn(self, deadline: float | None) -> None:
-        """Sleeps until a child, a signal or the deadline wakes it, then records what happened."""
+        """Sleep until a child, a signal, a due restart or the deadline; then record the events."""
         due = [c.restart_at for c in self.children if c.restart_at is not None]
         until = min([*due, *([] if deadline is None else [deadline])], default=None)
         sources: list[Any] = [self._wake]
@@ -195,7 +195,7 @@ class Supervisor:
                 self._bury(child)
 
     def _pass_on(self) -> None:
-        """Tell those that reload. One that is not ready may not handle it yet, and would die."""
+        """Forward SIGHUP to ready children that reload; others may lack a handler and would die."""
         for child in self.children:
             if child.name in self._reloading and child.ready and child.process:
                 if isinstance(child.process, ForkedProcess):
@@ -204,7 +204,7 @@ class Supervisor:
                     os.kill(child.process.pid, signal.SIGHUP)
 
     def _read(self, child: Child) -> None:
-        """Takes the reports that have come; the pipe ends with the child."""
+        """Read the pending reports of a child; close the pipe at its end or on a malformed one."""
         while child.pipe:
             try:
                 if not child.pipe.poll():
@@ -223,7 +223,7 @@ class Supervisor:
 
     def _bury(self, child: Child) -> None:
         assert child.process is not None
-        self._read(child)  # its last words
+        self._read(child)  # last reports
         child.process.join()
         code = child.process.exitcode
         child.process.close()
@@ -234,7 +234,7 @@ class Supervisor:
         self._died(child, code)
 
     def _died(self, child: Child, code: int | None) -> None:
-        """Plans its restart."""
+        """Record a death and plan the restart."""
         lived_s = time.monotonic() - child.started_at
         child.deaths_in_a_row = 1 + (child.deaths_in_a_row if lived_s < SOON_S else 0)
         restart_s = restart_delay(child.deaths_in_a_row)
@@ -257,9 +257,9 @@ class Supervisor:
                     self._died(child, None)
 
     def stop(self, stages: Sequence[Sequence[Child]], bound_s: float) -> bool:
-        """SIGTERM each stage in turn and wait for it; kill what is left after `bound_s` seconds.
+        """Send SIGTERM to each stage in turn and wait for it; kill the rest after `bound_s`.
 
-        A further signal kills at once. Returns whether all ended by themselves.
+        A further signal kills at once. Returns whether all children ended by themselves.
         """
         deadline = time.monotonic() + bound_s
         before = len(self.signals)
@@ -276,7 +276,7 @@ class Supervisor:
         return not self.kill()
 
     def kill(self) -> int:
-        """SIGKILL every child that is left; returns how many."""
+        """Send SIGKILL to every running child; return their number."""
         left = [child for child in self.children if child.process]
         for child in left:
             assert child.process is not None

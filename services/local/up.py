@@ -1,7 +1,7 @@
-"""`pdserve up`: a whole system on one machine, every process a child of this one.
+"""`pdserve up`: a complete system on one machine, in which every process is a child of this one.
 
-All start together: the router's address is chosen before, and it keeps it over restarts. Nothing of
-it is left when `run` returns.
+All processes start together: the router's address is chosen beforehand and stays the same over
+restarts. No process remains when `run` returns.
 """
 
 import logging
@@ -54,24 +54,24 @@ ENTRIES = {
     "prefill": "pdserve.services.prefill.main:run",
     "decode": "pdserve.services.decode.main:run",
 }
-# These share most imports. The gateway shares few, and imports its own on another core meanwhile.
+# These share most imports. The gateway shares few; it imports its modules in parallel.
 PRELOAD = tuple(ENTRIES[role].partition(":")[0] for role in ("router", "prefill", "decode"))
-# What gateway, router and workers may take to stop, one after the other, beyond the drain.
+# Time that gateway, router and workers may take to stop, one after the other, after the drain.
 STOP_SLACK_S = 3 * (GRACE_S + STOP_S) + LEAVE_S + CLOSE_S
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 GATEWAY, ROUTER = "gateway", "router"
-FIRST_PORT = 10_000  # of those that are chosen here
+FIRST_PORT = 10_000  # lowest port that `free_port` chooses
 
 
 def run(settings: Settings, positionals: Mapping[str, str]) -> int:
-    """Start everything, serve until a signal, stop everything; the exit code."""
+    """Start all processes, serve until a signal, stop them; return the exit code."""
     gateway = settings.build(GatewaySettings)
     as_json = gateway.log_format == "json"
     quiet_grpc_core(gateway.log_format)
     if as_json:
         configure_logging("up", gateway.log_level, log_format="json")
-    raise_open_files()  # the children inherit it
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else a fork beside gRPC prints a line
+    raise_open_files()  # the children inherit the limit
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC prints a line at each fork
     try:
         with nullcontext(Lines(say)) if as_json else progress_below_log() as view:
             system = System(settings, progress=view)
@@ -89,7 +89,7 @@ def run(settings: Settings, positionals: Mapping[str, str]) -> int:
 
 
 class System:
-    """A System owns the processes of one `up` and tells the person who started it how they fare."""
+    """The processes of one `up`; reports their state to the user on standard error."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class System:
         entries: Mapping[str, str] = ENTRIES,
         progress: ProgressView | None = None,
     ) -> None:
-        """Raises OptionError for contradictions, OSError for a port that is taken."""
+        """Check the settings. Raises OptionError for contradictions, OSError for a port in use."""
         self._settings = settings
         self._entries = entries
         self._up = settings.build(UpSettings)
@@ -109,7 +109,7 @@ class System:
         self._drain_s = self._gateway.drain_s
         self._router_address, self._client_bind = self._router_addresses()
         self._progress = progress or Lines(say)
-        self.serving = False  # the gateway has said that a model can be asked
+        self.serving = False  # the gateway has reported that it can serve a model
         self._stopping = False
         self._stop_listening: Callable[[], None] = lambda: None  # for several gateway processes
         self._started_at = time.monotonic()
@@ -139,14 +139,14 @@ class System:
             check_free(flag, host, port)
 
     def _has_keys(self) -> bool:
-        """Raises OptionError for keys that the gateway could not use."""
+        """Return whether the gateway requires API keys. Raises OptionError for unusable keys."""
         try:
             return make_keys(self._gateway).required
         except (OSError, ValueError) as error:
             raise OptionError(f"--api-key-file: {error}") from None
 
     def reloading(self) -> tuple[str, ...]:
-        """The children that read API keys again at SIGHUP; without a file of keys it is a stop."""
+        """Children that reload API keys at SIGHUP; empty without a key file: SIGHUP is a stop."""
         return (*self._gateway_names(), ROUTER) if self._gateway.api_key_file else ()
 
     def _gateway_names(self) -> list[str]:
@@ -154,22 +154,22 @@ class System:
         return [GATEWAY] if num == 1 else [worker_name(index) for index in range(num)]
 
     def _make_trust(self) -> dict[Role, dict[str, Any]]:
-        """What the processes show each other: a secret that was given, or else certificates that
-        nobody but they ever has."""
+        """Return each role's credentials for internal connections: the configured secret, or else
+        new certificates that only these processes have."""
         if self._up.cluster_secret:
             return {role: {"cluster_secret": self._up.cluster_secret} for role in Role}
         authority = make_authority()
         return {role: in_settings(authority, role) for role in Role}
 
     def _router_addresses(self) -> tuple[str, str]:
-        """(for the processes of the system, for clients). With a secret they are one."""
+        """Return (internal, client) address; with a secret, the first is both, the second empty."""
         port = self._up.router_port
         if self._up.cluster_secret:
             return f"127.0.0.1:{port or free_port()}", ""
         return f"127.0.0.1:{free_port()}", f"127.0.0.1:{port}"
 
     def serve(self, supervisor: Supervisor, folder: Path) -> int:
-        """Starts the children, waits for a signal and ends them. Raises StartError."""
+        """Start the children, wait for a signal and end them. Raises StartError."""
         with self._database(folder) as database, self._gateway_tasks(folder, database) as tasks:
             return self._serve(supervisor, folder, tasks)
 
@@ -207,8 +207,8 @@ class System:
         return 0 if clean else 1
 
     def _workers(self) -> list[tuple[str, str, str]]:
-        """Returns (name, role, model) of each worker; decode workers come first, so that
-        a core which is left over is theirs."""
+        """Return (name, role, model) of each worker; decode workers come first, so that they get
+        the surplus cores."""
         counts = {"decode": self._up.decode, "prefill": self._up.prefill}
         several = len(self._models) > 1
         return [
@@ -219,7 +219,7 @@ class System:
         ]
 
     def _trace_dir(self, folder: Path) -> str:
-        """Hand-offs are noted for as long as the system runs, unless a folder keeps the rings."""
+        """Return the folder of the hand-off traces: the configured one, or else the run folder."""
         return self._settings.values["trace_dir"].value or str(folder)
 
     def _router_task(self, folder: Path) -> Task:
@@ -227,7 +227,7 @@ class System:
             RouterSettings,
             bind=self._router_address,
             client_bind=self._client_bind,
-            # With a secret clients come to the cluster's own port, on loopback.
+            # With a secret, clients use the internal port, on loopback.
             **({} if self._client_bind else {"tls_cert": "", "tls_key": ""}),
             **self._trust[Role.ROUTER],
             trace_dir=self._trace_dir(folder),
@@ -236,9 +236,9 @@ class System:
 
     @contextmanager
     def _database(self, folder: Path) -> Iterator[str]:
-        """Yields its URL. Without an option it is a file of this port, so that a system finds again
-        what it has kept, and no other one's batches; with a port that nobody can know again, and
-        where none can be kept, it is one that goes with the system."""
+        """Yield the URL of the gateway's database. Without an option, this is a file per port, so
+        that the next system with the same port finds its data and not another system's batches.
+        With a random port, or if the file is not usable, it is a file in the run folder."""
         url, port = self._gateway.database_url, self._gateway.port
         with ExitStack() as held:
             if not url:
@@ -246,7 +246,7 @@ class System:
                 if port:
                     try:
                         path = held.enter_context(kept_database(data_dir(), port))
-                    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+                    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
                         text = f"warning: files, batches and usage are lost at the end: {error}"
                         say(text, logging.WARNING)
                 url = f"sqlite:///{path}"
@@ -256,7 +256,7 @@ class System:
     def _gateway_tasks(
         self, folder: Path, database: str
     ) -> Iterator[Mapping[str, Callable[[], Task]]]:
-        """Yields what each gateway process is started with, by its name."""
+        """Yield the function that makes the task of each gateway process, by process name."""
         made = replace(
             self._gateway,
             routers=(self._router_address,),
@@ -291,7 +291,7 @@ class System:
         return make
 
     def on_event(self, child: Child, event: str, figures: dict[str, Any]) -> None:
-        """Tells the person what a child reports."""
+        """Report an event of a child to the user."""
         if event == "loading":
             self._progress.update(f"{child.name}: loading", float(figures.get("fraction", 0.0)))
         elif event == "ready":
@@ -341,14 +341,14 @@ class System:
 
 
 def program() -> str:
-    """How a person starts another pdserve: by its name, or as this one if no PATH has it."""
+    """Return the command that starts pdserve: its name, or this script's path if PATH lacks it."""
     mine = sys.argv[0]
     return mine if Path(mine).name == "pdserve" and not which("pdserve") else "pdserve"
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that is free, and that the system gives to nobody who asks for any: so
-    it stays free until the router listens there."""
+    """Return a free port of 127.0.0.1 outside the ephemeral range, so that the system does not
+    assign it to another process before the router listens there."""
     try:
         end = int(EPHEMERAL_PORTS.read_text().split()[0])
     except (OSError, ValueError):
@@ -363,8 +363,8 @@ def free_port() -> int:
 
 
 def _check_mcp(path: str) -> None:
-    """Raises OptionError for a file of MCP servers that the gateway could not use."""
-    from pdserve.gateway.mcp.config import read_config  # it takes a while to import pydantic
+    """Raise OptionError for a file of MCP servers that the gateway could not use."""
+    from pdserve.gateway.mcp.config import read_config  # imports pydantic, which is slow
 
     try:
         read_config(path)
@@ -373,7 +373,7 @@ def _check_mcp(path: str) -> None:
 
 
 def check_free(flag: str, host: str, port: int) -> None:
-    """Raises OSError, naming flag and port, if something listens there."""
+    """Raise OSError, which names the flag and the port, if the port is in use."""
     if not port:
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -388,8 +388,8 @@ def check_free(flag: str, host: str, port: int) -> None:
 
 
 def say(text: str, level: int = logging.INFO) -> None:
-    """Prints to standard error, for the person at the terminal; standard output is for copying. It
-    is a line of the log where that is JSON."""
+    """Print a message for the user to standard error; standard output is for text to copy. With
+    JSON logs, write a log line instead."""
     if logs_json():
         log.log(level, "%s", text)
     else:

@@ -1,7 +1,7 @@
-"""The names that vLLM.rs and candle-vllm have for options, as the options that pdserve has.
+"""Aliases: options of vLLM.rs and candle-vllm, translated to options of pdserve.
 
-A command line is rewritten before it is read, so that everything else knows one name of an option.
-Pure.
+`translate` rewrites a command line before parsing, so that all other code knows one name per
+option. Pure.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,14 +23,14 @@ ALIASES = (*WITH_VALUE, *BARE)
 
 
 def aliases_of(flags: Collection[str]) -> Collection[str]:
-    """The aliases that a command with these flags understands: one that loads a model has all."""
+    """Return the aliases of a command with these flags: all if it loads a model, else none."""
     return ALIASES if {"--model", "--kv-dtype"} <= set(flags) else ()
 
 
 def translate(command: str, flags: Collection[str], words: Sequence[str]) -> list[str]:
-    """The words with the aliases replaced by flags of the command, which has `flags`.
+    """Replace the aliases in `words` by flags of the command, which has `flags`.
 
-    Raises OptionError for an alias whose meaning pdserve lacks, naming what is nearest.
+    Raises OptionError for an alias that has no equivalent here; the message names the nearest one.
     """
     if not aliases_of(flags):
         return list(words)
@@ -38,7 +38,7 @@ def translate(command: str, flags: Collection[str], words: Sequence[str]) -> lis
     given = {name: value for name, value in read if name in ALIASES}
     if given.keys() & {"--w", "--m"} == {"--w", "--m"}:
         raise OptionError("--w and --m both name a model: give one")
-    if "--m" in given and "--f" in given:  # a file of that model
+    if "--m" in given and "--f" in given:  # --f is a file in the repository --m
         read = [(name, value) for name, value in read if name != "--f"]
         read[read.index(("--m", given["--m"]))] = ("--m", f"{given['--m']}:{given['--f']}")
     elif "--w" in given and "--f" in given:
@@ -57,7 +57,7 @@ def translate(command: str, flags: Collection[str], words: Sequence[str]) -> lis
 
 
 def _read(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(alias, its value) or ("", word) in order."""
+    """Yield (alias, its value) or ("", word), in order."""
     rest = iter(words)
     for word in rest:
         name, equals, value = word.partition("=")

@@ -1,7 +1,7 @@
 """One option of the command line, derived from a dataclass field.
 
-The field is the only place where an option is written; flag, environment variable, YAML key, bounds
-and help all come from it.
+The field is the only definition of an option: its flag, environment variable, YAML key, bounds and
+help all derive from it.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ FALSE = ("false", "0", "no", "off")
 
 
 class OptionError(Exception):
-    """An option is unknown, malformed, out of range or contradicts another; names its flag."""
+    """An option is unknown, malformed, out of range or contradicts another. Names the flag."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """`name` is the YAML key, and flag and environment variable follow from it.
+    """An option. `name` is the YAML key; the flag and the environment variable derive from it.
 
-    `field` is the dataclass field it fills; `repeated` ones hold a tuple.
+    `field` is the dataclass field that the option fills; a `repeated` option holds a tuple.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Option:
         return ENV_PREFIX + self.name.upper()
 
     def parse(self, text: str, source: str) -> Any:
-        """One value from a flag or the environment; raises OptionError."""
+        """Parse one value from a flag or the environment. Raises OptionError."""
         try:
             if self.kind is bool:
                 return _parse_bool(text)
@@ -56,7 +56,7 @@ class Option:
             raise self.wrong(source, f"{text!r} is not {_NOUNS[self.kind]}") from None
 
     def accept(self, value: Any, source: str) -> Any:
-        """A value from a YAML file, with its type; raises OptionError."""
+        """Check a typed value, for example from a YAML file, and return it. Raises OptionError."""
         if self.repeated:
             items = value if isinstance(value, list) else [value]
             return tuple(self._accept_one(item, source) for item in items)
@@ -70,7 +70,7 @@ class Option:
         return self.check(value, source)
 
     def check(self, value: Any, source: str) -> Any:
-        """The value itself if it is within its bounds and choices; raises OptionError."""
+        """Return the value if it is within its bounds and choices. Raises OptionError."""
         if self.choices and value not in self.choices:
             raise self.wrong(source, f"{value!r} is none of {', '.join(self.choices)}")
         if self.min is not None and not value >= self.min:
@@ -103,10 +103,10 @@ def _parse_bool(text: str) -> bool:
 
 
 def options_of(cls: type, skip: Sequence[str] = ()) -> list[Option]:
-    """The options of a settings dataclass, in order of its fields, less the fields in `skip`; those
-    that all processes have come last.
+    """Return the options of a settings dataclass in field order, without the fields in `skip`;
+    options that all processes share come last.
 
-    A field without help is no option: its value is given by code.
+    A field without help is not an option: code sets its value.
     """
     hints, known = get_type_hints(cls), [f for f in fields(cls) if "help" in f.metadata]
     shared = {f.name for f in fields(HostSettings)}

@@ -1,5 +1,5 @@
-"""Command lines and their help, derived from options. argparse only splits words here:
-values stay text, so that flags, environment and YAML share one set of checks."""
+"""Command-line parsing and help, derived from options. argparse only splits words: values stay
+text, so that flags, environment and YAML share one set of checks."""
 
 import argparse
 from collections.abc import Collection, Sequence
@@ -24,12 +24,12 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Positional:
-    """A word without a flag."""
+    """A positional argument."""
 
     name: str
     help: str
     required: bool = True
-    repeated: bool = False  # one or more; its value is a list then
+    repeated: bool = False  # one or more words; the value is a list
 
 
 MAX_WIDTH = 100  # columns of help
@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """As wide as the terminal, up to MAX_WIDTH; a flag stays in one line."""
+    """A help formatter as wide as the terminal, up to MAX_WIDTH; it never breaks a flag."""
 
     def __init__(self, prog: str):
         width = min(MAX_WIDTH, get_terminal_size().columns)
@@ -57,10 +57,10 @@ class _Formatter(argparse.HelpFormatter):
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What a command line said: raw flag values by option name, positionals, and --config."""
+    """A split command line: raw flag values by option name, positionals, and --config."""
 
     flags: dict[str, str | list[str]]
-    positionals: dict[str, Any]  # text, or a list of it
+    positionals: dict[str, Any]  # a text, or a list of texts
     config: str | None
 
 
@@ -71,7 +71,7 @@ def parse(
     positionals: Sequence[Positional],
     words: Sequence[str],
 ) -> Words:
-    """Splits a command line. Prints help and exits for --help; raises OptionError."""
+    """Split a command line. Prints help and exits for --help. Raises OptionError."""
     parser = _Parser(
         prog=prog,
         description=description,
@@ -118,9 +118,9 @@ def parse(
 
 
 def check_flags(prog: str, words: Sequence[str], flags: Collection[str]) -> None:
-    """Raises OptionError for the first word that looks like a flag and is none, with one like it.
+    """Raise OptionError for the first unknown word that looks like a flag; suggest a similar flag.
 
-    The word after a flag may look so too: argparse says what is wrong with it.
+    A flag's value that looks like a known flag passes; argparse reports the error.
     """
     for word in words:
         name = word.partition("=")[0]
@@ -130,7 +130,7 @@ def check_flags(prog: str, words: Sequence[str], flags: Collection[str]) -> None
         if not looks_so or name in flags:
             continue
         known = [*flags, *aliases_of(flags)]
-        names = {flag.lstrip("-"): flag for flag in known}  # dashes are no likeness
+        names = {flag.lstrip("-"): flag for flag in known}  # dashes must not count as similarity
         close = get_close_matches(name.lstrip("-"), names, n=1)
         hint = f"; `{prog} --help` lists the options"
         if close:
@@ -161,7 +161,7 @@ def _add(group: Any, option: Option) -> None:
 
 
 _METAVARS = {str: "TEXT", int: "N", float: "X", bool: "true|false"}
-MAX_METAVAR = 70  # characters; more choices stand in the help, which is wrapped
+MAX_METAVAR = 70  # characters; longer lists of choices go into the help text, which is wrapped
 
 
 def _metavar(option: Option) -> str:

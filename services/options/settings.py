@@ -1,4 +1,4 @@
-"""These settings belong to commands that are no services; each service owns its own."""
+"""Settings of the commands that are not services; each service owns its settings."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 @dataclass(frozen=True)
 class UpSettings:
-    """What `pdserve up` starts."""
+    """Settings of `pdserve up`: the processes to start."""
 
     model: tuple[str, ...] = option(
         (), "GGUF file, model directory or Hugging Face id to serve; none: the shipped SmolLM2"
@@ -33,7 +33,7 @@ class UpSettings:
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """Which server a client talks to."""
+    """The server that a client command connects to."""
 
     url: str = option(DEFAULT_URL, "base URL of the server, or unix:PATH of its socket")
     api_key: tuple[str, ...] = option((), "key to present; of several the first", secret=True)
@@ -41,7 +41,7 @@ class ClientSettings:
 
 @dataclass(frozen=True)
 class ChatSettings(ClientSettings):
-    """A conversation in the terminal."""
+    """Settings of a conversation in the terminal."""
 
     model: str = option("", "model to talk to; empty: the first that the server lists")
     system: str = option("", "system message at the start")
@@ -54,7 +54,7 @@ class ChatSettings(ClientSettings):
 
 @dataclass(frozen=True)
 class CompleteSettings(ClientSettings):
-    """A file of requests."""
+    """Settings of a run over a file of requests."""
 
     model: str = option("", "model of lines that name none; empty: the first of the server")
     concurrency: int = option(16, "lines that are asked at once", min=1, max=65536)
@@ -67,7 +67,7 @@ class CompleteSettings(ClientSettings):
 
 @dataclass(frozen=True)
 class BenchSettings(ClientSettings):
-    """A load on a server, and what is told of it."""
+    """Settings of a load test: the requests and the reported figures."""
 
     model: str = option("", "model to ask; empty: the first that the server lists")
     endpoint: str = option(
@@ -99,7 +99,7 @@ class BenchSettings(ClientSettings):
 
 @dataclass(frozen=True)
 class TopSettings(ClientSettings):
-    """A view of the fleet."""
+    """Settings of the fleet view."""
 
     once: bool = option(False, "print it once and end")
     interval_s: float = option(1.0, "seconds between two looks", min=0.1, max=3600)
@@ -107,7 +107,7 @@ class TopSettings(ClientSettings):
 
 @dataclass(frozen=True)
 class ReportSettings(ClientSettings, CertificateSettings):
-    """What is asked for a report, and where it is written."""
+    """Settings of a report: its sources and its output file."""
 
     out: str = option(
         "", "file that is written; empty: pdserve-report-TIME.tar.gz, here; -: standard output"
@@ -133,28 +133,28 @@ class ReportSettings(ClientSettings, CertificateSettings):
 
 @dataclass(frozen=True)
 class CertsSettings:
-    """Certificates that are made."""
+    """Settings of new certificates."""
 
     days: float = option(365.0, "days for which a role's certificate is valid", min=0.01, max=3650)
 
 
 @dataclass(frozen=True)
 class QuantizeSettings:
-    """What a model is quantized to."""
+    """The type to which a model is quantized."""
 
     type: str = option("q4k", "q4_0, q4_1, q5_0, q5_1, q8_0, or q2k to q6k")
 
 
 @dataclass(frozen=True)
 class HealthSettings(CertificateSettings):
-    """How long a probe waits; with certificates it shows that of the process that it probes."""
+    """Settings of a health probe; with TLS, it presents the certificate of the probed process."""
 
     timeout: float = option(2.0, "seconds to wait for an answer", min=0.1, max=60)
 
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """Which hand-offs are shown, and how."""
+    """Settings that select hand-offs to show, and the form of the output."""
 
     attempt: str = option("", "only attempts whose id begins so (hex)")
     check: bool = option(False, "compare them with the machine; exit code 1 if they differ")

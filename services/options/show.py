@@ -1,6 +1,6 @@
-"""`pdserve config show`: the resolved options as a YAML file that says where each value came from.
+"""`pdserve config show`: the resolved options as a YAML file, with the source of each value.
 
-A secret's value never leaves: it is shown as a comment, so that the file stays loadable.
+The output never contains a secret: its line is a comment with a mask, so the file stays loadable.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ MASK = "********"
 
 
 def render(settings: Settings) -> str:
-    """One line per option: `key: value  # source`."""
+    """Return one line per option: `key: value  # source`."""
     pairs = []
     for option in settings.options():
         found = settings.values[option.name]

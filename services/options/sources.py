@@ -1,8 +1,8 @@
-"""Option values are merged from their sources: flags > environment > YAML file > default.
+"""Merging of option values from their sources: flags > environment > YAML file > default.
 
-Every value remembers its source. Names that no command knows are refused, so that a typo is never
-silently a default; names of another command's options are allowed, so that one environment or one
-file serves all processes of a deployment.
+Every value records its source. A name that no command knows is an error, so a typo never silently
+becomes a default. Options of other commands are allowed, so one environment or one file serves all
+processes of a deployment.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An option's value and where it came from: a flag, a variable, a file or "default"."""
+    """An option's value and its source: a flag, a variable, a file or "default"."""
 
     value: Any
     source: str
@@ -31,17 +31,17 @@ class Value:
 
 
 class Settings:
-    """The resolved options of one command. Reading never changes it."""
+    """The resolved options of one command; read-only."""
 
     def __init__(self, groups: Mapping[type, Sequence[Option]], values: Mapping[str, Value]):
         self._groups = groups
         self.values = values
 
     def build(self, cls: type[T], **fixed: Any) -> T:
-        """The settings object of one group; `fixed` sets fields that are no options here.
+        """Build the settings object of one group; `fixed` sets fields that are not options here.
 
-        An option that was not given takes the group's own default: groups that share a name may
-        differ in it. Raises OptionError if the object itself refuses its values.
+        An option without a given value takes the group's default, because groups that share an
+        option may have different defaults. Raises OptionError if the class rejects the values.
         """
         chosen = {
             o.field: self.values[o.name].value
@@ -54,7 +54,7 @@ class Settings:
             raise OptionError(str(error)) from None
 
     def options(self) -> list[Option]:
-        """Every option once, in order; where groups share one, the first describes it."""
+        """Return every option once, in order; the first group defines a shared option."""
         merged: dict[str, Option] = {}
         for options in self._groups.values():
             for option in options:
@@ -116,7 +116,7 @@ def _known_env(environ: Mapping[str, str], known: Collection[str]) -> dict[str, 
 
 
 def _read_file(path: Path, known: Collection[str]) -> dict[str, Any]:
-    import yaml  # takes 20 ms, and few commands have a file
+    import yaml  # the import takes 20 ms, and few commands read a file
 
     try:
         with path.open("rb") as file:

@@ -21,7 +21,7 @@ from pdserve.engine.checkpoints.source import (
 from pdserve.engine.weights.format import VALUES, RawTensor
 from pdserve.engine.weights.unpack import unpack
 
-# Divisors of rope's frequencies, by what config.py calls them.
+# Tensors with divisors of rope's frequencies, by their names in config.py.
 ROPE_FACTORS = {
     "factors": "rope_freqs.weight",
     "short_factor": "rope_factors_short.weight",
@@ -35,11 +35,11 @@ FindMapping = Callable[[str], tuple[str, GgufMapping]]
 
 
 class GgufCheckpoint:
-    """Implements Checkpoint; any file of a split model names the whole."""
+    """A Checkpoint of a GGUF model; the path of any part opens the whole split model."""
 
     def __init__(self, path: Path, find_mapping: FindMapping) -> None:
-        """Raises CheckpointError if a file is missing or malformed, the architecture is not known
-        or a tensor has no place in it.
+        """Read the files' headers. Raises CheckpointError if a file is missing or malformed, or if
+        the architecture or a tensor is not known.
         """
         readers = read_shards(path)
         self._metadata = readers[0].metadata
@@ -124,12 +124,12 @@ class GgufCheckpoint:
         if name not in ("mean", "last"):
             text = f"{self._paths[0]}: {key} is {name}: only mean and last are supported"
             raise CheckpointError(text)
-        return StoredPooling(name, normalizes=True)  # as llama.cpp does with all of them
+        return StoredPooling(name, normalizes=True)  # llama.cpp normalizes all embeddings
 
 
 @contextmanager
 def _well_formed(path: Path | str) -> Iterator[None]:
-    """What metadata of an unexpected type or value leads to becomes a CheckpointError."""
+    """Convert errors from metadata of an unexpected type or value to CheckpointError."""
     try:
         yield
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -137,9 +137,9 @@ def _well_formed(path: Path | str) -> Iterator[None]:
 
 
 def _unpermuted(raw: RawTensor, heads: int, name: str) -> RawTensor:
-    """Rows in Hugging Face's order: GGML's rope pairs neighbours, Hugging Face's the two halves.
+    """Reorder rows from GGML's rope (pairs of neighbours) to Hugging Face's (pairs of halves).
 
-    Rows move whole, so it works on stored blocks.
+    Only whole rows move, so this works on stored blocks.
     """
     if not isinstance(heads, int) or heads < 1 or raw.shape[0] % (2 * heads):
         raise CheckpointError(f"{name}: {raw.shape[0]} rows are no pairs of {heads} heads")

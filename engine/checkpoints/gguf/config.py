@@ -1,6 +1,6 @@
-"""config.json's terms built from GGUF metadata: what is common to all architectures.
+"""Builds the config.json entries common to all architectures from GGUF metadata.
 
-An architecture's GgufMapping.config adds to it or overrides it.
+An architecture's GgufMapping.config adds entries or overrides them.
 """
 
 import math
@@ -17,7 +17,7 @@ REQUIRED = {
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
-EPSILONS = {  # one of them is required
+EPSILONS = {  # one of these is required
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps",
 }
@@ -27,7 +27,7 @@ OPTIONAL = {
     "rope.freq_base": "rope_theta",
 }
 
-# Keys that say nothing about the results, or what is known otherwise.
+# Keys that do not affect results, or whose content is known from other data.
 HARMLESS = frozenset(
     {
         "vocab_size",
@@ -38,7 +38,7 @@ HARMLESS = frozenset(
         "expert_feed_forward_length",
     }
 )
-# Values of other keys that change nothing.
+# Values at which other keys do not affect results.
 NEUTRAL = {
     "attention.causal": True,
     "expert_count": 0,
@@ -58,16 +58,16 @@ NEUTRAL = {
 def common_config(
     metadata: Metadata, tensors: Collection[str], rope_factors: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
-    """Config entries that every architecture may have.
+    """Return the config entries that every architecture may have.
 
-    `tensors` are the file's own names; `rope_factors` what it has of "factors", "short_factor" and
-    "long_factor". Raises CheckpointError if a required key is missing or differs between layers.
+    `tensors` are GGUF's names; `rope_factors` holds the stored ones of "factors", "short_factor"
+    and "long_factor". Raises CheckpointError if a required key is missing or differs by layer.
     """
     arch = metadata["general.architecture"]
     config: dict[str, Any] = {
         hf: one_number(metadata, f"{arch}.{key}") for key, hf in REQUIRED.items()
     }
-    if f"{arch}.nextn_predict_layers" in metadata:  # block_count counts them too
+    if f"{arch}.nextn_predict_layers" in metadata:  # block_count includes these layers
         config["num_hidden_layers"] -= one_number(metadata, f"{arch}.nextn_predict_layers")
     epsilons = [key for key in EPSILONS if f"{arch}.{key}" in metadata]
     for key in epsilons or EPSILONS:
@@ -95,7 +95,7 @@ def common_config(
 
 
 class ReadMetadata(Mapping[str, Any]):
-    """Metadata that notes which keys are looked at."""
+    """Metadata that records which keys are read."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
@@ -115,7 +115,7 @@ class ReadMetadata(Mapping[str, Any]):
         return key in self._metadata
 
     def not_understood(self) -> list[str]:
-        """Keys of the architecture that nobody has looked at, and that could change its results."""
+        """Return the architecture's keys that were not read and could affect results."""
         arch = self._metadata["general.architecture"]
         unscaled = self._metadata.get(f"{arch}.rope.scaling.type", "none") == "none"
         found = []
@@ -130,7 +130,7 @@ class ReadMetadata(Mapping[str, Any]):
 
 
 def one_number(metadata: Metadata, key: str) -> int | float:
-    """A number, also if given once per layer as long as all are equal."""
+    """Return a number; one value per layer is accepted if all are equal. Raises CheckpointError."""
     value = metadata.get(key)
     if isinstance(value, Sequence) and not isinstance(value, str) and len(set(value)) == 1:
         value = value[0]
@@ -143,10 +143,10 @@ def one_number(metadata: Metadata, key: str) -> int | float:
 def rope_scaling(
     metadata: Metadata, factors: Mapping[str, Sequence[float]]
 ) -> dict[str, Any] | None:
-    """config.json's `rope_scaling`, or None.
+    """Return config.json's `rope_scaling`, or None.
 
-    Llama 3 files carry their scaling as one divisor per frequency in a tensor rather than as the
-    parameters it came from; it is passed on as such. Files with longrope have two such tensors.
+    Llama 3 files store one divisor per frequency in a tensor in place of the scaling parameters;
+    the divisors are passed on. Files with longrope have two such tensors.
     """
     prefix = f"{metadata['general.architecture']}.rope.scaling."
     scaling: dict[str, Any]
@@ -171,14 +171,14 @@ def rope_scaling(
             if prefix + key in metadata:
                 scaling[hf] = one_number(metadata, prefix + key)
         if prefix + "attn_factor" in metadata:
-            # GGML multiplies it with yarn's own magnitude; config.json states the product.
+            # GGML multiplies attn_factor by yarn's magnitude; config.json holds the product.
             own = 0.1 * math.log(scaling["factor"]) + 1.0
             scaling["attention_factor"] = own * one_number(metadata, prefix + "attn_factor")
     return scaling
 
 
 def _rotary_share(metadata: Metadata, config: dict[str, Any]) -> float:
-    """The share of a head that rotates: the whole head, unless the file says otherwise."""
+    """Return the fraction of a head that rotates; 1 if the file does not say."""
     key = f"{metadata['general.architecture']}.rope.dimension_count"
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or (config["hidden_size"] // heads if heads else 0)

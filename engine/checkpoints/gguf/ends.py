@@ -1,5 +1,5 @@
-"""Which tokens end a generation, as llama.cpp decides for GGUF files: by their text, since files
-name one or two at most (src/llama-vocab.cpp).
+"""The tokens that end a generation, by the rules of llama.cpp (src/llama-vocab.cpp): by their text,
+because GGUF files name at most one or two.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,20 +12,20 @@ TEXTS = (
     "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<EOT>", "_<EOT>", "[EOT]",
     "[EOS]", "</s>", "<eos>", "<end_of_utterance>", "<turn|>", "<|tool_response>",
 )  # fmt: skip
-# What only ends a part of an answer where others of these end it.
+# Tokens that end only a part of an answer if the vocabulary also has the other tokens.
 NO_END = (
     ("<|end|>", {"<|return|>", "<|call|>"}),
     ("<|end|>", {"<|flush|>", "<|call|>"}),
     ("<|end|>", {"<|flush|>", "<|calls|>"}),
     ("</s>", {"<|tool_response>"}),
 )
-# What stands between the files of a prompt for code; their keys, or the texts that Qwen has.
+# Separators of files in a code prompt, by metadata key; Qwen's texts if the key is missing.
 BETWEEN = {"fim_pad": "<|fim_pad|>", "fim_rep": "<|repo_name|>", "fim_sep": "<|file_sep|>"}
 
 
 def end_ids(metadata: Metadata, id_of: Callable[[str], int | None]) -> Sequence[object]:
-    """Ids that end a generation, the file's own first; they are not checked. `id_of` gives the id
-    of a text, if it is a token."""
+    """Return the unchecked ids that end a generation, those named by the file first. `id_of`
+    returns the id of a text, or None if it is not a token."""
     return list(_ends(metadata, id_of))
 
 

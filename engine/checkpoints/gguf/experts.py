@@ -1,4 +1,4 @@
-"""config.json's terms of a mixture of experts, from GGUF metadata."""
+"""Builds the config.json entries of a mixture of experts from GGUF metadata."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from pdserve.engine.checkpoints.gguf.mapping import Metadata
 from pdserve.engine.checkpoints.source import CheckpointError
 
 COMMON = ("expert_count", "expert_used_count", "expert_feed_forward_length")
-# Of experts in groups behind dense layers, as DeepSeek V3 has them.
+# Keys of grouped experts after dense layers (DeepSeek V3).
 GROUPED = (
     "expert_shared_count",
     "expert_group_count",
@@ -27,15 +27,15 @@ KEYS = {
     "expert_weights_norm": "norm_topk_prob",
     "leading_dense_block_count": "first_k_dense_replace",
 }
-SCORES = {1: "softmax", 2: "sigmoid"}  # of expert_gating_func
+SCORES = {1: "softmax", 2: "sigmoid"}  # values of expert_gating_func
 
 
 def expert_config(metadata: Metadata, *further: str, scores: str = "softmax") -> dict[str, Any]:
-    """Config entries of the COMMON keys and `further` ones, as far as they are there; what an
-    architecture does not name is not understood. Raises CheckpointError if the file wants other
-    scores than the architecture has."""
+    """Return the config entries of the COMMON and the `further` keys that exist. Other keys stay
+    unread, so that the checkpoint rejects them. Raises CheckpointError if the file needs other
+    scores than `scores`."""
     arch = metadata["general.architecture"]
-    given = metadata.get(f"{arch}.expert_gating_func", 0)  # 0: it does not say
+    given = metadata.get(f"{arch}.expert_gating_func", 0)  # 0: not specified
     if given and SCORES.get(given) != scores:
         raise CheckpointError(f"GGUF key {arch}.expert_gating_func is {given}: not {scores}")
     keys = (key for key in (*COMMON, *further) if f"{arch}.{key}" in metadata)

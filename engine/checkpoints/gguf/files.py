@@ -1,4 +1,4 @@
-"""The tensors of a GGUF model, in one file or split over several, as they are stored."""
+"""The stored tensors of a GGUF model, in one file or split over several."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ Place = tuple[MappedFile, TensorInfo]
 
 
 def read_shards(path: Path) -> list[GgufReader]:
-    """All files of the model that `path` is one of, the first one first. Raises CheckpointError."""
+    """Open all files of the model that `path` belongs to, in order. Raises CheckpointError."""
     paths = [path.with_name(name) for name in shard_names(path.name)]
     if len(paths) == 1:
         return [GgufReader(path)]
@@ -34,7 +34,7 @@ def read_shards(path: Path) -> list[GgufReader]:
 
 
 def merge(readers: list[GgufReader]) -> dict[str, Place]:
-    """The tensors of all files, by GGUF's names. Raises CheckpointError."""
+    """Return the tensors of all files, by GGUF's names. Raises CheckpointError."""
     stored: dict[str, Place] = {}
     for reader in readers:
         for name, info in reader.tensors.items():
@@ -48,7 +48,7 @@ def merge(readers: list[GgufReader]) -> dict[str, Place]:
 
 
 def raw_tensor(file: MappedFile, info: TensorInfo, name: str) -> RawTensor:
-    """A view of the file. Raises CheckpointError for a format that holds no weights."""
+    """Return a tensor as a view of the file. Raises CheckpointError for a non-weight format."""
     if info.format in PLAIN:
         values = file.array(PLAIN[info.format], info.shape, info.start)
         return RawTensor({VALUES: values}, info.format, info.shape)

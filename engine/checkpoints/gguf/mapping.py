@@ -1,8 +1,8 @@
-"""How an architecture's GGUF names and values become Hugging Face's.
+"""Mappings of an architecture's GGUF names and values to Hugging Face's.
 
-Defaults hold for every architecture; what is special to one is a field of its own mapping. Data
-only: each module of engine/architectures has its own, engine/checkpoints/gguf/checkpoint.py applies
-it.
+The defaults apply to every architecture; a mapping's fields hold its differences. Data only: each
+module of engine/architectures defines its mapping, and engine/checkpoints/gguf/checkpoint.py
+applies it.
 """
 
 import re
@@ -42,7 +42,7 @@ TENSORS = {
     "blk.{n}.ffn_gate_shexp": "model.layers.{n}.mlp.shared_experts.gate_proj",
     "blk.{n}.ffn_up_shexp": "model.layers.{n}.mlp.shared_experts.up_proj",
     "blk.{n}.ffn_down_shexp": "model.layers.{n}.mlp.shared_experts.down_proj",
-    # Of layers that predict further tokens (MTP).
+    # Layers that predict further tokens (MTP)
     "blk.{n}.nextn.eh_proj": "model.layers.{n}.eh_proj",
     "blk.{n}.nextn.embed_tokens": "model.layers.{n}.embed_tokens",
     "blk.{n}.nextn.enorm": "model.layers.{n}.enorm",
@@ -50,8 +50,8 @@ TENSORS = {
     "blk.{n}.nextn.shared_head_head": "model.layers.{n}.shared_head.head",
     "blk.{n}.nextn.shared_head_norm": "model.layers.{n}.shared_head.norm",
 }
-# The matrices that are quantized, and what each does that a mix of formats treats apart. All others
-# stay as they are: routers, tables of positions, convolutions, what is not known.
+# The matrices that are quantized, and their roles in a mix of formats. All other matrices keep
+# their format: routers, position tables, convolutions, unknown ones.
 ROLES = {
     "attn_q": MatrixRole.OTHER,
     "attn_k": MatrixRole.KEY,
@@ -76,18 +76,18 @@ ROLES = {
     "ffn_down_shexp": MatrixRole.DOWN,
 }
 OF_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)(?:\.\d+)?\.weight")
-# Hugging Face's names of what a `permuted` mapping permutes -> where config.json counts its heads.
+# Hugging Face's module that a `permuted` mapping permutes -> its head count in config.json.
 PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 def no_config(metadata: Metadata) -> dict[str, Any]:
-    """An architecture whose config follows from the common keys."""
+    """Return no entries: for an architecture whose config follows from the common keys."""
     return {}
 
 
 @dataclass(frozen=True, slots=True)
 class GgufMapping:
-    """One `general.architecture`; names in `tensors` come without .weight or .bias."""
+    """The mapping of one `general.architecture`. Names in `tensors` omit .weight and .bias."""
 
     arch: str  # general.architecture
     tensors: Mapping[str, str] = field(default_factory=dict)  # replaces or adds to TENSORS
@@ -95,10 +95,10 @@ class GgufMapping:
         no_config  # config.json entries beyond common ones
     )
     permuted: bool = False  # q and k rows are stored as (half, pair) interleaved for GGML's rope
-    norm_offset: float = 0.0  # what the file's norm weights have in addition to Hugging Face's
+    norm_offset: float = 0.0  # the file's norm weights minus Hugging Face's
 
     def hf_name(self, gguf_name: str) -> str | None:
-        """Hugging Face's name of a tensor, or None if this architecture has none such."""
+        """Return Hugging Face's name of a tensor, or None if the architecture lacks the tensor."""
         stem, dot, leaf = gguf_name.rpartition(".")
         parts = stem.split(".")
         layer = expert = ""
@@ -113,15 +113,15 @@ class GgufMapping:
         return target.replace("{n}", layer).replace("{e}", expert) + dot + leaf
 
     def heads_key(self, hf_name: str) -> str:
-        """Where config.json counts the heads of a tensor whose rows are permuted; empty for one
-        whose rows are not."""
+        """Return the config.json key with the head count of a tensor whose rows are permuted; empty
+        for other tensors."""
         module = hf_name.split(".")[-2:-1]
         return PERMUTED.get(module[0], "") if self.permuted and module else ""
 
 
 def tensor_role(gguf_name: str, tied: bool) -> tuple[MatrixRole, int] | None:
-    """What a matrix does, and in which layer; None for what is never quantized. `tied`: the model
-    has no head of its own."""
+    """Return the role and the layer of a matrix; None if it is never quantized. `tied`: the
+    embedding also serves as the head."""
     if gguf_name in ("token_embd.weight", "output.weight"):
         is_head = tied or gguf_name == "output.weight"
         return (MatrixRole.HEAD if is_head else MatrixRole.OTHER), 0

@@ -1,7 +1,7 @@
-"""The GGUF container (version 2 and 3): metadata and where each tensor lies in one mapped file.
+"""The GGUF container (versions 2 and 3): metadata and the position of each tensor in a mapped file.
 
-Nothing read from the file is trusted: every count and length is compared with what is left of the
-file before anything is made of it, so a file costs at most a small multiple of its size.
+No value read from the file is trusted: every count and length is compared with the rest of the file
+before any allocation, so parsing needs at most a small multiple of the file's size.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -37,7 +37,7 @@ NUMBERS = {
     11: "q",
     12: "d",
 }
-# Number of a tensor's type -> name.
+# Number of a tensor type -> name.
 TYPES = {
     0: "F32",
     1: "F16",
@@ -74,7 +74,7 @@ TYPES = {
     40: "NVFP4",
     41: "Q1_0",
 }
-# Types that no Format expands: values and bytes of a block. The others are in engine/weights.
+# Values and bytes per block of types that no Format expands. engine/weights has the others.
 NOT_EXPANDED = {
     "Q1_0": (128, 18),
     "Q8_1": (32, 40),
@@ -90,19 +90,19 @@ MIN_INFO_BYTES = 8 + 4 + 8 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies."""
+    """The format, shape and position of one tensor."""
 
     format: str  # GGUF's type name
     shape: tuple[int, ...]  # of the values, outermost first
-    start: int  # byte in the file
+    start: int  # byte offset in the file
     num_bytes: int
 
 
 class GgufReader:
-    """One file, parsed; `file` stays mapped while anything refers to its bytes."""
+    """One parsed file; `file` stays mapped while any array refers to its bytes."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError if the file cannot be read or breaks the format."""
+        """Parse the header. Raises CheckpointError if the file is unreadable or malformed."""
         self.path = path
         self.file = MappedFile(path)
         cursor = _Cursor(self.file)
@@ -126,7 +126,7 @@ class GgufReader:
 
 
 class _Cursor:
-    """A position that only moves forward inside the file."""
+    """A read position that only moves forward in the file."""
 
     def __init__(self, file: MappedFile) -> None:
         self.file = file
@@ -149,7 +149,7 @@ class _Cursor:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def count(self, code: str, item_bytes: int, what: str) -> int:
-        """A count of things of at least `item_bytes` each that must fit what is left."""
+        """Read a count of items of at least `item_bytes` each; they must fit into the file."""
         value: int = self.number(code)
         if value * item_bytes > self.left:
             raise self.fail(f"{value} {what} do not fit the {self.left} bytes left")
@@ -165,7 +165,7 @@ class _Cursor:
             raise self.fail("text that is not UTF-8") from error
 
     def texts(self, count: int) -> list[str]:
-        """Like `text` count times; inlined, since vocabularies have hundreds of thousands."""
+        """Read `count` texts; inlined for speed, as vocabularies have hundreds of thousands."""
         data, at, end = self.file.map, self.at, self.file.size
         length = struct.Struct("<Q").unpack_from
         found: list[str] = []
@@ -185,7 +185,7 @@ class _Cursor:
 
 
 def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    """Key -> number, bool, str, list[str], or array.array of numbers (bools as 0 and 1)."""
+    """Read key -> number, bool, str, list[str], or array.array of numbers (bools as 0 and 1)."""
     metadata: dict[str, Any] = {}
     for _ in range(count):
         key = cursor.text(MAX_KEY_BYTES)
@@ -233,7 +233,7 @@ def _read_infos(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor
 
 
 def _stored_size(cursor: _Cursor, name: str, kind: int, shape: tuple[int, ...]) -> tuple[str, int]:
-    """(type name, bytes) of a tensor; the product of its dims is exact, so it cannot wrap."""
+    """Return (type name, bytes) of a tensor; Python integers cannot overflow."""
     if kind not in TYPES:
         raise cursor.fail(f"tensor {name!r} of unknown type {kind}")
     type_name = TYPES[kind]
@@ -244,7 +244,7 @@ def _stored_size(cursor: _Cursor, name: str, kind: int, shape: tuple[int, ...]) 
 
 
 def block_size(type_name: str) -> tuple[int, int]:
-    """Values and bytes of a block of one of TYPES; a plain number is a block of one value."""
+    """Return (values, bytes) of a block of one of TYPES; a plain number is a block of one value."""
     if type_name in PLAIN:
         return 1, PLAIN[type_name].itemsize
     if type_name in NOT_EXPANDED:
@@ -255,7 +255,7 @@ def block_size(type_name: str) -> tuple[int, int]:
 
 
 def _placed(cursor: _Cursor, infos: dict[str, TensorInfo], base: int) -> dict[str, TensorInfo]:
-    """Offsets counted from the start of the file, inside it and apart from each other."""
+    """Convert offsets to file positions; check that tensors lie in the file without overlap."""
     end = base
     placed: dict[str, TensorInfo] = {}
     for name, info in sorted(infos.items(), key=lambda item: item[1].start):

@@ -1,4 +1,4 @@
-"""Names of the files over which a GGUF model may be split."""
+"""Names of the files of a split GGUF model."""
 
 import re
 
@@ -9,9 +9,9 @@ MAX_SHARDS = 1000
 
 
 def shard_names(name: str) -> list[str]:
-    """All files of the model that `name` is one of, in order, or `name` alone.
+    """Return all file names of the model that `name` belongs to, in order.
 
-    Raises CheckpointError if their number makes no sense.
+    Raises CheckpointError if the part numbers are invalid.
     """
     shard = SHARD.search(name)
     if shard is None:

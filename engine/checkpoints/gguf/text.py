@@ -16,14 +16,14 @@ _TEMPLATE = "tokenizer.chat_template"
 _TOKENS = {
     "pad": "tokenizer.ggml.padding_token_id",
     "unk": "tokenizer.ggml.unknown_token_id",
-    "sep": "tokenizer.ggml.seperator_token_id",  # so in GGUF
+    "sep": "tokenizer.ggml.seperator_token_id",  # GGUF's spelling
     "cls": "tokenizer.ggml.cls_token_id",
     "mask": "tokenizer.ggml.mask_token_id",
 }
 
 
 def gguf_text_files(metadata: Metadata) -> TextFiles:
-    """What the metadata says about text. Raises CheckpointError if its tokenizer is not known."""
+    """Build the text files from the metadata. Raises CheckpointError for an unknown tokenizer."""
     encoded = tokenizer_json(metadata)
     tokenizer = load_tokenizer(encoded)
     named = {"default": metadata.get(_TEMPLATE)} | {

@@ -1,7 +1,7 @@
-"""A GGUF file's tokenizer as tokenizer.json, the one format that the rest of the system reads.
+"""Converts a GGUF file's tokenizer to tokenizer.json, the format that the rest of the system reads.
 
-Token ids are the file's own: position in `tokenizer.ggml.tokens`. The metadata is taken as it was
-read (bounded there); what does not fit together raises CheckpointError.
+Token ids are positions in `tokenizer.ggml.tokens`. The reader bounds the metadata's size;
+inconsistent metadata raises CheckpointError.
 """
 
 import json
@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 
 # llama_token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
-_SPACE = "\u2581"  # SentencePiece's sign for a space
+_SPACE = "\u2581"  # SentencePiece's character for a space
 _MAX_PIECE = 512  # characters; longer tokens are not split to find merges
-_ENDING = ("bos", "eos", "eot", "eom")  # special even if the file forgets to say so
+_ENDING = ("bos", "eos", "eot", "eom")  # special even if the file does not mark them
 
 
 def tokenizer_json(metadata: Mapping[str, Any]) -> bytes:
-    """tokenizer.json for `tokenizer.ggml.*`: byte-level BPE ("gpt2") or SentencePiece ("llama").
+    """Build tokenizer.json from `tokenizer.ggml.*`: byte-level BPE (gpt2) or SentencePiece (llama).
 
-    Raises CheckpointError for other models, an unknown `pre`, or arrays that do not fit together.
+    Raises CheckpointError for other models, an unknown `pre`, or inconsistent arrays.
     """
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _strings(metadata, "tokens")
@@ -49,7 +49,7 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> bytes:
 
 
 def adds_bos(metadata: Mapping[str, Any]) -> bool:
-    """Whether bos goes before a prompt: as the file says, else as its kind of vocabulary does."""
+    """Return whether bos precedes a prompt: the file's setting, else the vocabulary's default."""
     told = metadata.get("tokenizer.ggml.add_bos_token")
     if told is not None:
         return bool(told)
@@ -60,8 +60,8 @@ def adds_bos(metadata: Mapping[str, Any]) -> bool:
 
 
 def adds_eos(metadata: Mapping[str, Any]) -> bool:
-    """Whether eos goes behind a prompt: of an embedding model that pools it. Nothing could go on
-    from there, so that it counts for no other model."""
+    """Return whether eos follows a prompt: only for embedding models, which pool it. A generative
+    model could not continue after eos, so the setting is ignored for these."""
     pools = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
     return bool(pools and metadata.get("tokenizer.ggml.add_eos_token"))
 
@@ -71,7 +71,7 @@ def _byte_level(
 ) -> tuple[list[str], dict[str, Any]]:
     alphabet = _byte_alphabet()
     letters = frozenset(alphabet)
-    # An ordinary token that is not spelled in the byte alphabet is unreachable as it stands.
+    # An ordinary token that is not spelled in the byte alphabet could never match.
     spelled = [
         token
         if kind != _NORMAL or letters.issuperset(token)
@@ -109,7 +109,7 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
 def _sentence_piece(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[list[str], dict[str, Any]]:
-    # Runs of spaces may be stored as they are, but text is spelled with _SPACE when they are found.
+    # The file may store runs of spaces, but text has _SPACE in their place when it is matched.
     spelled = [_SPACE * len(token) if _is_spaces(token) else token for token in tokens]
     if "tokenizer.ggml.merges" in metadata:
         merges = _merges(metadata)
@@ -133,7 +133,7 @@ def _sentence_piece(
     ]
     spaces: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
-        # Before every text, also one that begins with a space or follows a special token.
+        # Prepend to every text, even if it begins with a space or follows a special token.
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
         prefix = {"type": "Prepend", "prepend": _SPACE}
         spaces = {"type": "Sequence", "normalizers": [prefix, spaces]}
@@ -144,9 +144,9 @@ def _sentence_piece(
 def _merges_by_score(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """Merges that build each token from two others, best score first (SentencePiece's BPE).
+    """Return merges that build each token from two others, best score first (SentencePiece's BPE).
 
-    Only ordinary tokens and runs of spaces are built, so no text can become a control token.
+    They build only ordinary tokens and runs of spaces, so no text can become a control token.
     """
     runs = [i for i, token in enumerate(tokens) if types[i] == _USER_DEFINED and _is_run(token)]
     normal = [i for i, kind in enumerate(types) if kind == _NORMAL]
@@ -191,7 +191,7 @@ def _bpe(tokens: Sequence[str], merges: Iterable[tuple[str, str]], **given: Any)
 def _added_tokens(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Control tokens, and user-defined ones, which are found whole in any text."""
+    """Return the control tokens and the user-defined tokens, which match as a whole in any text."""
     ids = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDING)
     ending = {i for i in ids if i is not None}
     added = []
@@ -266,7 +266,7 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _byte_alphabet() -> list[str]:
-    """The printable character that byte-level BPE writes for each byte (GPT-2, 2019)."""
+    """Return the printable character of each byte in byte-level BPE (GPT-2, 2019)."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in plain]
     return [chr(b) if b in plain else chr(256 + others.index(b)) for b in range(256)]

@@ -1,5 +1,5 @@
-"""Writes a quantized copy of a GGUF model of any architecture: the matrices whose names are known
-(ROLES of mapping.py) are quantized, all else is copied.
+"""Writes a quantized copy of a GGUF model of any architecture. Matrices with known names (ROLES in
+mapping.py) are quantized; all other tensors are copied.
 """
 
 import errno
@@ -20,22 +20,22 @@ from pdserve.engine.weights.format import BLOCKS, PIECE_VALUES, RawTensor, row_r
 from pdserve.engine.weights.mix import TYPES, Mix, StoredMatrix
 from pdserve.engine.weights.quantize import quantize_into, quantized_bytes, quantized_empty
 
-# Not copied: the writer's own, and of how the model was split.
+# Keys that are not copied: those that the writer sets, and those of the split.
 OWN_KEYS = ("general.architecture", "general.file_type", "general.quantization_version")
 OWN_GROUPS = ("GGUF.", "split.")
-VERSION = 2  # general.quantization_version: of GGML's block formats
-MIXES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # by which llama.cpp calls ours
+VERSION = 2  # general.quantization_version: version of GGML's block formats
+MIXES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # type -> llama.cpp's name
 
 
 def quantize_gguf(
     source: Path, target: Path, type: str, progress: Callable[[float], None]
 ) -> Counter[str]:
-    """Writes `target`, one file, and gives the number of its tensors of each format.
+    """Write `target`, one file, and return the number of its tensors by format.
 
-    `type` is one of TYPES. Matrices that are stored as plain numbers are quantized; vectors,
-    routers and what is quantized already are copied. `progress` gets the fraction that is done.
-    Raises CheckpointError if the source cannot be read or holds nothing to quantize,
-    FileExistsError if there is a target, OSError if it cannot be written; then nothing is left.
+    `type` is one of TYPES. Matrices of plain numbers are quantized; vectors, routers and quantized
+    tensors are copied. `progress` gets the completed fraction. Raises CheckpointError if the source
+    is unreadable or holds nothing to quantize, FileExistsError if the target exists, OSError if it
+    cannot be written. After an error, no file remains.
     """
     readers = read_shards(source)
     metadata, stored = readers[0].metadata, merge(readers)
@@ -60,7 +60,7 @@ def quantize_gguf(
 def new_formats(
     type: str, metadata: Mapping[str, Any], stored: Mapping[str, Layout]
 ) -> dict[str, str]:
-    """The format of each tensor that gets another one, by GGUF's names."""
+    """Return the new format of each tensor whose format changes, by GGUF's names."""
     is_tied = "output.weight" not in stored
     placed = ((name, layout, tensor_role(name, is_tied)) for name, layout in stored.items())
     matrices = (
@@ -73,7 +73,7 @@ def new_formats(
 
 def _mix(type: str, metadata: Mapping[str, Any]) -> Mix:
     def number(key: str) -> int:
-        """0 if the file does not say, or not in one number for all layers."""
+        """Return a metadata number; 0 if it is missing or differs between layers."""
         found = metadata.get(f"{metadata.get('general.architecture')}.{key}", 0)
         return found if isinstance(found, int) and found > 0 else 0
 
@@ -90,14 +90,14 @@ def _write(
     formats: dict[str, str],
     progress: Callable[[float], None],
 ) -> Counter[str]:
-    import gguf  # slow to import, and only this needs it
+    import gguf  # slow to import, and used only here
 
     fields = gguf.GGUFReader(first).fields
     writer = gguf.GGUFWriter(target, fields["general.architecture"].contents())
     for key, field in fields.items():
         if key not in OWN_KEYS and not key.startswith(OWN_GROUPS):
             content, (kind, *item) = field.contents(), field.types
-            if not item or content:  # the package writes no empty arrays
+            if not item or content:  # the package cannot write empty arrays
                 writer.add_key_value(key, content, kind, item[-1] if item else None)
     main = TYPES[type]
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{MIXES.get(main, main)}"])
@@ -134,7 +134,7 @@ def _write(
 def _quantized(
     raw: RawTensor, format: str, name: str, pool: ThreadPoolExecutor
 ) -> NDArray[np.uint8]:
-    """The blocks, made by all threads."""
+    """Return the quantized blocks, computed by all threads of the pool."""
     out = quantized_empty(raw.shape, format)
     pieces = row_runs(raw.shape, PIECE_VALUES)
     try:

@@ -1,7 +1,7 @@
 """A Hugging Face model directory: config.json and safetensors, in one file or sharded.
 
-A weight is one tensor of plain numbers, or several parts that the config's method of quantization
-reads (checkpoints/quantization): those of `x.weight` are then `x.qweight`, `x.scales` and the like.
+A weight is one tensor of plain numbers, or several parts that the config's quantization method
+reads (checkpoints/quantization): `x.weight` is then stored as `x.qweight`, `x.scales` and so on.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -27,7 +27,7 @@ from pdserve.engine.weights.format import VALUES, RawTensor
 from pdserve.engine.weights.plain import PLAIN
 
 INDEX = "model.safetensors.index.json"
-# Where older tools have said how they quantized.
+# Files in which older tools describe the quantization.
 OWN_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
@@ -36,7 +36,7 @@ OWN_FILES = {
 
 
 class DirectoryCheckpoint:
-    """Implements Checkpoint; the files stay mapped while a tensor of them lives."""
+    """A Checkpoint of a model directory; its files stay mapped while any tensor is in use."""
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError if a file is missing or malformed."""
@@ -143,7 +143,7 @@ class DirectoryCheckpoint:
 
 
 def _quantization(path: Path, config: Mapping[str, Any]) -> tuple[Path, Any]:
-    """What is said of how the weights are quantized, and the file that says it; None: nothing."""
+    """Return (file, its description of the quantization); the description is None if absent."""
     given = config.get("quantization_config")
     given = config.get("compression_config") if given is None else given
     named = isinstance(given, dict) and "quant_method" in given
@@ -157,7 +157,7 @@ def _quantization(path: Path, config: Mapping[str, Any]) -> tuple[Path, Any]:
 
 
 def _method(path: Path, given: Any) -> QuantizationMethod | None:
-    """Raises CheckpointError for a method that is not supported."""
+    """Return the quantization method. Raises CheckpointError if it is not supported."""
     if given is None:
         return None
     unnamed = "an unnamed method"
@@ -174,7 +174,7 @@ def _method(path: Path, given: Any) -> QuantizationMethod | None:
 
 
 def _shards(path: Path) -> tuple[list[str], dict[str, str]]:
-    """(file names, tensor -> file name); the latter is empty for a single file."""
+    """Return (file names, tensor -> file name); the mapping is empty for a single file."""
     if (path / INDEX).exists():
         weight_map = read_json(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

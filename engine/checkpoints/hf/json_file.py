@@ -1,4 +1,4 @@
-"""JSON files beside the weights: read with a bound, an object or a list of them."""
+"""Reading of JSON files next to the weights: an object or a list of objects, of bounded size."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 from pdserve.engine.checkpoints.source import CheckpointError
 
 MAX_BYTES = 64 << 20
-MAX_JSON_BYTES = 4 << 20  # parsed, it may take thirty times as much; Gemma's largest has 1.1 MiB
+MAX_JSON_BYTES = 4 << 20  # parsing may take thirty times as much; Gemma's largest has 1.1 MiB
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """A whole file. Raises CheckpointError if it cannot be read or is larger than `limit`."""
+    """Read a whole file. Raises CheckpointError if it is unreadable or larger than `limit`."""
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -23,7 +23,7 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file. Raises CheckpointError if it is anything else."""
+    """Read a JSON object from a file. Raises CheckpointError if the content is anything else."""
     value = _read(path)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object")
@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_list(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file that is a list of them. Raises CheckpointError."""
+    """Read a list of JSON objects from a file. Raises CheckpointError."""
     value = _read(path)
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise CheckpointError(f"{path} is not a list of JSON objects")
@@ -46,5 +46,5 @@ def _read(path: Path) -> Any:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """Like read_json; an absent file is an empty object."""
+    """Read a JSON object like read_json; return an empty one if the file is missing."""
     return read_json(path) if path.exists() else {}

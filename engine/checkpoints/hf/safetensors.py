@@ -1,6 +1,6 @@
-"""The safetensors container: a JSON header and where each tensor lies in one mapped file.
+"""The safetensors container: a JSON header and the tensors of one mapped file.
 
-The header is checked as the format demands: sizes match dtype and shape, and the tensors cover the
+The header is checked as the format requires: sizes match dtype and shape, and the tensors cover the
 bytes after it without gap or overlap. Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -16,7 +16,7 @@ from pdserve.engine.checkpoints.mapped import MappedFile
 from pdserve.engine.checkpoints.source import CheckpointError, Layout
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-# What numpy has no type for is held as whole numbers of the same size.
+# Types that numpy lacks are held as integers of the same size.
 TYPES = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -37,10 +37,10 @@ TYPES = {
 
 
 class SafetensorsReader:
-    """One file, parsed; `file` stays mapped while anything refers to its bytes."""
+    """One parsed file; `file` stays mapped while any array refers to its bytes."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError if the file cannot be read or breaks the format."""
+        """Parse the header. Raises CheckpointError if the file is unreadable or malformed."""
         self.path = path
         self.file = MappedFile(path)
         if self.file.size < 8:
@@ -67,7 +67,7 @@ class SafetensorsReader:
         return Layout(kind, shape)
 
     def array(self, name: str) -> NDArray[Any]:
-        """A view of the file."""
+        """Return a tensor as a view of the file."""
         kind, shape, start = self._tensors[name]
         return self.file.array(TYPES[kind], shape, start)
 
@@ -103,7 +103,7 @@ class SafetensorsReader:
         return found
 
     def _entry(self, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-        """(dtype, shape, first and last byte in the data)."""
+        """Return (dtype, shape, first byte, end) of a tensor; bytes are relative to the data."""
         if not isinstance(entry, dict):
             raise self._fail(f"entry of tensor {name} is malformed")
         kind: Any = entry.get("dtype")
@@ -123,5 +123,5 @@ class SafetensorsReader:
 
 
 def _naturals(value: Any) -> bool:
-    """A list of integers from 0 that fit 63 bits."""
+    """Return whether the value is a list of integers in [0, 2**63)."""
     return isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 63 for i in value)

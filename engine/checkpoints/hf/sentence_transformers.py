@@ -1,8 +1,7 @@
-"""What the files of sentence-transformers say of a model directory: how its hidden states become an
-embedding.
+"""The pooling of an embedding model, read from the files of sentence-transformers.
 
-modules.json lists what is applied one after the other; each module but the first, which is the
-model, has a config.json in a folder of its own.
+modules.json lists the modules in the order of application. The first is the model; each other
+module has a config.json in a separate folder.
 """
 
 from pathlib import Path
@@ -20,7 +19,7 @@ MODE = "pooling_mode_"
 
 
 def sentence_pooling(path: Path) -> StoredPooling | None:
-    """None without modules.json. Raises CheckpointError that names what is not supported."""
+    """Return the pooling; None without modules.json. Raises CheckpointError if not supported."""
     if not (path / MODULES).exists():
         return None
     modules = _modules(path / MODULES)
@@ -44,7 +43,7 @@ def sentence_pooling(path: Path) -> StoredPooling | None:
 
 
 def _modules(file: Path) -> list[tuple[str, str]]:
-    """(class, folder) of each module in order."""
+    """Return (class, folder) of each module, in order."""
     found = []
     for entry in read_json_list(file):
         kind, folder = entry.get("type"), entry.get("path", "")
@@ -57,7 +56,7 @@ def _modules(file: Path) -> list[tuple[str, str]]:
 
 
 def _kind(file: Path) -> str:
-    """The one mode that is set."""
+    """Return the pooling kind of the one mode that is set. Raises CheckpointError."""
     config = read_json(file)
     modes = [name.removeprefix(MODE) for name in sorted(config) if name.startswith(MODE)]
     chosen = [mode for mode in modes if config[MODE + mode]]

@@ -12,7 +12,7 @@ from pdserve.engine.checkpoints.text_card import checked_ids, load_tokenizer, pu
 
 
 def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:
-    """Raises CheckpointError if there is no tokenizer.json or a file is malformed."""
+    """Read the files. Raises CheckpointError without tokenizer.json and for a malformed file."""
     if not (path / "tokenizer.json").exists():
         raise CheckpointError(f"{path} has no tokenizer.json")
     encoded = read_bytes(path / "tokenizer.json")
@@ -41,14 +41,14 @@ def directory_text_files(path: Path, config: dict[str, Any]) -> TextFiles:
 
 
 def _token_id(tokenizer: Tokenizer, token: Any) -> int | None:
-    """The id of a token given as text or as {"content": text}."""
+    """Return the id of a token given as text or as {"content": text}."""
     text = token.get("content") if isinstance(token, dict) else token
     found: int | None = tokenizer.token_to_id(text) if isinstance(text, str) else None
     return found
 
 
 def _template(path: Path, own: dict[str, Any]) -> str:
-    """From the file of its own, the older JSON file, or tokenizer_config.json, in that order."""
+    """Read the first of chat_template.jinja, chat_template.json and tokenizer_config.json."""
     if (path / "chat_template.jinja").exists():
         files = {"default": path / "chat_template.jinja"}
         files |= {f.stem: f for f in sorted((path / "additional_chat_templates").glob("*.jinja"))}
@@ -70,8 +70,8 @@ def _is_named(entry: Any) -> bool:
 
 
 def _token_names(own: dict[str, Any]) -> dict[str, str | None]:
-    """The special tokens of tokenizer_config.json by name. Leaves out bos and eos, whose ids the
-    model gives, unless the file says that the model has none."""
+    """Return the special tokens of tokenizer_config.json by name. Omit bos and eos, whose ids come
+    from the model, unless the file says that the model has none."""
     named = {name: token for name, token in own.items() if name.endswith("_token")}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         named |= own[key] if isinstance(own.get(key), dict) else {}

@@ -1,7 +1,7 @@
-"""How the weights of a Hugging Face checkpoint are quantized, by `quant_method` of its config.
+"""Quantization methods of Hugging Face checkpoints, by `quant_method` of the config.
 
-A method is one module here with a class METHOD, which is found by discovery; a module elsewhere
-calls `register`.
+A method is one module in this package with a class METHOD, found by discovery; modules elsewhere
+call `register`.
 """
 
 import pkgutil
@@ -17,34 +17,34 @@ from numpy.typing import NDArray
 from pdserve.engine.checkpoints.source import Layout
 from pdserve.engine.weights.format import RawTensor
 
-Parts = Mapping[str, NDArray[Any]]  # by the name that stands in place of "weight", read-only
+Parts = Mapping[str, NDArray[Any]]  # by the name that replaces "weight"; read-only
 
 
 class QuantizationMethod(ABC):
-    """Reads weights that are stored as several tensors: `x.qweight`, `x.scales` instead of
-    `x.weight`. `layout` is asked for often and reads no more than stored sizes."""
+    """A reader of weights that are stored as several tensors, such as `x.qweight` and `x.scales`
+    in place of `x.weight`. `layout` is called often and must read only the stored sizes."""
 
-    names: ClassVar[tuple[str, ...]]  # as quant_method has them
-    forms: ClassVar[tuple[tuple[str, ...], ...]]  # the parts of a weight; the first that is there
-    optional: ClassVar[tuple[str, ...]] = ()  # parts that may be there as well
-    unused: ClassVar[tuple[str, ...]] = ()  # stored beside them, and of no use here
-    adds_zero_biases: ClassVar[bool] = False  # to modules that have none
-    quantizes: bool = True  # any weight at all; else the config is of something else
+    names: ClassVar[tuple[str, ...]]  # values of quant_method
+    forms: ClassVar[tuple[tuple[str, ...], ...]]  # alternative sets of parts; the largest applies
+    optional: ClassVar[tuple[str, ...]] = ()  # further parts that may exist
+    unused: ClassVar[tuple[str, ...]] = ()  # stored next to the parts, but not read
+    adds_zero_biases: ClassVar[bool] = False  # files may have zero biases for modules without bias
+    quantizes: bool = True  # False: the config quantizes no weights
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """From quantization_config. Raises ValueError for what is not supported in it."""
+        """Read quantization_config. Raises ValueError for unsupported settings."""
 
     @abstractmethod
     def layout(self, parts: Parts) -> Layout:
-        """Format and shape of a weight. Raises ValueError if the parts do not fit together."""
+        """Return format and shape of a weight. Raises ValueError if the parts do not match."""
 
     @abstractmethod
     def read(self, parts: Parts) -> RawTensor:
-        """The weight. Raises ValueError as `layout`."""
+        """Return the weight. Raises ValueError like `layout`."""
 
     def find(self, stored: Collection[str]) -> dict[str, dict[str, str]]:
-        """The weights among the `stored` names: name -> part -> stored name."""
+        """Find the weights among the `stored` names: name -> part -> stored name."""
         found: dict[str, dict[str, str]] = {}
         for name in stored:
             prefix, _, leaf = name.rpartition(".")
@@ -62,7 +62,7 @@ _added: dict[str, type[QuantizationMethod]] = {}
 
 
 def register(*methods: type[QuantizationMethod]) -> None:
-    """Make methods known. Raises ValueError if one of their names is taken."""
+    """Register methods. Raises ValueError if one of their names is taken."""
     for method in methods:
         for name in method.names:
             if _added.setdefault(name, method) is not method:
@@ -76,7 +76,7 @@ def _discover() -> None:
 
 
 def methods() -> Mapping[str, type[QuantizationMethod]]:
-    """All of them, by the names of quant_method."""
+    """Return all methods by quant_method."""
     _discover()
     return _added
 
@@ -84,8 +84,8 @@ def methods() -> Mapping[str, type[QuantizationMethod]]:
 def choice(
     config: Mapping[str, Any], keys: tuple[str, ...], allowed: tuple[Any, ...], default: Any = None
 ) -> Any:
-    """The value under the first of `keys` that has one, or `default`. Raises ValueError that names
-    what is allowed."""
+    """Return the value of the first of `keys` that is set, or `default`. Raises ValueError, which
+    names the allowed values."""
     value = next((config[key] for key in keys if config.get(key) is not None), default)
     if not isinstance(value, int | str) or value not in allowed:
         want = " or ".join(map(str, allowed))
@@ -94,20 +94,20 @@ def choice(
 
 
 def size(name: str, value: Any) -> int:
-    """A number of rows or columns. Raises ValueError for anything else."""
+    """Check a number of rows or columns and return it. Raises ValueError."""
     if type(value) is not int or not 1 <= value < 1 << 31:
         raise ValueError(f"{name} is {value!r}: want a number of values")
     return value
 
 
 def group_size(config: Mapping[str, Any], keys: tuple[str, ...], default: int) -> int:
-    """How many inputs share a scale; -1: all. Raises ValueError."""
+    """Return the number of inputs that share a scale; -1: all. Raises ValueError."""
     value = next((config[key] for key in keys if config.get(key) is not None), default)
     return -1 if value == -1 else size(keys[0], value)
 
 
 def require(parts: Parts, name: str, dtype: type[Any], shape: tuple[int, ...]) -> None:
-    """Raises ValueError if a part has another shape, or a type that is no `dtype`."""
+    """Raise ValueError if a part has another shape, or a type that is not a subtype of `dtype`."""
     part = parts[name]
     if not np.issubdtype(part.dtype, dtype) or part.shape != shape:
         want = "" if dtype is np.generic else f"{dtype.__name__} "
@@ -115,7 +115,7 @@ def require(parts: Parts, name: str, dtype: type[Any], shape: tuple[int, ...]) -
 
 
 def packed_words(parts: Parts) -> tuple[int, int]:
-    """The shape of `qweight`, words of 32 bits. Raises ValueError if it has none."""
+    """Return the shape of `qweight` in 32-bit words. Raises ValueError if it is not 2-D int32."""
     packed = parts["qweight"]
     if packed.ndim != 2 or packed.dtype != np.int32 or 0 in packed.shape:
         raise ValueError(f"qweight is {packed.dtype} {list(packed.shape)}: want int32, 2 dims")

@@ -1,7 +1,7 @@
 """AWQ (arXiv:2306.00978) as AutoAWQ writes it: integers of 4 bits packed along the outputs.
 
 `qweight` int32 [inputs, outputs / 8], `qzeros` int32 [groups, outputs / 8], `scales` [groups,
-outputs]. The eight integers of a word, the lowest first, are those of outputs ORDER.
+outputs]. The eight integers of a word, lowest bits first, belong to the outputs in ORDER.
 """
 
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ class Awq(QuantizationMethod):
 
 
 def _integers(packed: NDArray[np.int32]) -> Bytes:
-    """int32 [n, words] -> uint8 [n, 8 words], in the order of the outputs."""
+    """Unpack int32 [n, words] to uint8 [n, 8 * words], in the order of the outputs."""
     words = nibbles(np.ascontiguousarray(packed).view(np.uint8)).reshape(*packed.shape, 8)
     return words[..., np.argsort(ORDER)].reshape(len(packed), -1)
 

@@ -1,7 +1,6 @@
 """compressed-tensors (the files of llm-compressor): integers and floats of 4 and 8 bits.
 
-A weight's parts say how it is stored, so that of its group of the config only the size of blocks
-is needed:
+The parts of a weight determine its storage; only the block size comes from the config:
 `weight_packed` int32 [outputs, inputs / n] with `weight_shape`; int8 or 8-bit float `weight`;
 `weight_packed` uint8 with a scale for 16 or 32 inputs. `weight_scale` is [1], [outputs, 1],
 [outputs, groups] or [blocks, blocks].
@@ -122,7 +121,7 @@ class CompressedTensors(QuantizationMethod):
         zeros = _zeros(parts, scale.shape, format.bits)
         columns = None
         group_of = parts.get("weight_g_idx")
-        if group_of is not None and (group_of >= 0).any():  # all are -1 where there is no order
+        if group_of is not None and (group_of >= 0).any():  # all are -1 without a reordering
             require(parts, "weight_g_idx", np.integer, (inputs,))
             columns = order_of_groups(group_of, max(1, inputs // scale.shape[1]))
         if columns is not None:
@@ -139,7 +138,7 @@ def _given_shape(parts: Parts) -> tuple[int, int]:
 
 
 def _float4(parts: Parts) -> RawTensor:
-    """Scales are 8-bit floats over a number for all (NVFP4), or bytes of exponents (MXFP4)."""
+    """Read 4-bit floats; scales are 8-bit floats over one divisor (NVFP4), or exponents (MXFP4)."""
     codes, scale = parts["weight_packed"], parts["weight_scale"]
     if scale.dtype != np.uint8 or scale.ndim != 2:
         raise ValueError(f"weight_scale is {scale.dtype} {list(scale.shape)}: want bytes, 2 dims")
@@ -152,8 +151,8 @@ def _float4(parts: Parts) -> RawTensor:
 
 
 def _zeros(parts: Parts, shape: tuple[int, ...], bits: int) -> Bytes | None:
-    """[outputs, groups], as many above zero as codes are: stored as int8, or packed in int32 along
-    the outputs."""
+    """Return the zero points as unsigned levels, like the codes: uint8 [outputs, groups]. They are
+    stored as int8, or packed in int32 along the outputs."""
     stored = parts.get("weight_zero_point")
     if stored is None:
         return None

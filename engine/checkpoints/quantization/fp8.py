@@ -1,7 +1,7 @@
 """Floats of 8 bits (e4m3) with a scale for the weight, for each output, or for each block of it.
 
-DeepSeek's and transformers' fine-grained FP8 stores `weight_scale_inv`, others `weight_scale`;
-both are what a stored value is multiplied by.
+The fine-grained FP8 of DeepSeek and transformers stores `weight_scale_inv`, others `weight_scale`;
+a stored value is multiplied by either.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from pdserve.engine.weights.format import RawTensor
 from pdserve.engine.weights.formats.grouped import FP8, even_groups, grouped
 
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
-KV_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")  # of files that quantize keys and values
+KV_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")  # in files that quantize the KV cache
 
 
 class Fp8(QuantizationMethod):
@@ -37,7 +37,7 @@ class Fp8(QuantizationMethod):
 
 
 def block_of(name: str, given: Any) -> tuple[int, int]:
-    """(outputs, inputs) of a block, 128 x 128 if nothing is given. Raises ValueError."""
+    """Return (outputs, inputs) of a block; the default is 128 x 128. Raises ValueError."""
     if given is None:
         return 128, 128
     if not isinstance(given, list | tuple) or len(given) != 2:
@@ -46,7 +46,7 @@ def block_of(name: str, given: Any) -> tuple[int, int]:
 
 
 def float8_layout(weight: NDArray[Any]) -> Layout:
-    """Of a stored weight of 8-bit floats. Raises ValueError if it is none."""
+    """Return the layout of a stored weight. Raises ValueError if it has no 8-bit floats."""
     if weight.dtype in (np.float32, np.float16, np.uint16):
         raise ValueError("it has a scale, but is not compressed")
     if weight.ndim != 2 or weight.dtype != np.uint8 or 0 in weight.shape:
@@ -57,8 +57,8 @@ def float8_layout(weight: NDArray[Any]) -> Layout:
 
 
 def float8(weight: NDArray[np.uint8], scale: NDArray[Any], block: tuple[int, int]) -> RawTensor:
-    """The weight, whose scale has one number, one for each output, or one for each block of
-    (outputs, inputs). Raises ValueError for another shape."""
+    """Return a weight whose scale has one number, one per output, or one per block of (outputs,
+    inputs). Raises ValueError for another shape."""
     outputs, inputs = float8_layout(weight).shape
     blocks = (-(-outputs // block[0]), -(-inputs // block[1]))
     if scale.size == 1:

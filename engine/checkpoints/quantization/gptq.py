@@ -31,7 +31,7 @@ from pdserve.engine.weights.formats.grouped import (
 )
 
 KINDS = ("gptq", "gptq_v2")  # checkpoint_format
-RULES = ("bits", "group_size")  # what a rule for some modules may change
+RULES = ("bits", "group_size")  # settings that a rule for some modules may override
 
 
 class Gptq(QuantizationMethod):
@@ -44,9 +44,9 @@ class Gptq(QuantizationMethod):
         self._format = {4: INT4, 8: INT8}[choice(config, ("bits",), (4, 8))]
         self._group = group_size(config, ("group_size",), -1)
         kind = choice(config, ("checkpoint_format", "format"), KINDS, "gptq")
-        self._below = 1 if kind == "gptq" else 0  # how far stored zeros are below the real ones
+        self._below = 1 if kind == "gptq" else 0  # added to stored zeros to get the real ones
         for pattern, rule in (config.get("dynamic") or {}).items():
-            if pattern.startswith("-:"):  # modules that are not quantized: they are stored so
+            if pattern.startswith("-:"):  # unquantized modules are stored as plain numbers
                 continue
             if any(rule.get(key, config.get(key)) != config.get(key) for key in RULES):
                 raise ValueError(f"it has other settings for some modules (dynamic: {pattern})")
@@ -82,8 +82,8 @@ class Gptq(QuantizationMethod):
 
 
 def order_of_groups(group_of: NDArray[Any], group: int) -> NDArray[np.int64] | None:
-    """The inputs sorted by their groups; None if they are. Raises ValueError if groups have other
-    sizes than `group`."""
+    """Return the inputs sorted by group; None if they are in order. Raises ValueError if a group
+    has another size than `group`."""
     columns = np.argsort(group_of, kind="stable")
     if not np.array_equal(group_of[columns], np.arange(len(group_of)) // group):
         raise ValueError(f"g_idx does not have {group} inputs in each group")
@@ -91,7 +91,7 @@ def order_of_groups(group_of: NDArray[Any], group: int) -> NDArray[np.int64] | N
 
 
 def in_order(codes: Bytes, bits: int, columns: NDArray[np.int64]) -> Bytes:
-    """The columns of `codes`, of 4 bits in pairs, in another order."""
+    """Reorder the columns of `codes`; 4-bit codes are packed in pairs."""
     if bits == 8:
         return codes[:, columns]
     return packed_nibbles(nibbles(codes)[:, columns])

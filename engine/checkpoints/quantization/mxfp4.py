@@ -1,8 +1,8 @@
 """Experts of gpt-oss: 4-bit floats with an exponent for 32 of them (OCP MX).
 
 `x_blocks` uint8 [experts, outputs, groups, 16] (or the last two dims as one) holds two values a
-byte, the first in the low nibble, `x_scales` uint8 [experts, outputs, groups] the exponents; `x` is
-the name of a projection of all experts of a layer.
+byte, the first in the low nibble; `x_scales` uint8 [experts, outputs, groups] holds the exponents.
+`x` is the name of a projection of all experts of a layer.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,7 +23,7 @@ class Mxfp4Experts(QuantizationMethod):
     forms = (STORED,)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Nothing in it changes how weights are read: what is not converted has no blocks."""
+        """Ignore the config: unconverted modules have no blocks, so `find` skips them."""
 
     def layout(self, parts: Parts) -> Layout:
         blocks, scales = parts["blocks"], parts["scales"]

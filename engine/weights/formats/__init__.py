@@ -1,5 +1,5 @@
-"""The storage formats by name. A family of formats is one module here with a tuple FORMATS, which
-is found by discovery; a module elsewhere calls `register`.
+"""The storage formats by name. A family of formats is one module in this package with a tuple
+FORMATS, found by discovery; modules elsewhere call `register`.
 """
 
 import pkgutil
@@ -14,7 +14,7 @@ _formats: dict[str, Format] = {}
 
 
 def register(*added: Format) -> None:
-    """Make formats known. Raises ValueError if one of their names is taken."""
+    """Register formats. Raises ValueError if one of their names is taken."""
     for item in added:
         if _formats.setdefault(item.name, item) is not item:
             raise ValueError(f"format {item.name} is registered twice")
@@ -27,6 +27,6 @@ def _discover() -> None:
 
 
 def formats() -> Mapping[str, Format]:
-    """Every format but those of plain numbers (engine/weights/plain.py)."""
+    """Return all formats except plain numbers (engine/weights/plain.py), by name."""
     _discover()
     return MappingProxyType(_formats)

@@ -1,6 +1,6 @@
 """Formats of 32 values with one scale (and for _1 one minimum) per block.
 
-The low nibbles of a block's bytes are its first 16 values, the high ones the rest.
+The low nibbles of a block's bytes are its first 16 values, the high nibbles the other 16.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ def nibbles(packed: Bytes) -> Bytes:
 
 
 def fifth_bits(packed: Bytes) -> Bytes:
-    """uint8 [blocks, 4], little-endian bit mask -> uint8 [blocks, 32] of 0 or 16."""
+    """uint8 [blocks, 4], a little-endian bit mask -> uint8 [blocks, 32] of 0 or 16."""
     return fields(packed, 1).swapaxes(1, 2).reshape(len(packed), -1) << np.uint8(4)
 
 

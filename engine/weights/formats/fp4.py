@@ -10,8 +10,8 @@ CODES, EXPONENTS = "codes", "exponents"
 
 
 class Mxfp4(BlockFormat):
-    """As GGUF's blocks, or as two parts: CODES uint8 [..., bytes], the first value in the low
-    nibble, and EXPONENTS uint8 [..., groups of 32]."""
+    """MXFP4, stored as GGUF's blocks or as two parts: CODES uint8 [..., bytes], the first value in
+    the low nibble, and EXPONENTS uint8 [..., groups of 32]."""
 
     def unpack(self, raw: RawTensor) -> Floats:
         return super().unpack(self.packable(raw))
@@ -35,7 +35,7 @@ FORMATS = (MXFP4, gguf_format("NVFP4", 64, 36))
 
 
 def mxfp4(codes: Bytes, exponents: Bytes) -> RawTensor:
-    """A weight or a stack of such parts. Raises ValueError if they do not fit together."""
+    """Return a weight, or a stack, of these parts. Raises ValueError if their shapes differ."""
     wanted = (*exponents.shape[:-1], exponents.shape[-1] * 16)
     if codes.shape != wanted:
         raise ValueError(f"codes are {list(codes.shape)}, exponents {list(exponents.shape)}")

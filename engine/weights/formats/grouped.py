@@ -1,6 +1,6 @@
-"""Levels of 4 or 8 bits that share a scale, and in some a zero point, with a group of their row.
+"""Formats of 4- or 8-bit levels with one scale, and optionally a zero point, per group of a row.
 
-The layouts of GPTQ, AWQ, FP8 and compressed-tensors files are brought into this one form.
+The layouts of GPTQ, AWQ, FP8 and compressed-tensors files are converted to this form.
 """
 
 import math
@@ -14,11 +14,11 @@ from pdserve.engine.weights.format import Floats, Format, RawTensor
 from pdserve.engine.weights.plain import PLAIN, widened
 
 CODES, SCALES, ZEROS, DIVISORS = "codes", "scales", "zeros", "divisors"
-NAMES = {PLAIN[name]: name for name in ("F32", "F16", "BF16")}  # of the types of scales
+NAMES = {PLAIN[name]: name for name in ("F32", "F16", "BF16")}  # format by dtype of the scales
 
 
 def _e4m3() -> Floats:
-    """Of each byte the 8-bit float that it is: 4 bits of exponent, 3 of mantissa, no infinities."""
+    """Return the value of each byte as a float of 4 exponent and 3 mantissa bits, no infinities."""
     codes = np.arange(128)
     exponent, mantissa = codes >> 3, codes & 7
     normal = (8 + mantissa) * 2.0 ** (exponent - 10)
@@ -32,16 +32,16 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 
 class GroupedFormat(Format):
-    """`codes` uint8 [rows, bytes], of 4 bits the first in the low nibble; `scales` [rows, groups]
-    of float32, float16 or bfloat16 bits; `zeros` uint8 [rows, groups], for integers only. FP4 has
-    8-bit floats as scales, and `divisors` float32 [rows].
+    """A format with the parts `codes` uint8 [rows, bytes], for 4 bits the first in the low nibble;
+    `scales` [rows, groups] of float32, float16 or bfloat16 bits; `zeros` uint8 [rows, groups], for
+    integers only. FP4 has 8-bit floats as scales, and `divisors` float32 [rows].
 
-    A value is (level - zero) * scale; without zeros integers are less half of their range. With
-    divisors a scale is first divided by that of its row.
+    A value is (level - zero) * scale; without zeros, half the range is subtracted from integers.
+    With divisors, a scale is first divided by the divisor of its row.
     """
 
     def __init__(self, name: str, bits: int, table: Floats | None) -> None:
-        """`table`: the level of each code; None: the code itself."""
+        """`table` holds the level of each code; None means that the code is the level."""
         self.name = name
         self.bits = bits
         self._table = table
@@ -70,7 +70,7 @@ FORMATS = (INT4, INT8, FP8, FP4)
 
 
 def scales_of(raw: RawTensor) -> Floats:
-    """The scale of each group, float32 [..., rows, groups]."""
+    """Return the scale of each group, float32 [..., rows, groups]."""
     stored = raw.parts[SCALES]
     if DIVISORS in raw.parts:
         found: Floats = E4M3[stored] / raw.parts[DIVISORS][..., None]
@@ -79,8 +79,8 @@ def scales_of(raw: RawTensor) -> Floats:
 
 
 def float4(codes: Bytes, scales: Bytes, divisor: np.float32) -> RawTensor:
-    """A weight of 4-bit floats in groups of 16, as NVFP4 stores it. Raises ValueError if the parts
-    do not fit together."""
+    """Return a weight of 4-bit floats in groups of 16 (NVFP4). Raises ValueError if the shapes of
+    the parts do not match."""
     shape = (codes.shape[0], codes.shape[1] * 2)
     if scales.shape != (shape[0], shape[1] // 16) or shape[1] % 16:
         raise ValueError(f"scales are {list(scales.shape)} for a weight of {list(shape)}")
@@ -95,7 +95,7 @@ def grouped(
     zeros: Bytes | None = None,
     columns: NDArray[np.int64] | None = None,
 ) -> RawTensor:
-    """A weight in that form. Raises ValueError if the parts do not fit together."""
+    """Return a weight of a grouped format. Raises ValueError if the parts do not match."""
     shape = (codes.shape[0], codes.shape[1] * 8 // format.bits)
     rows, groups = scales.shape
     if rows != shape[0] or groups < 1 or shape[1] % groups:
@@ -111,8 +111,8 @@ def grouped(
 
 
 def even_groups(of_group: NDArray[Any], group: int, cols: int) -> NDArray[Any]:
-    """[rows, ceil(cols / group)] for groups that may end in a shorter one, as [rows, n] for groups
-    that divide `cols` evenly."""
+    """Expand [rows, ceil(cols / group)], whose last group may be shorter, to [rows, n] for groups
+    that divide `cols` evenly. Raises ValueError."""
     if -(-cols // group) != of_group.shape[1]:
         raise ValueError(f"{of_group.shape[1]} groups of {group} columns do not make {cols}")
     width = math.gcd(group, cols)
@@ -120,10 +120,10 @@ def even_groups(of_group: NDArray[Any], group: int, cols: int) -> NDArray[Any]:
 
 
 def nibbles(packed: Bytes) -> Bytes:
-    """uint8 [..., n] -> [..., 2 n]: the low nibble of each byte first."""
+    """Unpack uint8 [..., n] to [..., 2 * n], the low nibble of each byte first."""
     return np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def packed_nibbles(levels: Bytes) -> Bytes:
-    """uint8 [..., 2 n] of 0 to 15 -> [..., n]: the inverse of `nibbles`."""
+    """Pack uint8 [..., 2 * n] of 0 to 15 to [..., n]: the inverse of `nibbles`."""
     return levels[..., 0::2] | levels[..., 1::2] << np.uint8(4)

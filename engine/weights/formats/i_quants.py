@@ -1,7 +1,7 @@
 """Formats whose levels come from codebooks or non-linear tables (IQ).
 
-Levels of IQ2 and IQ3 are those of their codebooks with a sign; those of IQ1 are eighths, since a
-group is moved by an eighth up or down.
+Levels of IQ2 and IQ3 are codebook entries with a sign. Levels of IQ1 are multiples of an eighth,
+because a group is shifted up or down by an eighth.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def _iq1_s(blocks: Bytes) -> Floats:
 
 
 def _iq1_m(blocks: Bytes) -> Floats:
-    """Three bits a group in four words, whose upper bits are those of the block's scale."""
+    """Scales: three bits per group in four words, whose upper bits hold the block's scale."""
     stored = words(blocks[:, 48:56], np.uint16)
     upper = stored >> 12
     whole = upper[:, 0] | upper[:, 1] << 4 | upper[:, 2] << 8 | upper[:, 3] << 12

@@ -1,6 +1,6 @@
 """Formats of 256 values in sub-blocks whose scales are themselves quantized.
 
-Where a format has no minimum its levels are centred on zero by a constant.
+Formats without a minimum centre their levels on zero by a constant.
 """
 
 import numpy as np
@@ -10,10 +10,10 @@ from pdserve.engine.weights.format import BlockFormat, Floats
 
 
 def scales_and_minima(packed: Bytes) -> tuple[Floats, Floats]:
-    """Q4_K's and Q5_K's twelve bytes -> float32 [blocks, 8] scales and minima of 6 bits each.
+    """Unpack the twelve bytes of Q4_K and Q5_K: 6-bit scales and minima, float32 [blocks, 8] each.
 
-    Bytes 0-3 and 4-7 hold the low six bits of scales and minima 0-3 and, in their top two bits,
-    the top two of 4-7, whose low four are the nibbles of bytes 8-11.
+    Bytes 0-3 and 4-7 hold scales and minima 0-3 in their low six bits and, in their top two bits,
+    the top two bits of 4-7. The nibbles of bytes 8-11 are the low four bits of 4-7.
     """
     first, second, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate((first & 63, (rest & 15) | (first >> 6 << 4)), 1)
@@ -22,7 +22,7 @@ def scales_and_minima(packed: Bytes) -> tuple[Floats, Floats]:
 
 
 def levels_of(packed: Bytes, bytes_at_once: int, width: int, values: int) -> Bytes:
-    """Fields of `width` bits out of runs of bytes -> uint8 [blocks, 256 / values, values]."""
+    """Unpack fields of `width` bits from runs of bytes: uint8 [blocks, 256 / values, values]."""
     runs = packed.reshape(len(packed), -1, bytes_at_once)
     return fields(runs, width).reshape(len(packed), -1, values)
 
@@ -40,7 +40,7 @@ def unpack_q3_k(blocks: Bytes) -> Floats:
     high = fields(blocks[:, 104:108], 2).reshape(len(blocks), -1)
     scales = (floats(low | (high << 4)) - 32) * half(blocks, 108)
     levels = levels_of(blocks[:, 32:96], 32, 2, 16)
-    top = fields(blocks[:, :32], 1).reshape(len(blocks), 16, 16)  # a clear bit takes four off
+    top = fields(blocks[:, :32], 1).reshape(len(blocks), 16, 16)  # a clear bit subtracts four
     centred = floats(levels | (top << 2)) - 4
     return flat(centred * scales[:, :, None])
 

@@ -1,8 +1,8 @@
 """The Triton kernels of paged attention.
 
-Either the programs of `attend_kernel` take the splits of their keys one after the other, or those
-of `split_kernel` one split each, which `merge_kernel` merges (as Flash-Decoding does). Launch all
-of them with enable_fp_fusion=False: what is fused is written as fma.
+Either each program of `attend_kernel` processes the splits of its keys one after the other, or each
+program of `split_kernel` processes one split and `merge_kernel` merges them (Flash-Decoding). All
+kernels must be launched with enable_fp_fusion=False: fused operations are explicit fma calls.
 """
 
 import triton
@@ -48,7 +48,7 @@ def attend_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (N columns of a tile of tokens, kv head) takes all splits, one after the other."""
+    """Program (N columns of a tile of tokens, kv head) processes all splits in sequence."""
     PARTS: tl.constexpr = (TOKENS * GROUP + N - 1) // N
     tile, kv_head = tl.program_id(0) // PARTS, tl.program_id(1)
     if tiles is None:
@@ -98,7 +98,7 @@ def attend_kernel(
         peak, total, main, side = merge(
             peak, total, main, side, split_peak, split_total, split_main, split_side
         )
-    # Loaded anew, so that nothing is kept for it over the loop.
+    # Reloaded, so that the loop keeps no registers for it.
     start_column = tl.load(starts + row, volatile=True) * GROUP + first_column
     column = start_column + tl.arange(0, N)
     head = kv_head * GROUP + column % GROUP
@@ -135,8 +135,8 @@ def split_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (N columns of a row's only token, kv head, split), splits counted from the one that
-    has the first key seen."""
+    """Program (N columns of a row's only token, kv head, split); split 0 holds the first visible
+    key."""
     PARTS: tl.constexpr = (GROUP + N - 1) // N
     row, kv_head, split = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2)
     kv_len = tl.load(kv_lens + row)
@@ -194,7 +194,7 @@ def merge_kernel(
     SIDE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (row, query head) merges what `split_kernel` has stored."""
+    """Program (row, query head) merges the splits that `split_kernel` stored."""
     VALUE: tl.constexpr = LATENT if LATENT else D
     FIRST: tl.constexpr = MAIN if MAIN < VALUE else VALUE
     row, head = tl.program_id(0), tl.program_id(1)

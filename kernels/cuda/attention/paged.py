@@ -1,9 +1,8 @@
-"""Paged attention on a GPU, in Triton: a token has the same bits whatever else is in its step.
+"""Paged attention on a GPU, in Triton: a token's result is bit-identical in every batch.
 
-They depend on its query, on the keys and values that it sees and on their positions; not on other
-rows, on how the row's tokens are cut into chunks, or on the kernel that computes it. Nothing here
-waits for the device, and grids depend on what the host knows, so launches can be captured in a CUDA
-graph.
+The result depends on the query, on the visible keys and values and on their positions; not on other
+rows, on chunk borders, or on the kernel that computes it. No function here waits for the device,
+and grids depend only on host data, so launches can be captured in a CUDA graph.
 """
 
 from dataclasses import dataclass
@@ -16,31 +15,31 @@ from torch import Tensor
 from pdserve.kernels.cuda.attention.kernels import attend_kernel, merge_kernel, split_kernel
 
 SPLIT = 256  # keys
-LATENT_SPLIT = 1024  # of keys that many heads share, or partial results would be most of the bytes
-TOKENS = 64  # of one of Rows.tiles: with all heads of a group they fill columns, whatever its size
-HEAD_STEP = 16  # head_dim is a multiple of it
-MOST_HEAD_DIM = 512  # or as many of latent values: what fits in shared memory
+LATENT_SPLIT = 1024  # keys; many heads share them, so smaller splits write mostly partial results
+TOKENS = 64  # per tile of Rows.tiles; with all heads of a group, they fill the columns
+HEAD_STEP = 16  # head_dim is a multiple of this
+MOST_HEAD_DIM = 512  # also for latent values; the limit is shared memory
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a step, on the device: made once a step for all layers with one block table."""
+    """The rows of a step, on the device; shared by all layers with the same block table."""
 
     block_table: Tensor  # int32 or int64 [rows, max_blocks]
     starts: Tensor  # int32 [rows + 1]
     kv_lens: Tensor  # int32 [rows]
     tiles: Tensor  # int32 [tiles, 2]: row, and the first of at most TOKENS of its tokens
-    num_decode_rows: int  # the first rows, of one token each
-    max_kv_len: int  # of the decode rows, or more: programs past a row's end leave at once
+    num_decode_rows: int  # the first rows, with one token each
+    max_kv_len: int  # upper bound for the decode rows; programs past a row's end exit at once
 
 
 def chunk_tiles(
     starts: tuple[int, ...], kv_lens: tuple[int, ...], num_decode_rows: int
 ) -> NDArray[np.int64]:
-    """Rows.tiles of a step whose rows are as `reference.paged_attention` has them. Those with most
-    keys come first, so that none of them ends last alone."""
+    """Return Rows.tiles of a step; the arguments are those of `reference.paged_attention`. Tiles
+    with the most keys come first, so that no long tile finishes alone."""
     tiles = []
     for row in range(num_decode_rows, len(kv_lens)):
         num_tokens = starts[row + 1] - starts[row]
@@ -60,10 +59,10 @@ def paged_attention(
     sinks: Tensor | None = None,
     latent: int = 0,
 ) -> Tensor:
-    """Causal attention as `reference.paged_attention` has it, over keys and values that are cast to
-    q's dtype; q [T, H, D] may be a view of rows that hold more. Of kv [blocks, 1, K, block_size, D]
-    the last `latent` values of a key are its value, or all of them if that is 0. Returns
-    [T, H, latent or D], in which a row of no keys has 0. Raises ValueError of what does not fit.
+    """Compute causal attention like `reference.paged_attention`, with keys and values cast to q's
+    dtype. q [T, H, D] may be a view of longer rows. With kv [blocks, 1, K, block_size, D], the last
+    `latent` numbers of a key are its value, or all of them if `latent` is 0. Returns [T, H, latent
+    or D], with 0 for rows without keys. Raises ValueError for arguments that do not match.
     """
     _check(q, kv, rows.block_table, scale, latent)
     num_tokens, num_heads, head_dim = q.shape
@@ -94,7 +93,7 @@ def paged_attention(
         **parts,
     }
     few = min(shape.columns, 16 if group <= 16 else 32)  # columns for one token
-    # Left alone, ptxas spills a few values for more programs at once, where there are 16 columns.
+    # With 16 columns and no limit, ptxas spills values to run more programs at once.
     most_registers = {16: 255, 32: None}
 
     def attend(tiles: Tensor | None, num_tiles: int, tokens: int, columns: int) -> None:
@@ -179,23 +178,23 @@ def _check(q: Tensor, kv: Tensor, table: Tensor, scale: float, latent: int) -> N
 
 
 def _num_splits(max_kv_len: int, window: int, split: int) -> int:
-    """The most that a row of max_kv_len keys or fewer sees any key of."""
+    """Return the largest number of splits with visible keys, for rows of up to max_kv_len keys."""
     most = -(-max_kv_len // split)
     return min(most, (window + split - 2) // split + 1) if window else most
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How heads of some length are computed. Sums depend on all but the last two, so these are the
-    same for every step; the last are what was compiled without spilling registers.
+    """Tile sizes for heads of some length. All but the last two fields affect the sums, so they are
+    the same for every step; the last two are chosen to compile without register spills.
     """
 
     main: int
     side: int
-    tile: int  # keys: 64 are the rows of a warp group's product
+    tile: int  # keys; 64 are the rows of a warp group's product
     split: int  # keys
     num_warps: int
-    columns: int  # most of a tile
+    columns: int  # at most, per tile
     num_stages: int
 
 
@@ -208,7 +207,7 @@ def _shape(head_dim: int, latent: int, dtype: torch.dtype, kv_dtype: torch.dtype
         if side == main:
             main, side = 2 * main, 0
     long, exact = main + side > 128, dtype == torch.float32
-    num_stages = 3 if dtype == kv_dtype else 2  # of 3 the block table is a stage ahead, too
+    num_stages = 3 if dtype == kv_dtype else 2  # with 3, the block table is also a stage ahead
     return _Shape(
         main,
         side,
@@ -221,5 +220,5 @@ def _shape(head_dim: int, latent: int, dtype: torch.dtype, kv_dtype: torch.dtype
 
 
 def _padded(length: int, least: int) -> int:
-    """The next power of two, of at least `least`; 0 of nothing."""
+    """Return the next power of two, at least `least`; 0 for length 0 or below."""
     return max(least, 1 << (length - 1).bit_length()) if length > 0 else 0

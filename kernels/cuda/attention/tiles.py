@@ -1,15 +1,15 @@
-"""What the kernels of paged attention share, so that a token has the same bits in each of them.
+"""Functions shared by the paged attention kernels, so that all give a token the same bits.
 
-Scores are S^T = K Q^T, keys by columns, and results O^T += V^T P^T, values by columns; a column is
-one query head of one token, so a tile of columns only groups independent sums. Keys are taken in
-tiles of TILE at absolute positions, and these in splits, which start from nothing (`attend_split`)
-and are merged in ascending order (`merge`). A key that a column does not see counts with exactly 0,
-and so does a tile of them. The online softmax is that of FlashAttention-2 (arXiv:2307.08691), in
-powers of two.
+Scores are S^T = K Q^T, keys by columns, and results O^T += V^T P^T, values by columns. A column is
+one query head of one token, so a tile of columns only groups independent sums. Keys are processed
+in tiles of TILE at absolute positions, and tiles in splits, which start empty (`attend_split`) and
+are merged in ascending order (`merge`). A key that a column does not see has weight exactly 0, and
+so has a tile of such keys. The online softmax is FlashAttention-2's (arXiv:2307.08691), in powers
+of two.
 
-A head is computed in one or two parts, MAIN and SIDE values long with what pads them to powers of
-two; SIDE is 0 if there is one part. The last LATENT values of a key are its value, unless LATENT is
-0, and its main part.
+A head is computed in one or two parts, of MAIN and SIDE values including padding to powers of two;
+SIDE is 0 if there is one part. Unless LATENT is 0, the last LATENT values of a key are its value
+and its main part.
 """
 
 import triton
@@ -26,7 +26,7 @@ def _finite(peak):
 
 @triton.jit
 def load_part(base, rows, used, LENGTH: tl.constexpr, PADDED: tl.constexpr):
-    """[rows, PADDED], LENGTH values and then 0, and 0 in rows that are not used."""
+    """Load [rows, PADDED]: LENGTH values, then zeros; unused rows are 0."""
     d = tl.arange(0, PADDED)
     mask = used[:, None]
     if LENGTH < PADDED:
@@ -54,7 +54,7 @@ def _load_side(
 
 @triton.jit
 def _store_part(base, columns, used, value, LENGTH: tl.constexpr, PADDED: tl.constexpr):
-    """value [PADDED, columns], of which there are LENGTH, of the columns that are used."""
+    """Store the first LENGTH values of value [PADDED, columns], for the used columns."""
     d = tl.arange(0, PADDED)
     mask = used[None, :]
     if LENGTH < PADDED:
@@ -74,7 +74,7 @@ def store_values(
     MAIN: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """main [MAIN, N] and side [SIDE, N] as [heads, values]."""
+    """Store main [MAIN, N] and side [SIDE, N] as [heads, values]."""
     if LATENT:
         _store_part(base, heads * LATENT, used, main, LATENT, MAIN)
     else:
@@ -85,8 +85,8 @@ def store_values(
 
 @triton.jit
 def no_split(LATENT: tl.constexpr, MAIN: tl.constexpr, SIDE: tl.constexpr, N: tl.constexpr):
-    """Largest score [N], sum of weights [N], sums of weighted values [MAIN, N] and [SIDE, N] (of
-    no use where values have one part) before any key."""
+    """Return the state before any key: largest score [N], sum of weights [N], sums of weighted
+    values [MAIN, N] and [SIDE, N] (unused if values have one part)."""
     OTHER: tl.constexpr = 16 if LATENT or not SIDE else SIDE
     peak = tl.full((N,), NOTHING, tl.float32)
     total = tl.zeros((N,), tl.float32)
@@ -102,11 +102,11 @@ def attend_split(
     blocks,  # the row's part of the block table
     block_stride,
     first,  # position of the first tile
-    low,  # [low, end) are the keys that any column sees
+    low,  # [low, end): the keys that any column sees
     end,
     position,  # [N]
     window,
-    inner,  # a score is product * factor, or tanh(product * inner) * factor, in powers of two
+    inner,  # score: product * factor, or tanh(product * inner) * factor, in powers of two
     factor,
     CAPPED: tl.constexpr,
     LATENT: tl.constexpr,
@@ -117,7 +117,7 @@ def attend_split(
     N: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One split, as `no_split` has it."""
+    """Process one split; return a state like `no_split`."""
     dtype: tl.constexpr = q_main.dtype
     peak, total, main, side = no_split(LATENT, MAIN, SIDE, N)
     for at in range(first, end, TILE):
@@ -151,7 +151,7 @@ def attend_split(
 
 @triton.jit
 def merge(peak, total, main, side, split_peak, split_total, split_main, split_side):
-    """Adds a later split to what earlier ones gave."""
+    """Merge a later split into the state of the earlier splits."""
     highest = tl.maximum(peak, split_peak)
     shift = _finite(highest)
     before, now = tl.exp2(peak - shift), tl.exp2(split_peak - shift)
@@ -176,7 +176,7 @@ def store_result(
     MAIN: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """Takes in the sinks, divides by the sum of weights and stores. No key at all gives 0."""
+    """Add the sinks, divide by the sum of weights and store. Columns without any key are 0."""
     factor = tl.full(peak.shape, 1.0, tl.float32)
     if sinks is not None:
         sink = tl.load(sinks, mask=used, other=0.0) * LOG2_E

@@ -17,10 +17,10 @@ def combine(
     shared: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """results [pairs, N] in the order of the groups, float32 weights [T, top_k] -> [T, N]: each
-    token's results times their weights, added in the order of the ranks; then the shared expert's
-    result [T, N], times sigmoid of its float32 gate [T, 1] if there is one. Weights, products and
-    sums are rounded to the dtype of the results."""
+    """Sum each token's results [pairs, N], in group order, times float32 weights [T, top_k], in
+    rank order; then add the shared expert's result [T, N], times the sigmoid of its float32 gate
+    [T, 1] if given. Returns [T, N]. Weights, products and sums are rounded to the dtype of the
+    results."""
     tokens, size = len(weights), results.shape[1]
     out = torch.empty((tokens, size), dtype=results.dtype, device=results.device)
     if tokens:
@@ -41,7 +41,7 @@ def combine(
 
 @triton.jit
 def _times(value, factor, dtype: tl.constexpr):
-    """Both rounded before, and the product after."""
+    """Multiply; the factor and the product are rounded to `dtype`."""
     return (value.to(tl.float32) * factor.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
 

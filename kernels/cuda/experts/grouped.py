@@ -1,7 +1,7 @@
 """Products of tokens with the matrices of their experts, all experts in one launch, in Triton.
 
-A product has the bits that `linear` gives of the expert's matrix alone: the same splits, the same
-sums. One program adds all splits of its tile, since the experts are enough programs.
+A product is bit-identical to `linear` with the expert's matrix: the splits and sums are the same.
+One program adds all splits of its tile, because the experts give enough programs.
 """
 
 from collections.abc import Iterable
@@ -29,15 +29,15 @@ from pdserve.kernels.cuda.linear.tiles import (
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """Matrices of one shape and layout, one after the other in memory."""
+    """Matrices of one shape and layout, contiguous in memory."""
 
     first: DeviceMatrix
-    tensors: tuple[Tensor | None, ...]  # of all: values, scales, zeros; [matrices, ...]
-    numbers: Tensor  # int32 [experts]: which matrix is an expert's; -1: none of these
+    tensors: tuple[Tensor | None, ...]  # values, scales, zeros of all matrices; [matrices, ...]
+    numbers: Tensor  # int32 [experts]: the matrix of each expert; -1: not in this stack
 
 
 def tile_tokens(stacks: Iterable[MatrixStack], pairs: int, experts: int) -> int:
-    """How many pairs of a token and an expert share a tile."""
+    """Return how many (token, expert) pairs share a tile."""
     return min(
         tile_width(stack.first, pairs, experts, target_of(stack.numbers.device)) for stack in stacks
     )
@@ -46,15 +46,15 @@ def tile_tokens(stacks: Iterable[MatrixStack], pairs: int, experts: int) -> int:
 def tile_width(
     matrix: DeviceMatrix, pairs: int, experts: int, target: ProductTarget = LARGEST
 ) -> int:
-    """Enough for twice the mean of an expert, so that most experts' weights are read once. It
-    changes no bit of a result. Before Hopper a wider tile of scattered tokens has too few
-    registers."""
+    """Return a width for twice the mean number of pairs per expert, so that the weights of most
+    experts are read once. The width never affects results. Before Hopper, wider tiles of scattered
+    tokens need too many registers."""
     most = 128 if target.is_hopper else 64
     return min(width_of(matrix, 2 * pairs // experts, target), most)
 
 
 def tiles_of_group(matrix: DeviceMatrix, width: int, target: ProductTarget = LARGEST) -> Tiles:
-    """How products are cut whose tiles have `width` tokens."""
+    """Return the tiling of products whose tiles have `width` tokens."""
     return tiles_of_width(matrix, width, tall_tiles(matrix, width), True, target)
 
 
@@ -68,11 +68,11 @@ def grouped_product(
     by_pair: bool,
     tiles: Tiles | None = None,
 ) -> None:
-    """Writes into out [pairs, rows] each pair's x times its expert's matrix, transposed, plus the
-    expert's row of bias [experts, rows]. Pairs of experts that the stack has not are left alone.
+    """Write into out [pairs, rows] each pair's x times its expert's matrix, transposed, plus the
+    expert's row of bias [experts, rows]. Skip pairs whose expert is not in the stack.
 
-    x is [pairs, cols] in the order of the groups if `by_pair`, and else [tokens, cols]. `tiles` is
-    for those that compile for another device. Raises ValueError for what does not fit together.
+    x is [pairs, cols] in group order if `by_pair`, else [tokens, cols]. `tiles` overrides the
+    tiling, to compile for another device. Raises ValueError for arguments that do not match.
     """
     matrix, pairs = stack.first, len(groups.pairs)
     rows, experts = matrix.rows, len(stack.numbers)
@@ -135,7 +135,7 @@ def _grouped(
     bias, out, num_tiles, rows, cols, x_stride, out_stride, bias_stride, blocks, split_blocks,
     splits, TOP_K: tl.constexpr, LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Grid: row tiles times tiles of pairs, in runs of SIDE tiles of rows."""
+    """Grid: row tiles times tiles of pairs, in runs of SIDE row tiles."""
     run = tl.program_id(0) // (SIDE * num_tiles)
     within = tl.program_id(0) % (SIDE * num_tiles)
     side = tl.minimum(tl.cdiv(rows, BM) - run * SIDE, SIDE)

@@ -1,5 +1,5 @@
-"""Pairs of a token and one of its experts in the order of the experts, in Triton: a counting sort,
-whose result no order of execution changes. The host never learns how many pairs an expert has."""
+"""Sorts (token, expert) pairs by expert, in Triton: a counting sort whose result does not depend on
+the order of execution. The host never reads how many pairs an expert has."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW_PAIRS, MANY_PAIRS = 1024, 4096  # that one step of a program looks at
+FEW_PAIRS, MANY_PAIRS = 1024, 4096  # pairs read per step of a program
 TILE_LANES: tl.constexpr = tl.constexpr(64)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Pairs sorted by expert, those of one expert by token, and cut into tiles of pairs of one
-    expert. All are int32."""
+    """Pairs sorted by expert and then by token, divided into tiles of one expert each. All tensors
+    are int32."""
 
     pairs: Tensor  # [pairs]: token * top_k + rank
-    places: Tensor  # [tokens, top_k]: where each pair is in `pairs`
-    ends: Tensor  # [experts]: behind the last pair of each
-    tile_experts: Tensor  # [tiles]; -1: there is no such tile
-    tile_firsts: Tensor  # [tiles]: the first pair of each
-    tile_tokens: int  # pairs of a tile, at most
+    places: Tensor  # [tokens, top_k]: position of each pair in `pairs`
+    ends: Tensor  # [experts]: end of each expert's pairs
+    tile_experts: Tensor  # [tiles]; -1: unused tile
+    tile_firsts: Tensor  # [tiles]: first pair of each tile
+    tile_tokens: int  # max pairs per tile
 
     @property
     def top_k(self) -> int:
@@ -30,7 +30,7 @@ class Groups:
 
 
 def group(chosen: Tensor, experts: int, tile_tokens: int) -> Groups:
-    """Of the experts that tokens go to, int32 [tokens, top_k], each token's different ones."""
+    """Group the pairs of chosen experts, contiguous int32 [tokens, top_k], distinct per token."""
     if chosen.dtype != torch.int32 or not chosen.is_contiguous():
         raise ValueError(f"chosen are {chosen.dtype}, strides {chosen.stride()}")
 
@@ -68,7 +68,7 @@ def group(chosen: Tensor, experts: int, tile_tokens: int) -> Groups:
 
 
 def most_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
-    """So many tiles there are at most, wherever the pairs go."""
+    """Return the largest possible number of tiles."""
     busy = min(pairs, experts)
     return busy + (pairs - busy) // tile_tokens
 
@@ -78,7 +78,7 @@ def _group(
     chosen, pairs, places, ends, tile_experts, tile_firsts, num_pairs, num_tiles, experts,
     TILE: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: experts. Each counts the pairs of all, and places its own."""
+    """Grid: experts. Each program counts the pairs of all experts and places its own pairs."""
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros((BINS,), tl.int32)
@@ -101,7 +101,7 @@ def _group(
         tl.store(pairs + place, at + lanes, mask=mine)
         tl.store(places + at + lanes, place, mask=mine)
         next_place += tl.sum(mine.to(tl.int32), 0)
-    written = tl.where(expert == experts - 1, num_tiles, end_tile)  # the last one fills the rest
+    written = tl.where(expert == experts - 1, num_tiles, end_tile)  # the last expert fills the rest
     for at in range(first_tile, written, TILE_LANES):
         tile = at + tl.arange(0, TILE_LANES)
         tl.store(tile_experts + tile, tl.where(tile < end_tile, expert, -1), mask=tile < written)

@@ -1,5 +1,5 @@
-"""Which experts of a mixture each token goes to, in Triton. A program is one token, so that no
-other has a part in its sums."""
+"""Routing of tokens to the experts of a mixture, in Triton. Each program handles one token, so
+other tokens never affect its sums."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LEAST_SUM: tl.constexpr = tl.constexpr(1e-20)  # what normalized weights are divided by at least
+LEAST_SUM: tl.constexpr = tl.constexpr(1e-20)  # added to the divisor of normalized weights
 LEAST: tl.constexpr = tl.constexpr(-(1 << 63))  # below the key of any number
 
 
@@ -24,11 +24,11 @@ def choose(
     kept_groups: int = 1,
     group_best: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """float32 [T, experts], [experts] -> experts int32 [T, top_k] in ascending order, and their
-    weights, float32 [T, top_k]. Source: arXiv:2412.19437, 2.1.2.
+    """Choose experts for logits float32 [T, experts] and correction [experts]: int32 [T, top_k] in
+    ascending order, and weights float32 [T, top_k]. Source: arXiv:2412.19437, 2.1.2.
 
-    The experts with the best sums of score and correction are chosen, of equal ones the first, as
-    ExpertRouting in engine/models/parts.py says. A logit that is no number counts as the largest.
+    The best sums of score and correction win, ties go to the first expert; ExpertRouting in
+    engine/models/parts.py defines the rule. NaN counts as the largest logit.
     """
     tokens, experts = logits.shape
     size = experts // groups
@@ -66,7 +66,7 @@ def choose(
 
 @triton.jit
 def _keys(values, lanes, LANES: tl.constexpr):
-    """int64 that are in the order of the values, and of equal values the first is the largest."""
+    """Return int64 keys in the order of the values; ties give the first value the largest key."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (LANES - 1 - lanes)

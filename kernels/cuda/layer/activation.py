@@ -10,7 +10,7 @@ from torch import Tensor
 from pdserve.kernels.cuda.linear.product import SplitSums, added, operands
 
 BLOCK = 1024
-# Of gpt-oss: how steep its sigmoid is, and what its inputs are cut to (arXiv:2508.10925).
+# gpt-oss: the steepness of its sigmoid, and the limit of its inputs (arXiv:2508.10925).
 SWIGLU_OAI_ALPHA: tl.constexpr = tl.constexpr(1.702)
 SWIGLU_OAI_LIMIT: tl.constexpr = tl.constexpr(7.0)
 
@@ -64,8 +64,8 @@ def _activated_kernel(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
 def gated(
     x: Tensor | SplitSums, activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
 ) -> Tensor:
-    """x [T, 2 N] to [T, N]: activation(first half) * second half. swiglu_oai: gate *
-    sigmoid(1.702 gate) * (up + 1), gate cut to at most 7, up to [-7, 7]."""
+    """Return activation(first half) * second half of x [T, 2 * N]: [T, N]. swiglu_oai: gate *
+    sigmoid(1.702 * gate) * (up + 1), with gate clamped to at most 7, and up to [-7, 7]."""
     values, bias, splits = operands(x)
     num_tokens, size = values.shape[-2], values.shape[-1] // 2
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=values.device)
@@ -78,7 +78,7 @@ def gated(
 
 
 def activated(x: Tensor, activation: Literal["silu", "gelu_tanh", "gelu"]) -> Tensor:
-    """x [T, N] to activation(x)."""
+    """Return activation(x), elementwise; x [T, N]."""
     out = torch.empty_like(x)
     num_tokens, size = x.shape
     if num_tokens:

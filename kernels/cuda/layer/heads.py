@@ -1,5 +1,5 @@
-"""What lies between the product that makes queries, keys and values and attention, in one launch:
-norms of heads, rope, and the new keys and values into the cache."""
+"""The operations between the q, k, v product and attention, in one launch: head norms, rope, and
+storing new keys and values in the KV cache."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_HEADS, WARPS = 8, 4  # of a program: a row of loads for each warp
+MOST_HEADS, WARPS = 8, 4  # per program; each warp loads rows of heads
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRange:
-    """Heads within a row: `q` of them, which stay there, then `kv` of keys, then `values` (kv or
-    none), which go to the cache."""
+    """Heads within a row: `q` query heads, which stay there, then `kv` key heads and `values` value
+    heads (kv or 0), which go to the cache."""
 
-    begin: int  # the column of the first
+    begin: int  # column of the first head
     q: int
     kv: int
     values: int
@@ -24,7 +24,7 @@ class HeadRange:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms over each head of q and of k: weights float32 [dim]."""
+    """RMS norms over each head of q and k, with weights float32 [dim]."""
 
     q: Tensor
     k: Tensor
@@ -33,7 +33,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """cos and sin float32 [positions, rotary_dim / 2]; the half-split form (arXiv:2104.09864)."""
+    """Half-split rope (arXiv:2104.09864): cos and sin float32 [positions, rotary_dim / 2]."""
 
     cos: Tensor
     sin: Tensor
@@ -41,7 +41,7 @@ class Rotation:
 
 @triton.jit
 def _kept(value, dtype: tl.constexpr):
-    """As the cache keeps it: float16 takes finite numbers beyond its largest as that one."""
+    """Cast to the cache's dtype; float16 clamps finite numbers to its range."""
     if dtype == tl.float16:
         is_finite = tl.abs(value) < float("inf")  # false for NaN, too
         value = tl.where(is_finite, tl.minimum(tl.maximum(value, -65504.0), 65504.0), value)
@@ -55,7 +55,7 @@ def _heads_kernel(
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, HEADS heads of q, of k or of v)."""
+    """Program (token, HEADS heads of q, k or v)."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     Q_PARTS: tl.constexpr = (Q + HEADS - 1) // HEADS
@@ -103,7 +103,7 @@ def _heads_kernel(
     elif kv is not None:
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
-            target = kv + slot // BLOCK_SIZE * block_stride  # of all keys' heads, then values'
+            target = kv + slot // BLOCK_SIZE * block_stride  # all key heads, then all value heads
             target += ((heads - Q).to(tl.int64) * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM
             kept: tl.constexpr = kv.dtype.element_ty
             tl.store(target + half, _kept(first.to(tl.float32), kept), mask=in_half)
@@ -120,11 +120,11 @@ def prepare_heads(
     kv: Tensor | None,
     slots: Tensor,
 ) -> None:
-    """Norm and rope of queries, in place, and of keys; keys and values to the cache.
+    """Apply norm and rope to queries, in place, and to keys; write keys and values to the cache.
 
     x [T, columns] with rows of any stride; positions [T]; kv [blocks, planes, K, block_size, D] of
-    any float dtype, where slots [T] = block * block_size + offset name what is written: a negative
-    one nothing. Without `kv` keys must be counted as queries. A norm is rounded to x's dtype.
+    any float dtype. Token t is written at slots[t] = block * block_size + offset; a negative slot
+    is skipped. Without `kv`, count keys as queries. Norms are rounded to x's dtype.
     """
     half = rotation.cos.shape[1] if rotation else 0
     rest = heads.dim - 2 * half

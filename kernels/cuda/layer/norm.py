@@ -1,6 +1,6 @@
-"""Norms in Triton, alone or behind the sum with the residual stream: a program a token.
+"""Norms in Triton, alone or after an addition to the residual stream; one program per token.
 
-The sum is rounded to the stream's dtype; statistics and scaling are in float32, rounded once.
+The sum is rounded to the stream's dtype; statistics and scaling are float32, rounded once.
 """
 
 import torch
@@ -13,7 +13,7 @@ from pdserve.kernels.cuda.linear.product import SplitSums, added, operands
 
 @triton.jit
 def _normed(value, weight, bias, eps, column, size: tl.constexpr, IS_LAYER: tl.constexpr):
-    """float32 [block] of a row, whose places from `size` on hold 0."""
+    """Return the norm of a row, float32 [block]; inputs from `size` on must be 0."""
     inside = column < size
     if IS_LAYER:
         value = tl.where(inside, value - tl.sum(value, 0) / size, 0.0)
@@ -74,10 +74,10 @@ def norm(
     is_layer: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """RMS norm (arXiv:1910.07467), or with `is_layer` layer norm (arXiv:1607.06450), of each row.
+    """Return the RMS norm (arXiv:1910.07467) of each row, or with `is_layer` the layer norm
+    (arXiv:1607.06450).
 
-    x [T, N], whose rows may have any stride, weight and bias float32 [N]; `out` is like x, and may
-    be x itself.
+    x [T, N] with rows of any stride; weight and bias float32 [N]; `out` is like x and may be x.
     """
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -93,7 +93,7 @@ def norm(
 def add(
     stream: Tensor, x: Tensor | SplitSums, held: Tensor | None = None, factor: float = 1.0
 ) -> None:
-    """stream += held + x * factor, all [T, N]: each product and sum is rounded to their dtype."""
+    """Add held + x * factor to `stream`, all [T, N]; products and sums are rounded to its dtype."""
     num_tokens, size = stream.shape
     if num_tokens:
         _add_norm_kernel[(num_tokens,)](
@@ -114,7 +114,7 @@ def add_norm(
     held: Tensor | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """`add`, then the norm of the stream: [T, N]."""
+    """Apply `add`, then return the norm of the stream, [T, N]."""
     out = torch.empty_like(stream)
     num_tokens, size = stream.shape
     if num_tokens:
@@ -131,5 +131,5 @@ def _shape(size: int, is_layer: bool) -> tuple[int, bool]:
 
 
 def _warps(size: int) -> int:
-    """By the size of a row alone: they share its sum."""
+    """Choose warps by row size only, because their number affects the row's sum."""
     return 1 if size <= 256 else 4 if size <= 1024 else 8 if size <= 2048 else 16

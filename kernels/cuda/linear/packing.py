@@ -1,10 +1,10 @@
-"""Weight matrices in the layouts that product.py's kernels read.
+"""Weight matrices in the layouts that the kernels of product.py read.
 
-Plain numbers are [rows, padded columns]. Codes of 4 or 8 bits are words of 32 bits (AFFINE: of 16)
-in tiles of TILE_ROWS rows, so that a kernel reads consecutive memory and unpacks by shifts alone:
-of the words that a row has in a block, field j of word i holds column j * (number of words) + i.
-What belongs to groups of columns (scales, zero points, offsets) is int32 words, too, [tiles, words,
-TILE_ROWS], each of consecutive groups of one row. Added rows and columns are zero.
+Plain numbers are [rows, padded columns]. 4- or 8-bit codes are 32-bit words (AFFINE: 16-bit) in
+tiles of TILE_ROWS rows, so that a kernel reads consecutive memory and unpacks with shifts only:
+among a row's words in a block, field j of word i holds column j * (number of words) + i. Data of
+column groups (scales, zero points, offsets) is int32 words [tiles, words, TILE_ROWS], each word
+with consecutive groups of one row. Padding rows and columns are zero.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch import Tensor
 VALUES, BLOCKS = "values", "blocks"  # names of stored parts
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
 TILE_ROWS = 128
-WORDS = (32, 16)  # of a row in a block, 16 for groups that are no multiples of 32
+WORDS = (32, 16)  # per row and block; 16 for group sizes that are not multiples of 32
 PLAIN = ("F32", "F16", "BF16")
 BITS = {"INT4": 4, "INT8": 8, "FP8": 8, "Q8_0": 8, "Q4_K": 4}
 SCALE_TYPES = {
@@ -30,48 +30,48 @@ SCALE_TYPES = {
 }
 COMPUTE = (torch.bfloat16, torch.float16, torch.float32)
 PLAIN_BLOCK = 64  # columns
-MODEST = 2.0**100  # of scales: their products with 2^12 do not overflow
+MODEST = 2.0**100  # limit of scales whose products with 2^12 cannot overflow
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """How a matrix is read; kernels are compiled for it.
+    """The layout of a matrix; kernels are specialized for it.
 
-    `kind`: PLAIN, LEVELS (whole numbers with a scale and a zero point), FAST_LEVELS (whose scales
-    have 16 bits and are modest), FP8 or AFFINE (whole numbers of 4 bits with a scale and an offset:
+    `kind`: PLAIN, LEVELS (integers with a scale and a zero point), FAST_LEVELS (LEVELS whose scales
+    have 16 bits and are at most MODEST), FP8 or AFFINE (4-bit integers with a scale and an offset:
     Q4_K).
     """
 
     kind: str
-    block: int  # columns that one step multiplies
-    bits: int = 32  # of a code
-    words: int = 0  # of a row in a block
-    groups: int = 1  # with scales of their own in a block
+    block: int  # columns multiplied per step
+    bits: int = 32  # per code
+    words: int = 0  # per row and block
+    groups: int = 1  # groups with separate scales per block
     scale_type: str = "F32"
-    per_word: int = 1  # scales
-    zero_byte: bool = False  # above a scale of 16 bits is a zero point of 8
+    per_word: int = 1  # scales per word
+    zero_byte: bool = False  # an 8-bit zero point is above the 16-bit scale in a word
     word_bits: int = 32
 
     @property
     def word_bytes(self) -> int:
-        """Of a row in a block."""
+        """Bytes per row and block."""
         return self.words * self.word_bits // 8
 
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """A weight matrix [rows, cols] on a device. A word of AFFINE's scales has the offset in its
-    high half if tokens are bfloat16; else both have 32 bits, and offsets are `zeros`."""
+    """A weight matrix [rows, cols] on a device. AFFINE: with bfloat16 tokens, a word of `scales`
+    has the offset in its high half; otherwise both have 32 bits, and `zeros` holds the offsets."""
 
     format: str
     rows: int
     cols: int
-    dtype: torch.dtype  # of the tokens, and of the products' operands
+    dtype: torch.dtype  # of the tokens and of the products' operands
     layout: PackedLayout
     values: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
-    group_blocks: int = 1  # that share their scales
+    group_blocks: int = 1  # blocks that share their scales
 
     @property
     def blocks(self) -> int:
@@ -80,7 +80,7 @@ class DeviceMatrix:
 
     @property
     def plain(self) -> Tensor | None:
-        """[rows, cols] in the dtype of the tokens; None of codes."""
+        """The plain numbers [rows, cols] in the tokens' dtype; None for codes."""
         return self.values[:, : self.cols] if self.layout.kind == "PLAIN" else None
 
     @property
@@ -101,10 +101,10 @@ def pack(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> DeviceMatrix:
-    """The matrix of those stored parts, for tokens of `dtype` (bfloat16, float16 or float32).
+    """Pack stored parts into a matrix for tokens of `dtype` (bfloat16, float16 or float32).
 
-    F32, F16 and BF16 have VALUES, Q4_K and Q8_0 BLOCKS, and INT4, INT8 and FP8 CODES, SCALES and
-    perhaps ZEROS. Raises ValueError for what the kernels cannot hold.
+    F32, F16 and BF16 have VALUES; Q4_K and Q8_0 have BLOCKS; INT4, INT8 and FP8 have CODES, SCALES
+    and optionally ZEROS. Raises ValueError for weights that the kernels do not support.
     """
     if dtype not in COMPUTE:
         raise ValueError(f"tokens of {dtype}: the kernels take bfloat16, float16 and float32")
@@ -116,7 +116,7 @@ def pack(
         return _q4_k(rows, cols, _blocks(parts, rows, cols, 256, 144), dtype, device)
     if format == "Q8_0":
         blocks = _blocks(parts, rows, cols, 32, 34)
-        codes = blocks[..., 2:].reshape(rows, cols) ^ np.uint8(0x80)  # int8 as n + 128
+        codes = blocks[..., 2:].reshape(rows, cols) ^ np.uint8(0x80)  # int8 to n + 128
         scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
         parts = {CODES: codes, SCALES: scales}
     if format in BITS:
@@ -168,7 +168,7 @@ def _grouped(
     group = cols // groups
     words = next(words for words in WORDS if group % words == 0)
     block = 32 // bits * words
-    if group % block and block % group:  # a scale for each part that a block has of a group
+    if group % block and block % group:  # repeat scales, so that parts divide group and block
         part = math.gcd(group, block)
         scales = scales.repeat(group // part, 1)
         zeros = None if zeros is None else zeros.repeat(group // part, 1)
@@ -212,8 +212,8 @@ def _grouped(
 def _q4_k(
     rows: int, cols: int, blocks: NDArray[np.uint8], dtype: torch.dtype, device: torch.device | str
 ) -> DeviceMatrix:
-    """Bytes of a block: d and dmin; scales and minima of 6 bits (engine/weights/formats/k_quants.py
-    describes them); four runs of 32 whose low nibbles are 32 columns, and the high ones the next.
+    """Bytes of a block: d and dmin; 6-bit scales and minima (engine/weights/formats/k_quants.py);
+    four runs of 32 bytes, whose low nibbles are 32 columns and the high nibbles the next 32.
     """
     stored = _tensor(blocks, device)  # [rows, blocks, 144]
     first, second, rest = stored[..., 4:8], stored[..., 8:12], stored[..., 12:16]
@@ -235,7 +235,7 @@ def _q4_k(
 
 
 def _words(levels: Tensor, layout: PackedLayout) -> Tensor:
-    """uint8 [rows, cols] -> int32 or int16 [tiles, blocks, TILE_ROWS, words of a row]."""
+    """Pack uint8 [rows, cols] into int32 or int16 [tiles, blocks, TILE_ROWS, words of a row]."""
     padded = _padded(_padded(levels, 1, layout.block), 0, TILE_ROWS)
     fields = layout.word_bits // layout.bits
     tiles = padded.view(len(padded) // TILE_ROWS, TILE_ROWS, -1, fields, layout.words)
@@ -247,8 +247,8 @@ def _words(levels: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def _group_words(of_group: Tensor, groups: int) -> Tensor:
-    """[rows, all groups] of 1, 2 or 4 bytes -> int32 [tiles, words, TILE_ROWS], with zeros for the
-    groups that are missing in a row's last block."""
+    """Pack [rows, all groups] of 1, 2 or 4 bytes into int32 [tiles, words, TILE_ROWS], with zeros
+    for the groups missing in a row's last block."""
     whole = math.lcm(4 // of_group.element_size(), groups)
     padded = _padded(_padded(of_group, 1, whole), 0, TILE_ROWS).contiguous()
     tiles = padded.view(torch.int32).view(len(padded) // TILE_ROWS, TILE_ROWS, -1)
@@ -256,7 +256,7 @@ def _group_words(of_group: Tensor, groups: int) -> Tensor:
 
 
 def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
-    """Zeros after it, to a multiple; itself, if it is one."""
+    """Pad a dimension with zeros to a multiple; return the tensor itself if it is one already."""
     missing = -tensor.shape[dim] % multiple
     if not missing:
         return tensor
@@ -266,7 +266,7 @@ def _padded(tensor: Tensor, dim: int, multiple: int) -> Tensor:
 
 
 def _tensor(array: NDArray[Any], device: torch.device | str) -> Tensor:
-    """A copy on the device; uint16 becomes int16, which torch can move about."""
+    """Copy to the device; uint16 becomes int16, because torch lacks operations on uint16."""
     contiguous = np.ascontiguousarray(array)
     signed = contiguous.view(np.int16) if contiguous.dtype == np.uint16 else contiguous
     return torch.tensor(signed, device=device)
@@ -290,7 +290,7 @@ def _part(
 def _blocks(
     parts: Mapping[str, NDArray[Any]], rows: int, cols: int, values: int, size: int
 ) -> NDArray[np.uint8]:
-    """The part BLOCKS as [rows, blocks, bytes of a block]."""
+    """Return the part BLOCKS as [rows, blocks, bytes of a block]. Raises ValueError."""
     if cols % values:
         raise ValueError(f"blocks: a row of {cols} columns is no multiple of {values}")
     return _part(parts, BLOCKS, (rows, cols // values * size), np.uint8).reshape(rows, -1, size)

@@ -1,10 +1,10 @@
 """Products of tokens with a weight matrix, in Triton. A token's result does not depend on others.
 
 y^T = W x^T: weights are the rows of a tile and tokens its columns, so that on Hopper one family of
-instructions (HGMMA) serves every number of tokens. A row of weights is cut into splits by its shape
-and format alone. The products of a split are summed in ascending order of columns, and the splits'
-sums are added in ascending order: with few tokens by a second kernel, since each split is a program
-of its own, with many in one program. How many tokens share a tile has no part in any sum.
+instructions (HGMMA) serves every number of tokens. Only shape and format determine how a row of
+weights is divided into splits. The products of a split are summed in ascending column order, and
+the splits' sums in ascending order: by a second kernel for few tokens, where each split is a
+separate program, and within one program for many. The number of tokens per tile affects no sum.
 """
 
 from dataclasses import dataclass
@@ -18,22 +18,22 @@ from pdserve.kernels.cuda.linear.packing import PLAIN_BLOCK, TILE_ROWS, DeviceMa
 from pdserve.kernels.cuda.linear.tiles import Tiles, register_limit, splits_of, target_of, tiles_of
 
 ADD_ROWS = 512
-SIDE = tl.constexpr(8)  # row tiles whose programs run side by side: what they read stays in L2
+SIDE = tl.constexpr(8)  # row tiles whose programs run next to each other, so that reads hit L2
 TILE, PLAIN_COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(PLAIN_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitSums:
-    """A product [T, rows] whose splits are not added yet: the next kernel does that, by `added`."""
+    """A product [T, rows] before its splits are added; the next kernel adds them with `added`."""
 
     partials: Tensor  # float32 [splits, T, rows]
     bias: Tensor | None  # [rows]
-    dtype: torch.dtype  # that the product is rounded to
+    dtype: torch.dtype  # to which the product is rounded
 
 
 def operands(x: Tensor | SplitSums) -> tuple[Tensor, Tensor | None, int]:
-    """What a kernel takes that adds splits itself: partials, a bias, the number of splits; or x,
-    which has none."""
+    """Return the arguments of a kernel that adds splits: partials, bias and number of splits; for a
+    plain x: x, None and 0."""
     if isinstance(x, SplitSums):
         return x.partials, x.bias, len(x.partials)
     return x, None, 0
@@ -46,17 +46,17 @@ def linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x [T, cols] times the matrix [rows, cols] transposed, plus bias [rows]: [T, rows].
+    """Return x [T, cols] times the matrix [rows, cols] transposed, plus bias [rows]: [T, rows].
 
-    x is of the matrix's dtype; the result is of out's dtype, or of out_dtype, or of x's. Rows of x
-    and of `out` may lie apart. Raises ValueError for what does not fit together.
+    x has the matrix's dtype; the result has the dtype of `out`, else `out_dtype`, else x's. Rows of
+    x and `out` may have any stride. Raises ValueError for arguments that do not match.
     """
     tiles = tiles_of(matrix, len(x), target_of(x.device))
     return product(x, matrix, bias, out, out_dtype, tiles)
 
 
 def split_linear(x: Tensor, matrix: DeviceMatrix, bias: Tensor | None) -> Tensor | SplitSums:
-    """`linear`, or the sums of its splits, where each split is a program of its own."""
+    """Compute `linear`, or only the sums of its splits if each split is a separate program."""
     tiles = tiles_of(matrix, len(x), target_of(x.device))
     if tiles.looped or not len(x):
         return product(x, matrix, bias, None, None, tiles)
@@ -72,7 +72,7 @@ def product(
     out_dtype: torch.dtype | None,
     tiles: Tiles,
 ) -> Tensor:
-    """`linear`, cut as told."""
+    """Compute `linear` with the given tiling."""
     tokens, rows = len(x), matrix.rows
     _check(x, matrix, bias)
     if out is None:
@@ -106,7 +106,7 @@ def _check(x: Tensor, matrix: DeviceMatrix, bias: Tensor | None) -> None:
 
 
 def _partials(x: Tensor, matrix: DeviceMatrix, tiles: Tiles) -> Tensor:
-    """float32 [splits, T, rows]."""
+    """Return the splits' sums, float32 [splits, T, rows]."""
     splits, tokens, rows = splits_of(matrix)[0], len(x), matrix.rows
     partials = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
     arguments, constants = _arguments(x, matrix, tiles)
@@ -118,7 +118,7 @@ def _partials(x: Tensor, matrix: DeviceMatrix, tiles: Tiles) -> Tensor:
 def _arguments(
     x: Tensor, matrix: DeviceMatrix, tiles: Tiles
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Of both kernels, behind x, and their constants."""
+    """Return the arguments of both kernels after x, and their constants."""
     weights = (matrix.values, matrix.scales, matrix.zeros)
     strides = tuple(0 if tensor is None else tensor.stride(0) for tensor in weights)
     shape = (len(x), matrix.rows, matrix.cols, x.stride(0), matrix.blocks, splits_of(matrix)[1])
@@ -136,13 +136,13 @@ def _arguments(
 
 @triton.jit
 def _add(total, sum):
-    """The one way in which sums of splits are added."""
+    """Add sums of splits; all kernels use this function."""
     return total + sum
 
 
 @triton.jit
 def finish(total, bias, rows, valid):
-    """Adds the bias of those rows."""
+    """Add the bias of the rows."""
     if bias is not None:
         total = total + tl.load(bias + rows, mask=valid, other=0.0).to(tl.float32)
     return total
@@ -150,8 +150,8 @@ def finish(total, bias, rows, valid):
 
 @triton.jit
 def added(partials, bias, SPLITS: tl.constexpr, tokens, rows, token, r, valid):
-    """float32: the rows `r` of SplitSums, of one token, int64, where they are valid. SPLITS is a
-    constant so that no load waits for the sum before it."""
+    """Return the rows `r` of SplitSums, float32, for one token (int64), where `valid`. SPLITS is a
+    constant, so that no load waits for the previous sum."""
     total = tl.zeros(r.shape, tl.float32)
     for split in tl.static_range(SPLITS):
         at = (split * tokens + token) * rows + r
@@ -161,7 +161,7 @@ def added(partials, bias, SPLITS: tl.constexpr, tokens, rows, token, r, valid):
 
 @triton.jit
 def _float(word, shift, TYPE: tl.constexpr):
-    """The float32 in a word, or the float of 16 bits from bit `shift` on."""
+    """Return the float32 in a word, or the 16-bit float that starts at bit `shift`."""
     if TYPE == "F32":
         return word.to(tl.float32, bitcast=True)
     elif TYPE == "F16":
@@ -172,12 +172,12 @@ def _float(word, shift, TYPE: tl.constexpr):
 
 @triton.jit
 def _weights(words, scale, zero, LAYOUT: tl.constexpr, FIELD: tl.constexpr):
-    """float32 [BM, words]: that field of each word as a weight. scale and zero: float32 [BM, 1].
+    """Return one field of each word as weights, float32 [BM, words]. scale, zero: float32 [BM, 1].
 
-    The unsigned n of a field becomes the lower bits of a mantissa, base + n, since integers are
-    converted at a fourth of the speed; two fields need the same shift. FAST_LEVELS multiplies
-    before it subtracts: a scale has 11 bits and base + n 12, so all of it is exact, and the result
-    that of LEVELS, unless a scale is not modest.
+    The unsigned n of a field becomes the lower bits of a mantissa, base + n, because conversion of
+    integers has a fourth of the speed; two fields need the same shift. FAST_LEVELS multiplies
+    before it subtracts: a scale has 11 bits and base + n has 12, so the product is exact and the
+    result equals that of LEVELS for scales up to MODEST.
     """
     if LAYOUT.kind == "FP8":  # sign and 7 bits where float32 has them; exponents differ by 120
         bits = ((words << (24 - 8 * FIELD)) >> 4) & -0x78100000
@@ -198,10 +198,10 @@ def _weights(words, scale, zero, LAYOUT: tl.constexpr, FIELD: tl.constexpr):
 
 @triton.jit
 def _affine_weights(words, scale, offset, FIELD: tl.constexpr):
-    """[BM, words]: that field of each int16 word times scale, plus offset, [BM, 1], in their dtype.
+    """Return one field of each int16 word times scale plus offset [BM, 1]: [BM, words], same dtype.
 
-    In bfloat16 two weights are one number of 32 bits: n in the mantissa of 128 + n, less 128, which
-    is exact, times the scale plus the offset, rounded once.
+    In bfloat16, two weights share a 32-bit register: n is the mantissa of 128 + n; subtracting 128
+    is exact; then times the scale plus the offset is rounded once.
     """
     shift: tl.constexpr = 4 * FIELD
     if scale.dtype == tl.bfloat16:
@@ -226,7 +226,7 @@ def _affine_weights(words, scale, offset, FIELD: tl.constexpr):
 
 @triton.jit
 def _add_affine(acc, block, x, valid, weights, lanes, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
-    """As _add_block, of weights that are AFFINE; rows have whole blocks."""
+    """Do the work of _add_block for AFFINE weights; rows have whole blocks."""
     values, scales, offsets = weights
     lane = tl.arange(0, WIDTH)
     words = tl.load(values + (block * TILE + lanes[:, None]) * WIDTH + lane[None, :])
@@ -250,10 +250,10 @@ def _add_affine(acc, block, x, valid, weights, lanes, WIDTH: tl.constexpr, GROUP
 def _add_block(
     acc, block, x, cols, weights, row_stride, group_blocks, rows, lanes, valid, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """acc [BM, BN] plus the products of one block of columns, in ascending order.
+    """Return acc [BM, BN] plus the products of one block of columns, in ascending order.
 
-    x: pointers to the tokens' first column, [1, BN]; valid: which of them there are. weights:
-    pointers to the first word of the tile, or, for plain numbers, to the first row's.
+    x: pointers to the tokens' first column, [1, BN]; valid: which tokens exist. weights: pointers
+    to the first word of the tile or, for plain numbers, of the first row.
     """
     values, scales, zeros = weights
     if LAYOUT.kind == "PLAIN":
@@ -268,7 +268,7 @@ def _add_block(
         groups: tl.constexpr = LAYOUT.groups
         shared: tl.constexpr = fields // groups  # fields with the same scale
         width: tl.constexpr = LAYOUT.words
-        scale_type: tl.constexpr = LAYOUT.scale_type  # Triton 3.6 passes on no string of an object
+        scale_type: tl.constexpr = LAYOUT.scale_type  # Triton 3.6 cannot pass an object's string on
         lane = tl.arange(0, width)
         words = tl.load(values + (block * TILE + lanes[:, None]) * width + lane[None, :])
         first = block // group_blocks * groups // LAYOUT.per_word * TILE + lanes
@@ -296,14 +296,14 @@ def _split_sum(
     first, last, row, x, valid, rows, cols, weights, strides, group_blocks,
     LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BM, BN]: the products of the blocks [first, last), for the rows from `row` on and
-    the tokens that x points to, [1, BN], where they are valid. `weights` point to the matrix, of
-    whatever table it is taken from.
+    """Return the products of the blocks [first, last), float32 [BM, BN], for the rows from `row` on
+    and the valid tokens that x points to, [1, BN]. `weights` are pointers to the start of the
+    matrix.
     """
     values, scales, zeros = weights
     value_stride, scale_stride, zero_stride = strides
     lanes = tl.arange(0, BM)
-    row_lanes = tl.minimum(lanes, rows - 1 - row)  # those after the last row read it again
+    row_lanes = tl.minimum(lanes, rows - 1 - row)  # lanes past the last row read it again
     if LAYOUT.kind == "PLAIN":
         values += row.to(tl.int64) * value_stride
     else:
@@ -326,7 +326,7 @@ def row_sum(
     splits, split_blocks, blocks, row, x, valid, rows, cols, weights, strides, group_blocks,
     LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BM, BN]: the products of whole rows, all splits by one program."""
+    """Return the products of whole rows, float32 [BM, BN]; one program adds all splits."""
     total = tl.zeros((BM, BN), tl.float32)
     for split in range(splits):
         first = split * split_blocks
@@ -340,7 +340,7 @@ def row_sum(
 
 @triton.jit
 def _tokens_at(x, token, x_stride, tokens, BN: tl.constexpr):
-    """Pointers to the tokens from `token` on, [1, BN], and which of them there are."""
+    """Return pointers to the tokens from `token` on, [1, BN], and which of them exist."""
     lanes = tl.arange(0, BN)[None, :]
     return x + token.to(tl.int64) * x_stride + lanes * x_stride, lanes < tokens - token
 
@@ -350,7 +350,7 @@ def _separate(
     x, weights, strides, group_blocks, tokens, rows, cols, x_stride, blocks, split_blocks, partials,
     LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Writes partials, float32 [splits, tokens, rows]. Grid: row tiles, splits, token tiles."""
+    """Write partials, float32 [splits, tokens, rows]. Grid: row tiles, splits, token tiles."""
     row, split, token = tl.program_id(0) * BM, tl.program_id(1), tl.program_id(2) * BN
     first = split * split_blocks
     x, valid = _tokens_at(x, token, x_stride, tokens, BN)
@@ -367,7 +367,7 @@ def _separate(
 def _add_splits(
     partials, bias, out, tokens, rows, out_stride, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Adds the splits' sums. Grid: blocks of rows, tokens."""
+    """Add the splits' sums. Grid: blocks of rows, tokens."""
     r, t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     valid = r < rows
     total = added(partials, bias, SPLITS, tokens, rows, t, r, valid)
@@ -380,7 +380,7 @@ def _looped(
     bias, out, out_stride, splits,
     LAYOUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """All splits of a tile. Grid: row tiles times token tiles, in runs of SIDE tiles of rows."""
+    """Sum all splits of a tile. Grid: row tiles times token tiles, in runs of SIDE row tiles."""
     row_tiles, token_tiles = tl.cdiv(rows, BM), tl.cdiv(tokens, BN)
     run = tl.program_id(0) // (SIDE * token_tiles)
     within = tl.program_id(0) % (SIDE * token_tiles)

@@ -1,6 +1,6 @@
-"""How a product with a weight matrix is cut into programs: into splits of a row by the matrix
-alone, since they decide its sums; into tiles by the number of tokens and the device, too, which
-change no bit."""
+"""How a product with a weight matrix is divided into programs. Splits of a row affect the sums, so
+they depend on the matrix only. Tiles affect no bit of a result, so they also depend on the number
+of tokens and the device."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,26 +11,26 @@ from triton.runtime import driver
 
 from pdserve.kernels.cuda.linear.packing import DeviceMatrix
 
-PROCESSORS = 132  # of an H100: it is the aim; the results of another device are the same
-ENOUGH_TALL = 96  # programs of tall tiles that are worth more than sums of splits in memory
+PROCESSORS = 132  # of an H100, the tuning target; results are the same on other devices
+ENOUGH_TALL = 96  # from this many programs, tall tiles are faster than split sums in memory
 SPLIT_COLUMNS = 512  # at least: shorter splits take longer to add than to multiply
-# Of shared memory, for loads under way.
+# Bytes of shared memory for loads in flight.
 NARROW, TALL, WIDE, PACKED_NARROW = 56 << 10, 100 << 10, 144 << 10, 72 << 10
 MOST_STAGES, MOST_PACKED_STAGES = 5, 3
-OTHER_BYTES = 16 << 10  # of shared memory, for what is not loads
-MOST_REGISTERS = 168  # with few sums; left alone, the compiler spills for programs that do not fit
+OTHER_BYTES = 16 << 10  # shared memory for other uses than loads
+MOST_REGISTERS = 168  # for few sums; without a limit, the compiler spills to fit more programs
 
 
 class ProductTarget(NamedTuple):
-    """What of a device decides how products are cut."""
+    """The properties of a device that determine the tiling of products."""
 
     is_hopper: bool = True
-    shared_bytes: int = 227 << 10  # that a block may have
+    shared_bytes: int = 227 << 10  # max shared memory per thread block
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut; none of it changes a bit of the result."""
+    """The tiling of a product; it affects no bit of the result."""
 
     rows: int
     tokens: int
@@ -40,8 +40,8 @@ class Tiles:
 
 
 def splits_of(matrix: DeviceMatrix) -> tuple[int, int]:
-    """The number of splits of a row, and the blocks of each but the last; by shape and format
-    alone. AFFINE takes more programs, to hide how long each step of one takes."""
+    """Return the number of splits of a row, and the blocks of each but the last. Both depend on
+    shape and format only. AFFINE gets more programs, to hide the latency of its steps."""
     tiles, of_processor = -(-matrix.rows // 64), 4 if matrix.layout.kind == "AFFINE" else 2
     wanted = -(-of_processor * PROCESSORS // tiles) if tiles < 2 * PROCESSORS else 1
     length = max(-(-matrix.blocks // wanted), SPLIT_COLUMNS // matrix.layout.block)
@@ -53,8 +53,7 @@ LARGEST = ProductTarget()
 
 @cache
 def target_of(device: torch.device) -> ProductTarget:
-    """That of a device of this machine; a CPU, where kernels are interpreted, counts as the
-    largest."""
+    """Return the target of a device; a CPU, where kernels are interpreted, counts as LARGEST."""
     if device.type != "cuda":
         return LARGEST
     shared = driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
@@ -62,8 +61,8 @@ def target_of(device: torch.device) -> ProductTarget:
 
 
 def width_of(matrix: DeviceMatrix, tokens: int, target: ProductTarget = LARGEST) -> int:
-    """The most tokens of a tile. Before Hopper products of 4 bits have too few registers for the
-    widest."""
+    """Return the maximum number of tokens per tile. Before Hopper, 4-bit products have too few
+    registers for the widest tile."""
     widest = 128 if target.is_hopper or matrix.layout.bits > 4 else 64
     if matrix.dtype == torch.float32:  # no tensor cores: products take registers, too
         widest = 32
@@ -71,9 +70,9 @@ def width_of(matrix: DeviceMatrix, tokens: int, target: ProductTarget = LARGEST)
 
 
 def tiles_of(matrix: DeviceMatrix, tokens: int, target: ProductTarget = LARGEST) -> Tiles:
-    """Few tokens: narrow tiles, several programs a multiprocessor, and a program for each split as
-    long as there are too few tiles to occupy the device. Many: wide tiles, which read less often,
-    and narrower ones rather than sums of splits in memory.
+    """Choose a tiling. Few tokens get narrow tiles, several programs per multiprocessor, and a
+    program per split while there are too few tiles to occupy the device. Many tokens get wide
+    tiles, which read less often; narrower tiles are preferred to split sums in memory.
     """
     width = width_of(matrix, tokens, target)
     tall = tall_tiles(matrix, tokens)
@@ -86,14 +85,14 @@ def tiles_of(matrix: DeviceMatrix, tokens: int, target: ProductTarget = LARGEST)
 
 
 def tall_tiles(matrix: DeviceMatrix, tokens: int) -> bool:
-    """Whether a tile has 128 rows, or 64."""
+    """Return whether a tile has 128 rows instead of 64."""
     return tokens > 64 and matrix.dtype != torch.float32
 
 
 def tiles_of_width(
     matrix: DeviceMatrix, width: int, tall: bool, looped: bool, target: ProductTarget
 ) -> Tiles:
-    """Those of `width` tokens."""
+    """Return the tiling with tiles of `width` tokens."""
     layout, size = matrix.layout, matrix.dtype.itemsize
     is_plain, is_affine = layout.kind == "PLAIN", layout.kind == "AFFINE"
     tall = tall or (is_affine and looped)
@@ -110,6 +109,6 @@ def tiles_of_width(
 
 
 def register_limit(tiles: Tiles, dtype: torch.dtype) -> int:
-    """Of a thread."""
-    sums = 2 * tiles.rows * tiles.tokens // (32 * tiles.warps)  # of a split, and of all
+    """Return the register limit of a thread."""
+    sums = 2 * tiles.rows * tiles.tokens // (32 * tiles.warps)  # of one split and of all splits
     return 255 if dtype == torch.float32 or sums > 64 else MOST_REGISTERS

@@ -1,13 +1,13 @@
 """top_k, top_p and min_p on the device: the floor under each filtered pick's logits / T.
 
-Both top_k and top_p ask for the largest float that enough lies on or above: enough tokens, or
-enough of the probability. One program a pick finds it between `low`, which has enough, and `high`,
-which has not, both as integers in the order of the floats. It guesses a float between them and
-gathers what lies from there to `high`; once these are at most BLOCK and enough, the rest happens in
-registers. A guess that is wrong costs one more pass over the row, never the result.
+Both top_k and top_p need the largest float such that enough tokens, or enough probability mass, lie
+on or above it. One program per pick searches between `low`, which has enough, and `high`, which has
+not, both as integers in the order of the floats. It guesses a float in between and gathers the
+scores from there to `high`. Once these are at most BLOCK and enough, the search continues in
+registers. A wrong guess costs one more pass over the row and never changes the result.
 
-Masses are sums of doubles in an order that the row alone decides. The reference sums in another
-order: the two floors may differ where a running sum is within 1e-12 of top_p, and only there.
+Masses are sums of doubles in an order that depends only on the row. The reference sums in another
+order: the two floors may differ only where a running sum is within 1e-12 of top_p.
 """
 
 import torch
@@ -25,14 +25,14 @@ from pdserve.kernels.cuda.sampling.records import (
     scores_of,
 )
 
-BLOCK = 4096  # of more than this no token has a probability over 2^-12
+BLOCK = 4096  # at most this many tokens have a probability of 2^-12 or more
 LOWEST = tl.constexpr(-2139095041)  # order_of(-inf)
 STEP = tl.constexpr(0.7)  # about ln 2: the first step down from a guess that was too high
 
 
 @triton.jit
 def order_of(x):
-    """int32 in the order of the floats; -0.0 is 0.0."""
+    """Return int32 in the order of the floats; -0.0 equals 0.0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -49,7 +49,7 @@ def _middle(low, high):
 
 @triton.jit
 def _weights(scaled, inside, peak, MASS: tl.constexpr):
-    """What each score counts: 1, or its probability times a constant."""
+    """Return the weight of each score: 1, or its probability times a constant."""
     if MASS:
         weights = tl.exp(scaled.to(tl.float64) - peak.to(tl.float64))
     else:
@@ -65,8 +65,8 @@ def _scaled(scores, ids, vocab, temperature):
 
 @triton.jit
 def _gather(scores, vocab, temperature, low, high, kept, BLOCK: tl.constexpr):
-    """How many scores are in [low, high); the first BLOCK of them go to `kept`."""
-    tl.debug_barrier()  # what was kept before has been read
+    """Count the scores in [low, high); store the first BLOCK of them in `kept`."""
+    tl.debug_barrier()  # all threads have read the previous content of `kept`
     count = 0
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
@@ -84,7 +84,7 @@ def _gather(scores, vocab, temperature, low, high, kept, BLOCK: tl.constexpr):
 
 @triton.jit
 def _kept(kept, count, peak, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """What was gathered: its order and its weights."""
+    """Return the orders and the weights of the gathered scores."""
     at = tl.arange(0, BLOCK)
     scaled = tl.load(kept + at, mask=at < count, other=float("-inf"))
     return order_of(scaled), _weights(scaled, at < count, peak, MASS)
@@ -103,7 +103,7 @@ def _measure(
     MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The weight of the `count` scores in [low, high), which were gathered if they fit."""
+    """Return the weight of the `count` scores in [low, high), which are gathered if they fit."""
     found = count.to(tl.float64)
     if MASS:
         if count <= BLOCK:
@@ -123,7 +123,7 @@ def _measure(
 
 @triton.jit
 def _descend(order, weights, low, high, above, enough):
-    """The largest float with enough on or above it, in registers; `above` lies from `high` on."""
+    """Find the largest float with enough on or above it; `above` is the weight from `high` on."""
     while low + 1 < high:
         middle = _middle(low, high)
         has = above + tl.sum(tl.where(order >= middle, weights, 0.0), 0)
@@ -146,11 +146,11 @@ def _floor(
     MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest float, as an integer, with enough on or above it; `low` has enough, or nothing
-    has. If count <= BLOCK, what lies from `low` on has been gathered.
+    """Find the largest float, as an integer, with enough on or above it; `low` has enough, or no
+    float has. If count <= BLOCK, the scores from `low` on are already gathered.
 
-    What equals `low` need not be looked at: there may be many scores of -inf."""
-    bounded = 0  # whether a guess has had enough: until then guesses go down in longer steps
+    Scores equal to `low` are not examined, because there may be many scores of -inf."""
+    bounded = 0  # whether a guess has had enough: until then, guesses go down in growing steps
     high = order_of(peak) + 1
     above = tl.full((), 0.0, tl.float64)
     step = tl.full((), STEP, tl.float32)
@@ -182,7 +182,7 @@ def _floor(
 
 @triton.jit
 def _guess_kth(scores, vocab, temperature, k, BLOCK: tl.constexpr):
-    """A float that a good many more than k scores reach, but likely not BLOCK, told by a sample."""
+    """Estimate from a sample a float that well over k scores reach, but likely fewer than BLOCK."""
     stride = (vocab + BLOCK - 1) // BLOCK
     ids = tl.arange(0, BLOCK) * stride
     order = order_of(_scaled(scores, ids, vocab, temperature))
@@ -209,7 +209,7 @@ def floors_kernel(
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The floor of one filtered pick: tokens whose logit / T is below it are left out."""
+    """Compute the floor of one filtered pick: tokens whose logit / T is below it are excluded."""
     slot = tl.program_id(0).to(tl.int64)
     pick = tl.load(filtered_picks + slot).to(tl.int64)
     kept += slot * BLOCK
@@ -280,7 +280,7 @@ def floors_of(
     vocab: int,
     found: Survey,
 ) -> Tensor:
-    """float32 [picks]: the floors of the filtered picks, int32 [n]; the others stay as they are."""
+    """Return float32 [picks]: floors of the filtered picks, int32 [n]; others are undefined."""
     num_picks, num = len(found.best), len(filtered_picks)
     floors = torch.empty(num_picks, device=logits.device)
     kept = torch.empty(num, BLOCK, device=logits.device)

@@ -1,11 +1,11 @@
 """Edits of logits before the pick: those of kernels/reference/logit_edits.py, in one launch.
 
 A stream with edits owns a tensor of marks, int32 [vocab]: how often an id was generated, whether it
-was seen (in prompt or output), whether it is hidden until min_tokens; and a float32 bias if it has
-one. With a window of penalties, the marks count the ids of prompt and output in it, and an id is
-seen while its count is not 0. A step brings the marks up to date with the ids that are new to them
-and those that have left the window, and writes the edited scores of the picks that have edits; the
-other picks read the logits as they are.
+was seen (in prompt or output), whether it is hidden until min_tokens; and a float32 bias, if set.
+With a penalty window, the marks count the ids of prompt and output within the window, and an id is
+seen while its count is not 0. A step updates the marks with the new ids and the ids that have left
+the window, and writes the edited scores of the picks with edits; other picks read the logits
+directly.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ COUNT = tl.constexpr((1 << 30) - 1)
 
 
 def new_marks(settings: StreamSettings, vocab: int, device: torch.device) -> Tensor:
-    """The marks of a stream that has generated nothing, int32 [vocab]."""
+    """Return the marks of a stream before its first generated token, int32 [vocab]."""
     marks = torch.zeros(vocab, dtype=torch.int32, device=device)
     prompt = _ids(settings.penalized_prompt, device)
     if settings.penalty_window:
@@ -50,7 +50,7 @@ def new_marks(settings: StreamSettings, vocab: int, device: torch.device) -> Ten
 
 
 def new_bias(settings: StreamSettings, vocab: int, device: torch.device) -> Tensor:
-    """What is added to the logits, float32 [vocab]; -0.0 changes no number."""
+    """Return the bias of the logits, float32 [vocab]; -0.0, which changes no number, by default."""
     bias = torch.full((vocab,), -0.0, device=device)
     bias[_ids(list(settings.logit_bias), device)] = torch.tensor(
         list(settings.logit_bias.values()), device=device
@@ -66,7 +66,7 @@ def _ids(ids: Sequence[int], device: torch.device) -> Tensor:
 def edit_kernel(
     records, words, edited_picks, logits, stride, edited_scores, vocab, TILE: tl.constexpr
 ):
-    """One tile of one edited pick: reads its logits and marks, writes its scores."""
+    """Process one tile of one edited pick: read its logits and marks, write its scores."""
     slot = tl.program_id(1).to(tl.int64)
     pick = tl.load(edited_picks + slot)
     ids = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -109,7 +109,7 @@ def edit_kernel(
 def edit(
     records: Tensor, words: Tensor, edited_picks: Tensor, logits: Tensor, vocab: int
 ) -> Tensor:
-    """Scores of the picks edited_picks int32 [n], float32 [n, vocab]."""
+    """Return the edited scores of the picks edited_picks int32 [n]: float32 [n, vocab]."""
     num = len(edited_picks)
     scores = torch.empty(num, vocab, device=logits.device)
     edit_kernel[triton.cdiv(vocab, TILE), num](

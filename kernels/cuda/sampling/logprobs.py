@@ -1,7 +1,7 @@
-"""Log-probabilities on the device, before anything edits the logits: two launches, one copy back.
+"""Log-probabilities on the device, from unedited logits: two launches, one copy back.
 
-Sums are doubles in an order that the vocabulary alone decides. NaN counts as the largest; where a
-row has one, all its log-probabilities are NaN.
+Sums are doubles in an order that depends only on the vocabulary. NaN counts as the largest; a row
+with a NaN has only NaN log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ TILE = 2048
 
 @triton.jit
 def best_kernel(logits, stride, vocab, count, best, best_id, mass, TILE: tl.constexpr):
-    """One tile of one row: its best scores with their ids, best first, ties to the lowest id; and
-    the sum of exp(score - the tile's best). NaN is written as inf, and its sum is NaN."""
+    """Write the best scores of one tile of one row with their ids, best first, ties to the lowest
+    id, and the sum of exp(score - the tile's best). NaN is the best score, and its sum is NaN."""
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = row * tl.num_programs(0) + tile
     ids = tile * TILE + tl.arange(0, TILE)
@@ -28,7 +28,7 @@ def best_kernel(logits, stride, vocab, count, best, best_id, mass, TILE: tl.cons
     top = tl.max(tl.where(x == x, x, float("inf")), 0)
     peak = tl.where((top > float("-inf")) & (top < float("inf")), top, 0.0)
     tl.store(mass + at, tl.sum(tl.exp(x.to(tl.float64) - peak.to(tl.float64)), 0))
-    # Integers in the order of the floats, NaN over all of them, and -1 << 31 for what is taken.
+    # Integers in the order of the floats, NaN above all; -1 << 31 marks taken scores.
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     order = tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     taken = tl.full((), -(1 << 31), tl.int32)
@@ -58,7 +58,7 @@ def scores_kernel(
     ENTRIES: tl.constexpr,
     ALSO: tl.constexpr,
 ):
-    """One row of `out`: its token's log-probability, `count` ids, theirs, those of also_ids."""
+    """Write a row of `out`: its token's log-probability, `count` ids, theirs, those of also_ids."""
     row = tl.program_id(0).to(tl.int64)
     out += row * (1 + 2 * count + num_also)
     each = tl.maximum(count, 1)
@@ -104,9 +104,9 @@ def scores_kernel(
 
 @torch.inference_mode()
 def launch(logits: Tensor, ids: Tensor, count: int) -> Tensor:
-    """Doubles [rows, 1 + 2 count + also]: see scores_kernel. `ids` int32: rows tokens, then also's.
+    """Launch both kernels; return doubles [rows, 1 + 2 * count + also], see scores_kernel.
 
-    logits float32 [rows, vocab] with adjacent columns.
+    `ids` int32: a token per row, then `also`. logits float32 [rows, vocab], adjacent columns.
     """
     rows, vocab = logits.shape
     num_tiles, num_also = triton.cdiv(vocab, TILE), len(ids) - rows
@@ -151,8 +151,8 @@ def launch(logits: Tensor, ids: Tensor, count: int) -> Tensor:
 def logprobs(
     logits: Tensor, tokens: Sequence[int], count: int, also: Sequence[int] = ()
 ) -> list[TokenScores]:
-    """Of tokens[r] under row r of raw logits [rows, vocab], with the `count` best of each row and
-    then the ids of `also`. Raises ValueError for ids or a count outside the vocabulary."""
+    """Return the log-probability of tokens[r] in row r of raw logits [rows, vocab], of the row's
+    `count` best and of the ids `also`. Raises ValueError for ids or counts out of range."""
     rows, vocab = logits.shape
     if len(tokens) != rows:
         raise ValueError("tokens: not one for each row of logits")

@@ -1,8 +1,8 @@
 """The Gumbel noise of kernels/reference/noise.py on the device: the same bits, and a cheap bound.
 
-Kernels that call `noise_of` are launched with enable_fp_fusion=False, so that each addition and
-multiplication is rounded by itself. A division of doubles is div.rn.f64: it is built from fused
-operations, but its result is the correctly rounded quotient.
+Kernels that call `noise_of` must be launched with enable_fp_fusion=False, so that each addition and
+multiplication is rounded separately. A division of doubles is div.rn.f64, which uses fused
+operations but returns the correctly rounded quotient.
 """
 
 import triton
@@ -20,7 +20,7 @@ LAST = tl.constexpr(10)  # of the series 1, 1/3, 1/5, ...
 
 @triton.jit
 def _mix(x):
-    """SplitMix64's finalizer of uint64."""
+    """Apply SplitMix64's finalizer to uint64."""
     x = (x ^ (x >> 30)) * MULTIPLIER_1
     x = (x ^ (x >> 27)) * MULTIPLIER_2
     return x ^ (x >> 31)
@@ -28,7 +28,7 @@ def _mix(x):
 
 @triton.jit
 def noise_key(records, pick):
-    """uint64 that stands for the pick's seed, choice and position."""
+    """Return a uint64 hash of the pick's seed, choice and position."""
     key = _mix(field(records, pick, SEED, tl.uint64) + GOLDEN)
     key = _mix((key ^ field(records, pick, CHOICE, tl.uint64)) + GOLDEN)
     return _mix((key ^ field(records, pick, POSITION, tl.uint64)) + GOLDEN)
@@ -36,16 +36,16 @@ def noise_key(records, pick):
 
 @triton.jit
 def noise_bits(key, token_ids):
-    """32 random bits of each token id, uint32."""
+    """Return 32 random bits per token id, uint32."""
     return (_mix(key + (token_ids + 1).to(tl.uint64) * GOLDEN) >> 32).to(tl.uint32)
 
 
 @triton.jit
 def _log(x):
-    """The reference's logarithm of positive normal doubles, in its order."""
+    """Return the reference's logarithm of positive normal doubles, in the same operation order."""
     bits = x.to(tl.int64, bitcast=True)
     mantissa = ((bits & ((1 << 52) - 1)) | (1023 << 52)).to(tl.float64, bitcast=True)
-    high = mantissa > tl.full((), SQRT2, tl.float64)  # a bare number is compared as a float32
+    high = mantissa > tl.full((), SQRT2, tl.float64)  # Triton compares bare numbers as float32
     mantissa = tl.where(high, mantissa * 0.5, mantissa)
     k = ((bits >> 52).to(tl.int32) - 1023 + high.to(tl.int32)).to(tl.float64)
     s = (mantissa - 1.0) / (mantissa + 1.0)
@@ -59,19 +59,19 @@ def _log(x):
 
 @triton.jit
 def noise_of(bits):
-    """The noise of uint32 bits: float32, to the last bit the reference's."""
+    """Return the noise of uint32 bits, float32, bit-identical to the reference."""
     u = (bits.to(tl.float64) + 0.5) * (2.0**-32)
     return (-_log(-_log(u))).to(tl.float32)
 
 
 @triton.jit
 def noise_bound(bits):
-    """An upper bound of `noise_of`, at most 0.085 too high where the noise is 3 to 18.
+    """Return an upper bound of `noise_of`, at most 0.085 too high for noise from 3 to 18.
 
     With v = 1 - u: -log(-log(u)) <= -log(v). `half` is 2^31 v rounded down, and log2(half) is at
-    least exponent + fraction, which a float's bits taken as an integer say. 2e-4 covers what is
-    rounded here and in `noise_of`: half as a float is off by 2^-24 of itself, its bits as a float
-    by 2^6 units of 2^-23, and the sum by 2^-19. half = 0 gives 109; the most noise is 22.9.
+    least exponent + fraction, the value of a float's bits read as an integer. 2e-4 covers rounding
+    here and in `noise_of`: half as a float has a relative error of 2^-24, its bits as a float one
+    of 2^6 units of 2^-23, and the sum 2^-19. half = 0 gives 109; the largest noise is 22.9.
     """
     half = ((bits ^ 0xFFFFFFFF) >> 1).to(tl.int32).to(tl.float32)
     log2 = half.to(tl.int32, bitcast=True).to(tl.float32)

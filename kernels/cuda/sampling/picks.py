@@ -1,10 +1,10 @@
 """The best token of each pick: argmax of scores, or of scores / T + noise.
 
 Programs over tiles of the vocabulary find each tile's best score and, for picks with a temperature,
-a bound that no score + noise of the tile exceeds. One program a pick then computes the noise in
-doubles for the tile with the highest bound, and for others only while their bound reaches the best
-sum: sums are monotonic under rounding, so what is not looked at cannot win. So the pick is exactly
-the reference's, ties go to the lowest id, and it does not depend on the tiles.
+an upper bound of score + noise in the tile. One program per pick then computes the noise in doubles
+for the tile with the highest bound, and for others only while their bound reaches the best sum.
+Sums are monotonic under rounding, so a skipped tile cannot win. The pick is therefore exactly the
+reference's, does not depend on the tiles, and ties go to the lowest id.
 """
 
 import torch
@@ -22,10 +22,10 @@ TILE = 2048
 def survey_kernel(
     records, logits, stride, edited_scores, vocab, best, best_id, mass, bound, TILE: tl.constexpr
 ):
-    """One tile of one pick: its best score (inf for NaN) and the lowest id that has it.
+    """Process one tile of one pick: write its best score (inf for NaN) and the lowest id with it.
 
-    With top_p also the sum of exp(score / T - the tile's best / T); with a temperature and no
-    filter the bound of score / T + noise.
+    With top_p, also write the sum of exp(score / T - the tile's best / T); with a temperature and
+    no filter, the bound of score / T + noise.
     """
     tile, pick = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = pick * tl.num_programs(0) + tile
@@ -61,7 +61,7 @@ def bound_kernel(
     bound,
     TILE: tl.constexpr,
 ):
-    """One tile of one filtered pick: the bound of score / T + noise over its candidates."""
+    """Write the bound of score / T + noise over the candidates in one tile of a filtered pick."""
     tile, slot = tl.program_id(0), tl.program_id(1)
     pick = tl.load(filtered_picks + slot).to(tl.int64)
     ids = tile * TILE + tl.arange(0, TILE)
@@ -92,7 +92,7 @@ def choose_kernel(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The token of one pick; -1 where its best score is not finite."""
+    """Choose the token of one pick; -1 if its best score is not finite."""
     pick = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, TILES)
     real = tiles < num_tiles
@@ -127,7 +127,7 @@ def choose_kernel(
 
 
 class Survey:
-    """What the programs over tiles found: [picks, tiles] each, on the device."""
+    """The results of the programs over tiles, each [picks, tiles] on the device."""
 
     def __init__(self, num_picks: int, vocab: int, device: torch.device) -> None:
         self.num_tiles = triton.cdiv(vocab, TILE)
@@ -141,7 +141,7 @@ class Survey:
 def survey(
     records: Tensor, logits: Tensor, edited_scores: Tensor, vocab: int, num_picks: int
 ) -> Survey:
-    """Reads the scores of every pick once."""
+    """Read the scores of every pick once; return the results per tile."""
     found = Survey(num_picks, vocab, logits.device)
     survey_kernel[found.num_tiles, num_picks](
         records,
@@ -169,7 +169,7 @@ def bound_filtered(
     vocab: int,
     found: Survey,
 ) -> None:
-    """Fills in the bounds of the filtered picks, int32 [n]; `floors` float32 [picks]."""
+    """Write the bounds of the filtered picks (int32 [n]) into `found`; `floors` float32 [picks]."""
     bound_kernel[found.num_tiles, len(filtered_picks)](
         records,
         filtered_picks,
@@ -193,7 +193,7 @@ def choose(
     vocab: int,
     found: Survey,
 ) -> Tensor:
-    """The token of each pick, int32 [picks]."""
+    """Choose the token of each pick, int32 [picks]."""
     num_picks = len(found.best)
     tokens = torch.empty(num_picks, dtype=torch.int32, device=logits.device)
     choose_kernel[(num_picks,)](

@@ -1,10 +1,10 @@
-"""What the host tells the device of each pick of a step: one record of RECORD, packed.
+"""The data that the host sends to the device for each pick of a step: one packed RECORD.
 
-`position` counts the generated ids. `edited` is the pick's row in the edited scores, -1 where the
-logits are used as they are; `mask` is where its mask starts in the step's words, -1 for none;
-`fresh` and `num_fresh` say which of the step's words are ids that its marks do not count yet, and
--1 - id for ids that have left the window of its penalties.
-`marks` and `bias` are addresses of the stream's tensors [vocab], 0 for none.
+`position` is the number of generated ids. `edited` is the pick's row in the edited scores, -1 if
+the logits are not edited. `mask` is the start of its mask in the step's words, -1 for none. `fresh`
+and `num_fresh` select the step's words for its marks: ids that the marks do not count yet, and
+-1 - id for ids that have left the penalty window. `marks` and `bias` are addresses of the stream's
+tensors [vocab], 0 for none.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ RECORD = np.dtype(
         ("repetition", "<f4"),
         ("presence", "<f4"),
         ("frequency", "<f4"),
-        ("hide", "<i4"),  # whether the ids marked as hidden are left out
+        ("hide", "<i4"),  # whether ids marked as hidden are excluded
         ("mask", "<i4"),
         ("fresh", "<i4"),
         ("num_fresh", "<i4"),
@@ -51,13 +51,13 @@ FRESH, NUM_FRESH = _offset("fresh"), _offset("num_fresh")
 
 @triton.jit
 def field(records, pick, offset: tl.constexpr, dtype: tl.constexpr):
-    """One field of a pick's record; `records` points to bytes."""
+    """Return one field of a pick's record; `records` points to bytes."""
     return tl.load((records + pick * SIZE + offset).to(tl.pointer_type(dtype)))
 
 
 @triton.jit
 def is_filtered(records, pick):
-    """Whether top_k, top_p or min_p leave tokens out."""
+    """Return whether top_k, top_p or min_p excludes tokens."""
     narrowed = (field(records, pick, TOP_K, tl.int32) > 0) | (
         field(records, pick, TOP_P, tl.float64) < 1
     )
@@ -66,7 +66,7 @@ def is_filtered(records, pick):
 
 @triton.jit
 def scores_of(records, pick, logits, stride, edited_scores, vocab):
-    """Where the pick's scores [vocab] start: its row of the logits, or of the edited ones."""
+    """Return a pointer to the pick's scores [vocab]: its row of the logits or edited scores."""
     edited = field(records, pick, EDITED, tl.int32).to(tl.int64)
     row = field(records, pick, ROW, tl.int32).to(tl.int64)
     return tl.where(edited >= 0, edited_scores + edited * vocab, logits + row * stride)

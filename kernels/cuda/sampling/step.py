@@ -1,7 +1,7 @@
 """Sampling of a whole step on the device: `stream`, `sample` and `logprobs` of kernels/streams.py.
 
-A step is one upload (a record a pick, ids and masks), two to five launches whatever the number of
-picks, and one copy back. A pick depends on its own logits and stream alone.
+A step is one upload (a record per pick, ids and masks), two to five launches for any number of
+picks, and one copy back. A pick depends only on its logits and stream.
 """
 
 import math
@@ -23,8 +23,8 @@ from pdserve.kernels.streams import GREEDY_BELOW, Mask, StreamSettings, TokenSco
 class CudaTokenStream:
     """A stream's constant record, and its marks on the device once its logits are edited.
 
-    It owns these tensors; a step that still runs may read them, as the allocator gives memory away
-    in the order of the device's stream only.
+    The stream owns these tensors. A step that still runs may read them after they are freed,
+    because the allocator reuses memory only in the order of the device's stream.
     """
 
     def __init__(self, settings: StreamSettings, vocab: int) -> None:
@@ -53,11 +53,11 @@ class CudaTokenStream:
         self.record = constant.tobytes()
 
     def edits(self, num_generated: int) -> bool:
-        """Whether the next pick's logits are edited, masks aside."""
+        """Return whether the next pick's logits are edited, apart from masks."""
         return self.always_edits or num_generated < self.hides_until
 
     def to_device(self, device: torch.device) -> None:
-        """Makes the tensors of its edits, once."""
+        """Create the tensors of the edits; later calls do nothing."""
         if self._tensors or not (self.always_edits or self.hides_until):
             return
         if self.settings.penalizes or self.hides_until:
@@ -71,8 +71,8 @@ class CudaTokenStream:
         self.record = self._constant.tobytes()
 
     def fresh(self, generated: Sequence[int]) -> Sequence[int]:
-        """The words of `fresh` in the record: generated ids that the marks do not count yet, and
-        -1 - id of ids that they no longer count. ValueError if some were taken back."""
+        """Return the record's words of `fresh`: generated ids that the marks do not count yet, and
+        -1 - id for ids to remove. Raises ValueError if `generated` became shorter."""
         if not self.settings.penalizes:
             return []
         if len(generated) < self.num_counted:
@@ -84,10 +84,10 @@ class CudaTokenStream:
 
 
 class CudaPicks:
-    """Picks that are launched, and their copy to the host behind them."""
+    """Launched picks, and their queued copy to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
-        """`tokens` int32 [picks], launched on the current stream."""
+        """Queue the copy of `tokens`, int32 [picks], computed on the current stream."""
         self.tokens = tokens
         self._copied: torch.cuda.Event | None = None
         self._host = tokens
@@ -98,7 +98,7 @@ class CudaPicks:
             self._copied.record()
 
     def read(self) -> list[int]:
-        """Waits for the copy."""
+        """Wait for the copy and return the tokens."""
         if self._copied is not None:
             self._copied.synchronize()
         found: list[int] = self._host.tolist()
@@ -106,14 +106,14 @@ class CudaPicks:
 
 
 class CudaSampling:
-    """Works on one stream of the logits' device; each stream of tokens has one pick in a step."""
+    """Sampling on one CUDA stream of the logits' device; a step has one pick per token stream."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        """`stream`: None is the current one of the thread that calls."""
+        """`stream`: None means the current stream of the calling thread."""
         self._stream = stream
 
     def stream(self, settings: StreamSettings, vocab: int) -> CudaTokenStream:
-        """A new stream of tokens. Raises ValueError for ids outside the vocabulary."""
+        """Create a token stream. Raises ValueError for invalid settings or ids."""
         return CudaTokenStream(settings, vocab)
 
     def sample(
@@ -124,7 +124,7 @@ class CudaSampling:
         generated: list[list[int]],
         masks: list[Mask | None] | None = None,
     ) -> list[int]:
-        """As kernels/reference/sampling.py, in one step on the device."""
+        """Sample like kernels/reference/sampling.py, in one step on the device."""
         if not rows:
             return []
         with torch.cuda.stream(self._stream):
@@ -137,7 +137,7 @@ class CudaSampling:
         streams: list[CudaTokenStream],
         num_generated: list[int],
     ) -> CudaPicks:
-        """As AheadSampling.begin, of at least one pick."""
+        """Implement AheadSampling.begin, for at least one pick."""
         with torch.cuda.stream(self._stream):
             return CudaPicks(self.launch(logits, rows, streams, list(map(range, num_generated))))
 
@@ -150,11 +150,11 @@ class CudaSampling:
         generated: Sequence[Sequence[int]],
         masks: list[Mask | None] | None = None,
     ) -> Tensor:
-        """The tokens of at least one pick, int32 [picks] on the device, which it does not wait for.
-        Of `generated` only the lengths matter where no penalty counts the ids.
+        """Launch at least one pick; return the tokens, int32 [picks] on the device, without waiting
+        for them. For streams without penalties, only the lengths of `generated` matter.
 
-        Raises ValueError for a row, an id, a mask or a vocabulary that does not fit, TypeError for
-        logits that are not float32 with adjacent columns.
+        Raises ValueError for a row, an id, a mask or a vocabulary that does not match, TypeError
+        for logits that are not float32 with adjacent columns.
         """
         vocab = _check_step(logits, rows, streams, generated, masks)
         num_picks, device = len(rows), logits.device
@@ -192,7 +192,7 @@ class CudaSampling:
     def logprobs(
         self, logits: Tensor, tokens: list[int], count: int, also: Sequence[int] = ()
     ) -> list[TokenScores]:
-        """As kernels/reference/logprobs.py, summed in doubles."""
+        """Compute the values of kernels/reference/logprobs.py, with sums in doubles."""
         with torch.cuda.stream(self._stream):
             return logprobs(logits, tokens, count, also)
 
@@ -205,7 +205,7 @@ def _add_edits(
     generated: Sequence[Sequence[int]],
     masks: list[Mask | None] | None,
 ) -> NDArray[np.int32]:
-    """Fills in what the records say of edits; returns the step's words, fresh ids and masks."""
+    """Fill in the edit fields of the records; return the step's words: fresh ids and masks."""
     parts: list[NDArray[np.int32]] = []
     at = 0
     for slot, (i, ids) in enumerate(zip(edited, fresh, strict=True)):
@@ -224,9 +224,9 @@ def _add_edits(
 
 
 def _upload(parts: list[NDArray[np.uint8]], device: torch.device) -> Tensor:
-    """Bytes on the device, sent in one copy that nothing waits for."""
+    """Upload bytes in one asynchronous copy."""
     size = sum(part.nbytes for part in parts)
-    # Torch gives pinned memory away only when the copies out of it are done.
+    # Torch reuses pinned memory only after the copies out of it have ended.
     staged = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     np.concatenate(parts, out=staged.numpy())
     return staged.to(device, non_blocking=True)
@@ -239,7 +239,7 @@ def _check_step(
     generated: Sequence[Sequence[int]],
     masks: list[Mask | None] | None,
 ) -> int:
-    """Raises as `launch`; returns the size of the vocabulary."""
+    """Check the arguments of `launch`; return the size of the vocabulary. Raises like `launch`."""
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
         raise TypeError("logits: not float32 [n, vocab] with adjacent columns")
     num_rows, vocab = logits.shape
