@@ -14,6 +14,7 @@ from systems.eventually import LIMIT_S, eventually
 from systems.gateway_process import GatewayProcess
 from systems.stored_gateway import (
     all_take_part,
+    change,
     content_of,
     ended,
     holding_after,
@@ -159,9 +160,7 @@ async def test_a_gateway_that_lost_its_lease_changes_nothing_more(tmp_path):
         client = gateway.client()
         batch_id = await start_batch(client, lines_of(30))
         await eventually(lambda: len(first.starts) == 13)
-        with sqlite3.connect(tmp_path / "gateway.db", timeout=LIMIT_S) as database:
-            database.execute("UPDATE batches SET owner = ''")
-        database.close()
+        await change(tmp_path, "UPDATE batches SET owner = ''")
         async with stored_gateway(second, tmp_path) as other:
             await eventually(lambda: second.starts)
             hold.set()

@@ -10,18 +10,12 @@ import openai
 import pytest
 from fakes.router import FakeRouter, saying
 from systems.eventually import LIMIT_S, eventually
-from systems.stored_gateway import CHAT, ended, lines_of, start_batch, stored_gateway
+from systems.stored_gateway import CHAT, change, ended, lines_of, start_batch, stored_gateway
 
 from pdserve.gateway.observability.usage_log import ROWS_AT_ONCE
 
 pytestmark = pytest.mark.anyio
 DAY_S = 86400
-
-
-def change(folder: Path, statement: str, *values: object) -> None:
-    """A statement in the database, as of another process."""
-    with closing(sqlite3.connect(folder / "gateway.db", timeout=LIMIT_S)) as database, database:
-        database.execute(statement, values)
 
 
 def rows(folder: Path, table: str) -> int:
@@ -48,8 +42,10 @@ async def test_old_batches_and_their_files_go_and_the_others_stay(tmp_path):
     async with stored_gateway(router(), tmp_path, runs=False) as gateway:
         waiting = await start_batch(gateway.client(), lines_of(1))
         gone = int(time.time()) - 3 * DAY_S
-        change(tmp_path, "UPDATE batches SET created_us = 0 WHERE id IN (?, ?)", old.id, waiting)
-        change(tmp_path, "UPDATE batches SET ended_at = ? WHERE id = ?", gone, old.id)
+        await change(
+            tmp_path, "UPDATE batches SET created_us = 0 WHERE id IN (?, ?)", old.id, waiting
+        )
+        await change(tmp_path, "UPDATE batches SET ended_at = ? WHERE id = ?", gone, old.id)
         client = gateway.client()
         await gateway.stored.routes.batches.remove_ended(4 * DAY_S)
         assert (await client.batches.retrieve(old.id)).id == old.id
@@ -75,7 +71,7 @@ async def test_a_file_of_two_batches_goes_with_the_last(tmp_path):
             await ended(client, batch.id)
         batches = gateway.stored.routes.batches
         for batch, stays in zip(made, (True, False), strict=True):
-            change(tmp_path, "UPDATE batches SET ended_at = 1 WHERE id = ?", batch.id)
+            await change(tmp_path, "UPDATE batches SET ended_at = 1 WHERE id = ?", batch.id)
             await batches.remove_ended(DAY_S)
             assert (file.id in await files_of(client)) is stays
 
@@ -85,7 +81,7 @@ async def test_old_usage_goes_in_any_number(tmp_path):
         hour = int(time.time()) // 3600 * 3600
         for start, count in ((hour - 3 * DAY_S, 2 * ROWS_AT_ONCE + 1), (hour - DAY_S, 3)):
             for number in range(count):
-                change(
+                await change(
                     tmp_path, "INSERT INTO usage VALUES ('', ?, 'a', ?, '', 1, 1, 1, 1)",
                     start, str(number),
                 )  # fmt: skip
@@ -100,7 +96,7 @@ async def test_gateways_that_share_a_database_remove_at_once(tmp_path):
         client = gateway.client()
         for _ in range(6):
             await ended(client, await start_batch(client, lines_of(1)))
-    change(tmp_path, "UPDATE batches SET ended_at = 1")
+    await change(tmp_path, "UPDATE batches SET ended_at = 1")
     async with (
         stored_gateway(router(), tmp_path, runs=False) as one,
         stored_gateway(router(), tmp_path, runs=False) as other,
@@ -118,8 +114,8 @@ async def test_the_setting_removes_what_is_old(tmp_path, days):
         client = gateway.client()
         batch = await ended(client, await start_batch(client, lines_of(1)))
         await gateway.stored.usage.flush()
-    change(tmp_path, "UPDATE batches SET ended_at = 1")
-    change(tmp_path, "UPDATE usage SET start = 0")
+    await change(tmp_path, "UPDATE batches SET ended_at = 1")
+    await change(tmp_path, "UPDATE usage SET start = 0")
     async with stored_gateway(router(), tmp_path, retention_days=days) as gateway:
         client = gateway.client()
         if days:

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from pdserve.gateway.settings import GatewaySettings
 from pdserve.protos import common_pb2 as pb
 from pdserve.services.host.tenants.keys import ApiKeys
 from pdserve.services.host.tenants.rate_limits import RateLimits
-from systems.eventually import eventually
+from systems.eventually import LIMIT_S, eventually
 
 CHAT = "/v1/chat/completions"
 BOUNDS = HttpLimits(
@@ -55,6 +56,17 @@ class StoredGateway:
     def http(self, key: str = "none") -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {key}"}
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=60)
+
+
+async def change(folder: Path, statement: str, *values: object) -> None:
+    """Run a statement in the database of `stored_gateway` as another process would: in a thread,
+    since the event loop ends a transaction that the gateway has open."""
+
+    def execute() -> None:
+        with closing(sqlite3.connect(folder / "gateway.db", timeout=LIMIT_S)) as database, database:
+            database.execute(statement, values)
+
+    await asyncio.to_thread(execute)
 
 
 @asynccontextmanager
