@@ -1,6 +1,6 @@
 """GET /fleet/state: the routers' view of their workers, and the requests of one client.
 
-Every client sees the whole fleet, as in /metrics, and only the requests of its own key.
+Every client sees the whole fleet, as in /metrics, but only the requests of its key.
 """
 
 import asyncio

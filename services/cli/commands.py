@@ -22,7 +22,7 @@ DECODE = "pdserve.services.decode.settings:DecodeSettings"
 ENGINE = "pdserve.engine.api.config:EngineConfig"
 CLI = "pdserve.services.options.settings:"
 
-# `up` sets these itself: addresses, and the credentials of its own processes.
+# `up` sets these itself: addresses, and the credentials of the processes that it starts.
 UP_OWNS = (
     "bind",
     "advertise",

@@ -39,7 +39,7 @@ Object = dict[str, Any]
 
 class ResponseReply:
     """One response; make it after the body is checked, then take `whole` or `events`. It shapes the
-    errors of its own stream: an error after the first event is a failed response."""
+    stream errors: an error after the first event is a failed response."""
 
     statuses: Mapping[int, int] = MappingProxyType({})
 

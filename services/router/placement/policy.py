@@ -1,8 +1,8 @@
 """Placement policy: prompt and fleet view give a Decision. Pure: randomness is an argument.
 
-Costs are in prompt tokens still to be computed before the request's first token. Those of its own
-prompt count WORK_RATIO times: a queue delays this request only, but recomputing what another worker
-has delays all requests behind it, and its KV evicts another prefix from a cache.
+Costs are in prompt tokens still to be computed before the request's first token. Tokens of the
+request's prompt count WORK_RATIO times: a queue delays this request only, but recomputing what
+another worker has delays all requests behind it, and its KV evicts another prefix from a cache.
 
 A long prompt always goes to a prefill worker. A short one does if that costs less, where the loss
 of decode's running streams counts as much as the wait of the request itself (`local_cost`,

@@ -135,7 +135,7 @@ class CountPrefill:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncePlacement:
-    """Send the client the placement of the request. `anew`: the placement has changed."""
+    """Send the client the placement of the request. `anew`: whether the placement has changed."""
 
     attempt: bytes
     anew: bool = True
