@@ -132,7 +132,7 @@ def test_a_session(agent: Agent, tmp_path: Path) -> None:
 # The tokens of each agent's own prompt leave room for two texts, and not for three.
 @pytest.mark.parametrize(
     ("agent", "context_len"),
-    [(claude_code, 56_000), (codex, 30_000), (opencode, 35_000)],
+    [(claude_code, 63_000), (codex, 30_000), (opencode, 35_000)],
     ids=("claude_code", "codex", "opencode"),
 )
 def test_an_overflow(agent: Agent, context_len: int, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ LISTING = ("list_files", "ls", "list", "bash", "exec_command", "shell_command", 
 READING = ("bash", "exec_command", "shell_command", "shell")
 WRITING = ("write_file", "write", *READING)
 TOOLS = {"list": LISTING, "read": READING, "write": WRITING}
-PAGES = Path(__file__).parents[3] / "docs"
+PROSE = Path(__file__).parents[3] / "benchmarks/text/prose.txt"
 
 
 @cache
@@ -80,8 +80,7 @@ def tokenizer_json() -> bytes:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=[],
     )
-    pages = (page.read_text() for page in sorted(PAGES.rglob("*.md")))
-    tokenizer.train_from_iterator(pages, trainer)
+    tokenizer.train_from_iterator([PROSE.read_text()], trainer)
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
     tokenizer.add_special_tokens(list(SPECIAL))
     return tokenizer.to_str().encode()
